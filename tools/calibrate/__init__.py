@@ -1,1 +1,2 @@
-"""`parallel3d-plan calibrate`: measures this machine and writes the hardware file that the planner reads."""
+"""`parallel3d-plan calibrate`: measures this machine and writes the hardware file that the planner
+reads."""

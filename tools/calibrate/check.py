@@ -1,5 +1,6 @@
-"""`parallel3d-plan calibrate --check`: what a hardware file predicts of eight layouts of a model that it was not
-measured with, beside what the trainer takes for them on this machine, their order compared too."""
+"""`parallel3d-plan calibrate --check`: what a hardware file predicts of eight layouts of a model
+that it was not measured with, beside what the trainer takes for them on this machine, their order
+compared too."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from typing import Literal
 
 import yaml
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
 from parallel3d.planner.model.shapes import from_config
@@ -21,14 +28,18 @@ from parallel3d.tools.calibrate.worker import run_workers, train
 from parallel3d.tools.reply import Reply
 
 MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
-SEQ_LEN, BATCH = 96, 16
-LAYOUTS = (  # mostly further apart than a machine's noise, without which their order would say nothing
+SEQ_LEN = 96
+BATCH = 16
+# mostly further apart than a machine's noise, without which their order would say nothing
+LAYOUTS = (
     ParallelConfig(),
     ParallelConfig(recompute="full"),
     ParallelConfig(tp=2, microbatch_size=2),
     ParallelConfig(pp=2),
     ParallelConfig(dp_shard=2, microbatch_size=8),
-    ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2, sharding="NO_SHARD"),
+    ParallelConfig(
+        pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2, sharding="NO_SHARD"
+    ),
     ParallelConfig(dp_shard=2, tp=2, sequence_parallel=True),
     ParallelConfig(tp=4),
 )
@@ -53,14 +64,20 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
     """Trains every layout, and compares with what the hardware file of this `text` predicts."""
     cluster = cluster_from_tree(yaml.safe_load(text), "calibrated")
     if cluster.measured is None:
-        raise ConfigError("--check: the file has no section `measured`; parallel3d-plan calibrate -o FILE writes one")
+        raise ConfigError(
+            "--check: the file has no section `measured`; parallel3d-plan calibrate -o FILE writes "
+            "one"
+        )
     steps = TrainConfig(steps=1_000_000, global_batch_size=BATCH, seq_len=SEQ_LEN, device=device)
-    least_s = [float("inf")] * len(LAYOUTS)
-    for done in range(_PASSES * len(LAYOUTS)):  # twice through all, for what else the machine does meanwhile
-        at = done % len(LAYOUTS)
-        print(f"[{done + 1}/{_PASSES * len(LAYOUTS)}] {layout_text(LAYOUTS[at])}", file=sys.stderr, flush=True)
-        recipe = Recipe(model=MODEL, parallel=LAYOUTS[at], train=steps, optimizer=OptimizerConfig(lr=1e-4))
-        least_s[at] = min(least_s[at], run_workers(train, recipe))
+    least_s: dict[ParallelConfig, float] = {}
+    # twice through all, for what else the machine does meanwhile
+    for parallel in LAYOUTS * _PASSES:
+        print(layout_text(parallel), file=sys.stderr, flush=True)
+        recipe = Recipe(
+            model=MODEL, parallel=parallel, train=steps, optimizer=OptimizerConfig(lr=1e-4)
+        )
+        taken_s = run_workers(train, recipe)
+        least_s[parallel] = min(taken_s, least_s.get(parallel, taken_s))
     found = [
         CheckedStep(
             layout=layout_text(parallel),
@@ -68,12 +85,14 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
             predicted_s=predicted_s(cluster, parallel),
             measured_s=measured_s,
         )
-        for parallel, measured_s in zip(LAYOUTS, least_s, strict=True)
+        for parallel, measured_s in least_s.items()
     ]
     tree = {
         "layouts": [{**asdict(each), "error_pct": each.error_pct} for each in found],
         "worst_abs_error_pct": max(abs(each.error_pct) for each in found),
-        "rank_correlation": rank_correlation([each.predicted_s for each in found], least_s),
+        "rank_correlation": rank_correlation(
+            [each.predicted_s for each in found], [*least_s.values()]
+        ),
     }
 
     def page() -> Iterator[str]:
@@ -104,10 +123,9 @@ def question(cluster: Cluster, parallel: ParallelConfig) -> Question:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns Spearman's correlation, that of the places; equal values share theirs. It is 0 where all are equal."""
-    a, b = _places(first), _places(second)
-    return correlation(a, b) if len(set(a)) > 1 and len(set(b)) > 1 else 0.0
+    """Returns Spearman's correlation, that of the places."""
+    return correlation(_places(first), _places(second))
 
 
-def _places(values: Sequence[float]) -> list[float]:
-    return [sum(other < value for other in values) + (list(values).count(value) - 1) / 2 for value in values]
+def _places(values: Sequence[float]) -> list[int]:
+    return [sorted(values).index(value) for value in values]

@@ -1,7 +1,8 @@
-"""`parallel3d-plan calibrate`: measures this host and writes a hardware file that the planner then uses.
+"""`parallel3d-plan calibrate`: measures this host and writes a hardware file that the planner then
+uses.
 
-Without a launcher it starts as many local workers as it needs, world after world; under torchrun (or srun) every
-process is one rank of the one world there is, and calibrates that.
+Without a launcher it starts as many local workers as it needs, world after world; under torchrun
+(or srun) every process is one rank of the one world there is, and calibrates that.
 """
 
 from __future__ import annotations
@@ -24,36 +25,27 @@ _PATIENCE_S = 1800.0  # timeout of a collective: under a launcher the others wai
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Measures, writes the file, and checks it where that is asked. A rank other than 0 of a launcher says nothing."""
+    """Measures, writes the file, and checks it where that is asked. A rank other than 0 of a
+    launcher says nothing."""
     if options.output is not None and options.output.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"-o {options.output}: must end in .yaml, by which --hardware tells a file; try mine.yaml")
+        raise ConfigError(
+            f"-o {options.output}: must end in .yaml, by which --hardware tells a file; try "
+            "mine.yaml"
+        )
     rendezvous = Rendezvous.from_environment()
     if rendezvous is not None and options.check:
         raise ConfigError("--check: starts workers of its own; leave it out under a launcher")
-    if options.check and options.output is not None and options.output.is_file() and not options.again:
-        print(f"{options.output}: there already, checked as it is (--again measures anew)", file=sys.stderr)
+    is_there = options.output is not None and options.output.is_file()
+    if options.check and is_there and not options.again:
+        print(f"{options.output}: there already (--again measures anew)", file=sys.stderr)
         text = options.output.read_text()
     else:
         if not options.again:
             check_free("-o", options.output)
-        if rendezvous is not None:
-            measured = _under_launcher(rendezvous, options)
-            if rendezvous.rank > 0:
-                return Reply(page=list)
-        else:
-            worlds = sorted({1, *(options.ranks or _usual_ranks(options.device))})
-            measured = {ranks: _started(options, ranks) for ranks in worlds}
-        from parallel3d.tools.calibrate.hardware_file import hardware_text
-
-        text = hardware_text(measured, date=datetime.now(UTC).date().isoformat())
-        if options.output is None:
-            print(text, end="", flush=True)
-        else:
-            if options.again:
-                options.output.unlink(missing_ok=True)
-            write_output("-o", options.output, text)
-            used = f"parallel3d-plan --hardware {options.output} --gpus N ..."
-            print(f"wrote {options.output}; use it: {used}", file=sys.stderr)
+        measured = _measured(rendezvous, options)
+        if measured is None:
+            return Reply(page=list)
+        text = _written(measured, options)
     if not options.check:
         return Reply(page=list)
     from parallel3d.tools.calibrate.check import check
@@ -61,10 +53,35 @@ def answer(options: argparse.Namespace) -> Reply:
     return check(text, device=options.device)
 
 
+def _measured(rendezvous: Rendezvous | None, options: argparse.Namespace) -> dict[int, Any] | None:
+    """Returns what each world has measured; None on a rank other than 0 of a launcher."""
+    if rendezvous is None:
+        worlds = sorted({1, *(options.ranks or _usual_ranks(options.device))})
+        return {ranks: _started(options, ranks) for ranks in worlds}
+    found = _under_launcher(rendezvous, options)
+    return found if rendezvous.rank == 0 else None
+
+
+def _written(measured: dict[int, Any], options: argparse.Namespace) -> str:
+    """Writes the hardware file, or prints it, and returns its text."""
+    from parallel3d.tools.calibrate.hardware_file import hardware_text
+
+    text = hardware_text(measured, date=datetime.now(UTC).date().isoformat())
+    if options.output is None:
+        print(text, end="", flush=True)
+        return text
+    if options.again:
+        options.output.unlink(missing_ok=True)
+    write_output("-o", options.output, text)
+    used = f"parallel3d-plan --hardware {options.output} --gpus N ..."
+    print(f"wrote {options.output}; use it: {used}", file=sys.stderr)
+    return text
+
+
 def _started(options: argparse.Namespace, ranks: int) -> Any:
     from parallel3d.tools.calibrate.worker import measure, run_workers
 
-    print(f"measuring with {ranks} process{'es' * (ranks > 1)}", file=sys.stderr, flush=True)
+    print(f"measuring with {ranks} processes", file=sys.stderr, flush=True)
     return run_workers(measure, _recipe(options, ranks))
 
 
@@ -80,12 +97,16 @@ def _usual_ranks(device: str) -> list[int]:
 
 
 def _under_launcher(rendezvous: Rendezvous, options: argparse.Namespace) -> dict[int, Any]:
-    """Measures the launcher's world. Rank 0 measures one process before, and alone returns the results."""
+    """Measures the launcher's world. Rank 0 measures one process before, and alone returns the
+    results."""
     from parallel3d.tools.calibrate.worker import RESULTS, measure
 
     size = rendezvous.world_size
     if size != rendezvous.local_world_size:
-        raise ConfigError(f"calibrate: measures one host, and its {size} ranks are on several; start it on one of them")
+        raise ConfigError(
+            f"calibrate: measures one host, and its {size} ranks are on several; start it on one "
+            "of them"
+        )
     measured = {1: _started(options, 1)} if rendezvous.rank == 0 else {}
     if size > 1:
         with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
@@ -102,6 +123,10 @@ def _recipe(options: argparse.Namespace, ranks: int) -> Recipe:
         model=ModelConfig(layers=1, hidden=8, heads=1, kv_heads=1, ffn_hidden=8, vocab=8),
         parallel=ParallelConfig(dp_replicate=ranks),
         train=TrainConfig(
-            steps=steps, global_batch_size=ranks, seq_len=8, device=options.device, start_timeout_s=_PATIENCE_S
+            steps=steps,
+            global_batch_size=ranks,
+            seq_len=8,
+            device=options.device,
+            start_timeout_s=_PATIENCE_S,
         ),
     )

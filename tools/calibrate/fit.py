@@ -1,5 +1,5 @@
-"""From what `parallel3d-plan calibrate` has timed to the figures of a hardware file (`planner.measured`): differences
-and slopes, nothing fitted by eye. No torch here."""
+"""From what `parallel3d-plan calibrate` has timed to the figures of a hardware file
+(`planner.measured`): differences and slopes, nothing fitted by eye. No torch here."""
 
 from __future__ import annotations
 
@@ -33,24 +33,33 @@ Tree = dict[str, Any]
 _LEAST_REST = 0.02  # least share of a block that is neither products nor attention
 
 
-def process_tree(kernels: Tree, times: Times, cluster: Cluster, larger: LargerRuns = ON_CPU) -> Tree:
-    """Returns the section of one process, from its kernels and its probes. `cluster` may be any with a device."""
-    overhead, deep = overhead_of(times, "alone", larger.parameters, larger), TINY_LAYERS[-1]
+def process_tree(
+    kernels: Tree, times: Times, cluster: Cluster, larger: LargerRuns = ON_CPU
+) -> Tree:
+    """Returns the section of one process, from its kernels and its probes. `cluster` may be any
+    with a device."""
+    overhead = overhead_of(times, "alone", larger.parameters, larger)
+    deep = TINY_LAYERS[-1]
     recompute = {}
     for kind in ("selective", "full"):
         _, each = _over_microbatches(times, kind, TINY, deep)
-        recompute[kind] = max(0.0, (each - overhead.microbatch) / deep - overhead.block)  # that a block takes more
+        # that a block takes more
+        recompute[kind] = max(0.0, (each - overhead.microbatch) / deep - overhead.block)
     unknown = {"byte_s": 1e-18, "gradient_s": 0.0, "logit_s": 0.0}
     tree: Tree = {**kernels, **unknown, "overhead": vars(overhead), "recompute": recompute}
-    # What a block takes beside its products grows with the traffic of the other operators, and starts from what the
-    # weights take.
-    traffic, rest = [], []
+    # What a block takes beside its products grows with the traffic of the other operators, and
+    # starts from what the weights take.
+    traffic = []
+    rest = []
     # A GPU hides the dispatch behind kernels that take longer, as these do.
     hidden = replace(overhead, block=0.0, microbatch=0.0)
     beside = overhead if larger.synchronous else hidden
     for size in (larger.sizes[0], larger.sizes[-1]):
         run = larger_job(cluster, size, larger)
-        each_s = [_over_microbatches(times, "alone", larger.model, layers, size)[1] for layers in LARGER_LAYERS]
+        each_s = [
+            _over_microbatches(times, "alone", larger.model, layers, size)[1]
+            for layers in LARGER_LAYERS
+        ]
         ends_s, block_s = _line(LARGER_LAYERS, each_s)
         block_s -= beside.block
         products_s = _block_s(run, tree)
@@ -60,14 +69,17 @@ def process_tree(kernels: Tree, times: Times, cluster: Cluster, larger: LargerRu
     weights = _block_s(run, {**tree, "gradient_s": 1.0}) - products_s
     tree |= {"byte_s": byte_s, "gradient_s": max(0.0, rest[0] - traffic[0] * byte_s) / weights}
     head_s = sum(head_times(run, _kernels(run, tree)))
-    tree["logit_s"] = max(0.0, (ends_s - beside.microbatch - head_s) / (run.tokens * run.loss_vocab))
+    tree["logit_s"] = max(
+        0.0, (ends_s - beside.microbatch - head_s) / (run.tokens * run.loss_vocab)
+    )
     return tree
 
 
 def together_tree(
     found: Mapping[str, Any], ranks: int, cores: int, alone: Overhead, larger: LargerRuns = ON_CPU
 ) -> Tree:
-    """Returns the section of `ranks` processes that run at once. `alone` is what a process adds by itself."""
+    """Returns the section of `ranks` processes that run at once. `alone` is what a process adds by
+    itself."""
     by_one, by_all = found["contention"]
     shared = max(1.0, ranks / cores) if cores else 1.0
     contention = max(1.0, by_all / by_one / shared)
@@ -77,7 +89,10 @@ def together_tree(
         "contention": contention,
         "action_s": _action_s(times, ranks, cores, contention, alone),
         "transfer": [[size, seconds / shared / contention] for size, seconds in found["transfers"]],
-        "axes": {axis: _added_tree(times, axis, ranks, alone, shared * contention, larger) for axis in axes},
+        "axes": {
+            axis: _added_tree(times, axis, ranks, alone, shared * contention, larger)
+            for axis in axes
+        },
         "collectives": {
             kind: [[size, seconds / shared / contention] for size, seconds in rows]
             for kind, rows in found["collectives"].items()
@@ -85,9 +100,13 @@ def together_tree(
     }
 
 
-def _added_tree(times: Times, axis: str, ranks: int, alone: Overhead, slowdown: float, larger: LargerRuns) -> Tree:
+def _added_tree(
+    times: Times, axis: str, ranks: int, alone: Overhead, slowdown: float, larger: LargerRuns
+) -> Tree:
     """Returns what an axis adds to a process alone, each rank as if it had a core to itself."""
-    found = overhead_of(times, axis, larger.parameters / (ranks if axis.startswith("tp") else 1), larger)
+    found = overhead_of(
+        times, axis, larger.parameters / (ranks if axis.startswith("tp") else 1), larger
+    )
     # Where the optimizer's states are split a rank steps only its own.
     steps = ranks if axis in ("SHARD_OPTIMIZER", "FULL_SHARD") else 1
     base = {**vars(alone), "parameter": alone.parameter / steps}
@@ -95,9 +114,9 @@ def _added_tree(times: Times, axis: str, ranks: int, alone: Overhead, slowdown: 
 
 
 def _action_s(times: Times, ranks: int, cores: int, contention: float, alone: Overhead) -> float:
-    """Returns what an action of a pipeline adds. The pipeline has one tiny block a rank, and what its microbatch takes
-    beyond blocks, embedding and head is divided by the actions: all of it with fewer cores than ranks, else that of the
-    first or the last rank."""
+    """Returns what an action of a pipeline adds. The pipeline has one tiny block a rank, and what
+    its microbatch takes beyond blocks, embedding and head is divided by the actions: all of it with
+    fewer cores than ranks, else that of the first or the last rank."""
     microbatches = [m * ranks for m in TINY_MICROBATCHES]
     seconds = [times[probe_name("pp", TINY, ranks, m, TINY_SEQ, 1)] for m in microbatches]
     each = _line(microbatches, seconds)[1] / contention
@@ -106,13 +125,20 @@ def _action_s(times: Times, ranks: int, cores: int, contention: float, alone: Ov
     return max(0.0, (each - alone.block - alone.microbatch / 2) / 2)
 
 
-def overhead_of(times: Times, axis: str, parameters: float, larger: LargerRuns = ON_CPU) -> Overhead:
-    """Returns the program's own times. A step takes step + layers * layer + microbatches * (microbatch + layers *
-    block): four runs of tiny models give these four, and two of a larger one what each parameter takes once a step."""
-    once, each = zip(*(_over_microbatches(times, axis, TINY, layers) for layers in TINY_LAYERS), strict=True)
+def overhead_of(
+    times: Times, axis: str, parameters: float, larger: LargerRuns = ON_CPU
+) -> Overhead:
+    """Returns the program's own times. A step takes step + layers * layer + microbatches *
+    (microbatch + layers * block): four runs of tiny models give these four, and two of a larger one
+    what each parameter takes once a step."""
+    once, each = zip(
+        *(_over_microbatches(times, axis, TINY, layers) for layers in TINY_LAYERS), strict=True
+    )
     step, layer = _line(TINY_LAYERS, once, least=0.0)
     microbatch, block = _line(TINY_LAYERS, each, least=0.0)
-    larger_once, _ = _over_microbatches(times, axis, larger.model, LARGER_LAYERS[-1], larger.sizes[1])
+    larger_once, _ = _over_microbatches(
+        times, axis, larger.model, LARGER_LAYERS[-1], larger.sizes[1]
+    )
     parameter = max(0.0, larger_once - step - LARGER_LAYERS[-1] * layer) / parameters
     return Overhead(block=block, microbatch=microbatch, layer=layer, step=step, parameter=parameter)
 
@@ -122,11 +148,16 @@ def _over_microbatches(
 ) -> tuple[float, float]:
     """Returns the seconds that a probe's step takes once, and those that each microbatch takes."""
     microbatches = TINY_MICROBATCHES if model is TINY else LARGER_MICROBATCHES
-    return _line(microbatches, [times[probe_name(axis, model, layers, m, *size)] for m in microbatches])
+    return _line(
+        microbatches, [times[probe_name(axis, model, layers, m, *size)] for m in microbatches]
+    )
 
 
-def _line(at: Sequence[float], seconds: Sequence[float], *, least: float = -math.inf) -> tuple[float, float]:
-    """Returns the value at 0 and the slope of the line through two points, each at least `least`."""
+def _line(
+    at: Sequence[float], seconds: Sequence[float], *, least: float = -math.inf
+) -> tuple[float, float]:
+    """Returns the value at 0 and the slope of the line through two points, each at least
+    `least`."""
     (few, many), (first, second) = at, seconds
     each = max(least, (second - first) / (many - few))
     return max(least, first - few * each), each
@@ -145,7 +176,9 @@ def larger_job(cluster: Cluster, size: tuple[int, int], larger: LargerRuns = ON_
 
 
 def _kernels(run: PlannedRun, process: Tree) -> Kernels:
-    return Kernels(device=run.cluster.device, precision=run.precision, process=one_process_from_tree(process))
+    return Kernels(
+        device=run.cluster.device, precision=run.precision, process=one_process_from_tree(process)
+    )
 
 
 def _block_s(run: PlannedRun, process: Tree) -> float:

@@ -1,5 +1,5 @@
-"""The hardware file that `parallel3d-plan calibrate` writes: the figures that every device has, and below them what was
-measured of this one."""
+"""The hardware file that `parallel3d-plan calibrate` writes: the figures that every device has, and
+below them what was measured of this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.calibrate.fit import Tree, process_tree, together_tree
 from parallel3d.tools.calibrate.probes import LargerRuns
 
-ANY = load_cluster("cpu", [HARDWARE])  # for questions that are answered by the measured curves alone
+# for questions that are answered by the measured curves alone
+ANY = load_cluster("cpu", [HARDWARE])
 _MOST_CPU_RANKS = 8
 _SHARE = 0.98  # the share of a GPU's memory that a process can have
 _NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}  # not measured within one host
@@ -26,7 +27,8 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
     """Returns the file's text, from what each world has measured; `worlds` are by their ranks."""
     alone = worlds[min(worlds)]
     on_cpu = alone["device"] == "CPU"
-    cores, larger = alone["cores"] if on_cpu else 0, LargerRuns.on("cpu" if on_cpu else "cuda")
+    cores = alone["cores"] if on_cpu else 0
+    larger = LargerRuns.on("cpu" if on_cpu else "cuda")
     processes = {
         int(threads): process_tree(kernels, alone["probes"][threads], ANY, larger)
         for threads, kernels in alone["kernels"].items()
@@ -35,8 +37,11 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
     for size, found in worlds.items():
         if size > 1:
             threads = max(n for n in processes if n <= max(1, cores // size)) if on_cpu else 1
-            ranks[size] = together_tree(found, size, cores, Overhead(**processes[threads]["overhead"]), larger)
-    # A host without GPUs runs as many ranks as one likes; that they share its cores is in `measured`.
+            ranks[size] = together_tree(
+                found, size, cores, Overhead(**processes[threads]["overhead"]), larger
+            )
+    # A host without GPUs runs as many ranks as one likes; that they share its cores is in
+    # `measured`.
     most = max(_MOST_CPU_RANKS, *worlds) if on_cpu else max(worlds)
     tree = {
         "device": _device_tree(alone, processes[min(processes)], most=most),
@@ -45,23 +50,34 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
         "measured": {"cores": cores, "synchronous": on_cpu, "processes": processes, "ranks": ranks},
     }
     head = [
-        f"{alone['device']} of {platform.node() or 'this host'}, measured by parallel3d-plan calibrate on {date}",
-        f"{cores or 'no'} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch {alone['torch']}",
-        'Keys: docs/planner.md, "Hardware files". `network` is a guess: nothing here has left the host.',
+        f"{alone['device']} of {platform.node() or 'this host'}, measured by parallel3d-plan "
+        f"calibrate on {date}",
+        f"{cores or 'no'} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch "
+        f"{alone['torch']}",
+        'Keys: docs/planner.md, "Hardware files". `network` is a guess: nothing here has left the host.',  # noqa: E501
     ]
-    body = yaml.safe_dump(rounded(tree, digits=4), sort_keys=False, default_flow_style=None, width=120)
+    body = yaml.safe_dump(
+        rounded(tree, digits=4), sort_keys=False, default_flow_style=None, width=120
+    )
     return "".join(f"# {line}\n" for line in head) + body
 
 
 def _device_tree(alone: Mapping[str, Any], process: Tree, *, most: int) -> Tree:
-    """Returns the device's section. Peaks are the best that was measured, so that no efficiency is left to guess."""
+    """Returns the device's section. Peaks are the best that was measured, so that no efficiency is
+    left to guess."""
     peaks = {p: max(rate for _, _, rate in rows) / 1e12 for p, rows in process["matmul"].items()}
     bytes_, seconds = process["memory"][-1]
-    attention = {way: max(rate for _, _, rate in rows) / 1e12 for way, rows in process["attention"]["bf16"].items()}
+    attention = {
+        way: max(rate for _, _, rate in rows) / 1e12
+        for way, rows in process["attention"]["bf16"].items()
+    }
     return {
         "name": alone["device"],
         "peak_tflops": {**peaks, "fp16": peaks["bf16"]},
-        "memory_gib": alone["memory_bytes"] * _SHARE / GIB / (most if alone["device"] == "CPU" else 1),
+        "memory_gib": alone["memory_bytes"]
+        * _SHARE
+        / GIB
+        / (most if alone["device"] == "CPU" else 1),
         "memory_gb_per_s": bytes_ / seconds / 1e9,
         "processors": alone["processors"],
         "matmul_efficiency": 1.0,
@@ -71,7 +87,8 @@ def _device_tree(alone: Mapping[str, Any], process: Tree, *, most: int) -> Tree:
 
 
 def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
-    """Returns the largest world's all-gather as a link, by which sizes beyond the measured ones are priced."""
+    """Returns the largest world's all-gather as a link, by which sizes beyond the measured ones are
+    priced."""
     if not ranks:
         return {"gpus": most, "gb_per_s": 1.0, "latency_us": 300.0, "efficiency": 1.0}
     size = max(ranks)

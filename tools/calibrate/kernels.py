@@ -1,17 +1,18 @@
-"""What `parallel3d-plan calibrate` measures of one process: products, attention and norms by size, through the layers'
-own functions.
+"""What `parallel3d-plan calibrate` measures of one process: products, attention and norms by size,
+through the layers' own functions.
 
-[Note: on a GPU] A GPU runs one kernel while the host dispatches the next, so that a step takes the longer of both and
-not their sum: nothing is subtracted from what a kernel takes. Kernels are timed by events, behind work that keeps the
-GPU busy while the host dispatches them. Operands are taken in turn from so many copies that none is still in the GPU's
-cache, and attention has so many heads that every multiprocessor has some.
+[Note: on a GPU] A GPU runs one kernel while the host dispatches the next, so that a step takes the
+longer of both and not their sum: nothing is subtracted from what a kernel takes. Kernels are timed
+by events, behind work that keeps the GPU busy while the host dispatches them. Operands are taken in
+turn from so many copies that none is still in the GPU's cache, and attention has so many heads that
+every multiprocessor has some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle, product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,81 +20,106 @@ from torch.nn import functional as F
 
 from parallel3d.layers.fused_attention import attend
 from parallel3d.layers.norm import RMSNorm
-from parallel3d.layers.parameter import Placement
+from parallel3d.layers.parameter import ParallelContext
 from parallel3d.tools.clock import DeviceClock
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEAST_SHARE = 0.2  # the least share of a call that is taken for its work and not for its dispatch
-_HEADS, _GPU_HEADS = 4, 64
+_HEADS = 4
+_GPU_HEADS = 64
 _GPU_CACHE_BYTES = 2 * 60e6  # twice the largest second-level cache
 _MOST_COPIES = 64
 _PASSES = 3
-_T = TypeVar("_T")
+_FEATURES = 256
 
 Rows = list[list[float]]
+Point = tuple[int, int]
+
+
+class _Sizes(NamedTuple):
+    """What is measured: sides of products, keys of attention, depths of heads, and the largest
+    norm, as a power of two of bytes."""
+
+    sides: tuple[int, ...]
+    keys: tuple[int, ...]
+    depths: tuple[int, ...]
+    largest: int
+
+
+_ON_GPU = _Sizes((512, 2048, 8192), (512, 2048, 8192), (64, 128), 28)
+_ON_CPU = _Sizes((32, 64, 128, 256, 512, 1024), (64, 256, 1024), (32, 64, 128), 26)
+_QUICK = _Sizes((32, 128, 512), (64, 256), (32, 64), 24)
+_IN_BF16 = _Sizes((128, 512), (256,), (32, 64, 128), 0)  # on a CPU, which is slow in it
 
 
 def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
     """Returns the sections `matmul`, `attention` and `memory` of a process
     (`planner.hardware.calibration.OneProcess`)."""
-    gpu = device.type != "cpu"
-    sides: Sequence[int] = (512, 2048, 8192) if gpu else (32, 128, 512) if quick else (32, 64, 128, 256, 512, 1024)
-    coarse: Sequence[int] = sides if gpu else (128, 512)
-    keys: Sequence[int] = (512, 2048, 8192) if gpu else (64, 256) if quick else (64, 256, 1024)
-    depths = (64, 128) if gpu else (32, 64) if quick else (32, 64, 128)
-    largest = 28 if gpu else 24 if quick else 26
-    few_keys = keys if gpu else (256,)
-    return {
-        "matmul": {p: _matmul(device, p, sides if p == "fp32" else coarse) for p in _DTYPES},
-        "attention": {p: _attention(device, p, keys if p == "fp32" else few_keys, depths) for p in _DTYPES},
-        "memory": _memory(device, [2**n for n in range(14, largest + 1, 2)]),
-    }
+    wide = narrow = _ON_GPU
+    if device.type == "cpu":
+        wide, narrow = (_QUICK if quick else _ON_CPU), _IN_BF16
+    found: dict[str, Any] = {"matmul": {}, "attention": {}}
+    for precision, dtype, sizes in (
+        ("fp32", torch.float32, wide),
+        ("bf16", torch.bfloat16, narrow),
+    ):
+        found["matmul"][precision] = _matmul(device, dtype, sizes.sides)
+        found["attention"][precision] = _attention(device, dtype, sizes.keys, sizes.depths)
+    found["memory"] = _memory(device, [2**n for n in range(14, wide.largest + 1, 2)])
+    return found
 
 
 def best_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.005) -> float:
-    """Returns the least time of a call, over two rounds of several calls each. On a GPU it is the time of the call's
-    kernels, without gaps between them."""
+    """Returns the least time of a call, over two rounds of several calls each. On a GPU it is the
+    time of the call's kernels, without gaps between them."""
     work()
     once = max(1e-7, timed_s(work, device, 1))
-    calls, clock = max(1, int(round_s / once)), DeviceClock(device)
+    calls = max(1, int(round_s / once))
+    clock = DeviceClock(device)
     ahead = None if device.type == "cpu" else busy(device)
     return min(clock.seconds(work, calls, ahead=ahead) for _ in range(2))
 
 
 def busy(device: torch.device) -> Callable[[], object]:
     """Returns a call that gives a GPU some milliseconds of work."""
-    x, y = (torch.empty(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x = torch.empty(8192, 8192, device=device, dtype=torch.bfloat16)
 
     @torch.no_grad()
     def work() -> None:
         for _ in range(4):
-            torch.mm(x, x, out=y)
+            torch.mm(x, x)
 
     return work
 
 
-def in_turn(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    """Yields operands that `make` has made, the same ones again and again on a CPU, and on a GPU so many in turn that
-    they do not fit its cache."""
-    first = make()
-    copies = 1
+def in_turn(
+    make: Callable[[], tuple[Tensor, ...]], device: torch.device
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yields operands that `make` has made, the same ones again and again on a CPU, and on a GPU so
+    many in turn that they do not fit its cache."""
+    copies = [make()]
     if device.type != "cpu":
-        copies = min(_MOST_COPIES, 1 + int(_GPU_CACHE_BYTES / sum(tensor.nbytes for tensor in first)))
-    return cycle([first, *(make() for _ in range(copies - 1))])
+        enough = 1 + int(_GPU_CACHE_BYTES / sum(tensor.nbytes for tensor in copies[0]))
+        copies += [make() for _ in range(min(_MOST_COPIES, enough) - 1)]
+    return cycle(copies)
 
 
-def _swept(measure: Callable[[int, int], _T], points: Iterable[tuple[int, int]]) -> dict[tuple[int, int], list[_T]]:
-    """Returns what each pass over all points has measured of each point. What else the machine does for a second spoils
-    one pass of a few points, and not every round of one point."""
-    found: dict[tuple[int, int], list[_T]] = {point: [] for point in points}
+def _swept(
+    measure: Callable[[int, int], tuple[float, ...]], points: Iterable[Point]
+) -> dict[Point, tuple[float, ...]]:
+    """Returns the least of what several passes over all points have measured of each point. What
+    else the machine does for a second spoils one pass of a few points, and not every round of one
+    point."""
+    found: dict[Point, tuple[float, ...]] = {}
     for _ in range(_PASSES):
-        for point, taken in found.items():
-            taken.append(measure(*point))
+        for point in points:
+            taken = measure(*point)
+            found[point] = tuple(map(min, taken, found.get(point, taken)))
     return found
 
 
 def timed_s(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Returns the seconds of a call, the mean of `calls` of them, its dispatch and its waits included."""
+    """Returns the seconds of a call, the mean of `calls` of them, its dispatch and its waits
+    included."""
     return DeviceClock(device).seconds(work, calls)
 
 
@@ -103,67 +129,75 @@ def _beyond(seconds: float, dispatch_s: float, device: torch.device) -> float:
 
 
 @torch.no_grad()
-def _matmul(device: torch.device, precision: str, sides: Sequence[int]) -> Rows:
+def _matmul(device: torch.device, dtype: torch.dtype, sides: Sequence[int]) -> Rows:
     """Returns rows [side, depth, operations per second] of a linear layer's product."""
 
-    def seconds(side: int, depth: int) -> float:
-        def make() -> tuple[Tensor, ...]:
-            return tuple(torch.randn(side, depth, device=device, dtype=_DTYPES[precision]) for _ in range(2))
+    def seconds(side: int, depth: int) -> tuple[float]:
+        def make() -> tuple[Tensor, Tensor]:
+            x = torch.randn(side, depth, device=device, dtype=dtype)
+            return x, x.clone()
 
         operands = in_turn(make, device)
-        return best_s(lambda: F.linear(*next(operands)), device)
+        return (best_s(lambda: F.linear(*next(operands)), device),)
 
-    taken = _swept(seconds, [(8, 8), *product(sides, sides)])
-    dispatch = min(taken.pop((8, 8)))
-    return [[s, d, 2.0 * s * s * d / _beyond(min(found), dispatch, device)] for (s, d), found in taken.items()]
+    points = [(8, 8), *product(sides, sides)]
+    taken = _swept(seconds, points)
+    (dispatch,) = taken.pop((8, 8))
+    rows = []
+    for (side, depth), (found,) in taken.items():
+        rows.append([side, depth, 2.0 * side * side * depth / _beyond(found, dispatch, device)])
+    return rows
 
 
-def _attention(device: torch.device, precision: str, keys: Sequence[int], depths: Sequence[int]) -> dict[str, Rows]:
-    """Returns rows [keys, head dim, operations per second] of causal attention: half of 4 (forward) and of 10
-    (backward) operations for each query, key and number of a head."""
-
+def _attention(
+    device: torch.device, dtype: torch.dtype, keys: Sequence[int], depths: Sequence[int]
+) -> dict[str, Rows]:
+    """Returns rows [keys, head dim, operations per second] of causal attention: half of 4 (forward)
+    and of 10 (backward) operations for each query, key and number of a head."""
     heads = _HEADS if device.type == "cpu" else _GPU_HEADS
 
     def seconds(length: int, depth: int) -> tuple[float, float]:
         def make() -> tuple[Tensor, ...]:
-            shape = (1, heads, length, depth)
-            tensors = (torch.randn(shape, device=device, dtype=_DTYPES[precision]) for _ in range(4))
-            return tuple(tensor.requires_grad_(at < 3) for at, tensor in enumerate(tensors))  # the last is a gradient
+            x = torch.randn(1, heads, length, depth, device=device, dtype=dtype)
+            inputs = [x.clone().requires_grad_() for _ in range(3)]
+            return *inputs, x  # the last is a gradient
 
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def forward() -> Tensor:
+            q, k, v, _ = next(operands)
             return attend(q, k, v, None, causal=True, scale=None)
 
         def forward_and_backward() -> None:
-            *inputs, gradient = next(operands)
-            torch.autograd.grad(forward(*inputs), inputs, gradient)
+            q, k, v, gradient = next(operands)
+            output = attend(q, k, v, None, causal=True, scale=None)
+            torch.autograd.grad(output, (q, k, v), gradient)
 
         operands = in_turn(make, device)
-        alone = best_s(lambda: forward(*next(operands)[:3]), device)
+        alone = best_s(forward, device)
         both = best_s(forward_and_backward, device)
         return alone, max(both - alone, _LEAST_SHARE * both)
 
     taken = _swept(seconds, [(8, 32), *product(keys, depths)])
-    least_of = {point: tuple(map(min, zip(*found, strict=True))) for point, found in taken.items()}
-    dispatch = least_of.pop((8, 32))
+    least = taken.pop((8, 32))
     rows: dict[str, Rows] = {"forward": [], "backward": []}
-    for (length, depth), found in least_of.items():
-        for way, products, took, least in zip(rows, (4.0, 10.0), found, dispatch, strict=True):
+    for (length, depth), found in taken.items():
+        for at, (way, products) in enumerate((("forward", 4.0), ("backward", 10.0))):
             operations = 0.5 * products * heads * length * length * depth
-            rows[way].append([length, depth, operations / _beyond(took, least, device)])
+            seconds_ = _beyond(found[at], least[at], device)
+            rows[way].append([length, depth, operations / seconds_])
     return rows
 
 
 @torch.no_grad()
 def _memory(device: torch.device, sizes: Sequence[int]) -> Rows:
     """Returns rows [bytes, seconds] of a norm, which reads and writes."""
-    features = 256
-    norm = RMSNorm(features, tp=Placement(device=device))
+    norm = RMSNorm(_FEATURES, tp=ParallelContext(device=device))
     norm.weight.fill_(1.0)
 
-    def seconds(rows: int, _: int) -> float:
-        operands = in_turn(lambda: (torch.randn(rows, features, device=device),), device)
-        return best_s(lambda: norm(*next(operands)), device)
+    def seconds(rows: int, _: int) -> tuple[float]:
+        operands = in_turn(lambda: (torch.randn(rows, _FEATURES, device=device),), device)
+        return (best_s(lambda: norm(*next(operands)), device),)
 
-    taken = _swept(seconds, [(1, 0), *((max(1, size // (8 * features)), size) for size in sizes)])
-    dispatch = min(taken.pop((1, 0)))
-    return [[float(size), _beyond(min(found), dispatch, device)] for (_, size), found in taken.items()]
+    points = [(max(1, size // (8 * _FEATURES)), size) for size in sizes]
+    taken = _swept(seconds, [(1, 0), *points])
+    (dispatch,) = taken.pop((1, 0))
+    return [[size, _beyond(found, dispatch, device)] for (_, size), (found,) in taken.items()]

@@ -1,6 +1,7 @@
-"""What `parallel3d-plan calibrate` measures between ranks: the layers' collectives and the pipeline's messages, through
-the functions that training uses (small ones between the processes of a host go through shared memory, others through
-gloo or NCCL), and how much ranks that compute at once slow each other down."""
+"""What `parallel3d-plan calibrate` measures between ranks: the layers' collectives and the
+pipeline's messages, through the functions that training uses (small ones between the processes of a
+host go through shared memory, others through gloo or NCCL), and how much ranks that compute at once
+slow each other down."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ _FEATURES = 256
 _ROUNDS = 5
 
 
-def measure_collectives(world_size: int, device: torch.device, sizes: Sequence[int]) -> dict[str, Rows]:
-    """Returns rows [bytes of the whole tensor, seconds] of each kind of collective over all ranks."""
+def measure_collectives(
+    world_size: int, device: torch.device, sizes: Sequence[int]
+) -> dict[str, Rows]:
+    """Returns rows [bytes of the whole tensor, seconds] of each kind of collective over all
+    ranks."""
     axis = Axis.of(build_mesh(ParallelConfig(tp=world_size), device.type)["tp"])
     found: dict[str, Rows] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
     for size in sizes:
@@ -44,8 +48,8 @@ def measure_collectives(world_size: int, device: torch.device, sizes: Sequence[i
 
 
 def together_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.01) -> float:
-    """Returns the seconds of a call that all ranks make at once: the least of several rounds, each of its slowest
-    rank. Every rank makes as many calls a round as rank 0 thinks right."""
+    """Returns the seconds of a call that all ranks make at once: the least of several rounds, each
+    of its slowest rank. Every rank makes as many calls a round as rank 0 thinks right."""
     work()
     calls = torch.tensor(max(1, int(round_s / max(1e-6, timed_s(work, device, 2)))), device=device)
     dist.broadcast(calls, src=0)
@@ -70,7 +74,8 @@ class _Passing(nn.Module):
 
 
 def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int]) -> Rows:
-    """Returns rows [bytes, seconds] of an action of a pipeline that only passes on what it receives."""
+    """Returns rows [bytes, seconds] of an action of a pipeline that only passes on what it
+    receives."""
     pp = build_mesh(ParallelConfig(pp=world_size), device.type)["pp"]
 
     def loss(y: Tensor, _: Tensor) -> Tensor:
@@ -84,13 +89,15 @@ def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int
         inputs = torch.zeros(microbatches, *shape, device=device)
         return together_s(lambda: runtime.run(inputs), device)
 
-    few, many = 2 * world_size, 6 * world_size
+    few = 2 * world_size
+    many = 6 * world_size
     seconds = {size: (step_s(size, many) - step_s(size, few)) / (many - few) / 2 for size in sizes}
     return [[float(size), max(1e-7, each)] for size, each in seconds.items()]
 
 
 def measure_contention(device: torch.device) -> tuple[float, float]:
-    """Returns the seconds of a block's forward and backward: by one rank while the others wait, and by all at once."""
+    """Returns the seconds of a block's forward and backward: by one rank while the others wait, and
+    by all at once."""
     larger = LargerRuns.on(device.type)
     model, (seq, _) = Llama(larger.model, device=device), larger.sizes[1]
     for parameter in model.parameters():

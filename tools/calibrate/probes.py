@@ -1,6 +1,6 @@
-"""The runs of `parallel3d-plan calibrate` that train: tiny models of two depths and two numbers of microbatches tell
-what the program adds to its kernels (a step's time is linear in both), larger ones what each parameter and element
-does.
+"""The runs of `parallel3d-plan calibrate` that train: tiny models of two depths and two numbers of
+microbatches tell what the program adds to its kernels (a step's time is linear in both), larger
+ones what each parameter and element does.
 
 Which runs there are is decided without torch; `time_probes` trains them with the real trainer.
 """
@@ -13,7 +13,14 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recipe, TrainConfig
+from parallel3d.config.recipe import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    Recipe,
+    TrainConfig,
+)
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import from_config
 
@@ -25,15 +32,19 @@ TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, voca
 TINY_SEQ = 8
 LARGER = ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn_hidden=704, vocab=2048)
 LARGER_SEQ = 128
-LARGER_SIZES = ((32, 1), (LARGER_SEQ, 1), (LARGER_SEQ, 4))  # sequence and microbatch: what elements take, and weights
-TINY_LAYERS, TINY_MICROBATCHES = (2, 6), (2, 10)
-LARGER_LAYERS, LARGER_MICROBATCHES = (1, 3), (2, 6)
+# sequence and microbatch: what elements take, and weights
+LARGER_SIZES = ((32, 1), (LARGER_SEQ, 1), (LARGER_SEQ, 4))
+TINY_LAYERS = (2, 6)
+TINY_MICROBATCHES = (2, 10)
+LARGER_LAYERS = (1, 3)
+LARGER_MICROBATCHES = (2, 6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargerRuns:
-    """The runs of the larger model on a kind of device, as (sequence, microbatch) of each size. On a GPU, which is not
-    `synchronous`, a step takes the longer of kernels and dispatch: they are so large that it is the kernels."""
+    """The runs of the larger model on a kind of device, as (sequence, microbatch) of each size. On
+    a GPU, which is not `synchronous`, a step takes the longer of kernels and dispatch: they are so
+    large that it is the kernels."""
 
     model: ModelConfig
     sizes: tuple[tuple[int, int], ...]
@@ -67,7 +78,9 @@ class Probe:
     recipe: Recipe
 
 
-def probe_name(axis: str, model: ModelConfig, layers: int, microbatches: int, seq: int, microbatch_size: int) -> str:
+def probe_name(
+    axis: str, model: ModelConfig, layers: int, microbatches: int, seq: int, microbatch_size: int
+) -> str:
     size = "tiny" if model is TINY else "larger"
     return f"{axis} {size} {layers} layers {microbatches} x {microbatch_size} x {seq}"
 
@@ -86,7 +99,9 @@ def probe(
     recipe = Recipe(
         model=replace(model, layers=layers),
         parallel=parallel,
-        train=TrainConfig(steps=1_000_000, global_batch_size=batch, seq_len=seq, precision=precision),
+        train=TrainConfig(
+            steps=1_000_000, global_batch_size=batch, seq_len=seq, precision=precision
+        ),
         optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
     )
     name = probe_name(axis, model, layers, microbatches, seq, parallel.microbatch_size)
@@ -98,14 +113,23 @@ def probes(world_size: int, larger: LargerRuns = ON_CPU) -> list[Probe]:
     run = partial(probe, precision=larger.precision)
 
     def tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
-        return [run(axis, parallel, TINY, layers, m) for layers in TINY_LAYERS for m in TINY_MICROBATCHES]
+        return [
+            run(axis, parallel, TINY, layers, m)
+            for layers in TINY_LAYERS
+            for m in TINY_MICROBATCHES
+        ]
 
     if world_size == 1:
         found = tiny("alone", ParallelConfig())
         for (seq, size), layers, m in product(larger.sizes, LARGER_LAYERS, LARGER_MICROBATCHES):
-            found.append(run("alone", ParallelConfig(microbatch_size=size), larger.model, layers, m, seq=seq))
+            found.append(
+                run("alone", ParallelConfig(microbatch_size=size), larger.model, layers, m, seq=seq)
+            )
         for kind in ("selective", "full"):
-            found += [run(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m) for m in TINY_MICROBATCHES]
+            found += [
+                run(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m)
+                for m in TINY_MICROBATCHES
+            ]
         return found
     axes = {
         "NO_SHARD": ParallelConfig(dp_replicate=world_size, sharding="NO_SHARD"),
@@ -120,25 +144,34 @@ def probes(world_size: int, larger: LargerRuns = ON_CPU) -> list[Probe]:
     for axis, parallel in axes.items():
         found += tiny(axis, parallel)
         seq, _ = larger.sizes[1]
-        found += [run(axis, parallel, larger.model, LARGER_LAYERS[-1], m, seq=seq) for m in LARGER_MICROBATCHES]
+        found += [
+            run(axis, parallel, larger.model, LARGER_LAYERS[-1], m, seq=seq)
+            for m in LARGER_MICROBATCHES
+        ]
     pipeline = ParallelConfig(pp=world_size)
-    return [*found, *(run("pp", pipeline, TINY, world_size, m * world_size) for m in TINY_MICROBATCHES)]
+    return [
+        *found,
+        *(run("pp", pipeline, TINY, world_size, m * world_size) for m in TINY_MICROBATCHES),
+    ]
 
 
 def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int) -> list[float]:
-    """Returns the seconds of a step of each recipe with the trainer, the least of several rounds. A round goes through
-    all recipes: what else a machine does for a second or two then spoils one round of a few recipes, and not all rounds
-    of one. Every rank of the world calls it."""
+    """Returns the seconds of a step of each recipe with the trainer, the least of several rounds. A
+    round goes through all recipes: what else a machine does for a second or two then spoils one
+    round of a few recipes, and not all rounds of one. Every rank of the world calls it."""
     import torch.distributed as dist
 
     from parallel3d.mesh import build_mesh
     from parallel3d.tools.calibrate.kernels import timed_s
 
-    # One mesh serves all recipes of the same sizes. Each of gloo's groups has a thread that wakes 100 times a second:
-    # the groups of forty meshes made a small step with four ranks on two cores take 40% longer.
+    # One mesh serves all recipes of the same sizes. Each of gloo's groups has a thread that wakes
+    # 100 times a second: the groups of forty meshes made a small step with four ranks on two cores
+    # take 40% longer.
     layouts = {tuple(recipe.parallel.axes.values()): recipe.parallel for recipe in recipes}
     meshes = {sizes: build_mesh(parallel, device.type) for sizes, parallel in layouts.items()}
-    works = [_step(recipe, device, meshes[tuple(recipe.parallel.axes.values())]) for recipe in recipes]
+    works = [
+        _step(recipe, device, meshes[tuple(recipe.parallel.axes.values())]) for recipe in recipes
+    ]
     for work in works:
         for _ in range(2):
             work()
@@ -161,10 +194,14 @@ def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[]
     from parallel3d.training.trainer import Trainer
 
     build = model_class(recipe.model.architecture)
-    trainer = Trainer(recipe, mesh=mesh, device=device, model_class=build, gpu_bytes=gpu_bytes(device))
+    trainer = Trainer(
+        recipe, mesh=mesh, device=device, model_class=build, gpu_bytes=gpu_bytes(device)
+    )
     place = recipe.parallel.coordinates(dist.get_rank())
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
-    generator = torch.Generator().manual_seed(place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard)
+    generator = torch.Generator().manual_seed(
+        place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard
+    )
     tokens = torch.randint(recipe.model.vocab, shape, generator=generator)
     batch = Batch(
         inputs=tokens[..., :-1].contiguous(),

@@ -1,5 +1,5 @@
-"""One rank of `parallel3d-plan calibrate`: measures what its world has to measure; rank 0 writes it as JSON. And how
-worlds of local ranks are started."""
+"""One rank of `parallel3d-plan calibrate`: measures what its world has to measure; rank 0 writes it
+as JSON. And how worlds of local ranks are started."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.launch.worker_process import cores
 from parallel3d.tools.calibrate.kernels import measure_kernels
-from parallel3d.tools.calibrate.links import measure_collectives, measure_contention, measure_transfers
+from parallel3d.tools.calibrate.links import (
+    measure_collectives,
+    measure_contention,
+    measure_transfers,
+)
 from parallel3d.tools.calibrate.probes import LargerRuns, probes, time_probes
 
 RESULTS = "measured.json"  # what rank 0 of a world writes into its run_dir
 _PRELOAD = ("torch", __name__, "parallel3d.training.trainer", "parallel3d.models.llama")
-_COLLECTIVES = [2**n for n in range(12, 25, 2)]  # from four rows of features on, so that few ranks divide them
+# from four rows of features on, so that few ranks divide them
+_COLLECTIVES = [2**n for n in range(12, 25, 2)]
 _TRANSFERS = [2**n for n in range(10, 23, 3)]
 
 
 def run_workers(work: Callable[[Recipe, Rendezvous], None], recipe: Recipe) -> Any:
-    """Runs `measure` or `train` in as many local processes as the recipe's layout has ranks, and returns what rank 0
-    writes. Raises RankError where a worker failed."""
+    """Runs `measure` or `train` in as many local processes as the recipe's layout has ranks, and
+    returns what rank 0 writes. Raises RankError where a worker failed."""
     ranks = recipe.parallel.world_size
     with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
         target = f"{__name__}:{work.__name__}"
@@ -41,9 +46,10 @@ def run_workers(work: Callable[[Recipe, Rendezvous], None], recipe: Recipe) -> A
 
 
 def measure(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    """Measures on every rank, in seconds; `recipe.train.steps` of 1 asks for quick measurements. One process is
-    measured with one thread, and with as many threads as there are cores."""
-    quick, size = recipe.train.steps == 1, rendezvous.world_size
+    """Measures on every rank, in seconds; `recipe.train.steps` of 1 asks for quick measurements.
+    One process is measured with one thread, and with as many threads as there are cores."""
+    quick = recipe.train.steps == 1
+    size = rendezvous.world_size
     with process_group(recipe, rendezvous) as device:
         found = _host(device)
         if size > 1:
@@ -86,4 +92,9 @@ def _host(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {**found, "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     gpu = torch.cuda.get_device_properties(device)
-    return {**found, "device": gpu.name, "memory_bytes": gpu.total_memory, "processors": gpu.multi_processor_count}
+    return {
+        **found,
+        "device": gpu.name,
+        "memory_bytes": gpu.total_memory,
+        "processors": gpu.multi_processor_count,
+    }

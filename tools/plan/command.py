@@ -1,8 +1,10 @@
-"""`parallel3d-plan`: the front that reads the command line, prints a subcommand's answer and tells errors.
+"""`parallel3d-plan`: the front that reads the command line, prints a subcommand's answer and tells
+errors.
 
-A subcommand's module is imported, and the planner with it, once the options are known to be right. To add one: a
-module with `answer(options: argparse.Namespace) -> Reply`, which raises this package's errors and imports no torch at
-its top, and an entry in commands.toml, which holds all options and the texts of --help.
+A subcommand's module is imported, and the planner with it, once the options are known to be right.
+To add one: a module with `answer(options: argparse.Namespace) -> Reply`, which raises this
+package's errors and imports no torch at its top, and an entry in commands.toml, which holds all
+options and the texts of --help.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _TABLE = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A subcommand, as commands.toml says it. `answer` is `module:function` of a function (options) -> Reply."""
+    """A subcommand, as commands.toml says it. `answer` is `module:function` of a function (options)
+    -> Reply."""
 
     answer: str
     summary: str
@@ -51,7 +54,10 @@ class Command:
         )
         parser.add_argument("--json", action="store_true", help=self.json)
         groups: dict[str, Any] = {"options": parser}
-        for title, options in [*((title, _TABLE["shared"][title]) for title in self.shared), *self.groups.items()]:
+        for title, options in [
+            *((title, _TABLE["shared"][title]) for title in self.shared),
+            *self.groups.items(),
+        ]:
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
             for flags, settings in options.items():
@@ -86,14 +92,17 @@ def _run(words: list[str]) -> int:
     name = words[0] if words else ""
     if name in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+        lines = "\n".join(
+            f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()
+        )
         print(_TABLE["help"].replace("$commands", lines), end="")
         return 0
     if name == "--version":
         print(f"parallel3d {parallel3d.__version__}")
         return 0
     if name.startswith("-"):
-        name, words = _DEFAULT, [_DEFAULT, *words]
+        name = _DEFAULT
+        words = [_DEFAULT, *words]
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMANDS)}"

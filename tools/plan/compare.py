@@ -1,4 +1,5 @@
-"""`parallel3d-plan compare RUN_DIR`: what a run measured of itself, beside what the planner says of its recipe."""
+"""`parallel3d-plan compare RUN_DIR`: what a run measured of itself, beside what the planner says of
+its recipe."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -25,7 +26,7 @@ from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.anchor import MeasuredRun, scales_of
 from parallel3d.planner.report.json import memory_tree, scales_tree
-from parallel3d.planner.report.page import how_sure
+from parallel3d.planner.report.page import how_sure, three_digits
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, scales_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.tools.plan.hardware import asked_cluster
@@ -34,7 +35,6 @@ from parallel3d.tools.reply import Reply
 from parallel3d.tools.verify.command import run_of_recipe
 
 _SAME_PEAK = 0.02
-_SAME_SCALE = 0.02
 _LABELS = {
     "step_time_s": "step, s",
     "tokens_per_s_per_device": "tokens/s a device",
@@ -45,12 +45,10 @@ _LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
-    """What metrics.jsonl says of a run: the median seconds of a step, and the peak bytes of its fullest rank (the
-    allocator's on CUDA)."""
+    """What metrics.jsonl says of a run: the median seconds of a step, and the peak bytes of its
+    fullest rank (the allocator's on CUDA)."""
 
     lines: int
-    first_step: int  # the first and the last step that the lines tell of
-    last_step: int
     step_time_s: float
     least_s: float  # the tenth and the ninetieth percentile
     most_s: float
@@ -71,33 +69,41 @@ class RunComparison:
 
     @property
     def other_device(self) -> str | None:
-        """What tells that the run was on another device than it is compared with: the peak that its MFU is the share
-        of, which the trainer takes from the hardware file of the device that CUDA names. None where nothing does."""
-        device, mfu = self.run.cluster.device, self.measured.mfu
+        """What tells that the run was on another device than it is compared with: the peak that its
+        MFU is the share of, which the trainer takes from the hardware file of the device that CUDA
+        names. None where nothing does."""
+        device = self.run.cluster.device
+        mfu = self.measured.mfu
         if self.recipe.logging.peak_tflops is not None:
             return None  # the user's own
-        if mfu is None:
-            known = bool(device.cuda_names)
-            return "its metrics have no MFU, as on a CPU or a GPU that no hardware file lists" if known else None
-        flops = self.measured.tokens_per_s * model_flops_per_token(self.run.shape, self.run.seq_len)
-        real, named = (peak / 1e12 for peak in (flops / mfu if mfu else 0.0, device.peak(self.run.precision)))
-        if mfu == 0 or abs(real / named - 1) < _SAME_PEAK:
+        if mfu is None and not device.cuda_names:
             return None
-        return f"its MFU is of a peak of {real:.4g} TFLOP/s, and that of {device.name} is {named:.4g}"
+        if not mfu:
+            return "its metrics have no MFU, as on a CPU or a GPU that no hardware file lists"
+        flops = self.measured.tokens_per_s * model_flops_per_token(self.run.shape, self.run.seq_len)
+        real = flops / mfu / 1e12
+        named = device.peak(self.run.precision) / 1e12
+        if abs(real / named - 1) < _SAME_PEAK:
+            return None
+        peak = f"its MFU is of a peak of {real:.4g} TFLOP/s"
+        return f"{peak}, and that of {device.name} is {named:.4g}"
 
     @property
     def figures(self) -> dict[str, tuple[float, float]]:
-        """Returns (predicted, measured) by name. A CPU's memory is not compared: its measured peak is that of the whole
-        process, with Python and torch."""
-        found, step_s = self.measured, self.measured.step_time_s
-        tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_len / self.recipe.parallel.world_size
+        """Returns (predicted, measured) by name. A CPU's memory is not compared: its measured peak
+        is that of the whole process, with Python and torch."""
+        cost = self.cost
+        step_s = self.measured.step_time_s
+        faster = cost.step_time_s / step_s
+        speed = cost.tokens_per_s_per_gpu
         figures = {
-            "step_time_s": (self.cost.step_time_s, step_s),
-            "tokens_per_s_per_device": (self.cost.tokens_per_s_per_gpu, tokens / step_s),
+            "step_time_s": (cost.step_time_s, step_s),
+            "tokens_per_s_per_device": (speed, speed * faster),
         }
         if not self.run.on_cpu:
-            figures["mfu"] = (self.cost.mfu, self.cost.mfu * self.cost.step_time_s / step_s)
-            figures["peak_allocated_gib"] = (self.memory.allocated / GIB, found.peak_memory_bytes / GIB)
+            peak = self.measured.peak_memory_bytes / GIB
+            figures["mfu"] = (cost.mfu, cost.mfu * faster)
+            figures["peak_allocated_gib"] = (self.memory.allocated / GIB, peak)
         return figures
 
     @property
@@ -105,7 +111,10 @@ class RunComparison:
         """The run as `--measured` takes it."""
         bytes_ = None if self.run.on_cpu else self.measured.peak_memory_bytes
         return MeasuredRun(
-            run=self.run, step_time_s=self.measured.step_time_s, memory_bytes=bytes_, memory_kind="allocated"
+            run=self.run,
+            step_time_s=self.measured.step_time_s,
+            memory_bytes=bytes_,
+            memory_kind="allocated",
         )
 
     @cached_property
@@ -123,7 +132,8 @@ def answer(options: argparse.Namespace) -> Reply:
 def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
     """Predicts the recipe of a run's folder and reads its metrics.
 
-    Raises ConfigError for a folder without a config.yaml, DataError for metrics that cannot be used."""
+    Raises ConfigError for a folder without a config.yaml, DataError for metrics that cannot be
+    used."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run_dir}: no run's folder, it has no config.yaml; try runs/quickstart")
@@ -131,32 +141,32 @@ def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
     program = COMPILED_PARALLEL3D if recipe.train.compile else PARALLEL3D
     run = replace(run_of_recipe(recipe), cluster=cluster, program=program)
     measured = read_measured(run_dir / "metrics.jsonl", recipe)
-    return RunComparison(recipe=recipe, run=run, cost=step_cost(run), memory=worst_rank(run), measured=measured)
+    return RunComparison(
+        recipe=recipe, run=run, cost=step_cost(run), memory=worst_rank(run), measured=measured
+    )
 
 
 def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
     """Returns what a metrics.jsonl says; a last line that was cut off is not counted."""
     try:
-        text = path.read_text()
-        lines = [json.loads(line) for line in text.split("\n")[:-1]]
-        pairs = [
-            (before, line)
-            for before, line in zip(lines, lines[1:], strict=False)
+        lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        steady = [
+            line
+            for before, line in pairwise(lines)
             if recipe.batch_sizes.at(before["step"]) == recipe.train.global_batch_size
         ]
-        steady, first_step = [line for _, line in pairs], pairs[0][0]["step"] + 1 if pairs else 0
         times = [float(line["step_time_s"]) for line in steady]
         peak = max((int(line["peak_memory_bytes"]) for line in steady), default=0)
         rates = [(float(line["tokens_per_s_per_device"]), line["mfu"]) for line in steady]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not the metrics of a run ({type(error).__name__}: {error})") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path}: not the metrics of a run ({why})") from error
     if not times:
-        raise DataError(f"{path}: has too few lines; the first has the start in it: train on, or lower logging.every")
+        why = "has too few lines; the first has the start in it"
+        raise DataError(f"{path}: {why}: train on, or lower logging.every")
     tenths = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
     return RunMetrics(
         lines=len(times),
-        first_step=first_step,
-        last_step=steady[-1]["step"],
         step_time_s=median(times),
         least_s=tenths[0],
         most_s=tenths[-1],
@@ -167,32 +177,25 @@ def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
 
 
 def _page(found: RunComparison, run_dir: Path) -> Iterator[str]:
-    recipe, measured, run = found.recipe, found.measured, found.run
-    name = recipe.model.name or recipe.model.architecture
-    yield from wrapped("run", f"{run_dir}: {name}, {layout_text(recipe.parallel)}")
+    recipe = found.recipe
+    measured = found.measured
+    run = found.run
+    yield from wrapped("run", f"{run_dir}: {run.shape.name}, {layout_text(recipe.parallel)}")
     yield from wrapped("hardware", f"{recipe.parallel.world_size} x {run.cluster.device.name}")
     if found.other_device is not None:
         yield from wrapped("CAUTION", f"the run was not on such a device: {found.other_device}")
     yield ""
     yield f"{'':<28}{'predicted':>12}{'measured':>12}{'error':>9}"
     for kind, (predicted, real) in found.figures.items():
-        shown = (f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" for number in (predicted, real))
-        yield f"{_LABELS[kind]:<28}{next(shown):>12}{next(shown):>12}{predicted / real - 1:>+9.1%}"
+        numbers = f"{three_digits(predicted):>12}{three_digits(real):>12}"
+        yield f"{_LABELS[kind]:<28}{numbers}{predicted / real - 1:>+9.1%}"
     yield ""
     spread = f"80% of them from {measured.least_s:.3g} to {measured.most_s:.3g} s a step"
-    yield from wrapped("measured", f"the median of {measured.lines} lines of metrics.jsonl; {spread}")
+    lines = f"the median of {measured.lines} lines of metrics.jsonl"
+    yield from wrapped("measured", f"{lines}; {spread}")
     yield from wrapped("time", f"as predicted: {time_text(found.cost.parts)}")
-    yield from wrapped("scales", f"{scales_text(found.scales)}; {_most_off(found.scales)}")
-    if run.on_cpu:
-        yield from wrapped("memory", "what a CPU's process holds is Python's and torch's too, and not compared")
+    yield from wrapped("scales", scales_text(found.scales))
     yield from wrapped("how sure", how_sure(recorded_accuracy(), run))
-
-
-def _most_off(scales: Scales) -> str:
-    """Says which scale was furthest off."""
-    of = {"arithmetic": scales.arithmetic, "the network": scales.network, "memory": scales.memory}
-    name = max(of, key=lambda each: abs(log(of[each])))
-    return "none was off" if abs(log(of[name])) < _SAME_SCALE else f"most off was {name}"
 
 
 def _tree(found: RunComparison) -> object:

@@ -1,22 +1,24 @@
-"""From the options of a subcommand to a question for the planner, and to layouts written as key=value."""
+"""From the options of a subcommand to a question for the planner, and to layouts written as
+key=value."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from typing import Any
 
-from parallel3d.config.ranges import range_errors
 from parallel3d.config.recipe import ParallelConfig, TrainConfig
+from parallel3d.config.schema import range_errors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
 from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D, TrainingProgram
 from parallel3d.planner.model.spread import memory_spread, safe_share
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
-from parallel3d.planner.published.programs import asked_program, programs
+from parallel3d.planner.published.programs import asked_program
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.question import Fixed, Question
 from parallel3d.tools.names.layout import read_layout
-from parallel3d.tools.names.lookup import find_name, unknown_name
+from parallel3d.tools.names.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.measured import anchored
 from parallel3d.tools.plan.models import Model, find_model
@@ -38,10 +40,14 @@ class ParsedQuestion:
 
 
 def read_question(
-    options: argparse.Namespace, *, gpus: int | None, fixed: Fixed | None = None, asks: str = "--gpus 64"
+    options: argparse.Namespace,
+    *,
+    gpus: int | None,
+    fixed: Fixed | None = None,
+    asks: str = "--gpus 64",
 ) -> ParsedQuestion:
-    """Returns the question of the options, with what is `fixed` as it is said. `asks` is how an error says that devices
-    are given.
+    """Returns the question of the options, with what is `fixed` as it is said. `asks` is how an
+    error says that devices are given.
 
     Raises ConfigError for options that are missing or contradict each other."""
     model = find_model(options)
@@ -56,27 +62,28 @@ def read_question(
     _check_sizes(devices, seq_len, batch)
     if model.shape.positions == "learned" and seq_len > model.shape.position_rows:
         rows = model.shape.position_rows
-        raise ConfigError(f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}")
+        raise ConfigError(
+            f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}"
+        )
     cluster = with_links(
         asked_cluster(options),
         network_gb_per_s=options.network_gb_per_s and options.network_gb_per_s / 1e9,
         node_gb_per_s=options.node_gb_per_s and options.node_gb_per_s / 1e9,
         gpus_per_node=options.gpus_per_node,
     )
-    device = cluster.device
-    bytes_, price = options.gpu_memory or device.memory_bytes, options.price or device.price_per_hour
-    whose = "" if options.price else device.price_from
-    cluster = replace(cluster, device=replace(device, memory_bytes=bytes_, price_per_hour=price, price_from=whose))
+    changes: dict[str, Any] = {}
+    if options.gpu_memory is not None:
+        changes["memory_bytes"] = options.gpu_memory
+    if options.price is not None:
+        changes |= {"price_per_hour": options.price, "price_from": ""}
+    cluster = replace(cluster, device=replace(cluster.device, **changes))
     precision = options.precision or (train.precision if train else "bf16")
     program = _program(options, cluster, precision, compiled=bool(train and train.compile))
     if (experts := model.shape.experts) is not None and "ep" not in program.axes:
-        able = [name for name, each in programs().items() if "ep" in each.axes and "compiled" not in name]
         what = f"a mixture of {experts.count} experts, {experts.per_token} of them for a token"
-        whose = (
-            "this project's trainer has none" if program.is_parallel3d else f"{program.name} trains none that is known"
-        )
-        tries = f"try --engine {able[0]} ({', '.join(able[1:])}), which prices it for that program"
-        raise ConfigError(f"--model {model.shape.name}: {what}, and {whose}; {tries}")
+        tries = "try --engine megatron-core, which prices it for that program"
+        whose = f"and {program.name} trains none"
+        raise ConfigError(f"--model {model.shape.name}: {what}, {whose}; {tries}")
     question = Question(
         shape=model.shape,
         cluster=cluster,
@@ -92,7 +99,10 @@ def read_question(
     question = _with_memory_limit(question, options)
     more = [*measured, *(notes(model.recipe) if model.recipe else ())]
     if model.longest is not None and seq_len > model.longest:
-        more.append(f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of config.json")
+        more.append(
+            f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of "
+            "config.json"
+        )
     return ParsedQuestion(question=question, model=replace(model, notes=(*model.notes, *more)))
 
 
@@ -109,47 +119,54 @@ def _check_sizes(gpus: int, seq_len: int, batch: int) -> None:
 
 
 def read_fixed(options: argparse.Namespace) -> Fixed:
-    """Returns what --fix, --max-tp, --max-pp and --schedule fix. Raises ConfigError where two contradict each other."""
+    """Returns what --fix, --max-tp, --max-pp and --schedule fix. Raises ConfigError where two
+    contradict each other."""
     said = read_layout(options.fix, "--fix")
     schedule = said.pop("schedule", options.schedule)
     if options.schedule not in (None, schedule):
-        raise ConfigError(f"--schedule {options.schedule}: --fix says schedule={schedule}; keep one of the two")
+        raise ConfigError(
+            f"--schedule {options.schedule}: --fix says schedule={schedule}; keep one of the two"
+        )
     return Fixed(**said, schedule=schedule, max_tp=options.max_tp, max_pp=options.max_pp)
 
 
 def _with_memory_limit(question: Question, options: argparse.Namespace) -> Question:
-    """Returns the question with how full a device may be predicted to get: as --mem-fraction says, or as full as leaves
-    the risk of not fitting that --risk says."""
+    """Returns the question with how full a device may be predicted to get: as --mem-fraction says,
+    or as full as leaves the risk of not fitting that --risk says."""
     if options.mem_fraction is not None:
         if options.risk is not None:
-            raise ConfigError("--risk: --mem-fraction says how full a device may get; keep one of the two")
+            raise ConfigError(
+                "--risk: --mem-fraction says how full a device may get; keep one of the two"
+            )
         return replace(question, memory_fraction=options.mem_fraction)
     risk = _RISK if options.risk is None else options.risk
     spread = memory_spread(
         question.program,
-        question.gpus,
-        question.precision,
         recorded_accuracy(),
         is_mixture=question.shape.experts is not None,
         is_anchored=question.program.name in question.cluster.scales.weighed,
     )
-    return replace(question, memory_fraction=min(1.0, round(safe_share(spread, risk), 3)), risk=risk)
-
-
-def _program(options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool) -> TrainingProgram:
-    """Returns the program, with what the user knows of the allocator and of CUDA's own memory on that machine."""
-    is_own = options.engine == PARALLEL3D.name  # which needs no table read
-    name = options.engine if is_own else find_name("engine", options.engine)
-    if name is None:
-        raise unknown_name("engine", options.engine)
-    if is_own and options.engine_options:
-        raise ConfigError("--engine-options: parallel3d is what its recipe says; leave it out, or name an --engine")
-    program = COMPILED_PARALLEL3D if is_own and compiled else asked_program(name, options.engine_options, precision)
-    said = {"--fragmentation": options.fragmentation, "--context-memory": options.context_memory}
-    if cluster.device.is_cpu and (given := [name for name, value in said.items() if value is not None]):
-        raise ConfigError(f"{', '.join(given)}: a CPU's memory has neither of the two; leave it out")
     return replace(
-        program,
-        fragmentation=program.fragmentation if options.fragmentation is None else options.fragmentation,
-        context_bytes=options.context_memory or program.context_bytes,
+        question, memory_fraction=min(1.0, round(safe_share(spread, risk), 3)), risk=risk
     )
+
+
+def _program(
+    options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool
+) -> TrainingProgram:
+    """Returns the program, with what the user knows of the allocator and of CUDA's own memory on
+    that machine."""
+    if options.engine == PARALLEL3D.name:  # which needs no table read
+        if options.engine_options:
+            rule = "parallel3d is what its recipe says; leave it out, or name an --engine"
+            raise ConfigError(f"--engine-options: {rule}")
+        program = COMPILED_PARALLEL3D if compiled else PARALLEL3D
+    else:
+        name = known_name("engine", options.engine)
+        program = asked_program(name, options.engine_options, precision)
+    said = {"fragmentation": options.fragmentation, "context_bytes": options.context_memory}
+    said = {field: value for field, value in said.items() if value is not None}
+    if cluster.device.is_cpu and said:
+        rule = "a CPU's memory has neither of the two; leave it out"
+        raise ConfigError(f"--fragmentation, --context-memory: {rule}")
+    return replace(program, **said)

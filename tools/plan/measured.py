@@ -1,11 +1,13 @@
-"""`--measured`: runs that were made on a cluster, from their folders or in words, and the cluster that they correct."""
+"""`--measured`: runs that were made on a cluster, from their folders or in words, and the cluster
+that they correct."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
@@ -16,19 +18,24 @@ from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.published.anchor import MeasuredRun, scales_of
 from parallel3d.planner.published.programs import in_precision, named_program
-from parallel3d.planner.report.text import layout_text, si
+from parallel3d.planner.report.text import si
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import layout_errors
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.names.layout import read_parallel
-from parallel3d.tools.names.lookup import find_name, unknown_name
+from parallel3d.tools.names.lookup import known_name
 from parallel3d.tools.plan.compare import compare
 
-# A figure that is further from its prediction than this is of another run, or of another unit. What the file of an
-# uncalibrated CPU predicts is an order of magnitude.
-_MOST_OFF, _MOST_OFF_OF_A_CPU = 5.0, 50.0
+# A step that takes so many times as long as predicted, or as short, is of another run or in another
+# unit. What the file of an uncalibrated CPU predicts is an order of magnitude.
+_MOST_OFF = 5.0
+_MOST_OFF_OF_A_CPU = 50.0
 _TIMES = ("tokens_per_s", "tokens_per_s_per_gpu", "step_s", "mfu")
-_MEMORIES: dict[str, MemoryKind] = {"memory_gib": "device", "reserved_gib": "reserved", "allocated_gib": "allocated"}
+_MEMORIES: dict[str, MemoryKind] = {
+    "memory_gib": "device",
+    "reserved_gib": "reserved",
+    "allocated_gib": "allocated",
+}
 _ALIASES = {
     "tokens_per_s_per_device": "tokens_per_s_per_gpu",
     "step_time_s": "step_s",
@@ -38,57 +45,44 @@ _OF_THE_RUN = ("gpus", "seq_len", "global_batch", "engine")  # where they differ
 _EXAMPLE = "--measured tokens_per_s=4.1e5 memory_gib=61 at tp=8 pp=2"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """A measurement: what the user calls it, the run, and where its figures are from."""
-
-    name: str
-    parallel: ParallelConfig
-    measured: MeasuredRun
-    source: str = ""
-
-    def note(self) -> str:
-        """Returns what was measured, beside what had been predicted of it."""
-        run, found = self.measured.run, []
-        if (step_s := self.measured.step_time_s) is not None:
-            found.append(f"{step_s:.3g} s a step ({step_cost(run).step_time_s:.3g} predicted)")
-        if (bytes_ := self.measured.memory_bytes) is not None:
-            kind = self.measured.memory_kind
-            counted = worst_rank(run).of_kind(kind)
-            found.append(
-                f"{bytes_ / GIB:.3g} GiB {'in use' if kind == 'device' else kind} ({counted / GIB:.3g} predicted)"
-            )
-        where = f"{run.program.name} on {run.layout.world_size} devices, {layout_text(self.parallel)}"
-        return f"measured: {where}: {', '.join(found)}{self.source}"
-
-
 def anchored(question: Question, options: argparse.Namespace) -> tuple[Question, list[str]]:
-    """Returns the question on its cluster as the runs of --measured correct it, and a note on each run. Raises
-    ConfigError for a measurement that cannot be of this cluster."""
-    told = [_read(" ".join(words), question) for words in options.measured]
-    for each in told:
-        _refuse_absurd(each)
-    if not told:
+    """Returns the question on its cluster as the runs of --measured correct it, and a note on each
+    run. Raises ConfigError for a measurement that cannot be of this cluster."""
+    runs = {text: _read(text, question) for text in map(" ".join, options.measured)}
+    if not runs:
         return question, []
-    scales = scales_of([each.measured for each in told])
-    return replace(question, cluster=with_scales(question.cluster, scales)), [each.note() for each in told]
+    for text, each in runs.items():
+        _check(f"--measured {text}", each)
+    cluster = with_scales(question.cluster, scales_of([*runs.values()]))
+    return replace(question, cluster=cluster), [_note(each) for each in runs.values()]
 
 
-def _read(text: str, question: Question) -> Told:
+def _note(measured: MeasuredRun) -> str:
+    """Returns what was measured, beside what had been predicted of it."""
+    run = measured.run
+    found = []
+    if measured.step_time_s is not None:
+        predicted_s = step_cost(run).step_time_s
+        found.append(f"{measured.step_time_s:.3g} s a step ({predicted_s:.3g} predicted)")
+    if measured.memory_bytes is not None:
+        counted = worst_rank(run).of_kind(measured.memory_kind) / GIB
+        found.append(f"{measured.memory_bytes / GIB:.3g} GiB ({counted:.3g} predicted)")
+    where = f"{run.program.name} on {run.layout.world_size} devices"
+    return f"measured: {where}: {', '.join(found)}"
+
+
+def _read(text: str, question: Question) -> MeasuredRun:
     if "=" in text.partition(" at ")[0]:
         return _in_words(text, question)
     found = compare(Path(text), question.cluster)
     if found.other_device is not None:
         rule = f"the run was not on {question.cluster.device.name} ({found.other_device})"
         raise ConfigError(f"--measured {text}: {rule}; plan for its own device, or try {_EXAMPLE}")
-    of = found.measured
-    steps = f"; the median of {of.lines} lines of {text}, steps {of.first_step} to {of.last_step}"
-    return Told(name=f"--measured {text}", parallel=found.recipe.parallel, measured=found.measured_run, source=steps)
+    return found.measured_run
 
 
-def _in_words(text: str, question: Question) -> Told:
+def _in_words(text: str, question: Question) -> MeasuredRun:
     """Reads `tokens_per_s=4.1e5, memory_gib=61 at tp=8 pp=2`."""
-    name = f"--measured {text}"
     figures_text, _, layout = text.partition(" at ")
     figures: dict[str, float] = {}
     for part in re.split(r"[\s,]+", figures_text.strip(" ,")):
@@ -96,29 +90,31 @@ def _in_words(text: str, question: Question) -> Told:
         key = _ALIASES.get(key.strip().lower(), key.strip().lower())
         if key not in (*_TIMES, *_MEMORIES):
             keys = ", ".join((*_TIMES, *_MEMORIES))
-            raise ConfigError(f"--measured {part}: not a figure that a run has; figures are {keys}; try {_EXAMPLE}")
+            rule = f"not a figure that a run has; figures are {keys}"
+            raise ConfigError(f"--measured {part}: {rule}; try {_EXAMPLE}")
         figures[key] = _number(key, value)
-    if len(times := [key for key in figures if key in _TIMES]) > 1 or len(figures) - len(times) > 1:
-        raise ConfigError(f"{name}: several figures of one thing; keep one of speed and one of memory")
-    run_question, parallel = _run_of(layout, question, name)
-    measured = MeasuredRun(run=run_question.planned_run(parallel))
-    if times:
-        step_s = _step_s(times[0], figures[times[0]], run_question, parallel)
-        measured = replace(measured, step_time_s=step_s)
-    for key, kind in _MEMORIES.items():
-        if key in figures:
-            measured = replace(measured, memory_bytes=figures[key] * GIB, memory_kind=kind)
-    return Told(name=name, parallel=parallel, measured=measured)
+    times = [key for key in figures if key in _TIMES]
+    if len(times) > 1 or len(figures) - len(times) > 1:
+        rule = "several figures of one thing; keep one of speed and one of memory"
+        raise ConfigError(f"--measured {text}: {rule}")
+    asked, parallel = _run_of(layout, question, f"--measured {text}")
+    measured = MeasuredRun(run=asked.planned_run(parallel))
+    for key, value in figures.items():
+        if key in _TIMES:
+            measured = replace(measured, step_time_s=_step_s(key, value, asked, parallel))
+        else:
+            kind = _MEMORIES[key]
+            measured = replace(measured, memory_bytes=value * GIB, memory_kind=kind)
+    return measured
 
 
 def _number(key: str, value: str) -> float:
-    percent = key == "mfu" and value.endswith("%")
-    units = {"k": 1e3, "m": 1e6} if key.startswith("tokens") else {}
-    bare, factor = value.removesuffix("%") if percent else value, 0.01 if percent else 1.0
-    if units and bare[-1:].lower() in units:
-        bare, factor = bare[:-1], units[bare[-1].lower()]
+    units = {"%": 0.01} if key == "mfu" else {}
+    if key.startswith("tokens"):
+        units = {"k": 1e3, "m": 1e6}
+    factor = units.get(value[-1:].lower(), 1.0)
     try:
-        number = factor * float(bare)
+        number = factor * float(value if factor == 1.0 else value[:-1])
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
@@ -127,36 +123,30 @@ def _number(key: str, value: str) -> float:
 
 
 def _run_of(words: str, question: Question, name: str) -> tuple[Question, ParallelConfig]:
-    """Returns the question and the layout of a run that is told in words: as is asked now, but for what is said. The
-    data ranks are those that the rest leaves."""
+    """Returns the question and the layout of a run that is told in words: as is asked now, but for
+    what is said. The data ranks are those that the rest leaves."""
     parts = [part for part in re.split(r"[\s,]+", words) if part]
     own = dict(part.split("=", 1) for part in parts if part.partition("=")[0] in _OF_THE_RUN)
-    numbers = {key: value for key, value in own.items() if key != "engine"}
-    for key, value in numbers.items():
+    engine = own.pop("engine", None)
+    program = question.program
+    numbers: dict[str, Any] = {}
+    if engine is not None:
+        program = in_precision(named_program(known_name("engine", engine)), question.precision)
+    for key, value in own.items():
         if not (value.isascii() and value.isdigit() and int(value) > 0):
             raise ConfigError(f"--measured ... at {key}={value}: must be a whole number from 1 on")
-    engine = find_name("engine", own["engine"]) if "engine" in own else question.program.name
-    if engine is None:
-        raise unknown_name("engine", own["engine"])
-    program = (
-        question.program if engine == question.program.name else in_precision(named_program(engine), question.precision)
-    )
-    asked = replace(
-        question,
-        program=program,
-        gpus=int(numbers.get("gpus", question.gpus)),
-        seq_len=int(numbers.get("seq_len", question.seq_len)),
-        global_batch_size=int(numbers.get("global_batch", question.global_batch_size)),
-    )
-    said = [part for part in parts if part.partition("=")[0] not in own]
+        numbers["global_batch_size" if key == "global_batch" else key] = int(value)
+    asked = replace(question, program=program, **numbers)
+    said = [part for part in parts if part.partition("=")[0] not in _OF_THE_RUN]
     parallel = read_parallel(said, "--measured ... at")
     beside = parallel.world_size // parallel.dp_shard
     is_said = any(part.partition("=")[0] in ("dp_shard", "shard") for part in said)
     if not is_said and asked.gpus % beside == 0:
         parallel = replace(parallel, dp_shard=asked.gpus // beside)
     if parallel.world_size != asked.gpus:
-        need = f"a layout of {parallel.world_size} devices, or a multiple, and {asked.gpus} are asked about"
-        raise ConfigError(f"{name}: {need}; add the run's own number behind 'at', such as gpus={parallel.world_size}")
+        need = f"a layout of {parallel.world_size} devices, and {asked.gpus} are asked about"
+        tries = f"add the run's own number behind 'at', such as gpus={parallel.world_size}"
+        raise ConfigError(f"{name}: {need}; {tries}")
     if parallel.sharding is None and program.splits_optimizer_alone and parallel.dp_shard > 1:
         parallel = replace(parallel, sharding="SHARD_OPTIMIZER")
     if (error := next(layout_errors(asked, parallel), None)) is not None:
@@ -174,36 +164,24 @@ def _step_s(key: str, value: float, question: Question, parallel: ParallelConfig
     return tokens / value / (1 if key == "tokens_per_s" else parallel.world_size)
 
 
-def _refuse_absurd(told: Told) -> None:
+def _check(name: str, measured: MeasuredRun) -> None:
     """Raises ConfigError for what no run of this layout on this cluster can have taken."""
-    measured, run = told.measured, told.measured.run
-    device, devices = run.cluster.device, run.layout.world_size
-    where = f"{devices} x {device.name} in {layout_text(told.parallel)}"
-    if (step_s := measured.step_time_s) is not None:
-        cost = step_cost(run)
-        mfu, off = cost.mfu * cost.step_time_s / step_s, step_s / cost.step_time_s
-        most = _MOST_OFF_OF_A_CPU if device.is_cpu and run.cluster.measured is None else _MOST_OFF
-        said = f"{told.name}: {step_s:.3g} s a step on {where}"
-        tokens = (
-            f"tokens_per_s is of all {devices} devices, and {si(run.tokens_per_step / cost.step_time_s)} is predicted"
-        )
-        if mfu >= 1:
-            raise ConfigError(f"{said}: {mfu:.3g} times the peak of {device.name}, which no run exceeds; {tokens}")
-        if not 1 / most <= off <= most:
-            told_off = f"{off:.3g} times as long as" if off > 1 else f"{1 / off:.3g} times as fast as"
-            raise ConfigError(f"{said}: {told_off} predicted, and {most:g} times is believed; {tokens}")
-    if (bytes_ := measured.memory_bytes) is not None:
+    run = measured.run
+    device = measured.run.cluster.device
+    cost = step_cost(measured.run)
+    if measured.step_time_s is not None:
+        off = measured.step_time_s / cost.step_time_s
+        is_guess = device.is_cpu and run.cluster.measured is None
+        most = _MOST_OFF_OF_A_CPU if is_guess else _MOST_OFF
+        if not 1 / most <= off <= most or cost.mfu / off >= 1:
+            predicted = f"{si(run.tokens_per_step / cost.step_time_s)} is predicted"
+            unit = f"tokens_per_s is of all {run.layout.world_size} devices, and {predicted}"
+            rule = f"{off:.3g} times as long as predicted, which is not believed"
+            raise ConfigError(f"{name}: {measured.step_time_s:.3g} s a step: {rule}; {unit}")
+    if measured.memory_bytes is not None:
         counted = worst_rank(run)
         states = counted.total - counted.beside_states
-        said = f"{told.name}: {bytes_ / GIB:.3g} GiB of memory"
-        if bytes_ > device.memory_bytes:
-            raise ConfigError(
-                f"{said}: more than the {device.memory_bytes / GIB:.3g} of {device.name}; try its peak of one device"
-            )
-        kept = f"{states / GIB:.3g} GiB of parameters, gradients and optimizer states"
-        if bytes_ <= states:
-            raise ConfigError(f"{said}: {where} keeps {kept} alone; it was another layout, or not the fullest rank")
-        beside = (bytes_ - states) / max(counted.of_kind(measured.memory_kind) - states, 1.0)
-        if not 1 / _MOST_OFF <= beside <= _MOST_OFF:
-            what = f"beside {kept} {beside:.2g} times what is predicted"
-            raise ConfigError(f"{said}: {what}, and {_MOST_OFF:g} times is believed; allocated_gib= is the allocator's")
+        if not states < measured.memory_bytes <= device.memory_bytes:
+            between = f"between {states / GIB:.3g} GiB, the layout's states,"
+            rule = f"must be {between} and the {device.memory_bytes / GIB:.3g} of {device.name}"
+            raise ConfigError(f"{name}: {measured.memory_bytes / GIB:.3g} GiB of memory: {rule}")

@@ -1,4 +1,5 @@
-"""`parallel3d-plan memory`: what each device of one layout holds, pipeline rank by rank and line by line."""
+"""`parallel3d-plan memory`: what each device of one layout holds, pipeline rank by rank and line by
+line."""
 
 from __future__ import annotations
 
@@ -13,18 +14,15 @@ from parallel3d.config.rules import refuse
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.ranks import memory_by_rank
-from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.spread import LEVEL, spread_of
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
-from parallel3d.planner.report.page import how_sure, limits
+from parallel3d.planner.report.page import header, how_sure, limits
 from parallel3d.planner.report.text import (
     MEMORY_KINDS,
     WIDTH,
-    anchored_lines,
     bar,
     gib,
     layout_text,
-    si,
     telling_ranks,
     wrapped,
 )
@@ -39,12 +37,14 @@ _MOST_RANKS = 8  # shown one by one; of more, those that differ
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Answers for --layout, or for the layout of the recipe. Raises ConfigError for a layout that the trainer
-    refuses."""
+    """Answers for --layout, or for the layout of the recipe. Raises ConfigError for a layout that
+    the trainer refuses."""
     asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
     size = asked_parallel.world_size if asked_parallel else None
     asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
-    parallel = asked_parallel or (asked.model.recipe.parallel if asked.model.recipe else ParallelConfig())
+    parallel = asked_parallel or (
+        asked.model.recipe.parallel if asked.model.recipe else ParallelConfig()
+    )
     found = Strategy(replace(asked.question, gpus=parallel.world_size), parallel)
     refuse([*layout_errors(found.question, parallel)])
     return Reply(
@@ -55,12 +55,17 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
-    """Yields a line for each pipeline rank; with `whole`, each kind of the fullest rank's memory follows, explained."""
-    run, usable_bytes = found.run, found.question.usable_bytes
-    ranks, worst = memory_by_rank(run), found.memory
+    """Yields a line for each pipeline rank; with `whole`, each kind of the fullest rank's memory
+    follows, explained."""
+    run = found.run
+    usable_bytes = found.question.usable_bytes
+    ranks = memory_by_rank(run)
+    worst = found.memory
     shown = telling_ranks(ranks, _MOST_RANKS)
     # The other kinds are in --explain and in the total.
-    columns = [kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context")]
+    columns = [
+        kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context")
+    ]
     yield f"{'rank':<5}{'layers':>6}" + "".join(f"  {kind}" for kind in columns) + f"{'GiB':>8}"
     for memory in shown:
         cells = "".join(f"{_cell(getattr(memory, kind)):>{len(kind) + 2}}" for kind in columns)
@@ -76,7 +81,9 @@ def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
     yield f"pipeline rank {worst.rank}, the fullest, in GiB:"
     for kind, bytes_, text in explain(run, worst):
         lead = f"  {kind:<14}{_cell(bytes_):>7}  "
-        yield from textwrap.wrap(f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True)
+        yield from textwrap.wrap(
+            f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True
+        )
     yield f"  {'total':<14}{_cell(worst.total):>7}  of {usable_bytes / GIB:.2f} usable"
 
 
@@ -87,31 +94,47 @@ def _cell(bytes_: float) -> str:
 
 
 def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
-    question, parallel = found.question, found.parallel
-    shape, device = question.shape, question.cluster.device
-    yield f"model     {shape.name}, {si(total_parameters(shape))} parameters, {shape.layers} layers"
+    question = found.question
+    parallel = found.parallel
+    yield from header(question)
     yield f"layout    {layout_text(parallel)}"
-    yield f"hardware  {parallel.world_size} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each"
-    yield from anchored_lines(question.cluster.scales)
     yield ""
     yield from explained(found, whole=whole)
     yield ""
-    short = found.memory.total - question.usable_bytes
-    usable = f"{question.usable_bytes / GIB:.1f} GiB that {question.memory_rule} leaves"
-    if short > 0:
-        yield f"does not fit: {short / GIB:.1f} GiB more than the {usable} ({short / question.usable_bytes:.0%})"
+    usable = question.usable_bytes
+    total = found.memory.total
+    limit = f"the {usable / GIB:.1f} GiB that {question.memory_rule} leaves"
+    if total > usable:
+        yield f"does not fit: {(total - usable) / GIB:.1f} GiB more than {limit}"
     else:
-        yield f"fits: {found.memory.total / question.usable_bytes:.0%} of the {usable}"
+        yield f"fits: {total / usable:.0%} of {limit}"
         yield from textwrap.wrap("; ".join(limits(found)), WIDTH)
-    around = spread_of(found.run, recorded_accuracy()).around("memory", found.memory.total / GIB)
-    yield from wrapped("range", f"{gib(around.low * GIB)} to {gib(around.high * GIB)} GiB; {10 * LEVEL:.0f} in 10")
+    around = spread_of(found.run, recorded_accuracy()).around("memory", total)
+    low = gib(around.low)
+    high = gib(around.high)
+    yield from wrapped("range", f"{low} to {high} GiB; {10 * LEVEL:.0f} in 10")
     yield from wrapped("how sure", how_sure(recorded_accuracy(), question))
 
 
 def _tree(found: Strategy) -> dict[str, Any]:
-    question, run, worst = found.question, found.run, found.memory
+    question = found.question
+    run = found.run
+    worst = found.memory
     spread = spread_of(run, recorded_accuracy())
-    return rounded({
+    ranks = [
+        {
+            "rank": memory.rank,
+            "layers": run.ranks[memory.rank].layers,
+            "parameters": run.stage_parameters(run.ranks[memory.rank]),
+            "memory_gib": memory_tree(memory),
+        }
+        for memory in memory_by_rank(run)
+    ]
+    lines = [
+        {"kind": kind, "gib": bytes_ / GIB, "because": text}
+        for kind, bytes_, text in explain(run, worst)
+    ]
+    tree = {
         "schema": "parallel3d.memory/1",
         "model": model_tree(question.shape),
         "hardware": hardware_tree(question.cluster),
@@ -125,14 +148,7 @@ def _tree(found: Strategy) -> dict[str, Any]:
         "memory_gib": memory_tree(worst),
         "ranges": {"memory_gib": asdict(spread.around("memory", worst.total / GIB))},
         "chance_to_fit": spread.chance_to_fit(worst.total, question.cluster.device.memory_bytes),
-        "ranks": [
-            {
-                "rank": memory.rank,
-                "layers": run.ranks[memory.rank].layers,
-                "parameters": run.stage_parameters(run.ranks[memory.rank]),
-                "memory_gib": memory_tree(memory),
-            }
-            for memory in memory_by_rank(run)
-        ],
-        "explain": [{"kind": kind, "gib": bytes_ / GIB, "because": text} for kind, bytes_, text in explain(run, worst)],
-    })  # fmt: skip
+        "ranks": ranks,
+        "explain": lines,
+    }
+    return rounded(tree)

@@ -1,4 +1,5 @@
-"""`parallel3d-plan recommend`, the default: the best layouts for a model on a cluster, explained and ready to run."""
+"""`parallel3d-plan recommend`, the default: the best layouts for a model on a cluster, explained
+and ready to run."""
 
 from __future__ import annotations
 
@@ -45,18 +46,28 @@ def answer(options: argparse.Namespace) -> Reply:
         write_output("--html", options.html, html_page(plan))
 
     def lines() -> Iterator[str]:
-        is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        yield from page(plan, bold=str if is_plain else lambda line: f"\033[1m{line}\033[0m").splitlines()
+        has_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        has_bold = has_bold and os.environ.get("TERM") != "dumb"
+        yield from page(plan, bold=_bold if has_bold else str).splitlines()
         if options.explain and plan.best is not None:
             yield from ("", *explained(plan.best, whole=True))
 
-    return Reply(page=lines, tree=lambda: to_json(plan), status=NOTHING_FITS if plan.best is None else 0)
+    return Reply(
+        page=lines, tree=lambda: to_json(plan), status=NOTHING_FITS if plan.best is None else 0
+    )
+
+
+def _bold(line: str) -> str:
+    return f"\033[1m{line}\033[0m"
 
 
 def _plan(options: argparse.Namespace, asked: ParsedQuestion) -> Plan:
     question = asked.question
     start = time.perf_counter()
-    gc.disable()  # a search makes a million objects and no cycles, and looking for cycles takes a twentieth of its time
+    why = None
+    # a search makes a million objects and no cycles, and looking for cycles takes a twentieth of
+    # its time
+    gc.disable()
     try:
         found = rank(question, options.objective, top=options.top or _TOP)
     finally:
@@ -64,7 +75,6 @@ def _plan(options: argparse.Namespace, asked: ParsedQuestion) -> Plan:
     if options.objective == "throughput":
         found = settle_ties(found)
     seconds = time.perf_counter() - start
-    why = None
     if options.why:
         why = " ".join(options.why), compare(question, Fixed(**read_layout(options.why, "--why")))
     return Plan(
@@ -82,9 +92,12 @@ def _plan(options: argparse.Namespace, asked: ParsedQuestion) -> Plan:
 
 
 def _remedies(question: Question, answer: Answer) -> Iterator[str]:
-    """Yields what would fit: fewer constraints first, then more devices, shorter sequences, larger devices."""
+    """Yields what would fit: fewer constraints first, then more devices, shorter sequences, larger
+    devices."""
     fixed = question.fixed
-    if fixed.recompute not in (None, "full") and fastest(replace(question, fixed=replace(fixed, recompute="full"))):
+    if fixed.recompute not in (None, "full") and fastest(
+        replace(question, fixed=replace(fixed, recompute="full"))
+    ):
         yield f"recompute=full in the place of {fixed.recompute}"
     yield from remedies(question)
     needed = (answer.rejected[0].short_bytes + question.usable_bytes) / question.memory_fraction
@@ -93,16 +106,18 @@ def _remedies(question: Question, answer: Answer) -> Iterator[str]:
 
 
 def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
-    """Trains the fullest rank of each layout dry until one fits: that one is the best, those before it are rejected.
-    Fragmentation and CUDA's own memory are those of the estimate. Raises ConfigError for a model that the trainer does
-    not have."""
+    """Trains the fullest rank of each layout dry until one fits: that one is the best, those before
+    it are rejected. Fragmentation and CUDA's own memory are those of the estimate. Raises
+    ConfigError for a model that the trainer does not have."""
     from parallel3d.tools.verify.dry_run import dry_run  # torch, which only --verify needs
 
     tried: list[tuple[Strategy, float]] = []
     refused: list[Rejected] = []
-    cluster, usable = plan.question.cluster, plan.question.usable_bytes
+    cluster = plan.question.cluster
+    usable = plan.question.usable_bytes
     for each in plan.answer.strategies:
-        recipe, memory = recipe_of_plan(asked, plan, each, run="plan"), each.memory
+        recipe = recipe_of_plan(asked, plan, each, run="plan")
+        memory = each.memory
         validate(recipe)
         rank = memory.rank * (each.parallel.world_size // each.parallel.pp)
         exact = dry_run(recipe, rank, gpu_bytes=cluster.device.gpu_bytes).peak.total
@@ -110,8 +125,11 @@ def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
         tried.append((each, bytes_))
         if bytes_ <= usable:
             break
-        reason = f"needs {(bytes_ - usable) / GIB:.1f} GiB more on pipeline rank {memory.rank} by a dry run"
+        short = f"needs {(bytes_ - usable) / GIB:.1f} GiB more"
+        reason = f"{short} on rank {memory.rank} by a dry run"
         refused.append(Rejected(parallel=each.parallel, reason=reason, short_bytes=bytes_ - usable))
     nearest = sorted((*refused, *plan.answer.rejected), key=lambda rejected: rejected.short_bytes)
-    answer = replace(plan.answer, strategies=plan.answer.strategies[len(refused) :], rejected=tuple(nearest))
+    answer = replace(
+        plan.answer, strategies=plan.answer.strategies[len(refused) :], rejected=tuple(nearest)
+    )
     return replace(plan, answer=answer, verified=tuple(tried))

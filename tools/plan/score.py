@@ -1,5 +1,5 @@
-"""`parallel3d-plan score`: predictions of published runs and how far off they are, and the last such figures recorded,
-which every plan quotes."""
+"""`parallel3d-plan score`: predictions of published runs and how far off they are, and the last
+such figures recorded, which every plan quotes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer(options: argparse.Namespace) -> Reply:
     if options.engine is not None:
         named_program(options.engine)
     if options.anchored and options.leave_out != "source":
-        raise ConfigError("--anchored: corrects what is left out by one run of each source; add --leave-out source")
+        raise ConfigError("--anchored: is about sources left out; add --leave-out source")
     folders = [HARDWARE, *([options.hardware] if options.hardware else [])]
     read = partial(read_cases, options.cases, folders)
     file = read(engine=options.engine)
@@ -43,7 +43,9 @@ def answer(options: argparse.Namespace) -> Reply:
         raise ConfigError(f"{options.cases}: no case can be predicted; {name}, the first: {why}")
     columns = {"fitted": file}
     if options.leave_out is not None:
-        columns[f"{options.leave_out} left out"] = read(leave_out=options.leave_out, engine=options.engine)
+        columns[f"{options.leave_out} left out"] = read(
+            leave_out=options.leave_out, engine=options.engine
+        )
     if options.anchored:
         rest, anchored = anchored_cases(columns["source left out"])
         told = {case.id for case in rest.cases}
@@ -58,14 +60,15 @@ def answer(options: argparse.Namespace) -> Reply:
         if options.record.resolve() == RECORDED.resolve():
             RECORDED.unlink()  # the figures that these replace
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
+    return Reply(page=lambda: page(scores), tree=lambda: _tree(scores))
 
-    def tree() -> Any:
-        found = {name.replace(" ", "_"): each.to_json() for name, each in scores.items()}
-        return (
-            found.pop("fitted") | ({"anchored": found.pop("and_anchored_by_a_run")} if options.anchored else {}) | found
-        )
 
-    return Reply(page=lambda: page(scores), tree=tree)
+def _tree(scores: Mapping[str, Score]) -> Any:
+    """Returns the fitted score, with the others by their names."""
+    trees = {name.replace(" ", "_"): each.to_json() for name, each in scores.items()}
+    if "and_anchored_by_a_run" in trees:
+        trees["anchored"] = trees.pop("and_anchored_by_a_run")
+    return trees.pop("fitted") | trees
 
 
 def score_file(cases: Path, *, leave_out: LeaveOut | None = None) -> Score:
@@ -74,13 +77,15 @@ def score_file(cases: Path, *, leave_out: LeaveOut | None = None) -> Score:
 
 
 def with_ranges(file: CaseFile, *, leave_out: LeaveOut | None = None) -> Score:
-    """Returns the score of cases whose predictions have the ranges that the recorded spread gives, or where sources are
-    left out that of all other sources."""
+    """Returns the score of cases whose predictions have the ranges that the recorded spread gives,
+    or where sources are left out that of all other sources."""
     recorded = recorded_accuracy()
     others = recorded["spread_without"] if leave_out == "source" else {}
 
     def spread_of_case(case: PublishedCase) -> Spread:
-        return spread_of(case.run, recorded | {"spread": others.get(case.source, recorded["spread"])})
+        return spread_of(
+            case.run, recorded | {"spread": others.get(case.source, recorded["spread"])}
+        )
 
     return score(file, spread_of_case=spread_of_case)
 
@@ -91,14 +96,16 @@ def recorded_accuracy() -> dict[str, Any]:
     return found
 
 
-def accuracy_of(file: CaseFile, blind_file: CaseFile, device_blind_file: CaseFile) -> dict[str, Any]:
-    """Returns the figures that a plan quotes, dated today: of cases as they are, with each run's source left out, and
-    with what was set on its device left out."""
+def accuracy_of(
+    file: CaseFile, blind_file: CaseFile, device_blind_file: CaseFile
+) -> dict[str, Any]:
+    """Returns the figures that a plan quotes, dated today: of cases as they are, with each run's
+    source left out, and with what was set on its device left out."""
     fitted, blind, device_blind = (score(each) for each in (file, blind_file, device_blind_file))
     rest, anchored_file = anchored_cases(blind_file)
     anchored = score(anchored_file)
     counted = {case.id for case in fitted.cases if not case.apart and case.errors_pct}
-    spread = partial(recorded_spread, file, fitted, blind, device_blind, anchored)
+    spread = partial(recorded_spread, fitted, blind, device_blind, anchored)
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     return dict(
         date=datetime.now(UTC).date().isoformat(),
@@ -116,41 +123,34 @@ def accuracy_of(file: CaseFile, blind_file: CaseFile, device_blind_file: CaseFil
 
 
 def _figures(of: Score) -> dict[str, float]:
-    return {
-        **{
-            f"{kind}_{name}": round(getattr(errors, name) or 0.0, 2)
-            for kind, errors in (("throughput", of.throughput), ("memory", of.memory))
-            for name in ("median", "p90", "bias")
-        },
-        "fit_accuracy": round(of.fit.accuracy or 0.0, 2),
-    }
+    found = {"fit_accuracy": round(of.fit.accuracy or 0.0, 2)}
+    for kind, errors in (("throughput", of.throughput), ("memory", of.memory)):
+        for name in ("median", "p90", "bias"):
+            found[f"{kind}_{name}"] = round(getattr(errors, name) or 0.0, 2)
+    return found
 
 
 def page(scores: Mapping[str, Score]) -> Iterator[str]:
-    """Yields the totals, then a line for each source; each score, the fitted one first, has its columns."""
-    both, fitted = [*scores.items()], next(iter(scores.values()))
-    yield f"{'':24}{'':6}" + "".join(f"{name:^34}" for name, _ in both)
-    yield f"{'':24}{'runs':>6}" + f"{'median':>8}{'p90':>8}{'bias':>8}{'in range':>10}" * len(both)
-    for kind in ("throughput", "memory"):
-        found: list[Errors] = [getattr(each, kind) for _, each in both]
-        cells = (
-            f"{_percent(e.median):>8}{_percent(e.p90):>8}{_signed(e.bias):>8}{_percent(e.covered):>10}" for e in found
-        )
-        yield f"{kind:24}{found[0].cases:>6}{''.join(cells)}"
-    cells = (f"{_percent(e.fit.accuracy):>8} right, balanced{_percent(e.fit.balanced_accuracy):>7}   " for _, e in both)
-    yield f"{'fits or out of memory':24}{fitted.fit.cases:>6}{''.join(cells)}"
-    for title, groups in (("source", "by_source"), ("reported apart", "apart")):
+    """Yields a table for each score: the totals, then a line for each source, and skipped cases."""
+    for title, found in scores.items():
+        yield f"{title:<32}{'runs':>6}{'median':>8}{'p90':>8}{'bias':>8}{'in range':>10}"
+        yield _row("throughput", found.throughput)
+        yield _row("memory", found.memory)
+        yield f"{'fits or out of memory':<32}{found.fit.cases:>6}{_percent(found.fit.accuracy):>8}"
+        for group in (found.by_source, found.apart):
+            yield ""
+            for name, errors in group.items():
+                for kind, each in errors.items():
+                    if each.cases:
+                        yield _row(f"{name}, {kind}", each)
         yield ""
-        heads = ("   throughput: runs", "memory: runs")
-        yield f"{title:24}" + "".join(f"{head:>19}" + "  median     p90" * len(both) for head in heads)
-        for name in getattr(fitted, groups):
-            yield f"{name:24}" + "".join(
-                f"{rows[0].cases or '-':>19}" + "".join(f"{_percent(e.median):>8}{_percent(e.p90):>8}" for e in rows)
-                for kind in ("throughput", "memory")
-                for rows in [[getattr(each, groups)[name][kind] for _, each in both]]
-            )
-    if fitted.skipped:
-        yield from ("", *(f"skipped {name}: {why}" for name, why in fitted.skipped))
+    first, *_ = scores.values()
+    yield from (f"skipped {name}: {why}" for name, why in first.skipped)
+
+
+def _row(name: str, of: Errors) -> str:
+    cells = f"{_percent(of.median):>8}{_percent(of.p90):>8}{_signed(of.bias):>8}"
+    return f"{name:<32}{of.cases:>6}{cells}{_percent(of.covered):>10}"
 
 
 def _percent(value: float | None) -> str:

@@ -1,9 +1,9 @@
-"""`parallel3d-plan timeline`: a pipeline schedule in time, as a picture, as figures, and as files."""
+"""`parallel3d-plan timeline`: a pipeline schedule in time, as a picture, as figures, and as
+files."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -36,8 +36,12 @@ def answer(options: argparse.Namespace) -> Reply:
         raise ConfigError(str(error)) from error
     half = 1.0 if options.backward is None else options.backward / 2
     input_s, weight_s = options.split or (half, half)
-    times = StageTimes(forward=options.forward, input=input_s, weight=weight_s, full_backward=options.backward)
-    timeline = simulate(schedule, ActionTimes.uniform(schedule.stages, times, transfer=options.transfer))
+    times = StageTimes(
+        forward=options.forward, input=input_s, weight=weight_s, full_backward=options.backward
+    )
+    timeline = simulate(
+        schedule, ActionTimes.uniform(schedule.stages, times, transfer=options.transfer)
+    )
     if options.csv is not None:
         write_output("--csv", options.csv, to_csv(schedule))
     if options.svg is not None:
@@ -52,32 +56,37 @@ def _load(options: argparse.Namespace) -> Schedule:
     for option in ("schedule", "pp", "microbatches", "virtual_stages"):
         if getattr(options, option) is not None:
             name = "--" + option.replace("_", "-")
-            raise ConfigError(f"--schedule-file {options.schedule_file}: says the whole schedule; leave out {name}")
+            file = f"--schedule-file {options.schedule_file}"
+            raise ConfigError(f"{file}: says the whole schedule; leave out {name}")
     return load_schedule(options.schedule_file)
 
 
 def _build(options: argparse.Namespace) -> Schedule:
-    """Returns the schedule of the options. Raises ConfigError or ScheduleError where they do not make one."""
+    """Returns the schedule of the options. Raises ConfigError or ScheduleError where they do not
+    make one."""
     known = [*SCHEDULES, _FORWARD_ONLY]
     if options.schedule is None:
-        raise ConfigError(f"--schedule: required, or --schedule-file; try --schedule {known[1]}")
+        raise ConfigError("--schedule: required, or --schedule-file; try --schedule 1f1b")
     if options.schedule not in known:
         near = get_close_matches(options.schedule, known, 1)
         advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
         raise ConfigError(f"--schedule {options.schedule}: no such schedule; {advice}")
-    for option, value, example in (("--pp", options.pp, 4), ("--microbatches", options.microbatches, 8)):
+    for option, value in (("--pp", options.pp), ("--microbatches", options.microbatches)):
         if value is None:
-            raise ConfigError(f"{option}: required with --schedule; try {option} {example}")
-    usual = 1 if options.schedule == _FORWARD_ONLY else schedule_traits(options.schedule).stages.usual
-    virtual_stages = usual if options.virtual_stages is None else options.virtual_stages
+            raise ConfigError(f"{option}: required with --schedule; try {option} 8")
+    is_forward = options.schedule == _FORWARD_ONLY
+    usual = 1 if is_forward else schedule_traits(options.schedule).stages.usual
+    virtual_stages = options.virtual_stages or usual
     actions = 3 * options.pp * virtual_stages * options.microbatches
     if actions > _MOST_ACTIONS:
-        raise ConfigError(
-            f"--microbatches {options.microbatches}: up to {actions:,} actions on {options.pp} ranks, and at most "
-            f"{_MOST_ACTIONS:,} are simulated; try --pp 8 --microbatches 32 --virtual-stages {usual}"
-        )
-    numbers = {"pp": options.pp, "microbatches": options.microbatches, "virtual_stages": virtual_stages}
-    if options.schedule == _FORWARD_ONLY:
+        rule = f"up to {actions:,} actions, and at most {_MOST_ACTIONS:,} are simulated"
+        raise ConfigError(f"--microbatches {options.microbatches}: {rule}; try --microbatches 32")
+    numbers = {
+        "pp": options.pp,
+        "microbatches": options.microbatches,
+        "virtual_stages": virtual_stages,
+    }
+    if is_forward:
         return forward_only(**numbers)
     return build_schedule(options.schedule, **numbers, check=False)
 
@@ -96,9 +105,9 @@ def _figures(schedule: Schedule, timeline: Timeline) -> dict[str, object]:
 
 
 def _page(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
-    terminal = sys.stdout.isatty()
-    color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    width = shutil.get_terminal_size().columns if terminal else _WIDTH_WHERE_PIPED
-    yield from draw_text(timeline, width=width, color=color).splitlines()
-    yield f"peak live microbatches, rank by rank: {' '.join(map(str, schedule.peak_live_microbatches))}"
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else _WIDTH_WHERE_PIPED
+    yield from draw_text(timeline, width=width).splitlines()
+    live = " ".join(map(str, schedule.peak_live_microbatches))
+    yield f"peak live microbatches, rank by rank: {live}"
     yield f"actions: {len(timeline.spans):,}"

@@ -1,5 +1,5 @@
-"""`parallel3d-plan verify`: one rank of a recipe trained dry, on tensors without memory, and what it held at its most
-beside what the memory model says."""
+"""`parallel3d-plan verify`: one rank of a recipe trained dry, on tensors without memory, and what
+it held at its most beside what the memory model says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.question import Question
 from parallel3d.recipes import find_recipe
-from parallel3d.recipes.host_fit import question_of
+from parallel3d.recipes.host_memory_check import question_of
 from parallel3d.tools.reply import Reply
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verified:
-    """One rank of a recipe: the model's figure, the dry run's, and the parameters that each counts."""
+    """One rank of a recipe: the model's figure, the dry run's, and the parameters that each
+    counts."""
 
     recipe: Recipe
     rank: int
@@ -40,12 +41,14 @@ class Verified:
 
     @property
     def difference(self) -> float:
-        """The model's total over the dry run's, less one: positive where the model is on the safe side."""
+        """The model's total over the dry run's, less one: positive where the model is on the safe
+        side."""
         return self.model.allocated / self.dry.peak.total - 1
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
         """Yields (kind, the model's bytes, the dry run's)."""
-        model, peak = self.model, self.dry.peak
+        model = self.model
+        peak = self.dry.peak
         yield "parameters", model.parameters, peak.made.get("parameters", 0)
         yield "optimizer", model.optimizer, peak.made.get("optimizer", 0)
         waiting = sum(peak.waiting(kind) for kind in ("backward", "between", "gathered"))
@@ -55,70 +58,100 @@ class Verified:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Verifies the rank that is asked for. Raises ConfigError for one that the layout does not have."""
+    """Verifies the rank that is asked for. Raises ConfigError for one that the layout does not
+    have."""
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
-    rank, parallel = options.rank, recipe.parallel
+    rank = options.rank
+    parallel = recipe.parallel
     if rank is not None and options.pipeline_rank is not None:
-        raise ConfigError("--rank, --pipeline-rank: one of the two; --pipeline-rank P is its first rank")
+        raise ConfigError(
+            "--rank, --pipeline-rank: one of the two; --pipeline-rank P is its first rank"
+        )
     if rank is None:
         pipeline_rank = options.pipeline_rank
         if pipeline_rank is None:
             pipeline_rank = worst_rank(run_of_recipe(recipe)).rank
         if not 0 <= pipeline_rank < parallel.pp:
             raise ConfigError(
-                f"--pipeline-rank {pipeline_rank}: the layout has pipeline ranks 0 to {parallel.pp - 1}; "
-                f"try --pipeline-rank 0"
+                f"--pipeline-rank {pipeline_rank}: the layout has pipeline ranks 0 to "
+                f"{parallel.pp - 1}; try --pipeline-rank 0"
             )
         rank = pipeline_rank * (parallel.world_size // parallel.pp)
     if not 0 <= rank < parallel.world_size:
-        raise ConfigError(f"--rank {rank}: the layout has ranks 0 to {parallel.world_size - 1}; try --rank 0")
+        raise ConfigError(
+            f"--rank {rank}: the layout has ranks 0 to {parallel.world_size - 1}; try --rank 0"
+        )
     found = verify(recipe, rank)
     return Reply(page=lambda: _page(found), tree=lambda: _tree(found))
 
 
 def verify(recipe: Recipe, rank: int) -> Verified:
     """Runs `rank` dry, and asks the model about its pipeline rank."""
-    from parallel3d.tools.verify.dry_run import dry_run  # torch, which a bad input does not wait for
+    # torch, which a bad input does not wait for
+    from parallel3d.tools.verify.dry_run import dry_run
 
     run = run_of_recipe(recipe)
     place = recipe.parallel.coordinates(rank)
-    parts = tuple(part for part, holder in zip(run.stages, run.placement, strict=True) if holder == place.pp)
+    parts = tuple(
+        part for part, holder in zip(run.stages, run.placement, strict=True) if holder == place.pp
+    )
     dry = dry_run(recipe, rank, gpu_bytes=run.cluster.device.gpu_bytes)
     count = rank_numel(
-        run.shape, parts, run.layout.tp, shards=run.layout.optimizer_shards, at=(place.tp, place.dp_shard)
+        run.shape,
+        parts,
+        run.layout.tp,
+        shards=run.layout.optimizer_shards,
+        at=(place.tp, place.dp_shard),
     )
     return Verified(recipe, rank, parallel3d_memory(run, place.pp), dry, count)
 
 
 def run_of_recipe(recipe: Recipe) -> PlannedRun:
-    """Returns what the planner makes of a recipe. Raises ConfigError as `question_of_recipe` does."""
+    """Returns what the planner makes of a recipe. Raises ConfigError as `question_of_recipe`
+    does."""
     return question_of_recipe(recipe).planned_run(recipe.parallel)
 
 
 def question_of_recipe(recipe: Recipe) -> Question:
-    """Returns the question that a recipe's layout answers. Raises ConfigError for what the memory model does not
-    know."""
+    """Returns the question that a recipe's layout answers. Raises ConfigError for what the memory
+    model does not know."""
     for setting, known, instead in unmodeled_settings(recipe):
         raise ConfigError(f"{setting}: {known}; try {instead}")
     return question_of(recipe)
 
 
 def _page(found: Verified) -> Iterator[str]:
-    recipe, dry = found.recipe, found.dry
+    recipe = found.recipe
+    dry = found.dry
     place = recipe.parallel.coordinates(found.rank)
-    yield f"recipe    {recipe.model.name or recipe.model.architecture}, {layout_text(recipe.parallel)}"
+    yield (
+        f"recipe    {recipe.model.name or recipe.model.architecture}, "
+        f"{layout_text(recipe.parallel)}"
+    )
     yield f"rank      {found.rank} of {recipe.parallel.world_size}: {place}"
-    said = f"{dry.microbatches} of {recipe.microbatches} microbatches" if dry.microbatches < recipe.microbatches else ""
-    yield f"dry run   a step in {dry.seconds:.1f} s{f' ({said}: more hold no more)' if said else ''}"
+    said = (
+        f"{dry.microbatches} of {recipe.microbatches} microbatches"
+        if dry.microbatches < recipe.microbatches
+        else ""
+    )
+    yield (
+        f"dry run   a step in {dry.seconds:.1f} s{f' ({said}: more hold no more)' if said else ''}"
+    )
     yield ""
     yield f"{'GiB':<34}{'model':>10}{'dry run':>10}{'difference':>12}"
     for kind, model, run in found.rows():
         yield f"{kind:<34}{model / GIB:>10.3f}{run / GIB:>10.3f}{(model - run) / GIB:>+12.3f}"
     total = f"{'total':<34}{found.model.allocated / GIB:>10.3f}{dry.peak.total / GIB:>10.3f}"
-    yield f"{total}{(found.model.allocated - dry.peak.total) / GIB:>+12.3f}  {found.difference:+.2%}"
+    yield (
+        f"{total}{(found.model.allocated - dry.peak.total) / GIB:>+12.3f}  {found.difference:+.2%}"
+    )
     yield ""
     yield f"fullest   model: {found.model.moment}; dry run: {dry.at}"
-    same = "the same" if found.parameters == dry.parameter_count else f"the model counts {found.parameters:,}"
+    same = (
+        "the same"
+        if found.parameters == dry.parameter_count
+        else f"the model counts {found.parameters:,}"
+    )
     yield f"steps     {dry.parameter_count:,} parameters on this rank, {same}"
 
 
@@ -130,7 +163,8 @@ def _tree(found: Verified) -> object:
         "world_size": found.recipe.parallel.world_size,
         "microbatches": {"recipe": found.recipe.microbatches, "run": found.dry.microbatches},
         "kinds": [
-            {"kind": kind, "model_gib": model / GIB, "dry_run_gib": run / GIB} for kind, model, run in found.rows()
+            {"kind": kind, "model_gib": model / GIB, "dry_run_gib": run / GIB}
+            for kind, model, run in found.rows()
         ],
         "total_gib": {"model": found.model.allocated / GIB, "dry_run": found.dry.peak.total / GIB},
         "difference_pct": 100 * found.difference,

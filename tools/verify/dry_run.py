@@ -1,10 +1,11 @@
-"""A dry run: one rank of a recipe trains a step on tensors that have a shape and no memory, in a process group of the
-full size that sends nothing. The model, the sharding, the pipeline's runtime, its transport and the optimizer are the
-trainer's own. Of torch it needs no GPU, and of this machine no more than Python's objects.
+"""A dry run: one rank of a recipe trains a step on tensors that have a shape and no memory, in a
+process group of the full size that sends nothing. The model, the sharding, the pipeline's runtime,
+its transport and the optimizer are the trainer's own. Of torch it needs no GPU, and of this machine
+no more than Python's objects.
 
-What depends on values is answered with ones: a finite loss, a gradient's norm. Where the recipe is not for CPUs, the
-kernel that only GPUs have is put in the place of the CPU's (`fused_rms_norm`), because it keeps less, and attention is
-computed as the table of its kernels says for a GPU.
+What depends on values is answered with ones: a finite loss, a gradient's norm. Where the recipe is
+not for CPUs, the kernel that only GPUs have is put in the place of the CPU's (`fused_rms_norm`),
+because it keeps less, and attention is computed as the table of its kernels says for a GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _GPU = AttentionDevice("cuda", capability=(9, 0))  # what attention's kernels ar
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank held at its most. `at` is what it did then: an action of the schedule or what follows them."""
+    """What one rank held at its most. `at` is what it did then: an action of the schedule or what
+    follows them."""
 
     peak: Snapshot
     at: str
@@ -64,7 +66,8 @@ class DryRun:
 
 
 class _Clock(Recorder):
-    """Tells the ledger which action begins: the runtime asks a recorder for the time before and after each."""
+    """Tells the ledger which action begins: the runtime asks a recorder for the time before and
+    after each."""
 
     def __init__(self, ledger: Ledger, actions: tuple[Action, ...]) -> None:
         self._ledger = ledger
@@ -74,7 +77,9 @@ class _Clock(Recorder):
     def now(self) -> float:
         if not self._is_in_action:
             self._is_in_action = True
-            self._ledger.begin("forward" if next(self._actions).kind is Kind.FORWARD else "backward")
+            self._ledger.begin(
+                "forward" if next(self._actions).kind is Kind.FORWARD else "backward"
+            )
         return 0.0
 
     def add(self, action: Action, start: object, end: object) -> None:
@@ -83,35 +88,37 @@ class _Clock(Recorder):
 
 
 class ShapesOnly(FakeTensorMode):
-    """torch's fake tensors, with two changes. Real tensors, such as the ranks of a mesh, are computed with; and a
-    program reads 1 or True from each fake tensor."""
+    """torch's fake tensors, with two changes. Real tensors, such as the ranks of a mesh, are
+    computed with; and a program reads 1 or True from each fake tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:  # which is torch.tensor(1.0)
+        # which is torch.tensor(1.0)
+        if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:
             tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             if tensors and all(type(tensor) is Tensor for tensor in tensors):
                 return func(*args, **(kwargs or {}))
         if func is READ_A_VALUE:
             return args[0].dtype.is_floating_point and 1.0 or (args[0].dtype is torch.bool or 1)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        # Which tensor a fake one stands for is remembered, and a module does not give other memory (`to_empty`) to
-        # parameters that anyone remembers.
+        # Which tensor a fake one stands for is remembered, and a module does not give other memory
+        # (`to_empty`) to parameters that anyone remembers.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return result
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """What `torch.chunk` gives, and empty tensors for the ranks that it has nothing for. A part is cut when it is asked
-    for: `fully_shard` takes two of all the ranks' parts, and to cut every one, a fake tensor of some 0.1 ms of Python,
-    would take a quarter of an hour with 16,384 ranks."""
+    """What `torch.chunk` gives, and empty tensors for the ranks that it has nothing for. A part is
+    cut when it is asked for: `fully_shard` takes two of all the ranks' parts, and to cut every one,
+    a fake tensor of some 0.1 ms of Python, would take a quarter of an hour with 16,384 ranks."""
 
     tensor: Tensor
     num_chunks: int
     dim: int
 
     def __getitem__(self, rank: int) -> Tensor:
-        """Returns the part of data rank `rank`: `ceil(rows / num_chunks)` rows of dimension `dim`, fewer at the end."""
+        """Returns the part of data rank `rank`: `ceil(rows / num_chunks)` rows of dimension `dim`,
+        fewer at the end."""
         rows = self.tensor.size(self.dim)
         each = -(-rows // self.num_chunks)
         begin = rank * each
@@ -120,9 +127,11 @@ class Chunks:
         return self.tensor.narrow(self.dim, begin, min(each, rows - begin))
 
 
-def fused_rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
-    """RMSNorm by the fused kernel that torch has on GPUs alone: it keeps its input and one number a token, where the
-    CPU's operators keep several copies in float32."""
+def fused_rms_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None
+) -> Tensor:
+    """RMSNorm by the fused kernel that torch has on GPUs alone: it keeps its input and one number a
+    token, where the CPU's operators keep several copies in float32."""
     y: Tensor = _FusedRMSNorm.apply(x, weight)
     return y
 
@@ -133,7 +142,9 @@ class _FusedRMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        ctx.save_for_backward(x, weight, torch.empty((*x.shape[:-1], 1), dtype=wide, device=x.device))
+        ctx.save_for_backward(
+            x, weight, torch.empty((*x.shape[:-1], 1), dtype=wide, device=x.device)
+        )
         return torch.empty_like(x)
 
     @staticmethod
@@ -143,12 +154,11 @@ class _FusedRMSNorm(Function):
 
 
 def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
-    """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there, on GPUs of so much
-    memory or (None) on CPUs."""
+    """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there, on
+    GPUs of so much memory or (None) on CPUs."""
     start = time.perf_counter()
     recipe = shortened(recipe)
-    in_backward = recipe.optimizer.step_in_backward
-    usual = usual_bucket_mib(on_gpu=gpu_bytes is not None, step_in_backward=in_backward)
+    usual = usual_bucket_mib(on_gpu=gpu_bytes is not None)
     bucket_mib = recipe.parallel.bucket_mib or usual
     recipe = replace(recipe, parallel=replace(recipe.parallel, bucket_mib=bucket_mib))
     receive = Transport.receive
@@ -168,7 +178,9 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         if gpu_bytes is not None:
             # By its name in torch, because a mode for functions is off in recompute.
             modes.enter_context(mock.patch.object(F, "rms_norm", fused_rms_norm))
-            modes.enter_context(mock.patch.object(fused_attention, "device_of", lambda device: _GPU))
+            modes.enter_context(
+                mock.patch.object(fused_attention, "device_of", lambda device: _GPU)
+            )
             if kernel_of_recipe(recipe, _GPU).name == "math":
                 modes.enter_context(sdpa_kernel(SDPBackend.MATH))
         trainer, batch = build_dry(recipe, mesh, torch.device("cpu"), gpu_bytes)
@@ -179,7 +191,9 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
             parameter.sync_views()
         locals_ = [parameter.local for parameter in trainer.parameters]
         own = (each for stage in trainer.stages for each in stage.module.parameters())
-        ledger.mark((local_of(each) if isinstance(each, DTensor) else each for each in own), "parameters")
+        ledger.mark(
+            (local_of(each) if isinstance(each, DTensor) else each for each in own), "parameters"
+        )
         ledger.mark(locals_, "parameters")
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), "optimizer")
@@ -196,10 +210,12 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         )
 
 
-def build_dry(recipe: Recipe, mesh: DeviceMesh, device: torch.device, gpu_bytes: float | None) -> tuple[Trainer, Batch]:
-    """Returns this rank's trainer in a world of none, and a batch for it, on the CPU. It is called within `ShapesOnly`;
-    the tensors of the trainer are fake ones of `device`, and hold no weights. `gpu_bytes` is what a GPU's memory holds,
-    or None for CPUs."""
+def build_dry(
+    recipe: Recipe, mesh: DeviceMesh, device: torch.device, gpu_bytes: float | None
+) -> tuple[Trainer, Batch]:
+    """Returns this rank's trainer in a world of none, and a batch for it, on the CPU. It is called
+    within `ShapesOnly`; the tensors of the trainer are fake ones of `device`, and hold no weights.
+    `gpu_bytes` is what a GPU's memory holds, or None for CPUs."""
     trainer = Trainer(
         recipe,
         mesh=mesh,
@@ -210,13 +226,16 @@ def build_dry(recipe: Recipe, mesh: DeviceMesh, device: torch.device, gpu_bytes:
         gpu_bytes=gpu_bytes,
     )
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len)
-    ids, samples = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[:2], dtype=torch.int64)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    samples = torch.zeros(shape[:2], dtype=torch.int64)
     documents = None
     if recipe.data.documents == "mask":  # whose borders no fake id can say: two in each sequence
         lengths = (shape[2] // 2, shape[2] - shape[2] // 2) * shape[1]
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         documents = [PackedDocuments(lengths, starts, ids[0])] * shape[0]
-    return trainer, Batch(inputs=ids, labels=torch.zeros_like(ids), samples=samples, documents=documents)
+    return trainer, Batch(
+        inputs=ids, labels=torch.zeros_like(ids), samples=samples, documents=documents
+    )
 
 
 def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
@@ -224,18 +243,27 @@ def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
     number, between = divmod(peak.action - 1, 2)
     if not between:
         return f"action {number + 1} of {len(actions)}, {actions[number]}"
-    return f"after {actions[number]}" if number + 1 < len(actions) else "after the last action: gradients or optimizer"
+    return (
+        f"after {actions[number]}"
+        if number + 1 < len(actions)
+        else "after the last action: gradients or optimizer"
+    )
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """The recipe with so few microbatches as hold as much on every rank: the same again and again adds nothing."""
-    parallel, pp = recipe.parallel, recipe.parallel.pp
+    """The recipe with so few microbatches as hold as much on every rank: the same again and again
+    adds nothing."""
+    parallel = recipe.parallel
+    pp = recipe.parallel.pp
     if SCHEDULES[parallel.schedule].holds_whole_batch:
         return recipe
 
     def peaks(microbatches: int) -> tuple[int, ...]:
         schedule = build_schedule(
-            parallel.schedule, pp=pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
+            parallel.schedule,
+            pp=pp,
+            microbatches=microbatches,
+            virtual_stages=parallel.virtual_stages,
         )
         return schedule.peak_live_microbatches
 

@@ -1,8 +1,10 @@
-"""The memory of a dry run: every storage from its first tensor to the last reference, with what it was made for.
+"""The memory of a dry run: every storage from its first tensor to the last reference, with what it
+was made for.
 
-A `TorchDispatchMode` sees each operator's outputs, and a weak reference tells when a storage goes. `fully_shard` frees
-and allocates the gathered parameters by resizing their storages, which passes by the dispatcher: while a ledger is open
-`UntypedStorage.resize_` tells it, as torch's own MemTracker has it.
+A `TorchDispatchMode` sees each operator's outputs, and a weak reference tells when a storage goes.
+`fully_shard` frees and allocates the gathered parameters by resizing their storages, which passes
+by the dispatcher: while a ledger is open `UntypedStorage.resize_` tells it, as torch's own
+MemTracker has it.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class _Piece:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Bytes alive at once, by what they were made for; `at_work` are of those the ones made since the current action
-    began, and `action` is its number in the step, from 0."""
+    """Bytes alive at once, by what they were made for; `at_work` are of those the ones made since
+    the current action began, and `action` is its number in the step, from 0."""
 
     made: dict[Made, int]
     at_work: dict[Made, int]
@@ -104,7 +106,8 @@ class Ledger(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What happens within a DTensor's operator is not seen: it tries each new one out at the global shape.
+        # What happens within a DTensor's operator is not seen: it tries each new one out at the
+        # global shape.
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self._see(result)

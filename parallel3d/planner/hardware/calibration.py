@@ -1,20 +1,23 @@
-"""What `parallel3d-plan calibrate` has measured on one host, the section `measured` of a hardware file: curves of
-kernels and collectives, and what this project's own program adds to them. All seconds are those of a process that has a
-core (or a GPU) to itself; `time.calibrated`, which prices a step with them, says how ranks share the cores of a host.
+"""What `parallel3d-plan calibrate` has measured on one host, the section `measured` of a hardware
+file: curves of kernels and collectives, and what this project's own program adds to them. All
+seconds are those of a process that has a core (or a GPU) to itself; `time.calibrated`, which prices
+a step with them, says how ranks share the cores of a host.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from math import exp, log
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size, a straight line in logarithms between neighbouring points; beyond the ends the rate stays."""
+    """Seconds by size, a straight line in logarithms between neighbouring points; beyond the ends
+    the rate stays."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -28,14 +31,11 @@ class Curve:
         at, share = _place(sizes, size)
         return exp((1 - share) * log(seconds[at]) + share * log(seconds[at + 1]))
 
-    def scaled(self, factor: float) -> Curve:
-        """Returns the curve with each of its times so much longer."""
-        return Curve(tuple((size, factor * seconds) for size, seconds in self.points))
-
 
 @dataclass(frozen=True)
 class Grid:
-    """Operations per second of [side, depth] x [depth, side], bilinear in logarithms; beyond the edge as at it."""
+    """Operations per second of [side, depth] x [depth, side], bilinear in logarithms; beyond the
+    edge as at it."""
 
     sides: tuple[float, ...]
     depths: tuple[float, ...]
@@ -43,17 +43,19 @@ class Grid:
 
     def at(self, side: float, depth: float) -> float:
         (i, u), (j, v) = _place(self.sides, side), _place(self.depths, depth)
-        corners = ((i, j, (1 - u) * (1 - v)), (i + 1, j, u * (1 - v)), (i, j + 1, (1 - u) * v), (i + 1, j + 1, u * v))
+        corners = (
+            (i, j, (1 - u) * (1 - v)),
+            (i + 1, j, u * (1 - v)),
+            (i, j + 1, (1 - u) * v),
+            (i + 1, j + 1, u * v),
+        )
         return exp(sum(weight * log(self.rates[a][b]) for a, b, weight in corners if weight))
-
-    def slowed(self, factor: float) -> Grid:
-        """Returns the grid with each of its rates so much lower."""
-        return replace(self, rates=tuple(tuple(rate / factor for rate in row) for row in self.rates))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Seconds that the program takes whatever the sizes are (dispatch, Python, tiny messages), and per parameter."""
+    """Seconds that the program takes whatever the sizes are (dispatch, Python, tiny messages), and
+    per parameter."""
 
     block: float  # for each block and microbatch, forward and backward
     microbatch: float  # for each microbatch, embedding, head and loss included
@@ -63,7 +65,9 @@ class Overhead:
 
     def plus(self, other: Overhead, factor: float = 1.0) -> Overhead:
         """Returns the sum with `factor` times the other."""
-        return Overhead(**{name: value + factor * getattr(other, name) for name, value in vars(self).items()})
+        return Overhead(
+            **{name: value + factor * getattr(other, name) for name, value in vars(self).items()}
+        )
 
 
 NO_OVERHEAD = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
@@ -74,31 +78,21 @@ class OneProcess:
     """What one process takes alone, with so many threads (or a GPU)."""
 
     matmul: Mapping[str, Grid]  # by precision
-    attention: Mapping[str, tuple[Grid, Grid]]  # by precision: a causal one, by keys and head dim, forward and backward
-    byte_s: float  # seconds per byte of a block's other operators, were each group of them one kernel
+    # by precision: a causal one, by keys and head dim, forward and backward
+    attention: Mapping[str, tuple[Grid, Grid]]
+    # seconds per byte of a block's other operators, were each group of them one kernel
+    byte_s: float
     gradient_s: float  # seconds to add a weight's gradient to that of earlier microbatches
     logit_s: float  # seconds of the loss per logit, forward and backward
     overhead: Overhead
-    recompute: Mapping[str, float]  # by kind: what it adds to a block beside the kernels that it repeats
-
-    def scaled(self, factor: float) -> OneProcess:
-        """Returns what the process takes where everything takes so much longer."""
-        return OneProcess(
-            matmul={precision: grid.slowed(factor) for precision, grid in self.matmul.items()},
-            attention={
-                name: (there.slowed(factor), back.slowed(factor)) for name, (there, back) in self.attention.items()
-            },
-            byte_s=factor * self.byte_s,
-            gradient_s=factor * self.gradient_s,
-            logit_s=factor * self.logit_s,
-            overhead=NO_OVERHEAD.plus(self.overhead, factor),
-            recompute={kind: factor * seconds for kind, seconds in self.recompute.items()},
-        )
+    # by kind: what it adds to a block beside the kernels that it repeats
+    recompute: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManyRanks:
-    """What several ranks of one host take together: the work of an axis, each kind of message, a pipeline."""
+    """What several ranks of one host take together: the work of an axis, each kind of message, a
+    pipeline."""
 
     contention: float  # how much longer equal work takes than the cores' share alone explains
     action_s: float  # seconds that each action of a pipeline takes beside its work
@@ -106,44 +100,33 @@ class ManyRanks:
     axes: Mapping[str, Overhead]  # what an axis of this size adds
     collectives: Mapping[str, Curve]  # the tp layers' by kind: seconds by bytes of the whole tensor
 
-    def scaled(self, factor: float) -> ManyRanks:
-        """Returns what the ranks take where all that they do together takes so much longer."""
-        return replace(
-            self,
-            action_s=factor * self.action_s,
-            transfer=self.transfer.scaled(factor),
-            axes={axis: NO_OVERHEAD.plus(added, factor) for axis, added in self.axes.items()},
-            collectives={kind: curve.scaled(factor) for kind, curve in self.collectives.items()},
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Everything that was measured on a host. `cores` counts those that its ranks share, 0 where each rank has a device
-    of its own. `synchronous` says that the host computes each operator before it dispatches the next."""
+    """Everything that was measured on a host. `cores` counts those that its ranks share, 0 where
+    each rank has a device of its own. `synchronous` says that the host computes each operator
+    before it dispatches the next."""
 
     cores: int
     synchronous: bool
     processes: Mapping[int, OneProcess]  # by threads
     ranks: Mapping[int, ManyRanks]  # by how many
 
-    def scaled(self, arithmetic: float, network: float) -> Calibration:
-        """Returns the measurements with what a process does alone, and what ranks do together, so much longer."""
-        processes = {threads: each.scaled(arithmetic) for threads, each in self.processes.items()}
-        return replace(self, processes=processes, ranks={n: each.scaled(network) for n, each in self.ranks.items()})
-
     def process(self, ranks: int) -> OneProcess:
-        """Returns the measurement of one of so many ranks of a host, whose threads are its share of the cores."""
+        """Returns the measurement of one of so many ranks of a host, whose threads are its share of
+        the cores."""
         return self.processes[_nearest(self.processes, max(1, self.cores // ranks))]
 
     def together(self, ranks: int) -> ManyRanks | None:
-        """Returns the measurement with so many ranks, or the next fewer; None where ranks do not share a host."""
+        """Returns the measurement with so many ranks, or the next fewer; None where ranks do not
+        share a host."""
         if not self.ranks or ranks == 1:
             return None
         return self.ranks[_nearest(self.ranks, ranks)]
 
     def overhead(self, axis: str, size: int) -> Overhead:
-        """Returns what an axis adds: as measured, or scaled by the logarithm from the next smaller size that was."""
+        """Returns what an axis adds: as measured, or scaled by the logarithm from the next smaller
+        size that was."""
         sizes = [n for n, each in self.ranks.items() if axis in each.axes]
         if size == 1 or not sizes:
             return NO_OVERHEAD
@@ -151,7 +134,8 @@ class Calibration:
         return NO_OVERHEAD.plus(self.ranks[near].axes[axis], log(size) / log(near))
 
     def collective_s(self, kind: str, size: int, bytes_: float) -> float:
-        """Seconds of a collective beyond those of the smallest message, which are in the overhead of the axis."""
+        """Seconds of a collective beyond those of the smallest message, which are in the overhead
+        of the axis."""
         if size == 1 or not self.ranks:
             return 0.0
         near = _nearest(self.ranks, size)
@@ -160,55 +144,64 @@ class Calibration:
 
 
 def calibration_from_tree(tree: Mapping[str, Any]) -> Calibration:
-    """Reads a hardware file's section `measured`. Raises KeyError, TypeError or ValueError where it lacks something."""
+    """Reads a hardware file's section `measured`. Raises KeyError, TypeError or ValueError where it
+    lacks something."""
     return Calibration(
         cores=int(tree["cores"]),
         synchronous=bool(tree["synchronous"]),
         processes={int(n): one_process_from_tree(each) for n, each in tree["processes"].items()},
-        ranks={
-            int(n): ManyRanks(
-                contention=float(each["contention"]),
-                action_s=float(each["action_s"]),
-                transfer=_curve(each["transfer"]),
-                axes={axis: Overhead(**added) for axis, added in each["axes"].items()},
-                collectives={kind: _curve(points) for kind, points in each["collectives"].items()},
-            )
-            for n, each in (tree.get("ranks") or {}).items()
-        },
+        ranks={int(n): _many_ranks(each) for n, each in (tree.get("ranks") or {}).items()},
+    )
+
+
+def _many_ranks(tree: Mapping[str, Any]) -> ManyRanks:
+    return ManyRanks(
+        contention=float(tree["contention"]),
+        action_s=float(tree["action_s"]),
+        transfer=_curve(tree["transfer"]),
+        axes={axis: Overhead(**added) for axis, added in tree["axes"].items()},
+        collectives={kind: _curve(points) for kind, points in tree["collectives"].items()},
     )
 
 
 def one_process_from_tree(tree: Mapping[str, Any]) -> OneProcess:
+    attention = {}
+    for precision, ways in tree["attention"].items():
+        attention[precision] = _grid(ways["forward"]), _grid(ways["backward"])
     return OneProcess(
         matmul={precision: _grid(rows) for precision, rows in tree["matmul"].items()},
-        attention={p: (_grid(way["forward"]), _grid(way["backward"])) for p, way in tree["attention"].items()},
+        attention=attention,
         byte_s=float(tree["byte_s"]),
         gradient_s=float(tree["gradient_s"]),
         logit_s=float(tree["logit_s"]),
         overhead=Overhead(**tree["overhead"]),
-        recompute={kind: float(seconds) for kind, seconds in tree["recompute"].items()},
+        recompute=dict(tree["recompute"]),
     )
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:
     """Reads pairs of [size, seconds]. Raises ValueError where sizes do not rise."""
     pairs = tuple((float(size), max(float(seconds), 1e-9)) for size, seconds in points)
-    if not pairs or any(a[0] >= b[0] for a, b in zip(pairs[:-1], pairs[1:], strict=True)):
+    if not pairs or any(first[0] >= second[0] for first, second in pairwise(pairs)):
         raise ValueError("a curve of [size, seconds] whose sizes rise")
     return Curve(pairs)
 
 
 def _grid(rows: Sequence[Sequence[float]]) -> Grid:
-    """Reads rows of [side, depth, operations per second]. Raises ValueError where one of the pairs is missing."""
+    """Reads rows of [side, depth, operations per second]. Raises KeyError where one of the pairs is
+    missing."""
     rates = {(float(side), float(depth)): float(rate) for side, depth, rate in rows}
-    sides, depths = sorted({side for side, _ in rates}), sorted({depth for _, depth in rates})
-    if not rates or len(rates) != len(sides) * len(depths):
-        raise ValueError("a grid of [side, depth, operations per second] with every side at every depth")
-    return Grid(tuple(sides), tuple(depths), tuple(tuple(rates[side, depth] for depth in depths) for side in sides))
+    sides = sorted({side for side, _ in rates})
+    depths = sorted({depth for _, depth in rates})
+    table = []
+    for side in sides:
+        table.append(tuple(rates[side, depth] for depth in depths))
+    return Grid(tuple(sides), tuple(depths), tuple(table))
 
 
 def _nearest(measured: Collection[int], wanted: int) -> int:
-    """Returns what was measured of this number, or of the next smaller one; of the smallest where there is none."""
+    """Returns what was measured of this number, or of the next smaller one; of the smallest where
+    there is none."""
     return max((number for number in measured if number <= wanted), default=min(measured))
 
 

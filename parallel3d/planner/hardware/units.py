@@ -10,7 +10,8 @@ ROUNDED = 1 - 1e-9  # makes a lower bound one whatever the order of its sums
 
 
 def rounded(value: object, digits: int = 5) -> Any:
-    """Returns plain data for JSON: floats with so many digits, at any depth of lists and dicts; tuples become lists."""
+    """Returns plain data for JSON: floats with so many digits, at any depth of lists and dicts;
+    tuples become lists."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):

@@ -1,1 +1,2 @@
-"""How many bytes a device holds, by kind, and which layout change would help where they do not fit."""
+"""How many bytes a device holds, by kind, and which layout change would help where they do not
+fit."""

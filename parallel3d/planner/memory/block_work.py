@@ -1,8 +1,9 @@
-"""What a transformer block holds while it computes, for one microbatch on one tp rank: upper bounds in closed form of
-the bytes alive in its forward and in both halves of its backward.
+"""What a transformer block holds while it computes, for one microbatch on one tp rank: upper bounds
+in closed form of the bytes alive in its forward and in both halves of its backward.
 
-All of them are bytes beside the block's whole activations (`BlockActivations.bytes`), as if the block at work kept all
-that it ever keeps: of a block that is recomputed this is so in its backward, and little is missing in its forward.
+All of them are bytes beside the block's whole activations (`BlockActivations.bytes`), as if the
+block at work kept all that it ever keeps: of a block that is recomputed this is so in its backward,
+and little is missing in its forward.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from parallel3d.config.attention_kernels import AttentionCall, AttentionDevice, AttentionKernel, attention_kernel
+from parallel3d.config.attention_kernels import (
+    AttentionCall,
+    AttentionDevice,
+    AttentionKernel,
+    attention_kernel,
+)
 from parallel3d.layers.activations import BlockActivations
 from parallel3d.planner.model.parameters import block_tables
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape
 
-# What a backward does with the gradient of a product's weight: it keeps it until the block is done, drops it when it
-# has been added up or stepped with, or leaves it for the second half of the backward.
+# What a backward does with the gradient of a product's weight: it keeps it until the block is done,
+# drops it when it has been added up or stepped with, or leaves it for the second half of the
+# backward.
 WeightGradients = Literal["kept", "dropped", "later"]
 
 
@@ -32,9 +39,12 @@ class BlockTensors:
     ffn: int  # the MLP's inner features
     queries: int
     keys: int  # as large as the values
-    attended_keys: int  # the same as attention's kernel takes them, which may be once for each query head
-    attention_own: int  # what attention keeps, unless recomputed, beside queries, keys, values and output
-    scores_forward: int  # what a forward makes of scores beside those kept, where a kernel writes them out
+    # the same as attention's kernel takes them, which may be once for each query head
+    attended_keys: int
+    # what attention keeps, unless recomputed, beside queries, keys, values and output
+    attention_own: int
+    # what a forward makes of scores beside those kept, where a kernel writes them out
+    scores_forward: int
     scores_again: int  # the same in a backward, where attention is recomputed
     scores_backward: int
     norm: int  # what a norm keeps of its forward, its output aside
@@ -63,27 +73,42 @@ class BlockTensors:
 
     @property
     def input_gradient(self) -> int:
-        """The gradient of a column-parallel product's input, beside that input, gathered again, where it lies along the
-        sequence: the gradient is summed over tp and cut."""
-        return 2 * self.gathered + self.copied + self.hidden_local if self.gathered else self.hidden_local
+        """The gradient of a column-parallel product's input, beside that input, gathered again,
+        where it lies along the sequence: the gradient is summed over tp and cut."""
+        return (
+            2 * self.gathered + self.copied + self.hidden_local
+            if self.gathered
+            else self.hidden_local
+        )
 
     @property
     def delayed(self) -> int:
-        """What is left between the two halves of a split backward: inputs and output gradients of all products."""
+        """What is left between the two halves of a split backward: inputs and output gradients of
+        all products."""
         return 4 * self.hidden_full + (2 + self.gates) * self.ffn + 2 * self.queries + 2 * self.keys
 
     def forward(self, *, is_recomputed: bool = False) -> int:
-        """Bytes made beside the activations in a forward, less what a recomputed block has dropped of its attention:
-        the output of the MLP's last product before and after it is summed over tp, or dropout's mask, which is drawn
-        from 24 bytes a number."""
-        made = max(self.hidden_full + self.hidden_local + self.copied, self.hidden_local + 25 * self.mask)
-        dropped = self.norm + self.head_norms + 2 * self.queries + 2 * self.keys + self.attention_own + self.mask
+        """Bytes made beside the activations in a forward, less what a recomputed block has dropped
+        of its attention: the output of the MLP's last product before and after it is summed over
+        tp, or dropout's mask, which is drawn from 24 bytes a number."""
+        made = max(
+            self.hidden_full + self.hidden_local + self.copied, self.hidden_local + 25 * self.mask
+        )
+        dropped = (
+            self.norm
+            + self.head_norms
+            + 2 * self.queries
+            + 2 * self.keys
+            + self.attention_own
+            + self.mask
+        )
         return max(made - is_recomputed * dropped, self.scores_forward - self.mlp_kept)
 
     def backward(self, weights: WeightGradients, *, is_recomputed: bool) -> int:
-        """Bytes made in a backward beside the gradient of the block's output, with those that are left of the block's
-        whole activations."""
-        f, mlp_kept = self.ffn, self.mlp_kept
+        """Bytes made in a backward beside the gradient of the block's output, with those that are
+        left of the block's whole activations."""
+        f = self.ffn
+        mlp_kept = self.mlp_kept
         dropped = self.hidden_local * (self.mask > 0)
         least = max(2 * dropped, (self.forward() + dropped) * is_recomputed)
         if weights == "later":
@@ -91,27 +116,48 @@ class BlockTensors:
             ends = self.delayed - self.kept + self.hidden_local
             # Attention's own comes when the MLP waits for its second half.
             waits = 2 * self.hidden_full + (2 + self.gates) * f - mlp_kept
-            scores = max(self.scores_backward + 2 * self.queries + 2 * self.attended_keys, self.scores_again) + waits
-            return max(least, products, self.gathered + f + self.input_gradient, ends + self.input_gradient, scores)
-        down, up, is_kept = self.down_weight, self.up_weights, weights == "kept"
+            scores = (
+                max(
+                    self.scores_backward + 2 * self.queries + 2 * self.attended_keys,
+                    self.scores_again,
+                )
+                + waits
+            )
+            return max(
+                least,
+                products,
+                self.gathered + f + self.input_gradient,
+                ends + self.input_gradient,
+                scores,
+            )
+        down = self.down_weight
+        up = self.up_weights
+        is_kept = weights == "kept"
         mlp = (
-            max(self.gathered + f + down + dropped, self.gathered + self.copied),  # the last product
+            # the last product
+            max(self.gathered + f + down + dropped, self.gathered + self.copied),
             2 * f * self.gates + down * is_kept,  # the activation
             self.input_gradient - (1 + self.gates) * f + up + down * is_kept,  # the first products
         )
-        inside = max(2 * self.queries + 2 * self.attended_keys + self.scores_backward, self.scores_again)
+        inside = max(
+            2 * self.queries + 2 * self.attended_keys + self.scores_backward, self.scores_again
+        )
         attention = max(self.gathered + self.queries, inside, self.input_gradient) + dropped
-        return max(least, *mlp, attention + self.attention_weights - mlp_kept + (down + up) * is_kept)
+        return max(
+            least, *mlp, attention + self.attention_weights - mlp_kept + (down + up) * is_kept
+        )
 
 
-# Compute capabilities by the family of a hardware file; any other GPU is taken for an A100, as all later ones keep as
-# much of attention.
+# Compute capabilities by the family of a hardware file; any other GPU is taken for an A100, as all
+# later ones keep as much of attention.
 _CAPABILITIES = {"volta": (7, 0), "hopper": (9, 0)}
 
 
 def planned_attention(run: PlannedRun) -> AttentionKernel:
-    """Returns the kernel of the attention of a planned run; windows are taken for whole sequences."""
-    device, shape = run.cluster.device, run.shape
+    """Returns the kernel of the attention of a planned run; windows are taken for whole
+    sequences."""
+    device = run.cluster.device
+    shape = run.shape
     call = AttentionCall(
         item_bytes=int(run.item_bytes),
         is_bf16=run.precision.startswith("bf16"),
@@ -120,12 +166,15 @@ def planned_attention(run: PlannedRun) -> AttentionKernel:
         has_documents=run.optimizer.has_documents,
         has_dropout=run.optimizer.has_attention_dropout,
     )
-    of = AttentionDevice("cpu" if run.on_cpu else "cuda", capability=_CAPABILITIES.get(device.family, (8, 0)))
+    of = AttentionDevice(
+        "cpu" if run.on_cpu else "cuda", capability=_CAPABILITIES.get(device.family, (8, 0))
+    )
     return attention_kernel(call, of)
 
 
 def block_tensors(run: PlannedRun) -> BlockTensors:
-    shape, layout = run.shape, run.layout
+    shape = run.shape
+    layout = run.layout
     activations = BlockActivations(
         batch=layout.microbatch_size,
         seq=run.seq_len,
@@ -149,13 +198,17 @@ def block_tensors(run: PlannedRun) -> BlockTensors:
 
 @lru_cache(maxsize=4096)
 def _block_tensors(block: BlockActivations, shape: ModelShape, is_selective: bool) -> BlockTensors:
-    item, tp, hidden, kernel = block.item_bytes, block.tp, block.hidden, block.attention
+    item = block.item_bytes
+    tp = block.tp
+    hidden = block.hidden
+    kernel = block.attention
     tokens = block.batch * block.seq
     outside = tokens // tp if block.sequence_parallel else tokens
     is_gathered = block.sequence_parallel and tp > 1
     query, key, output, up, down = block_tables(shape, tp)[:5]
     queries = item * tokens * shape.query_hidden // tp
-    keys, scores = item * tokens * max(block.kv_heads // tp, 1) * shape.head_dim, tokens * block.seq * block.heads // tp
+    keys = item * tokens * max(block.kv_heads // tp, 1) * shape.head_dim
+    scores = tokens * block.seq * block.heads // tp
     return BlockTensors(
         hidden_local=item * outside * hidden,
         gathered=item * tokens * hidden * is_gathered,

@@ -1,7 +1,9 @@
-"""What NO_SHARD and SHARD_OPTIMIZER hold to send gradients: the buckets of a stage, two of them under way at once.
+"""What NO_SHARD and SHARD_OPTIMIZER hold to send gradients: the buckets of a stage, two of them
+under way at once.
 
-A bucket of neighbouring units (the embedding, each block, the last norm with the head; both ends, where they share a
-table) is sent when the last backward has gone through its blocks, after the bucket sent two before it has arrived.
+A bucket of neighbouring units (the embedding, each block, the last norm with the head; both ends,
+where they share a table) is sent when the last backward has gone through its blocks, after the
+bucket sent two before it has arrived.
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ class GradientBucket(NamedTuple):
     copied: float  # what is made to send them
     packing: float  # that, while it is being filled
     publishing: float  # its stepped parameters, which come back from other ranks
-    stepping: int  # numbers of its largest parameter that are stepped here
 
 
 def buckets_of(run: PlannedRun, part: StageSlice) -> tuple[GradientBucket, ...]:
     """The buckets of a stage, the first to be sent first."""
-    layout, master = run.layout, master_bytes(run.precision)
-    sizes = (master, layout.reduce_bytes if layout.dp > 1 else 0, int(run.item_bytes), run.bucket_bytes)
+    layout = run.layout
+    master = master_bytes(run.precision)
+    sizes = (
+        master,
+        layout.reduce_bytes if layout.dp > 1 else 0,
+        int(run.item_bytes),
+        run.bucket_bytes,
+    )
     shards = layout.dp_shard if layout.strategy == "SHARD_OPTIMIZER" else 1
     return _buckets(run.shape, part, layout.tp, shards, sizes)
 
@@ -46,7 +53,9 @@ def _buckets(
     units = [(0, first)] if first else []
     units += [(index, block_tables(shape, tp)) for index in range(part.layers)]
     units += [(part.layers, last)] if last else []
-    borders = bucket_borders([sum(table.numel for table in unit) for _, unit in units], bucket_bytes // master)
+    borders = bucket_borders(
+        [sum(table.numel for table in unit) for _, unit in units], bucket_bytes // master
+    )
     found = []
     for border in reversed(borders):
         tables = [table for index in border for table in units[index][1]]
@@ -58,19 +67,12 @@ def _buckets(
             copied = reduce * packed * (1 + 1 / shards)
             packing = float(reduce * packed + master * packed * (reduce != master and is_even))
         publishing = float(item * packed * (shards > 1))
-        stepping = max(table.shard(shards) // table.times for table in tables)
-        found.append(GradientBucket(units[border[0]][0], master * numel, copied, packing, publishing, stepping))
+        found.append(
+            GradientBucket(units[border[0]][0], master * numel, copied, packing, publishing)
+        )
     return tuple(found)
-
-
-def stepping_bytes(run: PlannedRun, buckets: tuple[GradientBucket, ...]) -> float:
-    """Buckets whose parameters are stepped in the backward: the copies of those that are sent, their gradients, and
-    what one step makes."""
-    sent = sum(bucket.memory + bucket.copied for bucket in buckets)
-    return sent + run.optimizer.step_bytes * max((bucket.stepping for bucket in buckets), default=0)
 
 
 def under_way(run: PlannedRun, part: StageSlice) -> float:
     """The last two buckets of a stage, which stay until all stages are done."""
-    last = buckets_of(run, part)[-2:]
-    return stepping_bytes(run, last) if run.optimizer.steps_in_backward else sum(bucket.copied for bucket in last)
+    return sum(bucket.copied for bucket in buckets_of(run, part)[-2:])

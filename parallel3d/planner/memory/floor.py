@@ -1,4 +1,5 @@
-"""A lower bound of a run's memory, which a search computes for thousands of layouts in the place of the moments."""
+"""A lower bound of a run's memory, which a search computes for thousands of layouts in the place of
+the moments."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from parallel3d.schedules.registry import SCHEDULES
 
 
 class MemoryFloor(NamedTuple):
-    """Bytes that a rank has at least, at rest and when most of its forwards are alive, or when it has all of its
-    gradients, unreduced. Only `activations` and `amid` depend on recompute and on the size of a microbatch."""
+    """Bytes that a rank has at least, at rest and when most of its forwards are alive, or when it
+    has all of its gradients, unreduced. Only `activations` and `amid` depend on recompute and on
+    the size of a microbatch."""
 
     at_rest: float = 0.0
     gathered: float = 0.0
@@ -27,7 +29,8 @@ class MemoryFloor(NamedTuple):
 
 
 class RunFloors:
-    """The floors of the first and the last pipeline rank of a parallel3d run, whatever it recomputes."""
+    """The floors of the first and the last pipeline rank of a parallel3d run, whatever it
+    recomputes."""
 
     def __init__(self, run: PlannedRun) -> None:
         self._ranks = [RankState(run, rank) for rank in dict.fromkeys((0, run.layout.pp - 1))]
@@ -39,15 +42,20 @@ class RunFloors:
         return tuple(map(_rank_floor, self._ranks))
 
     def work(self, recompute: Recompute, every: int | None = None) -> tuple[MemoryFloor, ...]:
-        """Returns what is at rest, and the activations with this recompute in the place of the run's own."""
+        """Returns what is at rest, and the activations with this recompute in the place of the
+        run's own."""
         both = zip(self._ranks, self._alive, strict=True)
         return tuple(_with_forwards(state, alive, recompute, every or 1) for state, alive in both)
 
 
-def floor_bytes(run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[MemoryFloor]) -> float:
-    """A lower bound of `worst_rank(run).total`, from the states of one run and the activations of another that has them
-    in common with it. Of `run` itself only the program and the device count."""
-    program, scale = run.program, run.cluster.scales.memory
+def floor_bytes(
+    run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[MemoryFloor]
+) -> float:
+    """A lower bound of `worst_rank(run).total`, from the states of one run and the activations
+    of another that has them in common with it. Of `run` itself only the program and the device
+    count."""
+    program = run.program
+    scale = run.cluster.scales.memory
     around = 0.0 if run.on_cpu else scale * (program.cache_bytes + program.context_bytes)
     more = scale * (1.0 if run.on_cpu else 1 + program.fragmentation)
     most = 0.0
@@ -72,9 +80,11 @@ def _rank_floor(state: RankState) -> MemoryFloor:
 
 
 def _most_alive(state: RankState) -> tuple[int, int | None]:
-    """Returns how many forwards of a rank are alive at once, at most and beside all of its gradients; where a forward
-    may leave a part of what it keeps to the second half of its backward, how many come before any backward."""
-    layout, name = state.layout, state.layout.schedule
+    """Returns how many forwards of a rank are alive at once, at most and beside all of its
+    gradients; where a forward may leave a part of what it keeps to the second half of its backward,
+    how many come before any backward."""
+    layout = state.layout
+    name = state.layout.schedule
     numbers = {"pp": layout.pp, "rank": state.rank, "virtual_stages": layout.virtual_stages}
     if SCHEDULES[name].splits_backward:
         return first_forwards(name, microbatches=layout.microbatches, **numbers), None
@@ -82,16 +92,26 @@ def _most_alive(state: RankState) -> tuple[int, int | None]:
     return live, live_with_all_gradients(name, microbatches=layout.microbatches, **numbers)
 
 
-def _with_forwards(state: RankState, alive: tuple[int, int | None], recompute: Recompute, every: int) -> MemoryFloor:
-    """Returns a floor of what is at rest, and of the activations that forwards keep under a recompute."""
+def _with_forwards(
+    state: RankState, alive: tuple[int, int | None], recompute: Recompute, every: int
+) -> MemoryFloor:
+    """Returns a floor of what is at rest, and of the activations that forwards keep under a
+    recompute."""
     layout, (live, amid) = state.layout, alive
     slices = [(part, first % every) for part, first in state.slices]
-    of_slice = {each: state.kept_by_stage(*each, recompute, every) for each in dict.fromkeys(slices)}
+    of_slice = {
+        each: state.kept_by_stage(*each, recompute, every) for each in dict.fromkeys(slices)
+    }
     kept = [of_slice[each] for each in slices]
     activations = live * min(kept)
-    if SCHEDULES[layout.schedule].warm_up is not None:  # the first are alive: groups of microbatches, stage after stage
+    # the first are alive: groups of microbatches, stage after stage
+    if SCHEDULES[layout.schedule].warm_up is not None:
         _, group = group_sizes(layout.pp, layout.microbatches)
         rounds, rest = divmod(live, group * len(kept))
         activations = rounds * group * sum(kept)
-        activations += sum(min(max(rest - turn * group, 0), group) * each for turn, each in enumerate(kept))
-    return MemoryFloor(sum(state.at_rest), activations=activations, amid=-inf if amid is None else amid * min(kept))
+        activations += sum(
+            min(max(rest - turn * group, 0), group) * each for turn, each in enumerate(kept)
+        )
+    return MemoryFloor(
+        sum(state.at_rest), activations=activations, amid=-inf if amid is None else amid * min(kept)
+    )

@@ -1,5 +1,6 @@
-"""What the two ends of the model keep and hold while they compute: the embedding, and the last norm, the head and the
-loss (`layers.vocabulary`, `layers.loss`, `training.loss`), of a microbatch on one tp rank: bounds in closed form."""
+"""What the two ends of the model keep and hold while they compute: the embedding, and the last
+norm, the head and the loss (`layers.vocabulary`, `layers.loss`, `training.loss`), of a microbatch
+on one tp rank: bounds in closed form."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ class EndTensors:
     table: int  # numbers of the token table on this rank
     positions: int  # the gradient of learned positions; 0 without
     is_split: bool  # tp > 1
-    steps_in_backward: bool
 
     @classmethod
     def of(cls, run: PlannedRun, block: BlockTensors) -> EndTensors:
-        tp, shape, item = run.layout.tp, run.shape, int(run.item_bytes)
+        tp = run.layout.tp
+        shape = run.shape
+        item = int(run.item_bytes)
         rows = vocabulary_rows(shape, tp)
         return cls(
             block=block,
@@ -42,9 +44,10 @@ class EndTensors:
                 gpu_bytes=run.cluster.device.gpu_bytes,
             ),
             table=rows * shape.hidden,
-            positions=item * shape.position_rows * shape.hidden if shape.positions == "learned" else 0,
+            positions=item * shape.position_rows * shape.hidden
+            if shape.positions == "learned"
+            else 0,
             is_split=tp > 1,
-            steps_in_backward=run.optimizer.steps_in_backward,
         )
 
     @property
@@ -79,21 +82,28 @@ class EndTensors:
         return 4 * self.tokens * self.rows if self.chunk is None else 0
 
     def head_backward(self, weights: WeightGradients, *, has_sum: bool) -> int:
-        """Returns the bytes made from the gradient of the logits, which is where they were, or from the loss in chunks,
-        to that of the last block's output. `has_sum`: there is a float32 gradient of the table to add to."""
-        item, table = self.item, self.item * self.table
+        """Returns the bytes made from the gradient of the logits, which is where they were, or from
+        the loss in chunks, to that of the last block's output. `has_sum`: there is a float32
+        gradient of the table to add to."""
+        item = self.item
+        table = self.item * self.table
         if self.chunk is None:
             return self.block.input_gradient + table * (weights != "later")
         logits = self.chunk * self.rows
-        at_once = max((2 * item + 4) * logits, 2 * item * logits + table) if item < 4 else item * logits
+        at_once = (
+            max((2 * item + 4) * logits, 2 * item * logits + table) if item < 4 else item * logits
+        )
         made = 0 if has_sum else 4 * self.table
         return max(self.block.hidden_full + made + at_once, made + self.block.input_gradient)
 
     def embedding_backward(self, weights: WeightGradients) -> int:
-        """Returns the bytes made from the gradient of the embedding's output to that of its table."""
-        full, wide = self.block.hidden_full, 4 * self.block.hidden_full // self.item if self.item < 4 else 0
+        """Returns the bytes made from the gradient of the embedding's output to that of its
+        table."""
+        full = self.block.hidden_full
+        wide = 4 * self.block.hidden_full // self.item if self.item < 4 else 0
         made = wide
-        if weights == "kept" or self.steps_in_backward:  # what it has of each row is summed in float32, beside it
+        # what it has of each row is summed in float32, beside it
+        if weights == "kept":
             made = self.item * self.table + 2 * wide
         along = full * self.is_split  # without other ranks' rows
         return self.positions * (weights == "kept") + along + max(self.block.gathered, made)

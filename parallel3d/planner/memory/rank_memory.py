@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-MemoryKind = Literal["allocated", "allocated in the first step", "reserved", "device"]
+MemoryKind = Literal["allocated", "reserved", "device"]
 _BESIDE_STATES = ("activations", "logits", "buffers", "temporary", "fragmentation", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on each device of one pipeline rank at its peak; the fields up to `context` add up to `total`."""
+    """Bytes on each device of one pipeline rank at its peak; the fields up to `context` add up to
+    `total`."""
 
     rank: int
     parameters: float
@@ -23,7 +24,6 @@ class RankMemory:
     temporary: float  # a block under recompute, the optimizer's temporaries
     fragmentation: float  # reserved by the allocator and not allocated
     context: float  # CUDA, cuBLAS and NCCL, outside the allocator
-    made_after_backward: float = 0.0  # the part of `optimizer` that the first step makes after its backward
     moment: str = ""  # of a step, at which a parallel3d run holds so much
 
     @property
@@ -35,11 +35,6 @@ class RankMemory:
     def total(self) -> float:
         """What the device has in use (`nvidia-smi`)."""
         return self.allocated + self.fragmentation + self.context
-
-    @property
-    def allocated_in_first_step(self) -> float:
-        """`allocated` while the optimizer has not made its moments, which come after the backward's peak."""
-        return max(self._states, self.allocated - self.made_after_backward)
 
     @property
     def beside_states(self) -> float:
@@ -58,7 +53,6 @@ class RankMemory:
         """`reserved` is what `torch.cuda.max_memory_reserved` says."""
         return {
             "allocated": self.allocated,
-            "allocated in the first step": self.allocated_in_first_step,
             "reserved": self.total - self.context,
             "device": self.total,
         }[kind]

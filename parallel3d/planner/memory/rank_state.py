@@ -1,7 +1,9 @@
-"""What one pipeline rank of a parallel3d run holds: its stages, and their bytes in each state of a step.
+"""What one pipeline rank of a parallel3d run holds: its stages, and their bytes in each state of a
+step.
 
-Per rank: P parameters, p of them on one data shard with rows filled up to what dp_shard divides, e bytes of an
-activation, m of a master weight, r of a gradient on its way, s = dp_shard, k bytes of optimizer states per parameter:
+Per rank: P parameters, p of them on one data shard with rows filled up to what dp_shard divides, e
+bytes of an activation, m of a master weight, r of a gradient on its way, s = dp_shard, k bytes of
+optimizer states per parameter:
 
                   one data rank, e = m       NO_SHARD, SHARD_OPTIMIZER      sharded at rest (fully_shard)
     parameters    m P                        e P, and where e < m m P / s   m p
@@ -10,27 +12,26 @@ activation, m of a master weight, r of a gradient on its way, s = dp_shard, k by
     optimizer     k P                        k P / s                        k p
     gathered      -                          -                              e s p from a stage's first forward to its
                                                                             last backward (gather = step)
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from parallel3d.config.recipe import Recompute
 from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.optimizers.step_bytes import (
-    SteppedPart,
-    adafactor_state_bytes,
-    adafactor_step_bytes,
-    muon_step_bytes,
-    rounded_step_bytes,
-)
+from parallel3d.optimizers.step_bytes import muon_step_bytes
 from parallel3d.planner.memory.block_work import WeightGradients, block_tensors
 from parallel3d.planner.memory.buckets import buckets_of, under_way
 from parallel3d.planner.memory.model_ends import EndTensors
-from parallel3d.planner.model.parameters import Table, block_tables, end_tables, hidden_tables, muon_matrices
+from parallel3d.planner.model.parameters import (
+    Table,
+    block_tables,
+    end_tables,
+    hidden_tables,
+    muon_matrices,
+)
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import master_bytes
@@ -40,8 +41,8 @@ from parallel3d.sharding.bytes import frees_after_forward
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered and reduced together: their number, that with rows filled up (`padded`), that on
-    one shard, that of the last one, and that of the largest one's shard."""
+    """Parameters that are gathered and reduced together: their number, that with rows filled up
+    (`padded`), that on one shard, that of the last one, and that of the largest one's shard."""
 
     numel: int
     padded: int
@@ -55,16 +56,20 @@ NO_UNIT = Unit(0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RankStage:
-    """The bytes of a stage of the rank. `first` is its first block's index in the whole model, but for multiples of
-    recompute_every, so that stages that hold as much are equal."""
+    """The bytes of a stage of the rank. `first` is its first block's index in the whole model, but
+    for multiples of recompute_every, so that stages that hold as much are equal."""
 
     part: StageSlice
     first: int
     ends: Unit  # what no block holds
-    head: Unit  # the last norm and the head, where they are reduced when the head's backward is done
-    rest: Unit  # what is reduced when the stage's backward is done: the embedding, and a head that shares its table
+    # the last norm and the head, where they are reduced when the head's backward is done
+    head: Unit
+    # what is reduced when the stage's backward is done: the embedding, and a head that shares its
+    # table
+    rest: Unit
     last_reduced: Unit  # the unit that is reduced last
-    needed_by_loss: float  # parameters that stay gathered from a forward to its backward, and are gathered for one
+    # parameters that stay gathered from a forward to its backward, and are gathered for one
+    needed_by_loss: float
     kept: float  # by a microbatch between forward and backward, the logits aside
     logits: float
     delayed: float  # by a microbatch between the two halves of a split backward
@@ -86,7 +91,8 @@ class RankStage:
 
     @property
     def by_progress(self) -> tuple[tuple[float, ...], ...]:
-        """The bytes that each number of `StageProgress` counts, of gradients, activations, logits and buffers."""
+        """The bytes that each number of `StageProgress` counts, of gradients, activations, logits
+        and buffers."""
         return (
             (0, 0, 0, 0, self.half_gradients, self.whole_gradients, self.reduced_gradients),
             (self.kept, self.delayed, 0, 0, 0, 0, 0),
@@ -101,36 +107,48 @@ class RankState:
 
     def __init__(self, run: PlannedRun, rank: int) -> None:
         layout = run.layout
-        self.run, self.rank, self.layout = run, rank, layout
-        self.item, self.master = int(run.item_bytes), master_bytes(run.precision)
+        self.run = run
+        self.rank = rank
+        self.layout = layout
+        self.item = int(run.item_bytes)
+        self.master = master_bytes(run.precision)
         self.alone = layout.dp == 1 and self.item == self.master
         self.whole = not self.alone and (layout.dp == 1 or layout.strategy in REPLICATED)
         self.sharded = not self.alone and not self.whole
         self.shards = 1 if self.alone or layout.strategy == "NO_SHARD" else layout.dp_shard
-        last = 1 if run.shape.biases else run.shape.ffn_hidden // layout.tp  # columns of a block's last parameter
-        self.block_unit = _unit(block_tables(run.shape, layout.tp), self.shards, last * run.shape.hidden)
+        # columns of a block's last parameter
+        last = 1 if run.shape.biases else run.shape.ffn_hidden // layout.tp
+        self.block_unit = _unit(
+            block_tables(run.shape, layout.tp), self.shards, last * run.shape.hidden
+        )
         self.block = block_tensors(run)
         self.ends = EndTensors.of(run, self.block)
         self.recomputes = layout.recompute in ("full", "every_n")  # whole blocks
 
-        # Bytes of a number of a gradient: of a whole one; of one that each backward reduces, but only the last one over
-        # replicas; of a reduced one, with the sum over replicas that fully_shard keeps where its dtype is another.
+        # Bytes of a number of a gradient: of a whole one; of one that each backward reduces, but
+        # only the last one over replicas; of a reduced one, with the sum over replicas that
+        # fully_shard keeps where its dtype is another.
         self.sum_bytes = max(layout.reduce_bytes, self.master) if self.sharded else self.master
         self.reduces_each = self.sharded and layout.reduce == "microbatch"
-        self.steps_alone = run.optimizer.steps_in_backward and not self.sharded  # one parameter at a time
         has_replicas = layout.dp > layout.dp_shard
         self.partial_bytes = layout.reduce_bytes if has_replicas else self.master
-        self.reduced_bytes = self.master + layout.reduce_bytes * (has_replicas and layout.reduce_bytes != self.master)
+        self.reduced_bytes = self.master + layout.reduce_bytes * (
+            has_replicas and layout.reduce_bytes != self.master
+        )
         microbatches = layout.microbatches if layout.pp == 1 else max(2, layout.microbatches)
-        self.frees_forward = self.sharded and frees_after_forward(layout.strategy, layout.gather, microbatches)
+        self.frees_forward = self.sharded and frees_after_forward(
+            layout.strategy, layout.gather, microbatches
+        )
         self.frees_each = self.sharded and layout.gather == "microbatch"
         self.block_gathered = self.item * self.block_unit.padded if self.sharded else 0
-        self.arriving = self.block_gathered if self.shards > 1 else 0  # before they are where they are used
+        # before they are where they are used
+        self.arriving = self.block_gathered if self.shards > 1 else 0
         self.slices = run.stages_of(rank)
 
     @cached_property
     def stages(self) -> list[RankStage]:
-        """The rank's stages, which a lower bound of what it holds at rest and between its actions does without."""
+        """The rank's stages, which a lower bound of what it holds at rest and between its actions
+        does without."""
         slices = [(part, first % self.layout.recompute_every) for part, first in self.slices]
         made = {each: self._stage(*each) for each in dict.fromkeys(slices)}
         return [made[each] for each in slices]
@@ -138,24 +156,30 @@ class RankState:
     @cached_property
     def at_rest(self) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer states that are there throughout a step."""
-        run, blocks = self.run, self._blocks
+        run = self.run
+        blocks = self._blocks
         ends = [self._end_unit(embedding=part.embedding, head=part.head) for part, _ in self.slices]
         numel = blocks * self.block_unit.numel + sum(unit.numel for unit in ends)
         shard = blocks * self.block_unit.shard + sum(unit.shard for unit in ends)
         states = run.optimizer.state_bytes * (numel if self.alone else shard)
-        if run.optimizer.is_adafactor:
-            states = adafactor_state_bytes(self._parts())
         if run.optimizer.muon is not None:
-            hidden = sum(table.shard(self.shards) for table in hidden_tables(run.shape, self.layout.tp))
+            hidden = sum(
+                table.shard(self.shards) for table in hidden_tables(run.shape, self.layout.tp)
+            )
             states -= (run.optimizer.state_bytes - run.optimizer.muon.state_bytes) * blocks * hidden
         if self.whole:
             masters = self.master * shard if self.item < self.master else 0
-            return self.item * numel + masters, 0.0 if run.optimizer.steps_in_backward else self.master * numel, states
+            return (
+                self.item * numel + masters,
+                self.master * numel,
+                states,
+            )
         return self.master * (numel if self.alone else shard), 0.0, states
 
     @cached_property
     def throughout(self) -> float:
-        """The batch's ids, labels and places in documents, and the angles of rotary positions, during a step."""
+        """The batch's ids, labels and places in documents, and the angles of rotary positions,
+        during a step."""
         is_rotary = self.run.shape.positions == "rope" and self._blocks > 0
         angles = 2.0 * self.item * self.run.seq_len * self.run.shape.head_dim * is_rotary
         ids = 16.0 + 8.0 * self.run.optimizer.has_documents
@@ -164,91 +188,102 @@ class RankState:
     @property
     def step_bytes(self) -> float:
         """What the optimizer makes for itself in a step."""
-        optimizer, is_narrow = self.run.optimizer, self.master == 2
-        if optimizer.stochastic_rounding_states is not None:
-            return rounded_step_bytes(
-                self._parts(),
-                tp=self.layout.tp,
-                shards=self.shards,
-                states=optimizer.stochastic_rounding_states,
-                step_bytes=None if optimizer.is_adafactor else optimizer.step_bytes,
-            )
-        if optimizer.is_adafactor:
-            return adafactor_step_bytes(self._parts(), shards=self.shards, is_narrow=is_narrow)
+        optimizer = self.run.optimizer
+        is_narrow = self.master == 2
         ends = max(stage.ends.largest for stage in self.stages)
         if optimizer.muon is None:
             return optimizer.step_bytes * max(ends, self.block_unit.largest)
-        ranks, tp = self.layout.dp * self.layout.tp, self.layout.tp
+        ranks = self.layout.dp * self.layout.tp
+        tp = self.layout.tp
         matrices = muon_matrices(self.run.shape, tp, self.layout.optimizer_shards) * self._blocks
         muon = muon_step_bytes(matrices, ranks=ranks, step=optimizer.muon, is_narrow=is_narrow)
         return max(optimizer.step_bytes * ends, muon)
 
     def weights(self, *, has_gradients: bool) -> WeightGradients:
-        """What a backward does with the gradients that products make: it drops them where they are added to others."""
-        is_kept = not has_gradients or self.reduces_each or (self.sharded and self.sum_bytes != self.item)
-        return "kept" if is_kept and not self.whole and not self.steps_alone else "dropped"
+        """What a backward does with the gradients that products make: it drops them where they are
+        added to others."""
+        is_kept = (
+            not has_gradients or self.reduces_each or (self.sharded and self.sum_bytes != self.item)
+        )
+        return "kept" if is_kept and not self.whole else "dropped"
 
     def sent(self, unit: Unit) -> int:
         """Returns the bytes of a unit's gradients on their way over the data ranks."""
         return self.layout.reduce_bytes * unit.padded
 
     def reducing(self, unit: Unit, *, is_whole: bool) -> float:
-        """A unit's gradients while they are reduced: what is sent, and the new gradients that it is made of, beside
-        what arrives; on one shard, where nothing is sent, torch makes copies. `is_whole`: they are counted already."""
-        sent, reduce = self.sent(unit), self.layout.reduce_bytes
+        """A unit's gradients while they are reduced: what is sent, and the new gradients that it is
+        made of, beside what arrives; on one shard, where nothing is sent, torch makes copies.
+        `is_whole`: they are counted already."""
+        sent = self.sent(unit)
+        reduce = self.layout.reduce_bytes
         if is_whole or self.shards == 1:
             return sent * (1 + (self.shards == 1) * (1 if is_whole else 2))
         arrived = (reduce + self.master * (reduce != self.master)) * unit.shard
         last = self.item * unit.last  # which a loop of torch's still has
-        step = self.run.optimizer.step_bytes * unit.largest * self.run.optimizer.steps_in_backward
-        return sent + max(self.item * unit.numel, arrived + last + step)
+        return sent + max(self.item * unit.numel, arrived + last)
 
     def kept_by_blocks(self, first: int, count: int) -> float:
-        """Returns what `count` blocks keep of a microbatch from the first one on, an index in the whole model."""
-        return self._kept_by_blocks(first, count, self.layout.recompute, self.layout.recompute_every)
+        """Returns what `count` blocks keep of a microbatch from the first one on, an index in the
+        whole model."""
+        return self._kept_by_blocks(
+            first, count, self.layout.recompute, self.layout.recompute_every
+        )
 
-    def kept_by_stage(self, part: StageSlice, first: int, recompute: Recompute, every: int) -> float:
+    def kept_by_stage(
+        self, part: StageSlice, first: int, recompute: Recompute, every: int
+    ) -> float:
         """Returns what a stage keeps of a microbatch under a recompute, the logits aside."""
         blocks = self._kept_by_blocks(first, part.layers, recompute, every)
-        return blocks + part.embedding * self.ends.kept_by_embedding + part.head * self.ends.kept_by_head
+        return (
+            blocks
+            + part.embedding * self.ends.kept_by_embedding
+            + part.head * self.ends.kept_by_head
+        )
 
     def _kept_by_blocks(self, first: int, count: int, recompute: Recompute, every: int) -> float:
         again = 0 if recompute == "none" else -(-(first + count) // every) - -(-first // every)
-        kept = self.block.kept - self.block.attention_own if recompute == "selective" else self.block.hidden_local
+        kept = (
+            self.block.kept - self.block.attention_own
+            if recompute == "selective"
+            else self.block.hidden_local
+        )
         return again * kept + (count - again) * self.block.kept
 
     @cached_property
     def _blocks(self) -> int:
         return sum(part.layers for part, _ in self.slices)
 
-    def _parts(self) -> Iterator[SteppedPart]:
-        """All that the rank steps, in the model's order."""
-        shape, tp = self.run.shape, self.layout.tp
-        for stage in self.stages:
-            first = end_tables(shape, StageSlice(layers=0, embedding=stage.part.embedding, head=False), tp)
-            last = end_tables(shape, stage.part, tp)[len(first) :]
-            for table in (*first, *block_tables(shape, tp) * stage.blocks, *last):
-                numel, whole = table.shard(self.shards) // table.times, table.numel // table.times
-                yield from [SteppedPart(numel, table.columns, whole)] * table.times
-
     def _end_unit(self, *, embedding: bool = False, head: bool = False) -> Unit:
-        """Returns what a stage with the embedding or the head has of the model beside its blocks."""
+        """Returns what a stage with the embedding or the head has of the model beside its
+        blocks."""
         ends = StageSlice(layers=0, embedding=embedding, head=head)
-        return _unit_of_ends(self.run.shape, ends, self.layout.tp, self.shards) if embedding or head else NO_UNIT
+        return (
+            _unit_of_ends(self.run.shape, ends, self.layout.tp, self.shards)
+            if embedding or head
+            else NO_UNIT
+        )
 
     def _stage(self, part: StageSlice, first: int) -> RankStage:
-        run, block = self.run, self.block_unit
+        run = self.run
+        block = self.block_unit
         is_tied = run.shape.tied_embeddings and part.embedding and part.head
-        head, rest = NO_UNIT, (ends := self._end_unit(embedding=part.embedding, head=part.head))
+        head = NO_UNIT
+        rest = ends = self._end_unit(embedding=part.embedding, head=part.head)
         if self.sharded and part.head and not is_tied:
-            head, rest = self._end_unit(head=True), self._end_unit(embedding=part.embedding)
-        numel, shard = part.layers * block.numel + ends.numel, part.layers * block.shard + ends.shard
+            head = self._end_unit(head=True)
+            rest = self._end_unit(embedding=part.embedding)
+        numel = part.layers * block.numel + ends.numel
+        shard = part.layers * block.shard + ends.shard
         needed = self.item * (rest if is_tied else head).padded * self.sharded
-        kept_gathered = part.layers * self.block_gathered + (0 if is_tied else self.item * rest.padded)
-        is_counted = not self.whole and not self.steps_alone  # others are at rest, or are stepped
+        kept_gathered = part.layers * self.block_gathered + (
+            0 if is_tied else self.item * rest.padded
+        )
+        is_counted = not self.whole  # others are at rest
         whole = self.sum_bytes * numel
         last_reduced = rest if rest.numel else block if part.layers else head
-        if self.reduces_each:  # the last unit's are on their way for as long as nobody waits for them
+        # the last unit's are on their way for as long as nobody waits for them
+        if self.reduces_each:
             whole = self.partial_bytes * shard + self.sent(last_reduced)
         splits = schedule_traits(self.layout.schedule).splits_backward
         return RankStage(
@@ -259,13 +294,17 @@ class RankState:
             rest=rest,
             last_reduced=last_reduced,
             needed_by_loss=needed,
-            kept=self.kept_by_stage(part, first, self.layout.recompute, self.layout.recompute_every),
+            kept=self.kept_by_stage(
+                part, first, self.layout.recompute, self.layout.recompute_every
+            ),
             logits=part.head * self.ends.logits,
             delayed=splits * (part.layers * self.block.delayed + part.head * self.ends.delayed),
             gathered=needed + kept_gathered * (self.sharded and not self.frees_forward),
-            half_gradients=self.sum_bytes * (ends.numel - part.head * self.ends.delayed_table) * is_counted,
+            half_gradients=self.sum_bytes
+            * (ends.numel - part.head * self.ends.delayed_table)
+            * is_counted,
             whole_gradients=whole * is_counted,
-            reduced_gradients=self.master * shard * (is_counted and not run.optimizer.steps_in_backward),
+            reduced_gradients=self.master * shard * is_counted,
             under_way=under_way(run, part) if self.whole and self.layout.dp > 1 else 0.0,
             published=buckets_of(run, part)[-1].publishing if self.whole else 0.0,
         )

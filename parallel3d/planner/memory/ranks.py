@@ -19,7 +19,8 @@ def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
 
 
 def needed_bytes(run: PlannedRun, ranks: Iterable[RankMemory]) -> float:
-    """Returns what the fullest of a run's ranks cannot do without: the program's allocator frees the rest."""
+    """Returns what the fullest of a run's ranks cannot do without: the program's allocator frees
+    the rest."""
     return max(memory.total - run.program.gives_way * memory.fragmentation for memory in ranks)
 
 
@@ -31,18 +32,20 @@ def worst_rank(run: PlannedRun) -> RankMemory:
 
 
 def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
-    """Returns `worst_rank(run).total` of the few ranks that usually hold most; where one of them holds more than
-    `enough`, that rank's."""
+    """Returns `worst_rank(run).total` of the few ranks that usually hold most; where one of them
+    holds more than `enough`, that rank's."""
     totals = (_rank_memory(run, rank).total for rank in _candidates(run))
     return _most(totals, enough)
 
 
 class PublishedBytes:
-    """`quick_worst_bytes` of a published program's run under any recompute; `blocks` are those of all runs that have
-    its microbatches."""
+    """`quick_worst_bytes` of a published program's run under any recompute; `blocks` are those of
+    all runs that have its microbatches."""
 
     def __init__(self, run: PlannedRun, blocks: BlockBytes) -> None:
-        self._run, self._blocks, self._usual = run, blocks, _usual_candidates(run)
+        self._run = run
+        self._blocks = blocks
+        self._usual = _usual_candidates(run)
         self._ranks: dict[int, PublishedRank] = {}
 
     def worst(self, recompute: str, every: int, *, enough: float) -> float:
@@ -51,7 +54,8 @@ class PublishedBytes:
         return _most((self._total(rank, recompute, every) for rank in ranks), enough)
 
     def least(self, recompute: str, every: int) -> float:
-        """Returns what the layout holds at least with this recompute, and each that splits fewer states."""
+        """Returns what the layout holds at least with this recompute, and each that splits fewer
+        states."""
         return max(self._rank(rank).least(recompute, every) for rank in {*self._usual[:2]})
 
     def _rank(self, rank: int) -> PublishedRank:
@@ -60,7 +64,8 @@ class PublishedBytes:
         return self._ranks[rank]
 
     def _total(self, rank: int, recompute: str, every: int) -> float:
-        found, scale = self._rank(rank), self._run.cluster.scales.memory
+        found = self._rank(rank)
+        scale = self._run.cluster.scales.memory
         if scale == 1:
             return found.total(recompute, every)
         return found.memory(recompute, every).with_beside_states(scale).total
@@ -79,20 +84,24 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
     """The ranks that can be the fullest: where a person has cut the stages, every rank."""
     if run.layout.stage_boundaries is not None:
         return range(run.layout.pp)
-    return dict.fromkeys((*_usual_candidates(run), *_next_candidates(run, run.layout.recompute_every)))
+    return dict.fromkeys(
+        (*_usual_candidates(run), *_next_candidates(run, run.layout.recompute_every))
+    )
 
 
 def _usual_candidates(run: PlannedRun) -> tuple[int, ...]:
-    """The ranks that can be the fullest where the planner cuts the stages: the first, which holds most microbatches;
-    the last, which has the logits; and the first of those with most layers."""
+    """The ranks that can be the fullest where the planner cuts the stages: the first, which holds
+    most microbatches; the last, which has the logits; and the first of those with most layers."""
     layers = [part.layers for part in run.ranks]
-    # A mixture's first layers have no experts: the first rank with most of those that have may hold more.
+    # A mixture's first layers have no experts: the first rank with most of those that have may hold
+    # more.
     routed = [part.layers - part.dense for part in run.ranks]
     return 0, run.layout.pp - 1, layers.index(max(layers)), routed.index(max(routed))
 
 
 def _next_candidates(run: PlannedRun, every: int) -> range:
-    """The ranks behind the first, which may have fewer recomputed blocks where one of several is recomputed."""
+    """The ranks behind the first, which may have fewer recomputed blocks where one of several is
+    recomputed."""
     return range(1, min(run.layout.pp, max(2, every)))
 
 
@@ -102,15 +111,22 @@ def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:
     if run.runs_parallel3d:
         counted = parallel3d_memory(run, rank)
     else:
-        counted = PublishedRank(run, rank, BlockBytes(run)).memory(layout.recompute, layout.recompute_every)
+        counted = PublishedRank(run, rank, BlockBytes(run)).memory(
+            layout.recompute, layout.recompute_every
+        )
     scale = run.cluster.scales.memory
     return counted if scale == 1 else counted.with_beside_states(scale)
 
 
 def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
-    """Returns the memory of a rank of this project's own program, at the fullest moment of a step, as it is counted."""
-    state, scale = RankState(run, rank), run.cluster.scales.memory
-    fullest = max(moments(state), key=lambda moment: moment.gradients + scale * (moment.total - moment.gradients))
+    """Returns the memory of a rank of this project's own program, at the fullest moment of a step,
+    as it is counted."""
+    state = RankState(run, rank)
+    scale = run.cluster.scales.memory
+    fullest = max(
+        moments(state),
+        key=lambda moment: moment.gradients + scale * (moment.total - moment.gradients),
+    )
     parameters, gradients, optimizer = state.at_rest
     program = run.program
     at_work = fullest.total - fullest.gradients
@@ -125,6 +141,5 @@ def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
         temporary=fullest.temporary,
         fragmentation=0.0 if run.on_cpu else program.fragmentation * at_work + program.cache_bytes,
         context=0.0 if run.on_cpu else program.context_bytes,
-        made_after_backward=optimizer,
         moment=fullest.moment,
     )

@@ -1,5 +1,6 @@
-"""Shapes from the `config.json` of families that this project's trainer has no module for, as transformers 4 and 5
-write it: mixtures of experts and Gemmas. What such a file says and a shape cannot say is an error or a note."""
+"""Shapes from the `config.json` of families that this project's trainer has no module for, as
+transformers 4 and 5 write it: mixtures of experts and Gemmas. What such a file says and a shape
+cannot say is an error or a note."""
 
 from __future__ import annotations
 
@@ -7,16 +8,27 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.hugging_face import check_numbers, sliding_window, whole_number, windowed_layers
+from parallel3d.config.hugging_face import (
+    check_numbers,
+    sliding_window,
+    whole_number,
+    windowed_layers,
+)
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape
 
-_DENSE_SWITCHES = {"decoder_sparse_step": 1, "moe_layer_freq": 1}  # which layers have experts, where that is all
+# which layers have experts, where that is all
+_DENSE_SWITCHES = {"decoder_sparse_step": 1, "moe_layer_freq": 1}
 _GEMMA = "Gemma's scaled embeddings, norms after each half of a block and GeGLU"
 # What transformers takes where a file leaves a key out.
-_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
+_GEMMA3 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262208,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 256, "sliding_window": 4096},
     "gemma3_text": {**_GEMMA3, "sliding_window": 4096},
@@ -25,8 +37,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShape | None:
-    """Returns the shape of a config.json whose family is one of these; None for any other. Raises ConfigError for what
-    a shape cannot say."""
+    """Returns the shape of a config.json whose family is one of these; None for any other. Raises
+    ConfigError for what a shape cannot say."""
     said = text_part(config)
     kind = str(said.get("model_type"))
     if kind not in FOREIGN_FAMILIES:
@@ -39,19 +51,24 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
     for key, usual in _DENSE_SWITCHES.items():
         if said.get(key, usual) != usual:
             raise ConfigError(
-                f"{path}: {key} = {said[key]}: must be {usual}, experts in every layer after the first ones"
+                f"{path}: {key} = {said[key]}: must be {usual}, experts in every layer after the "
+                "first ones"
             )
     if said.get("mlp_only_layers"):
         raise ConfigError(
-            f"{path}: mlp_only_layers = {said['mlp_only_layers']}: must be empty: such layers are not priced"
+            f"{path}: mlp_only_layers = {said['mlp_only_layers']}: must be empty: such layers are "
+            "not priced"
         )
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    hidden = number("hidden_size")
+    heads = number("num_attention_heads")
     check_numbers(
         ModelConfig(
             layers=number("num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            kv_heads=None if said.get("num_key_value_heads") is None else number("num_key_value_heads"),
+            kv_heads=None
+            if said.get("num_key_value_heads") is None
+            else number("num_key_value_heads"),
             ffn_hidden=number("intermediate_size"),
             vocab=number("vocab_size"),
         ),
@@ -61,9 +78,15 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
     shape: dict[str, Any] = FOREIGN_FAMILIES[kind](said, number)
     if (latent := shape.get("latent")) is not None:
         head_dim = latent.plain + latent.turned
-    kv_heads = heads if latent is not None or said.get("num_key_value_heads") is None else number("num_key_value_heads")
+    kv_heads = (
+        heads
+        if latent is not None or said.get("num_key_value_heads") is None
+        else number("num_key_value_heads")
+    )
     if heads % kv_heads:
-        raise ConfigError(f"{path}: num_key_value_heads = {kv_heads}: must divide num_attention_heads = {heads}")
+        raise ConfigError(
+            f"{path}: num_key_value_heads = {kv_heads}: must divide num_attention_heads = {heads}"
+        )
     layers = windowed_layers(said)
     return ModelShape(**{
         "name": name,
@@ -87,7 +110,10 @@ def foreign_notes(config: Mapping[str, Any]) -> Iterator[str]:
     if said is not config:
         yield "the text model of config.json is planned, and what else it has (images) is left out"
     if said.get("num_nextn_predict_layers"):
-        yield "num_nextn_predict_layers of config.json is left out: modules that predict more tokens are not counted"
+        yield (
+            "num_nextn_predict_layers of config.json is left out: modules that predict more tokens "
+            "are not counted"
+        )
     for key in ("attn_logit_softcapping", "clip_qkv"):
         if said.get(key):
             yield f"{key} of config.json is left out: attention takes as long as without it"
@@ -96,14 +122,20 @@ def foreign_notes(config: Mapping[str, Any]) -> Iterator[str]:
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of the text model where a config.json has those of several."""
     part = config.get("text_config")
-    return {"model_type": f"{config.get('model_type')}_text", **part} if isinstance(part, Mapping) else config
+    return (
+        {"model_type": f"{config.get('model_type')}_text", **part}
+        if isinstance(part, Mapping)
+        else config
+    )
 
 
 Numbers = Callable[[str], int]
 
 
 def _routed(number: Numbers, *, count: str, hidden: str) -> Experts:
-    return Experts(count=number(count), per_token=number("num_experts_per_tok"), hidden=number(hidden))
+    return Experts(
+        count=number(count), per_token=number("num_experts_per_tok"), hidden=number(hidden)
+    )
 
 
 def _mixtral(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
@@ -123,21 +155,29 @@ def _qwen2(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
 
 
 def _qwen3(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    return {"experts": _routed(number, count="num_experts", hidden="moe_intermediate_size"), "qk_norm": True}
+    return {
+        "experts": _routed(number, count="num_experts", hidden="moe_intermediate_size"),
+        "qk_norm": True,
+    }
 
 
 def _olmoe(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    return {"experts": _routed(number, count="num_experts", hidden="intermediate_size"), "qk_norm_whole": True}
+    return {
+        "experts": _routed(number, count="num_experts", hidden="intermediate_size"),
+        "qk_norm_whole": True,
+    }
 
 
 def _deepseek(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    each, groups = number("moe_intermediate_size"), said.get("topk_group")
+    each = number("moe_intermediate_size")
+    groups = said.get("topk_group")
     experts = Experts(
         count=number("n_routed_experts"),
         per_token=number("num_experts_per_tok"),
         hidden=each,
         shared_hidden=each * int(said.get("n_shared_experts") or 0),
-        router_bias=said.get("topk_method", "noaux_tc") == "noaux_tc" and said.get("model_type") != "deepseek_v2",
+        router_bias=said.get("topk_method", "noaux_tc") == "noaux_tc"
+        and said.get("model_type") != "deepseek_v2",
         dense_layers=int(said.get("first_k_dense_replace") or 0),
         most_groups=int(groups) if groups and int(said.get("n_group") or 1) > 1 else None,
     )
@@ -162,7 +202,8 @@ def _gemma(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
     }
 
 
-FOREIGN_FAMILIES: dict[str, Callable[[Mapping[str, Any], Numbers], dict[str, Any]]] = {  # by `model_type`
+# by `model_type`
+FOREIGN_FAMILIES: dict[str, Callable[[Mapping[str, Any], Numbers], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2,
     "qwen3_moe": _qwen3,

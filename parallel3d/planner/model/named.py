@@ -32,7 +32,8 @@ def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
         advice = f"did you mean {', '.join(near)}?" if near else "see parallel3d-plan models"
         raise ConfigError(f"model {name}: unknown; {advice}")
     numbers = table[name]
-    experts, latent = numbers.pop("experts", None), numbers.pop("latent", None)
+    experts = numbers.pop("experts", None)
+    latent = numbers.pop("latent", None)
     return ModelShape(
         name=name,
         experts=None if experts is None else Experts(**experts),
@@ -45,7 +46,9 @@ def card_config(name: str, path: Path) -> ModelConfig:
     """Returns the model of a shape card."""
     numbers = _load(path)
     scaling = numbers.pop("rope_scaling", None)
-    return ModelConfig(name=name, rope_scaling=None if scaling is None else RopeScaling(**scaling), **numbers)
+    return ModelConfig(
+        name=name, rope_scaling=None if scaling is None else RopeScaling(**scaling), **numbers
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:

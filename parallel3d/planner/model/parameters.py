@@ -1,8 +1,10 @@
-"""Counts parameters, tensor by tensor, as programs cut them over tp and as `sharding/` cuts rows over dp_shard; and the
-floating-point operations of a token, by the definitions that papers and frameworks report with.
+"""Counts parameters, tensor by tensor, as programs cut them over tp and as `sharding/` cuts rows
+over dp_shard; and the floating-point operations of a token, by the definitions that papers and
+frameworks report with.
 
-This project's own layers compute keys and values of fewer heads than tp ranks whole on each rank; Megatron and the
-papers repeat each head over tp / kv_heads ranks. A vocabulary is cut into parts of which the last may be smaller.
+This project's own layers compute keys and values of fewer heads than tp ranks whole on each rank;
+Megatron and the papers repeat each head over tp / kv_heads ranks. A vocabulary is cut into parts of
+which the last may be smaller.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from typing import Literal
 from parallel3d.config.flops import training_flops_per_token
 from parallel3d.optimizers.step_bytes import MuonMatrix
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
-from parallel3d.row_split import shard_rows
+from parallel3d.shard_sizes import shard_rows
 
 FlopsDefinition = Literal["model", "palm", "megatron_recompute", "blocks_recompute", "causal"]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A parameter on a tp rank: rows, and numbers in each (1 for a vector). `times` counts equal ones."""
+    """A parameter on a tp rank: rows, and numbers in each (1 for a vector). `times` counts equal
+    ones."""
 
     rows: int
     columns: int = 1
@@ -41,11 +44,14 @@ class Table:
 def block_tables(
     shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False, dense: bool = False
 ) -> tuple[Table, ...]:
-    """Returns a block's parameters on a tp rank; of a mixture those beside its experts, or those of a `dense` layer.
-    `repeats_kv_heads`: kv heads fewer than ranks are as in Megatron."""
+    """Returns a block's parameters on a tp rank; of a mixture those beside its experts, or those of
+    a `dense` layer. `repeats_kv_heads`: kv heads fewer than ranks are as in Megatron."""
     if shape.experts is not None or shape.latent is not None:
         return _mixture_tables(shape, tp, repeats_kv_heads=repeats_kv_heads, dense=dense)
-    h, f, q, dim = shape.hidden, shape.ffn_hidden, shape.query_hidden, shape.head_dim
+    h = shape.hidden
+    f = shape.ffn_hidden
+    q = shape.query_hidden
+    dim = shape.head_dim
     kv = shape.kv_hidden if shape.kv_heads % tp else shape.kv_hidden // tp
     if repeats_kv_heads:
         kv = max(shape.kv_hidden // tp, dim)
@@ -70,24 +76,42 @@ def block_tables(
 def _mixture_tables(
     shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False, dense: bool = False
 ) -> tuple[Table, ...]:
-    """Returns the parameters of a mixture's layer beside its experts: attention, norms, router and what is shared."""
-    h, heads, experts, latent = shape.hidden, shape.heads, shape.experts, shape.latent
+    """Returns the parameters of a mixture's layer beside its experts: attention, norms, router and
+    what is shared."""
+    h = shape.hidden
+    heads = shape.heads
+    experts = shape.experts
+    latent = shape.latent
     plain = replace(shape, experts=None, latent=None)
     tables = list(block_tables(plain, tp, repeats_kv_heads=repeats_kv_heads))
-    attention, feed_forward, rest = tables[:3], tables[3:5], tables[5:]
+    attention = tables[:3]
+    feed_forward = tables[3:5]
+    rest = tables[5:]
     if latent is not None:  # the narrow products and their norms are whole on every tp rank
-        rank, values = latent.query_rank, latent.key_value_rank
+        rank = latent.query_rank
+        values = latent.key_value_rank
         attention = [Table(shape.query_hidden // tp, h if rank is None else rank)]
         attention += [] if rank is None else [Table(rank, h), Table(rank)]
         attention += [Table(values + latent.turned, h), Table(values)]
-        attention += [Table(heads * (latent.plain + latent.value) // tp, values), Table(h, heads * latent.value // tp)]
+        attention += [
+            Table(heads * (latent.plain + latent.value) // tp, values),
+            Table(h, heads * latent.value // tp),
+        ]
     if shape.qk_norm_whole:
-        rest = [Table(h, times=shape.block_norms), Table(shape.query_hidden // tp), Table(shape.kv_hidden // tp)]
+        rest = [
+            Table(h, times=shape.block_norms),
+            Table(shape.query_hidden // tp),
+            Table(shape.kv_hidden // tp),
+        ]
     if experts is not None and not dense:
         shared = experts.shared_hidden // tp
         feed_forward = [Table(experts.count, h)]
-        feed_forward += [Table(shared, h, shape.feed_forward_inputs), Table(h, shared)] if shared else []
-        feed_forward += [Table(h)] * experts.shared_gate + [Table(experts.count)] * experts.router_bias
+        feed_forward += (
+            [Table(shared, h, shape.feed_forward_inputs), Table(h, shared)] if shared else []
+        )
+        feed_forward += [Table(h)] * experts.shared_gate + [
+            Table(experts.count)
+        ] * experts.router_bias
     return (*attention, *feed_forward, *rest)
 
 
@@ -101,13 +125,15 @@ def expert_numel(shape: ModelShape, parts: Iterable[StageSlice]) -> int:
 
 
 def hidden_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
-    """Returns the tables of a block that Muon steps, on a tp rank: q, k and v, o, then the MLP's."""
+    """Returns the tables of a block that Muon steps, on a tp rank: q, k and v, o, then the
+    MLP's."""
     return tuple(table for table in block_tables(shape, tp) if table.columns > 1)
 
 
 @lru_cache(maxsize=256)
 def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, ...]:
-    """Returns the matrices of a block in the order of their parameters; `shards` data ranks split a matrix's rows."""
+    """Returns the matrices of a block in the order of their parameters; `shards` data ranks split a
+    matrix's rows."""
     found: list[MuonMatrix] = []
     for at, table in enumerate(hidden_tables(shape, tp)):
         own = table.shard(shards) // table.times
@@ -126,9 +152,12 @@ def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
 
 
 def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> tuple[Table, ...]:
-    """Returns what a stage has of embedding and head on a tp rank; a tied table comes once where it has both."""
-    rows, tables = vocabulary_rows(shape, tp, rank), []
-    norm = Table(shape.hidden, times=shape.norm_parameters // shape.hidden)  # data ranks split each of its vectors
+    """Returns what a stage has of embedding and head on a tp rank; a tied table comes once where it
+    has both."""
+    rows = vocabulary_rows(shape, tp, rank)
+    tables = []
+    # data ranks split each of its vectors
+    norm = Table(shape.hidden, times=shape.norm_parameters // shape.hidden)
     if part.embedding:
         tables.append(Table(rows, shape.hidden))
         if shape.positions == "learned":
@@ -152,14 +181,16 @@ def rank_numel(
     at: tuple[int, int] = (0, 0),
     repeats_kv_heads: bool = False,
 ) -> int:
-    """Counts these stages' parameters on a rank, one of `shards` data ranks, a mixture's experts not among them; `at`:
-    its place on tp and dp_shard."""
+    """Counts these stages' parameters on a rank, one of `shards` data ranks, a mixture's experts
+    not among them; `at`: its place on tp and dp_shard."""
 
     def block(dense: bool) -> int:
         tables = block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads, dense=dense)
         return sum(table.shard(shards, at[1]) for table in tables)
 
-    ends = sum(table.shard(shards, at[1]) for part in parts for table in end_tables(shape, part, tp, at[0]))
+    ends = sum(
+        table.shard(shards, at[1]) for part in parts for table in end_tables(shape, part, tp, at[0])
+    )
     dense = sum(part.dense for part in parts)
     first = dense * block(True) if dense else 0
     return (sum(part.layers for part in parts) - dense) * block(False) + first + ends
@@ -177,10 +208,16 @@ def total_parameters(shape: ModelShape) -> int:
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Counts the parameters that a token meets: all but those of the experts that the router does not choose."""
-    experts, idle = shape.experts, 0
+    """Counts the parameters that a token meets: all but those of the experts that the router does
+    not choose."""
+    experts = shape.experts
+    idle = 0
     if experts is not None:
-        idle = expert_numel(shape, (whole_model(shape),)) // experts.count * (experts.count - experts.per_token)
+        idle = (
+            expert_numel(shape, (whole_model(shape),))
+            // experts.count
+            * (experts.count - experts.per_token)
+        )
     return total_parameters(shape) - idle
 
 
@@ -197,14 +234,19 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
 
 
 def computed_share(shape: ModelShape, seq_len: int) -> float:
-    """Returns the share of those operations that are computed: of causal attention, which is counted whole, half."""
-    return reported_flops_per_token(shape, seq_len, "causal") / model_flops_per_token(shape, seq_len)
+    """Returns the share of those operations that are computed: of causal attention, which is
+    counted whole, half."""
+    return reported_flops_per_token(shape, seq_len, "causal") / model_flops_per_token(
+        shape, seq_len
+    )
 
 
-def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, every: int = 1) -> float:
-    """Returns the operations of the model and of the forward that recompute repeats: of the blocks (of one of
-    `every` for "every_n", half of their matrices for "op"), or of attention's products alone (Chowdhery et al. 2022,
-    arXiv 2204.02311, appendix B: hardware FLOPs utilisation)."""
+def hardware_flops_per_token(
+    shape: ModelShape, seq_len: int, recompute: str, every: int = 1
+) -> float:
+    """Returns the operations of the model and of the forward that recompute repeats: of the blocks
+    (of one of `every` for "every_n", half of their matrices for "op"), or of attention's products
+    alone (Chowdhery et al. 2022, arXiv 2204.02311, appendix B: hardware FLOPs utilisation)."""
     matrices = 2 * shape.layers * shape.block_weights
     attention = 4 * shape.layers * shape.attention_hidden * shape.attended(seq_len)
     whole = matrices + attention
@@ -215,11 +257,13 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str, ev
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
     """Returns the operations per token by another definition than the plan's own."""
     attention = 12 * shape.layers * shape.attention_hidden * shape.attended(seq_len)
-    blocks, head = shape.layers * shape.block_weights, shape.vocab * shape.hidden
+    blocks = shape.layers * shape.block_weights
+    head = shape.vocab * shape.hidden
     return {
         "model": model_flops_per_token(shape, seq_len),
         "palm": 6 * active_parameters(shape) + attention,  # every parameter, look-up tables too
-        "megatron_recompute": 8 * blocks + 6 * head + attention * 4 / 3,  # SC21 equation 3: the blocks' forward twice
+        # SC21 equation 3: the blocks' forward twice
+        "megatron_recompute": 8 * blocks + 6 * head + attention * 4 / 3,
         "blocks_recompute": 8 * blocks,
         "causal": 6 * (blocks + head) + attention / 2,
     }[definition]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from parallel3d.config.recipe import ParallelConfig
@@ -14,16 +14,17 @@ from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import expert_numel, rank_numel
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import OptimizerMemory
-from parallel3d.row_split import largest_shard
 from parallel3d.schedules.balance import PartCosts, balanced_cut, sizes_between
 from parallel3d.schedules.build import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
+from parallel3d.shard_sizes import largest_shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout(ParallelConfig):
-    """A layout with the axes that other programs have beside this project's: cp divides each sequence, ep a mixture's
-    experts, over ranks of the same stage, which tp, cp and the data ranks are."""
+    """A layout with the axes that other programs have beside this project's: cp divides each
+    sequence, ep a mixture's experts, over ranks of the same stage, which tp, cp and the data ranks
+    are."""
 
     cp: int = 1
     ep: int = 1
@@ -37,8 +38,8 @@ AnyLayout = TypeVar("AnyLayout", bound=ParallelConfig)
 
 
 def varied(layout: AnyLayout, **changes: Any) -> AnyLayout:
-    """Returns a layout with other values of some fields, as `dataclasses.replace` does in ten times as long: a search
-    makes a hundred thousand of them."""
+    """Returns a layout with other values of some fields, as `dataclasses.replace` does in ten times
+    as long: a search makes a hundred thousand of them."""
     return _with_fields(type(layout), vars(layout) | changes)
 
 
@@ -55,8 +56,9 @@ def other_axes(parallel: ParallelConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLayout(EngineLayout):
-    """A layout with its microbatches, and what published runs have beyond it: shards of each kind of state, schedules
-    and a recompute ("op") of their own programs. `sharding` is None in a published run."""
+    """A layout with its microbatches, and what published runs have beyond it: shards of each kind
+    of state, schedules and a recompute ("op") of their own programs. `sharding` is None in a
+    published run."""
 
     microbatches: int = 1
     expert_tp: int = 1  # ranks that divide one expert
@@ -72,7 +74,8 @@ class RunLayout(EngineLayout):
         return max(1, self.dp * self.cp * self.tp // (self.ep * self.expert_tp))
 
     def expert_shards(self, shards: int) -> int:
-        """Returns over how many ranks a state of the experts is split that others have on so many."""
+        """Returns over how many ranks a state of the experts is split that others have on so
+        many."""
         if shards == 1:
             return 1
         return max(1, min(self.expert_replicas, shards * self.tp // (self.ep * self.expert_tp)))
@@ -93,7 +96,8 @@ class PlannedRun:
     program: TrainingProgram
     seq_len: int
     precision: str = "bf16"
-    optimizer: OptimizerMemory = OptimizerMemory()  # what parallel3d keeps beside parameters and gradients
+    # what parallel3d keeps beside parameters and gradients
+    optimizer: OptimizerMemory = OptimizerMemory()
 
     @property
     def tokens(self) -> int:
@@ -102,14 +106,20 @@ class PlannedRun:
 
     @property
     def routed_rows(self) -> float:
-        """Tokens of one microbatch that the experts on a rank compute, as often as a token has experts, where all have
-        equally many."""
-        experts, layout = self.shape.experts, self.layout
-        return 0.0 if experts is None else self.tokens * experts.per_token * layout.expert_tp / layout.tp
+        """Tokens of one microbatch that the experts on a rank compute, as often as a token has
+        experts, where all have equally many."""
+        experts = self.shape.experts
+        layout = self.layout
+        return (
+            0.0
+            if experts is None
+            else self.tokens * experts.per_token * layout.expert_tp / layout.tp
+        )
 
     @property
     def rank_vocab(self) -> int:
-        """Rows of the token table on a tp rank: programs that pad go to a multiple of 128 (Megatron's default)."""
+        """Rows of the token table on a tp rank: programs that pad go to a multiple of 128
+        (Megatron's default)."""
         step = 128 if self.program.pads_vocab else 1
         return largest_shard(self.shape.vocab, step * self.layout.tp) * step
 
@@ -130,12 +140,15 @@ class PlannedRun:
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of one block on a tp rank, as the program cuts it; of a mixture without its experts."""
+        """Parameters of one block on a tp rank, as the program cuts it; of a mixture without its
+        experts."""
         return self.stage_parameters(StageSlice(layers=1, embedding=False, head=False))
 
     def stage_parameters(self, part: StageSlice) -> int:
         """Counts the parameters of a slice of the model on a tp rank, as the program cuts it."""
-        return rank_numel(self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d)
+        return rank_numel(
+            self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d
+        )
 
     def stage_experts(self, part: StageSlice) -> int:
         """Counts the parameters of the experts that a rank has of a slice of the model."""
@@ -149,15 +162,15 @@ class PlannedRun:
     @property
     def bucket_bytes(self) -> int:
         """Bytes of gradients of whole parameters that are sent in one go, at least."""
-        in_backward = self.optimizer.steps_in_backward
-        usual = usual_bucket_mib(on_gpu=not self.on_cpu, step_in_backward=in_backward)
+        usual = usual_bucket_mib(on_gpu=not self.on_cpu)
         return int((self.layout.bucket_mib or usual) * 2**20)
 
     @property
     def gathers_each_microbatch(self) -> bool:
-        """Whether sharded parameters are freed and gathered again for every microbatch's forward and backward. Inside a
-        pipeline programs keep them from a stage's first microbatch to its last (torch/distributed/pipelining/stage.py,
-        `backward_maybe_with_nosync`; Llama 3, arXiv 2407.21783, section 3.3.2)."""
+        """Whether sharded parameters are freed and gathered again for every microbatch's forward
+        and backward. Inside a pipeline programs keep them from a stage's first microbatch to its
+        last (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`; Llama 3, arXiv
+        2407.21783, section 3.3.2)."""
         is_pipeline = self.layout.pp > 1
         only_one = not is_pipeline and self.layout.microbatches == 1
         asked = "microbatch" in (self.layout.gather, self.layout.reduce)
@@ -173,13 +186,16 @@ class PlannedRun:
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """Layers of each stage: as its program cuts them, this project's own by what they cost (`balance`)."""
-        program, layers, layout = self.program, self.shape.layers, self.layout
+        """Layers of each stage: as its program cuts them, this project's own by what they cost
+        (`balance`)."""
+        program = self.program
+        layers = self.shape.layers
+        layout = self.layout
         if layout.stage_boundaries is not None:
             return tuple(sizes_between(layout.stage_boundaries, layers))
         if program.cuts_by_cost:
             return _cut_by_cost(self.shape, layout.stages, self.seq_len)
-        return spread(layers, layout.stages, embedding_slots=program.embedding_slots, rest_last=program.rest_last)
+        return spread(layers, layout.stages)
 
     @cached_property
     def stages(self) -> tuple[StageSlice, ...]:
@@ -187,16 +203,9 @@ class PlannedRun:
         return _slices(self._layers, self.shape.first_dense)
 
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
-        """Returns a pipeline rank's stages, each with the index of its first block in the whole model."""
+        """Returns a pipeline rank's stages, each with the index of its first block in the whole
+        model."""
         return _stages_of(self._layers, self.placement, rank, self.shape.first_dense)
-
-    @cached_property
-    def recomputed_beyond_mean(self) -> tuple[float, ...]:
-        """How many blocks more than one of `recompute_every` are recomputed in each stage, in the model's order."""
-        every, ends = self.layout.recompute_every, [*accumulate(self._layers, initial=0)]
-        if self.layout.recompute != "every_n":
-            return (0.0,) * len(self._layers)
-        return tuple(-(-end // every) - -(-first // every) - (end - first) / every for first, end in pairwise(ends))
 
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:
@@ -205,20 +214,23 @@ class PlannedRun:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage; published schedules that `pipeline/` does not have go round and round."""
+        """The pipeline rank of each stage; published schedules that `pipeline/` does not have go
+        round and round."""
         layout = self.layout
         name: ScheduleName = layout.schedule if layout.schedule in SCHEDULES else "1f1b"
         return placement(name, pp=layout.pp, virtual_stages=layout.virtual_stages)
 
     def group(self, size: int, stride: int) -> Group:
-        """Returns the group of so many ranks, `stride` apart: 1 over tp, tp over cp and the data ranks."""
+        """Returns the group of so many ranks, `stride` apart: 1 over tp, tp over cp and the data
+        ranks."""
         return axis_group(self.cluster, size, stride, world=self.layout.world_size)
 
 
 @lru_cache(maxsize=4096)
 def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
     """Returns the stages; the first `dense` layers of the model are such."""
-    last, firsts = len(layers) - 1, accumulate(layers, initial=0)
+    last = len(layers) - 1
+    firsts = accumulate(layers, initial=0)
     return tuple(
         StageSlice(layers=n, embedding=i == 0, head=i == last, dense=min(n, max(0, dense - first)))
         for i, (n, first) in enumerate(zip(layers, firsts, strict=False))
@@ -235,7 +247,9 @@ def _stages_of(
 
 
 @lru_cache(maxsize=4096)
-def _together(layers: tuple[int, ...], holders: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
+def _together(
+    layers: tuple[int, ...], holders: tuple[int, ...], dense: int
+) -> tuple[StageSlice, ...]:
     parts = [*zip(_slices(layers, dense), holders, strict=True)]
     return tuple(
         StageSlice(
@@ -262,24 +276,19 @@ def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...
 
 
 @lru_cache(maxsize=4096)
-def spread(layers: int, stages: int, *, embedding_slots: bool = False, rest_last: bool = False) -> tuple[int, ...]:
-    """Layers of each stage: even, what is left over in the middle (with `rest_last` at the end); with
-    `embedding_slots` the first and the last have one less."""
-    slots = layers + 2 if embedding_slots and stages > 1 else layers
-    each, left = divmod(slots, stages)
+def spread(layers: int, stages: int) -> tuple[int, ...]:
+    """Returns the layers of each stage: even, what is left over in the middle."""
+    each, left = divmod(layers, stages)
     middle_first = sorted(range(stages), key=lambda stage: abs(2 * stage - (stages - 1)))
     counts = [each] * stages
-    for stage in range(stages - left, stages) if rest_last else middle_first[:left]:
+    for stage in middle_first[:left]:
         counts[stage] += 1
-    if slots != layers:
-        counts[0] -= 1
-        counts[-1] -= 1
     return tuple(counts)
 
 
 def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
-    """Returns the layout of a recipe, run by this project's own program, or of a program that has more axes: what is
-    split over the data ranks is split over cp too."""
+    """Returns the layout of a recipe, run by this project's own program, or of a program that has
+    more axes: what is split over the data ranks is split over cp too."""
     cp, _ = other_axes(parallel)
     shards = 1 if parallel.strategy in REPLICATED else parallel.dp_shard * cp
     beyond = {

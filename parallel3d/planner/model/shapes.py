@@ -1,6 +1,6 @@
-"""The shape of a transformer, as much of it as memory and time depend on; `parameters` counts its parameters. Beside
-`models/` it covers what other programs train: GPT with ALiBi positions, Nemotron (squared ReLU), Gemma, mixtures of
-experts."""
+"""The shape of a transformer, as much of it as memory and time depend on; `parameters` counts its
+parameters. Beside `models/` it covers what other programs train: GPT with ALiBi positions, Nemotron
+(squared ReLU), Gemma, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class ModelShape:
     windowed_layers: int = 0
     experts: Experts | None = None  # a mixture has them in the place of one feed-forward part
     latent: LatentAttention | None = None
-    lacks_module: str = ""  # what this project's trainer does not have of it, in words; empty where it has everything
+    # what this project's trainer does not have of it, in words; empty where it has everything
+    lacks_module: str = ""
 
     @property
     def query_hidden(self) -> int:
@@ -72,12 +73,18 @@ class ModelShape:
 
     @property
     def attention_hidden(self) -> int:
-        """Features of all heads that a query and a key, or a score and a value, are multiplied over."""
+        """Features of all heads that a query and a key, or a score and a value, are multiplied
+        over."""
         latent = self.latent
-        return self.query_hidden if latent is None else self.heads * (latent.turned + latent.plain + latent.value) // 2
+        return (
+            self.query_hidden
+            if latent is None
+            else self.heads * (latent.turned + latent.plain + latent.value) // 2
+        )
 
     def attended(self, seq_len: int) -> float:
-        """Counts the keys of a query as FLOPs count them, all of a causal sequence; the mean over the layers."""
+        """Counts the keys of a query as FLOPs count them, all of a causal sequence; the mean over
+        the layers."""
         if self.window is None:
             return seq_len
         share = self.windowed_layers / self.layers
@@ -86,21 +93,35 @@ class ModelShape:
     @property
     def attention_weights(self) -> int:
         """The weights of the matrices of a block's attention."""
-        latent, h = self.latent, self.hidden
+        latent = self.latent
+        h = self.hidden
         if latent is None:
             return block_weights(
-                hidden=h, query_hidden=self.query_hidden, kv_hidden=self.kv_hidden, ffn_hidden=0, ffn_matrices=0
+                hidden=h,
+                query_hidden=self.query_hidden,
+                kv_hidden=self.kv_hidden,
+                ffn_hidden=0,
+                ffn_matrices=0,
             )
-        heads, rank = self.heads, latent.query_rank
-        queries = self.query_hidden * (h if rank is None else rank) + (0 if rank is None else h * rank)
+        heads = self.heads
+        rank = latent.query_rank
+        queries = self.query_hidden * (h if rank is None else rank) + (
+            0 if rank is None else h * rank
+        )
         keys = h * (latent.key_value_rank + latent.turned)
-        return queries + keys + heads * (latent.key_value_rank * (latent.plain + latent.value) + h * latent.value)
+        return (
+            queries
+            + keys
+            + heads * (latent.key_value_rank * (latent.plain + latent.value) + h * latent.value)
+        )
 
     @property
     def block_weights(self) -> float:
-        """The weights of one block's matrices which a token is multiplied with; of a mixture the mean of its layers."""
+        """The weights of one block's matrices which a token is multiplied with; of a mixture the
+        mean of its layers."""
         matrices = (self.feed_forward_inputs + 1) * self.hidden
-        dense, experts = self.ffn_hidden * matrices, self.experts
+        dense = self.ffn_hidden * matrices
+        experts = self.experts
         if experts is None:
             return self.attention_weights + dense
         active = (experts.per_token * experts.hidden + experts.shared_hidden) * matrices
@@ -125,13 +146,13 @@ class StageSlice:
 
 
 def from_config(config: ModelConfig) -> ModelShape:
-    """Returns the shape of a recipe's `model` section. Raises ConfigError for a class of the user's, whose bytes and
-    seconds nobody here knows."""
+    """Returns the shape of a recipe's `model` section. Raises ConfigError for a class of the
+    user's, whose bytes and seconds nobody here knows."""
     if config.is_custom:
         raise ConfigError(
-            f"model.architecture = {config.architecture}: the planner knows the memory and the time of llama and gpt, "
-            "and not those of a class of your own; train a few steps, which print both, or plan with "
-            "model.architecture=llama and its numbers for a rough idea"
+            f"model.architecture = {config.architecture}: the planner knows the memory and the "
+            "time of llama and gpt, and not those of a class of your own; train a few steps, which "
+            "print both, or plan with model.architecture=llama and its numbers for a rough idea"
         )
     is_gpt = config.architecture == "gpt"
     return ModelShape(

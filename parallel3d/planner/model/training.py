@@ -1,4 +1,5 @@
-"""What a recipe says of its training that a plan of this project's own program counts, and what a plan leaves out."""
+"""What a recipe says of its training that a plan of this project's own program counts, and what a
+plan leaves out."""
 
 from __future__ import annotations
 
@@ -6,24 +7,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.optimizers.step_bytes import MuonCosts, narrow_step_bytes
+from parallel3d.optimizers.step_bytes import MuonCosts, elementwise_step_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """What a recipe's optimizer, dropout, documents and loss add to a rank's memory; by default AdamW beside float32
-    masters."""
+    """What a recipe's optimizer, dropout, documents and loss add to a rank's memory; by default
+    AdamW beside float32 masters."""
 
     state_bytes: float = 8.0  # bytes of a parameter's optimizer states
-    step_bytes: float = 0.0  # bytes that a step makes for each number of the parameter that it is at
-    is_adafactor: bool = False  # Adafactor's states, and what it makes in a step, stand for those bytes
-    muon: MuonCosts | None = None  # Muon's matrices of blocks; those bytes are of all other parameters then
-    stochastic_rounding_states: int | None = None  # 16-bit states that a step rounds stochastically; None: it does not
+    # bytes that a step makes for each number of the parameter that it is at
+    step_bytes: float = 0.0
+    # Muon's matrices of blocks; those bytes are of all other parameters then
+    muon: MuonCosts | None = None
     has_dropout: bool = False  # dropout between the layers
     has_attention_dropout: bool = False
     has_documents: bool = False  # attention stays within documents
-    steps_in_backward: bool = False  # each parameter is stepped when its gradient is complete, which then goes
-    loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: as the trainer chooses
+    # tokens whose logits exist at a time; None: as the trainer chooses
+    loss_chunk_tokens: int | None = None
 
 
 def master_bytes(precision: str) -> int:
@@ -33,9 +34,11 @@ def master_bytes(precision: str) -> int:
 
 def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
     """Reads it from a recipe; `unmodeled_settings` says what it leaves out."""
-    optimizer, master = recipe.optimizer.resolved, master_bytes(recipe.train.precision)
+    optimizer = recipe.optimizer.resolved
+    master = master_bytes(recipe.train.precision)
     width = {None: master, "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
-    is_sgd, rounds, muon = optimizer.name == "sgd", optimizer.stochastic_rounding, None
+    is_sgd = optimizer.name == "sgd"
+    muon = None
     states = int(bool(optimizer.momentum)) if is_sgd else 2
     if optimizer.name == "muon":
         assert optimizer.ns_steps is not None
@@ -45,31 +48,29 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
             nesterov=bool(optimizer.nesterov),
             iterations=optimizer.ns_steps,
         )
-    has_narrow_states = optimizer.name != "adafactor" and optimizer.state_dtype != "fp32"
     return OptimizerMemory(
         state_bytes=float(width * states),
-        step_bytes=narrow_step_bytes(is_sgd, state_bytes=width, master_bytes=master, rounds_stochastically=rounds),
-        is_adafactor=optimizer.name == "adafactor",
+        step_bytes=elementwise_step_bytes(is_sgd=is_sgd, state_bytes=width, master_bytes=master),
         muon=muon,
-        stochastic_rounding_states=states * has_narrow_states if rounds else None,
         has_dropout=recipe.model.dropout > 0,
         has_attention_dropout=recipe.model.attention_dropout > 0,
         has_documents=recipe.data.documents == "mask",
-        steps_in_backward=optimizer.step_in_backward,
         loss_chunk_tokens=recipe.train.loss_chunk_tokens,
     )
 
 
 def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Yields the settings that would change the memory and are not counted, with what is counted and a remedy."""
-    optimizer, train = recipe.optimizer, recipe.train
+    """Yields the settings that would change the memory and are not counted, with what is counted
+    and a remedy."""
+    train = recipe.train
     every = recipe.local_sgd.sync_every
-    is_cut = recipe.model.has_window(train.seq_len) and train.precision == "fp32" and train.device != "cpu"
-    rounds_so = optimizer.stochastic_rounding and (optimizer.name == "muon" or optimizer.step_in_backward)
-    other = "optimizer.step_in_backward = true" if optimizer.step_in_backward else "optimizer.name = muon"
+    is_cut = (
+        recipe.model.has_window(train.seq_len)
+        and train.precision == "fp32"
+        and train.device != "cpu"
+    )
     sums = "replicas that sum their gradients in each step"
     for is_set, key, value, known, usual in (
-        (rounds_so, "optimizer.stochastic_rounding", "true", f"no such steps with {other}", "false"),
         (is_cut, "model.window", recipe.model.window, "windows in float32 on CPUs alone", "null"),
         (every is not None, "local_sgd.sync_every", every, sums, "null"),
     ):
@@ -79,15 +80,17 @@ def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 def notes(recipe: Recipe) -> Iterator[str]:
     """Yields what a plan, which chooses layouts of its own, does not count of a recipe."""
-    yield from (f"{setting} is not counted: {known}" for setting, known, _ in unmodeled_settings(recipe))
+    yield from (
+        f"{setting} is not counted: {known}" for setting, known, _ in unmodeled_settings(recipe)
+    )
     if recipe.model.attention_dropout:
         where = "in memory alone: its time is taken for a fused kernel's"
         yield f"model.attention_dropout = {recipe.model.attention_dropout} is counted {where}"
     if recipe.data.documents == "mask":
-        yield "data.documents = mask is counted as documents that fill their windows: shorter ones take less time"
+        yield (
+            "data.documents = mask is counted as documents that fill their windows: shorter ones "
+            "take less time"
+        )
     if recipe.parallel.prefetch is not None:
         where = "in the layout of the recipe alone: a plan's own leave it to torch"
         yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"
-    if recipe.optimizer.step_in_backward:
-        where = "where a layout has one microbatch a step; others are counted with a step after the backward"
-        yield f"optimizer.step_in_backward = true is counted {where}"

@@ -1,1 +1,2 @@
-"""Published measurements: their file format, the programs that were measured, and the planner's errors on them."""
+"""Published measurements: their file format, the programs that were measured, and the planner's
+errors on them."""

@@ -1,19 +1,19 @@
-"""Scales of a cluster from runs that were made on it: what these took, over what is predicted of them.
+"""Scales of a cluster from runs that were made on it: what these took, over what is predicted of
+them.
 
-The time of a step is one number, and two are asked: the scale of arithmetic and that of the network. Both are unsure
-before any run, and a step's time is shared between them by how much each moves it and how unsure each is: a run that
-sends little tells of arithmetic alone, and runs that send more or less tell the two apart. This is ridge regression in
-logarithms, run after run in closed form (a Kalman filter without motion), and once more from where it has led, because
-overlap makes a step not quite linear.
+The time of a step is one number, and two are asked: the scale of arithmetic and that of the
+network. A run that sends little tells of arithmetic alone, and runs that send more or less tell the
+two apart. The logarithms of both are found by least squares with weights, among them the weights of
+1 before any run, and once more from where that has led, because overlap makes a step not quite
+linear.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
-from typing import Literal, NamedTuple
 
 from parallel3d.planner.hardware.cluster import Scales, with_scales
 from parallel3d.planner.hardware.units import GIB
@@ -24,17 +24,20 @@ from parallel3d.planner.published.cases import CaseFile, MeasuredRank, Published
 from parallel3d.planner.published.score import measured_bytes, predict_case
 from parallel3d.planner.time.step import step_cost
 
-# How unsure the logarithm of each scale is before any run (docs/planner.md, "Anchored by a run"), and how far a run is
-# from what its cluster's scales say of it.
-_UNSURE = {"arithmetic": 0.15, "network": 0.5, "memory": 0.15}
-_OF_A_RUN = 0.1
+# Weights of a scale of 1 and of a run: one over the variance of a logarithm (docs/planner.md,
+# "Anchored by a run").
+_ARITHMETIC = 0.15**-2
+_NETWORK = 0.5**-2
+_MEMORY = 0.15**-2
+_RUN = 0.1**-2
 _ROUNDS = 4
 _STEP = 0.02  # the difference that a slope is taken over
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A run that was made, as it is planned on its cluster without scales; what was not measured is None."""
+    """A run that was made, as it is planned on its cluster without scales; what was not measured is
+    None."""
 
     run: PlannedRun
     step_time_s: float | None = None
@@ -43,65 +46,75 @@ class MeasuredRun:
     memory_rank: MeasuredRank = "worst"
 
 
-class _MeasuredFigure(NamedTuple):
-    """One figure of a run, which is either of its step or of its memory."""
-
-    of: MeasuredRun
-    what: Literal["time", "memory"]
-    said: float
-
-    def slopes(self, logs: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Returns the logarithm of the prediction with these scales, and how much each scale moves it."""
-        here, moved = self._predicted(logs), {}
-        for name in ("memory",) if self.what == "memory" else ("arithmetic", "network"):
-            moved[name] = (self._predicted({**logs, name: logs[name] + _STEP}) - here) / _STEP
-        return here, moved
-
-    def _predicted(self, logs: Mapping[str, float]) -> float:
-        scales = _scales(logs)
-        run = replace(self.of.run, cluster=with_scales(self.of.run.cluster, scales))
-        if self.what == "time":
-            return log(step_cost(run).step_time_s)
-        return log(measured_bytes(memory_by_rank(run), self.of.memory_rank, self.of.memory_kind))
-
-
 def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
     """Returns the scales that the runs of one cluster show together."""
-    figures = [*_figures(runs)]
-    logs = dict.fromkeys(_UNSURE, 0.0)
-    for _ in range(_ROUNDS):
-        found = dict.fromkeys(_UNSURE, 0.0)
-        unsure = {a: {b: width**2 * (a == b) for b in _UNSURE} for a, width in _UNSURE.items()}
-        for figure in figures:
-            here, slopes = figure.slopes(logs)
-            moves = {a: sum(slope * row[b] for b, slope in slopes.items()) for a, row in unsure.items()}
-            variance = sum(slope * moves[name] for name, slope in slopes.items()) + _OF_A_RUN**2
-            off = log(figure.said) - here - sum(slope * (found[name] - logs[name]) for name, slope in slopes.items())
-            found = {name: value + moves[name] * off / variance for name, value in found.items()}
-            unsure = {a: {b: v - moves[a] * moves[b] / variance for b, v in row.items()} for a, row in unsure.items()}
-        logs = found
-    timed, weighed = (
-        tuple(each.of.run.program.name for each in figures if each.what == what) for what in ("time", "memory")
+    timed = [(each.run, each.step_time_s) for each in runs if each.step_time_s is not None]
+    weighed = [each for each in runs if each.memory_bytes is not None]
+    arithmetic, network = _time_scales(timed)
+    return Scales(
+        arithmetic=arithmetic,
+        network=network,
+        memory=_memory_scale(weighed),
+        timed=tuple(run.program.name for run, _ in timed),
+        weighed=tuple(each.run.program.name for each in weighed),
     )
-    return replace(_scales(logs), timed=timed, weighed=weighed)
 
 
-def _scales(logs: Mapping[str, float]) -> Scales:
-    return Scales(arithmetic=exp(logs["arithmetic"]), network=exp(logs["network"]), memory=exp(logs["memory"]))
+def _time_scales(timed: Sequence[tuple[PlannedRun, float]]) -> tuple[float, float]:
+    """Returns the scales of arithmetic and of the network, by the normal equations of two
+    unknowns."""
+    x = y = 0.0  # their logarithms
+    for _ in range(_ROUNDS):
+        xx = _ARITHMETIC
+        xy = 0.0
+        yy = _NETWORK
+        sum_x = 0.0
+        sum_y = 0.0
+        for run, step_time_s in timed:
+            here = _log_time(run, x, y)
+            slope_x = (_log_time(run, x + _STEP, y) - here) / _STEP
+            slope_y = (_log_time(run, x, y + _STEP) - here) / _STEP
+            off = log(step_time_s) - here + slope_x * x + slope_y * y
+            xx += _RUN * slope_x**2
+            xy += _RUN * slope_x * slope_y
+            yy += _RUN * slope_y**2
+            sum_x += _RUN * slope_x * off
+            sum_y += _RUN * slope_y * off
+        determinant = xx * yy - xy**2
+        x = (yy * sum_x - xy * sum_y) / determinant
+        y = (xx * sum_y - xy * sum_x) / determinant
+    return exp(x), exp(y)
 
 
-def _figures(runs: Iterable[MeasuredRun]) -> Iterator[_MeasuredFigure]:
-    for each in runs:
-        if each.step_time_s is not None:
-            yield _MeasuredFigure(each, "time", each.step_time_s)
-        if each.memory_bytes is not None:
-            yield _MeasuredFigure(each, "memory", each.memory_bytes)
+def _log_time(run: PlannedRun, arithmetic: float, network: float) -> float:
+    scales = Scales(arithmetic=exp(arithmetic), network=exp(network))
+    return log(step_cost(replace(run, cluster=with_scales(run.cluster, scales))).step_time_s)
+
+
+def _memory_scale(weighed: Sequence[MeasuredRun]) -> float:
+    x = 0.0
+    for _ in range(_ROUNDS):
+        xx = _MEMORY
+        sum_x = 0.0
+        for each in weighed:
+            here = _log_memory(each, x)
+            slope = (_log_memory(each, x + _STEP) - here) / _STEP
+            xx += _RUN * slope**2
+            sum_x += _RUN * slope * (log(each.memory_bytes or 1) - here + slope * x)
+        x = sum_x / xx
+    return exp(x)
+
+
+def _log_memory(each: MeasuredRun, memory: float) -> float:
+    cluster = with_scales(each.run.cluster, Scales(memory=exp(memory)))
+    ranks = memory_by_rank(replace(each.run, cluster=cluster))
+    return log(measured_bytes(ranks, each.memory_rank, each.memory_kind))
 
 
 def anchored_cases(file: CaseFile) -> tuple[CaseFile, CaseFile]:
-    """Returns the cases without those that anchor the others, as they are and on anchored clusters. One run of each
-    source on each device anchors: the median by devices of those whose speed and memory are both measured, or one for
-    each of the two where no run has both."""
+    """Returns the cases without those that anchor the others, as they are and on anchored clusters.
+    One run of each source on each device anchors: the median by devices of those whose speed and
+    memory are both measured, or one for each of the two where no run has both."""
     clusters: dict[tuple[str, str], list[PublishedCase]] = defaultdict(list)
     for case in file.cases:
         clusters[case.source, case.run.cluster.device_file].append(case)
@@ -109,32 +122,34 @@ def anchored_cases(file: CaseFile) -> tuple[CaseFile, CaseFile]:
     anchored: list[PublishedCase] = []
     for cases in clusters.values():
         anchors = _anchors(cases)
-        scales = scales_of([*anchors.values()])
-        left = [case for case in cases if case.id not in anchors]
-        rest += left
-        anchored += [
-            replace(case, run=replace(case.run, cluster=with_scales(case.run.cluster, scales))) for case in left
-        ]
+        scales = scales_of([_measured(case) for case in anchors])
+        for case in cases:
+            if case not in anchors:
+                cluster = with_scales(case.run.cluster, scales)
+                rest.append(case)
+                anchored.append(replace(case, run=replace(case.run, cluster=cluster)))
     return replace(file, cases=tuple(rest)), replace(file, cases=tuple(anchored))
 
 
-def _anchors(cases: Iterable[PublishedCase]) -> dict[str, MeasuredRun]:
-    """Returns the runs that anchor a source's cluster, by id."""
+def _anchors(cases: Iterable[PublishedCase]) -> list[PublishedCase]:
+    """Returns the runs that anchor a source's cluster."""
     usable = [case for case in cases if not case.apart and "duplicate" not in case.tags]
     usable.sort(key=lambda case: case.run.layout.world_size)
     timed = [case for case in usable if case.measured.metric is not None]
     weighed = [case for case in usable if case.measured.memory_gib is not None]
     both = [case for case in timed if case in weighed]
-    chosen = [each[len(each) // 2] for each in ([both] if both else [timed, weighed]) if each]
-    return {case.id: _measured(case) for case in chosen}
+    return [each[len(each) // 2] for each in ([both] if both else [timed, weighed]) if each]
 
 
 def _measured(case: PublishedCase) -> MeasuredRun:
-    said, step_s = case.measured, None
+    said = case.measured
+    step_s = None
     if said.metric is not None:
         predicted = predict_case(case)
-        ratio = getattr(predicted, said.metric) / getattr(said, said.metric)
-        step_s = predicted.step_time_s * (1 / ratio if said.metric == "step_time_s" else ratio)
+        step_s = said.step_time_s
+        if said.metric != "step_time_s":
+            slower = getattr(predicted, said.metric) / getattr(said, said.metric)
+            step_s = predicted.step_time_s * slower
     return MeasuredRun(
         run=case.run,
         step_time_s=step_s,

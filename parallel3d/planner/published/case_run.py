@@ -1,4 +1,5 @@
-"""A published case as a `PlannedRun`: from the fields that it states, what its source lets one infer, and defaults."""
+"""A published case as a `PlannedRun`: from the fields that it states, what its source lets one
+infer, and defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
-from parallel3d.planner.published.fields import Fields, meaning, network_gb_per_s
+from parallel3d.planner.published.fields import Fields, meaning
 from parallel3d.planner.published.knowledge import Knowledge
 from parallel3d.planner.published.programs import (
     RunTraits,
@@ -27,15 +28,19 @@ from parallel3d.schedules.registry import ScheduleName
 _DEFAULT_DEVICE = "a100-80gb"
 _DEFAULT_VOCAB = 50257  # GPT-2's
 _NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
-_RECOMPUTES: tuple[tuple[Recompute, int], ...] = (("none", 2), ("every_n", 4), ("every_n", 2), ("full", 2))
-_POSITIONS_OPEN = "model.positional (default)"
-_OLD_DEVICES = ("v100", "a100", "a800")
-_CORE_YEAR = 2024  # Megatron-LM's default is Megatron-Core; runs that name it, or a newer device, are not older
-_ARXIV = r"arxiv:?\s*(\d\d)(\d\d)\.\d{4,5}"
-_YEARS = (
-    r"(?<!\d)(20[12]\d)(?=[-_./01]|\b)",  # a date, or a year
-    r"(?<![\d.])v?(2\d)\.(?:0[1-9]|1[0-2])(?![\d])",  # a release that is called by year and month
+_RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
+    ("none", 2),
+    ("every_n", 4),
+    ("every_n", 2),
+    ("full", 2),
 )
+_POSITIONS_OPEN = "model.positional (default)"
+# The year of a run that does not state one: the last that its source names, or by its device.
+_OLD_DEVICES = ("v100", "a100", "a800")
+_OLD_YEAR = 2022
+_YEAR = 2024
+_GBIT = r"(?:(\d+) ?x )?\b(\d+) ?(?:gbps|gb/s)"  # of a node's network, unless per GPU
+_YEARS = r"(?:\b20|arxiv:? *)(2\d)"
 
 
 def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
@@ -51,15 +56,20 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
     program = _program(fields, gpu, precision, shape, knowledge)
     layout = _layout(fields, shape, program)
     each, left = divmod(shape.layers + 2, layout.stages)
-    if fields.option("light_ends") and not left and layout.stages > 1:  # embedding and head stand for a layer each
+    # embedding and head stand for a layer each
+    if fields.said("light_ends") and not left and layout.stages > 1:
         boundaries = tuple(each * stage - 1 for stage in range(1, layout.stages))
         layout = replace(layout, stage_boundaries=boundaries)
-    nvlinks = re.search(r"(\d+) inter-gpu connects", str(fields.stated("hardware", "intra_bw")).lower())
     per_node = fields.number("hardware", "gpus_per_node", cluster.gpus_per_node)
+    network = fields.speed("network_gb_per_s")
+    words = str(fields.stated("hardware", "inter_bw") or "").lower()
+    if network is None and (found := re.search(_GBIT, words)) is not None:
+        network = int(found[1] or 1) * int(found[2]) / 8
+        network /= 1 if "per gpu" in words else per_node
     cluster = with_links(
         cluster,
-        network_gb_per_s=network_gb_per_s(str(fields.stated("hardware", "inter_bw") or ""), per_node),
-        node_gb_per_s=int(nvlinks[1]) * _NVLINK_GB_PER_S if nvlinks else None,
+        network_gb_per_s=network,
+        node_gb_per_s=fields.speed("node_gb_per_s"),
         gpus_per_node=per_node,
     )
     run = PlannedRun(
@@ -74,64 +84,62 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
 
 
 def _recomputing(fields: Fields, run: PlannedRun) -> PlannedRun:
-    """Returns a run that recomputes as few blocks as fit, where neither it nor its program says what is recomputed."""
-    if run.layout.recompute != "none" or "train.activation_recompute (default)" not in fields.filled:
+    """Returns a run that recomputes as few blocks as fit, where neither it nor its program says
+    what is recomputed."""
+    is_open = "train.activation_recompute (default)" in fields.filled
+    if run.layout.recompute != "none" or not is_open:
         return run
     for recompute, every in _RECOMPUTES:
         tried = replace(run, layout=replace(run.layout, recompute=recompute, recompute_every=every))
         if needed_bytes(tried, memory_by_rank(tried)) <= run.cluster.device.memory_bytes:
-            if recompute != "none":
-                fields.note("train", "activation_recompute", f"{recompute}, because less does not fit")
+            fields.note("train", "activation_recompute", f"{recompute}, because less does not fit")
             return tried
     return run
 
 
-def _year(f: Fields, gpu: str) -> tuple[int, bool]:
-    """Returns the year of a run, as its case states it or the last one that its source names, and True; or a guess by
-    device, and False."""
-    stated = f.tree.get("year")
-    if isinstance(stated, int):
-        return stated, True
-    is_old = any(name in gpu.lower() for name in _OLD_DEVICES)
-    is_core = f.option("names_transformer_impl") or "megatron-core" in f.text("framework").lower()
-    said = f"{f.text('source')} {f.text('framework')}".lower()
-    found = [int(year) % 2000 + 2000 for pattern in _YEARS for year in re.findall(pattern, said)]
-    # The runs of a paper are half a year older than it.
-    found += [2000 + int(year) - (int(month) < 7) for year, month in re.findall(_ARXIV, said)]
-    least = _CORE_YEAR if is_core or not is_old else 0
-    return max(least, *(found or [_CORE_YEAR - 2])), bool(found)
-
-
-def _program(f: Fields, gpu: str, precision: str, shape: ModelShape, knowledge: Knowledge) -> TrainingProgram:
+def _program(
+    f: Fields, gpu: str, precision: str, shape: ModelShape, knowledge: Knowledge
+) -> TrainingProgram:
     """The program that a case's framework is, with what its options change of it."""
-    is_sharded = f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
-    year, dated = _year(f, gpu)
-    is_gpt = (shape.feed_forward, shape.positions) == ("gelu", "learned") and _POSITIONS_OPEN not in f.filled
+    is_sharded = (
+        f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
+    )
+    named = [2000 + int(year) for year in re.findall(_YEARS, f.text("source").lower())]
+    year = f.tree.get("year", max(named, default=None))
+    is_old = any(name in gpu.lower() for name in _OLD_DEVICES)
+    is_gpt = shape.feed_forward == "gelu" and shape.positions == "learned"
+    may_write = f.said("softmax_attention") is not False and _POSITIONS_OPEN not in f.filled
     traits = RunTraits(
-        year=year,
-        dated=dated,
+        year=int(year or (_OLD_YEAR if is_old else _YEAR)),
+        dated=year is not None,
         compiled=bool(f.stated("train", "compile")),
         sharded=is_sharded and f.number("parallel", "pp", 1) == 1,
-        gpt=is_gpt and f.said("softmax_attention") is not False,
+        gpt=is_gpt and may_write,
     )
     program = knowledge.program(f.text("framework"), traits)
     return _states(f, in_precision(with_options(program, f.said), precision))
 
 
 def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
-    """Returns the program with the states that a run says it keeps: in pure bf16, of another optimizer than AdamW."""
+    """Returns the program with the states that a run says it keeps: in pure bf16, of another
+    optimizer than AdamW."""
     precision = str(f.stated("train", "precision") or "")
     if f.said("float32_sum") or meaning("float32_sum", precision):
         program = with_float32_sum(program)
     states = meaning("optimizer_bytes", str(f.stated("train", "optimizer") or ""))
-    return with_states(program, states, pure_bf16=bool(f.said("pure_bf16") or meaning("pure_bf16", precision)))
+    return with_states(
+        program, states, pure_bf16=bool(f.said("pure_bf16") or meaning("pure_bf16", precision))
+    )
 
 
 def _shape(f: Fields) -> ModelShape:
-    if (name := f.stated("model", "shape")) is not None:  # a shape with a name, cut to the layers of the run
+    # a shape with a name, cut to the layers of the run
+    if (name := f.stated("model", "shape")) is not None:
         named = named_shape(str(name), {})
         return replace(named, layers=f.number("model", "layers", named.layers))
-    feed_forward: FeedForward = meaning("feed_forward", str(f.get("model", "ffn_kind", "gelu"))) or "gelu"
+    feed_forward: FeedForward = (
+        meaning("feed_forward", str(f.get("model", "ffn_kind", "gelu"))) or "gelu"
+    )
     is_gpt = feed_forward == "gelu"
     hidden = f.number("model", "hidden")
     heads = f.number("model", "heads", max(1, hidden // 128))
@@ -162,25 +170,33 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
     tp, pp, cp = (f.number("parallel", axis, 1) for axis in ("tp", "pp", "cp"))
     if pp > shape.layers:
         raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
-    stated = f.stated("parallel", "dp")
-    gpus = f.number("hardware", "gpus", tp * pp * cp * f.number("parallel", "dp", 1) if stated is not None else None)
+    usual = None
+    if f.stated("parallel", "dp") is not None:
+        usual = tp * pp * cp * f.number("parallel", "dp")
+    gpus = f.number("hardware", "gpus", usual)
     dp, rest = divmod(gpus, tp * pp * cp)
     if rest:
-        raise ValueError(f"hardware.gpus = {gpus}: must be a multiple of tp x pp x cp = {tp * pp * cp}")
+        rule = f"must be a multiple of tp x pp x cp = {tp * pp * cp}"
+        raise ValueError(f"hardware.gpus = {gpus}: {rule}")
     if f.number("parallel", "dp", dp) != dp:
-        f.note("parallel", "dp", f"{stated} said, {dp} left by {gpus} GPUs")
+        f.note("parallel", "dp", f"{f.stated('parallel', 'dp')} said, {dp} left by {gpus} GPUs")
     microbatch = f.number("train", "micro_batch", 1)
     batch = f.number("train", "global_batch_sequences", dp * microbatch * max(1, 8 * (pp > 1)))
-    shards = f.number("parallel", "dp_shard", 1) if f.stated("parallel", "dp_shard") is not None else 1
+    shards = (
+        f.number("parallel", "dp_shard", 1) if f.stated("parallel", "dp_shard") is not None else 1
+    )
     is_sharded = bool(f.stated("parallel", "fsdp")) or shards > 1
     zero = f.number("parallel", "zero_stage", 3 if is_sharded else 1, least=0)
     # Replicas of what is sharded (HSDP) have the optimizer's states sharded alike.
     spread_over = 1 if zero < 1 else shards * cp if zero >= 3 and 1 < shards < dp else dp * cp
     optimizer = min(dp * cp, max(1, f.number("parallel", "optimizer_shard", spread_over, least=0)))
     schedule = str(f.get("parallel", "schedule", program.default_schedule)).lower()
-    # A run that interleaves and does not say how finely has as many stages a rank as divide the layers, at most 8.
-    even = [v for v in range(1, 9) if shape.layers % (pp * v) == 0] or [1 + (shape.layers >= 2 * pp)]
-    usual_virtual = even[-1] if schedule.startswith("interleaved") and pp > 1 else 1
+    # A run that interleaves and does not say how finely has as many stages a rank as divide the
+    # layers, at most 8.
+    even = [v for v in range(1, 9) if shape.layers % (pp * v) == 0]
+    usual_virtual = 1
+    if schedule.startswith("interleaved") and pp > 1:
+        usual_virtual = even[-1] if even else min(2, shape.layers // pp)
     virtual = max(1, f.number("parallel", "vpp", usual_virtual, least=0))
     if shape.layers + 2 < pp * virtual:
         virtual = 1
@@ -195,7 +211,10 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
         expert_tp=f.number("parallel", "etp", 1),
         virtual_stages=virtual,
         # Casts, because some schedules and a recompute are of those programs alone.
-        schedule=cast(ScheduleName, "interleaved_1f1b" if virtual > 1 else meaning("schedule", schedule) or "1f1b"),
+        schedule=cast(
+            ScheduleName,
+            "interleaved_1f1b" if virtual > 1 else meaning("schedule", schedule) or "1f1b",
+        ),
         microbatch_size=microbatch,
         microbatches=max(1, round(batch / (dp * microbatch))),
         parameter_shards=optimizer if zero >= 3 else 1,

@@ -1,13 +1,12 @@
 """Published runs: reading them, and what kind of figure each one measured.
 
-The format is that of tools/cases/published.json (docs/planner.md). A field that is null is taken from `inferred`, then
-from the defaults in `case_run`; `filled` says which were.
+The format is that of tools/cases/published.json (docs/planner.md). A field that is null is taken
+from `inferred`, then from the defaults in `case_run`; `filled` says which were.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,8 @@ MeasuredRank = Literal["worst", "first", "last"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What was measured, as the source states it. `metric`: which of the figures the throughput is compared by."""
+    """What was measured, as the source states it. `metric`: which of the figures the throughput is
+    compared by."""
 
     status: str
     metric: str | None
@@ -62,12 +62,16 @@ class CaseFile:
 
 
 def read_cases(
-    path: Path, hardware: list[Path], *, leave_out: LeaveOut | None = None, engine: str | None = None
+    path: Path,
+    hardware: list[Path],
+    *,
+    leave_out: LeaveOut | None = None,
+    engine: str | None = None,
 ) -> CaseFile:
-    """Reads the cases of a file: a list, or one object a line. Raises ConfigError where it is neither. A case that
-    misses what no default can fill, or says what cannot be, is skipped, and said so. `leave_out`: each case is read
-    without what was set while its own source's runs, or any runs on its device, were looked at. `engine`: the program
-    of all cases, whatever they name."""
+    """Reads the cases of a file: a list, or one object a line. Raises ConfigError where it is
+    neither. A case that misses what no default can fill, or says what cannot be, is skipped, and
+    said so. `leave_out`: each case is read without what was set while its own source's runs, or any
+    runs on its device, were looked at. `engine`: the program of all cases, whatever they name."""
     known: dict[str, Knowledge] = {}
     cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
@@ -81,7 +85,14 @@ def read_cases(
                 measured = leave_out != "device"
                 known[source] = Knowledge(hardware, frozenset({source} - {""}), measured, engine)
             cases.append(_case(name, fields, known[source]))
-        except (ConfigError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        except (
+            ConfigError,
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+        ) as problem:
             skipped.append((name, str(problem)))
     return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
 
@@ -92,24 +103,14 @@ _LARGEST_BYTES = 16 << 20
 def _trees(path: Path) -> list[Any]:
     try:
         text = read_short(path, "a file of cases has some kB for each", _LARGEST_BYTES).decode()
+        is_lines = text.lstrip().startswith("{")
+        trees = [json.loads(line) for line in text.splitlines()] if is_lines else json.loads(text)
     except OSError as problem:
-        raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a file of cases") from problem
-    except UnicodeDecodeError as problem:
-        raise ConfigError(f"{path}: cannot be read as JSON, it is no text ({problem.reason})") from problem
-    try:
-        trees = json.loads(text)
-    except RecursionError as problem:
+        raise ConfigError(
+            f"{path}: cannot be read ({problem.strerror}); try the path of a file of cases"
+        ) from problem
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
-    except ValueError as problem:
-        lines: list[Any] = [line for line in text.splitlines() if line.strip()]
-        for number, line in enumerate(lines):
-            with suppress(ValueError, RecursionError):  # a line that is no JSON stays a text, which no case is
-                lines[number] = json.loads(line)
-        if not any(isinstance(line, dict) for line in lines):
-            raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
-        return lines
-    if isinstance(trees, dict) and "model" in trees:
-        return [trees]
     if not isinstance(trees, list) or not trees:
         raise ConfigError(f"{path}: must be a list of cases, or a case a line")
     return trees
@@ -119,29 +120,32 @@ def _case(name: str, fields: Fields, knowledge: Knowledge) -> PublishedCase:
     run = run_of_case(fields, knowledge)
     tags = tuple(str(tag) for tag in fields.tree.get("tags") or ())
     apart = ""  # from the totals, and why
-    if run.shape.experts is not None:
-        apart = "mixture of experts"
-    elif run.precision == "fp8":
-        apart = "float8"
-    elif run.layout.cp > 1:
-        apart = "context parallel"
-    elif run.shape.layers == 1:
-        apart = "one layer"
-    tokens, samples = fields.figure("tokens_per_s_per_gpu"), fields.figure("samples_per_s_per_gpu")
-    mfu_pct, memory = fields.figure("mfu_pct"), fields.figure("peak_memory_gib")
+    for is_so, why in (
+        (run.shape.experts is not None, "mixture of experts"),
+        (run.precision == "fp8", "float8"),
+        (run.layout.cp > 1, "context parallel"),
+        (run.shape.layers == 1, "one layer"),
+    ):
+        apart = apart or (why if is_so else "")
+    tokens = fields.figure("tokens_per_s_per_gpu")
+    samples = fields.figure("samples_per_s_per_gpu")
+    mfu_pct = fields.figure("mfu_pct")
+    memory = fields.figure("peak_memory_gib")
+    if tokens is None and samples is not None:
+        tokens = samples * run.seq_len
     figures = {
         "step_time_s": fields.figure("step_time_s"),
-        "tokens_per_s_per_gpu": samples * run.seq_len if tokens is None and samples is not None else tokens,
+        "tokens_per_s_per_gpu": tokens,
         "tflops_per_gpu": fields.figure("tflops_per_gpu"),
         "mfu": None if mfu_pct is None else mfu_pct / 100,
     }
-    has_figure = memory is not None or any(value is not None for value in figures.values())
     # A status is "ok" where a figure stands without one.
-    status = str(fields.stated("measured", "status") or ("ok" if has_figure else "")).strip().lower()
+    has_figure = any(value is not None for value in (memory, *figures.values()))
+    status = str(fields.stated("measured", "status") or ("ok" if has_figure else "")).lower()
     metric = next((name for name, value in figures.items() if value is not None), None)
-    kind: MemoryKind = meaning("memory_kind", str(fields.stated("measured", "memory_note"))) or "reserved"
-    if kind == "allocated in the first step" and run.program.moments_at_start:
-        kind = "allocated"  # with the optimizer's states, which the program makes before its first step
+    kind: MemoryKind = (
+        meaning("memory_kind", str(fields.stated("measured", "memory_note"))) or "reserved"
+    )
     measurement = Measurement(
         status=status,
         metric=metric if status == "ok" and "toy" not in tags and run.shape.layers > 1 else None,
@@ -155,7 +159,8 @@ def _case(name: str, fields: Fields, knowledge: Knowledge) -> PublishedCase:
         run=run,
         measured=measurement,
         tags=tags,
-        memory_rank=meaning("memory_rank", str(fields.stated("measured", "memory_note"))) or "worst",
+        memory_rank=meaning("memory_rank", str(fields.stated("measured", "memory_note")))
+        or "worst",
         definition=meaning("flops", str(fields.stated("measured", "tflops_definition"))) or "model",
         apart=apart,
         filled=tuple(dict.fromkeys(fields.filled)),

@@ -1,8 +1,8 @@
-"""The fields of a published case: what it states, in figures or in words, what its source lets one infer, defaults, and
-what was made of each.
+"""The fields of a published case: what it states, what its source lets one infer, and defaults.
 
-A row may miss sections, have null anywhere, or words where a number is meant. What stands for a missing field is noted
-in `filled`; a field that must be there, or says what cannot be, is a ValueError that names key, value and rule.
+A row may miss sections and have null anywhere. What stands for a missing field is noted in
+`filled`; a field that must be there, or says what cannot be, is a ValueError that names key, value
+and rule.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ import yaml
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")  # "about 128,000"
 _UNTRUE = ("false", "no", "0", "off", "none", "")
-_COUNTS = {None: 1, "four": 4, "eight": 8}
-_COUNT = r"\d+|eight|four"
-_OMNI_PATH = rf"({_COUNT})\s*(?:x\s*)?opa links"
-_NETWORK = rf"(?:\b({_COUNT})(?:\s*x\s*|\s+)(?:[a-z]+\s+)?)?\b(\d{{2,4}})\s*(?:gbps|gb/s|gb\b|gbit)"
-_OMNI_PATH_GBIT = 100.0  # one link (Intel Omni-Path 100 series)
 
 
 class Fields:
-    """A case's sections, with null fields filled from `inferred` and defaults, and a note of each that was."""
+    """A case's sections, with null fields filled from `inferred` and defaults, and a note of each
+    that was."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         if not isinstance(tree, Mapping):
-            raise ValueError("a case must be an object with the sections model, hardware, parallel, train, measured")
+            raise ValueError(
+                "a case must be an object with the sections model, hardware, parallel, train, "
+                "measured"
+            )
         self.tree = tree
         self.filled: list[str] = []
 
@@ -48,13 +47,10 @@ class Fields:
         return str(self.tree.get(key) or "")
 
     def said(self, name: str) -> bool | None:
-        """Whether a run had an option, which its case states, or else its notes speak of; None where neither does."""
+        """Whether a run had an option, which its case or else its notes say; None if neither
+        does."""
         value = self.section("options").get(name, meaning(name, self.text("notes")))
         return None if value is None else bool(value)
-
-    def option(self, name: str) -> bool:
-        """Whether a run had an option that its case or its notes name."""
-        return bool(self.said(name))
 
     def get(self, section: str, key: str, default: Any) -> Any:
         value = self.stated(section, key)
@@ -68,10 +64,14 @@ class Fields:
         self.filled.append(f"{section}.{key} ({why})")
 
     def number(self, section: str, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """Reads a whole number. Raises ValueError where it is no number or below `least`, or has no default."""
+        """Reads a whole number. Raises ValueError where it is no number or below `least`, or has no
+        default."""
         value = self.get(section, key, default)
         if value is None:
-            raise ValueError(f"{section}.{key}: is missing and nothing stands for it; the source's figure would do")
+            raise ValueError(
+                f"{section}.{key}: is missing and nothing stands for it; the source's figure would "
+                "do"
+            )
         number = _number(value)
         if number is None or number != int(number) or number < least:
             raise ValueError(f"{section}.{key} = {value}: must be a whole number, at least {least}")
@@ -82,44 +82,43 @@ class Fields:
         return value.strip().lower() not in _UNTRUE if isinstance(value, str) else bool(value)
 
     def figure(self, key: str) -> float | None:
-        """Returns a figure of the section `measured`; one that is no number above 0 is left out, and noted."""
+        """Returns a figure of the section `measured`; one that is not a number above 0 is left
+        out, and noted."""
         value = self.stated("measured", key)
-        number = None if value is None else _number(value)
+        number = _number(value)
         if value is not None and (number is None or number <= 0):
             self.note("measured", key, f"no figure: {value}")
             return None
         return number
 
+    def speed(self, key: str) -> float | None:
+        """Returns the GB/s of a link of the section `hardware`; None if it does not say."""
+        number = _number(self.stated("hardware", key))
+        return number if number is not None and number > 0 else None
+
 
 def _number(value: object) -> float | None:
-    """None where it is no finite number."""
+    """Reads a number, also the first one of a text; returns None for what is not a finite one."""
     if isinstance(value, str):
         found = _NUMBER.search(value)
-        value = float(found.group().replace(",", "")) if found and "-" not in value else None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        value = float(found[0].replace(",", "")) if found and "-" not in value else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return None
     return float(value)
 
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())
+    tables: dict[str, dict[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name("words.yaml").read_text()
+    )
     return tables
 
 
 def meaning(table: str, text: str) -> Any:
-    """Returns what a text means by a table of words.yaml; None where none of the table's patterns is in the text."""
+    """Returns what a text means by a table of words.yaml; None where none of the table's patterns
+    is in the text."""
     patterns = _tables()[table].items()
-    return next((value for pattern, value in patterns if re.search(pattern, text.lower(), re.DOTALL)), None)
-
-
-def network_gb_per_s(text: str, gpus_per_node: int) -> float | None:
-    """Reads GB/s per device and direction from a source's own words, None where they state no figure."""
-    words = text.lower()
-    if omni := re.search(_OMNI_PATH, words):
-        count, gbit, devices = omni.group(1), _OMNI_PATH_GBIT, gpus_per_node
-    elif found := re.search(_NETWORK, words):
-        count, gbit, devices = found.group(1), float(found.group(2)), 1 if "per gpu" in words else gpus_per_node
-    else:
-        return None
-    return (_COUNTS[count] if count in _COUNTS else int(count)) * gbit / 8 / devices
+    return next(
+        (value for pattern, value in patterns if re.search(pattern, text.lower(), re.DOTALL)), None
+    )

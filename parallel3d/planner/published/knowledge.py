@@ -1,5 +1,6 @@
-"""What the planner knows of programs and devices when it reads a published case: all of it, or what is left when that
-which was set while some runs were looked at is taken back (seen.yaml, programs.yaml)."""
+"""What the planner knows of programs and devices when it reads a published case: all of it, or what
+is left when that which was set while some runs were looked at is taken back (seen.yaml,
+programs.yaml)."""
 
 from __future__ import annotations
 
@@ -18,20 +19,34 @@ from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.published.programs import RunTraits, named_program, program_of
 
 LeaveOut = Literal["source", "device"]
-_FILLERS = ("nvidia", "amd", "instinct", "tesla", "geforce", "sxm", "sxm4", "sxm5", "oam", "gpu")
+_FILLERS = (
+    "",
+    "nvidia",
+    "amd",
+    "instinct",
+    "tesla",
+    "geforce",
+    "sxm",
+    "sxm4",
+    "sxm5",
+    "oam",
+    "gpu",
+)
 _GB = re.compile(r"(\d+)gb")
 
 
 @dataclass
 class Knowledge:
-    """Programs and devices as they are known. `left_out`: sources whose runs nothing was set on; `measured_devices`:
-    whether devices have what was set on runs with them. `engine`: the program of every case, whatever it names."""
+    """Programs and devices as they are known. `left_out`: sources whose runs nothing was set on;
+    `measured_devices`: whether devices have what was set on runs with them. `engine`: the program
+    of every case, whatever it names."""
 
     folders: list[Path]
     left_out: frozenset[str] = frozenset()
     measured_devices: bool = True
     engine: str | None = None
-    clusters: dict[str, Cluster] = field(default_factory=dict)  # the clusters read before, by hardware.gpu
+    # the clusters read before, by hardware.gpu
+    clusters: dict[str, Cluster] = field(default_factory=dict)
 
     def program(self, framework: str, traits: RunTraits) -> TrainingProgram:
         if self.engine is None:
@@ -43,24 +58,29 @@ class Knowledge:
         return replace(known, **_unseen(_register()["programs"], self.left_out))
 
     def cluster(self, gpu: str) -> Cluster:
-        """Returns the nodes of a device, by the words that a case says. Raises ValueError where no file is of it."""
+        """Returns the nodes of a device, by the words that a case says. Raises ValueError where no
+        file is of it."""
         if gpu not in self.clusters:
-            name = _device_name(gpu, [path.stem for folder in self.folders for path in folder.glob("*.yaml")])
+            files = [path.stem for folder in self.folders for path in folder.glob("*.yaml")]
+            name = _device_name(gpu, files)
             if name is None:
                 told = f"--hardware FOLDER with {gpu.lower()}.yaml would tell"
                 raise ValueError(f"hardware.gpu = {gpu.lower()}: no hardware file; {told}")
             cluster = load_cluster(name, self.folders)
             figures = _register()["devices"].get(cluster.device_file, {})
             changes = _unseen(figures, self.left_out if self.measured_devices else None)
-            if said := _GB.search(gpu.lower()):
-                bytes_, usual = 0.99 * float(said[1]) * GIB, cluster.device.memory_bytes
-                changes |= {"memory_bytes": bytes_} if abs(bytes_ / usual - 1) > 0.05 else {}
+            said = _GB.search(gpu.lower())
+            usual = cluster.device.memory_bytes
+            bytes_ = 0.99 * float(said[1]) * GIB if said else usual
+            if abs(bytes_ / usual - 1) > 0.05:
+                changes["memory_bytes"] = bytes_
             self.clusters[gpu] = replace(cluster, device=replace(cluster.device, **changes))
         return self.clusters[gpu]
 
 
 def _unseen(figures: Mapping[str, Any], left_out: frozenset[str] | None) -> dict[str, Any]:
-    """Returns the figures that one of the sources was looked at for (None: any source), as they are without it."""
+    """Returns the figures that one of the sources was looked at for (None: any source), as they are
+    without it."""
     return {
         name: figure["unseen"]
         for name, figure in figures.items()
@@ -74,18 +94,14 @@ def _register() -> dict[str, Any]:
     return register
 
 
-@cache
-def _aliases() -> dict[frozenset[str], str]:
-    aliases = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
-    return {frozenset(words.split()): name for words, name in aliases.items()}
-
-
 def _device_name(gpu: str, files: list[str]) -> str | None:
-    """Returns the hardware file that a case means: the one of this name, whole or without its memory, or an alias."""
-    words = [word for word in re.split(r"[^a-z0-9.]+", gpu.lower()) if word and word not in _FILLERS]
+    """Returns the hardware file that a case means: the one of this name, whole or without its
+    memory, or an alias."""
+    words = [word for word in re.split(r"[^a-z0-9.]+", gpu.lower()) if word not in _FILLERS]
     bare = [word for word in words if not _GB.fullmatch(word)]
     for name in (gpu.lower(), "-".join(words), "-".join(bare), "".join(bare)):
         if name in files:
             return name
-    suited = [alias for alias in _aliases() if alias <= set(words)]
-    return _aliases()[max(suited, key=len)] if suited else None
+    aliases = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
+    suited = [alias for alias in aliases if {*alias.split()} <= {*words}]
+    return aliases[max(suited, key=lambda alias: len(alias.split()))] if suited else None

@@ -1,5 +1,6 @@
-"""The programs that were measured, from the table programs.yaml: by name, by how a published case calls them, and what
-stands for one of them where the runs that its figures were set on are left out."""
+"""The programs that were measured, from the table programs.yaml: by name, by how a published case
+calls them, and what stands for one of them where the runs that its figures were set on are left
+out."""
 
 from __future__ import annotations
 
@@ -30,17 +31,19 @@ OPTIONS = (
 )
 # What a program does where a run does not say stands in its code and is no figure of a run.
 _CONVENTIONS = ("default_schedule", "default_recompute", "default_sequence_parallel")
-_UNDATED = 2023  # the year of a typical program whose run has no date, where its device is not newer
-# "NeMo 24.07 / Megatron-Core" and "llm-foundry (FSDP1)" are NeMo and llm-foundry: the name ends at the first of these.
+# the year of a typical program whose run has no date, where its device is not newer
+_UNDATED = 2023
+# "NeMo 24.07 / Megatron-Core" and "llm-foundry (FSDP1)" are NeMo and llm-foundry: the name ends at
+# the first of these.
 _NAME_ENDS = re.compile(r"[(\[/+,;:]|\bwith\b|\bon\b")
 _VERSION = re.compile(r"[\s-]+v?\d+(?:\.\d+)*$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTraits:
-    """What a case says of its program beside the name. `sharded`: parameters are, without a pipeline. `gpt`: it trains
-    GPT-3's blocks, with learned positions and GELU, and speaks of no tiled attention. The year is a guess by the
-    device where it is not `dated`."""
+    """What a case says of its program beside the name. `sharded`: parameters are, without a
+    pipeline. `gpt`: it trains GPT-3's blocks, with learned positions and GELU, and speaks of no
+    tiled attention. The year is a guess by the device where it is not `dated`."""
 
     year: int
     dated: bool = True
@@ -74,7 +77,9 @@ class ProgramEntry:
 def entries() -> dict[str, ProgramEntry]:
     """Returns every program of the table by its name, in the table's order."""
     found: dict[str, ProgramEntry] = {}
-    for name, fields in yaml.safe_load(Path(__file__).with_name("programs.yaml").read_text()).items():
+    for name, fields in yaml.safe_load(
+        Path(__file__).with_name("programs.yaml").read_text()
+    ).items():
         parent = found[fields.pop("like")] if "like" in fields else None
         years = range(fields.pop("from", 0), fields.pop("until", 9998) + 1)
         entry = ProgramEntry(
@@ -84,7 +89,8 @@ def entries() -> dict[str, ProgramEntry]:
             compiled=fields.pop("compiled", False),
             gpt=fields.pop("gpt", False),
             sharded=fields.pop("sharded", {} if parent is None else parent.sharded),
-            seen=frozenset(fields.pop("seen", ())) | (frozenset() if parent is None else parent.seen),
+            seen=frozenset(fields.pop("seen", ()))
+            | (frozenset() if parent is None else parent.seen),
             family=fields.pop("family", TYPICAL if parent is None else parent.family),
         )
         own = {"name": name, "is_measured": bool(entry.seen), **fields}
@@ -97,7 +103,10 @@ def entries() -> dict[str, ProgramEntry]:
 @cache
 def programs() -> dict[str, TrainingProgram]:
     """Returns every program by its name, this project's own among them."""
-    return {PARALLEL3D.name: PARALLEL3D, **{name: entry.program for name, entry in entries().items()}}
+    return {
+        PARALLEL3D.name: PARALLEL3D,
+        **{name: entry.program for name, entry in entries().items()},
+    }
 
 
 def named_program(name: str) -> TrainingProgram:
@@ -106,20 +115,27 @@ def named_program(name: str) -> TrainingProgram:
         return PARALLEL3D  # without reading the table
     if name not in programs():
         near = get_close_matches(name, programs(), n=3)
-        advice = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(sorted(programs()))}"
+        advice = (
+            f"did you mean {', '.join(near)}?"
+            if near
+            else f"known are {', '.join(sorted(programs()))}"
+        )
         raise ConfigError(f"--engine {name}: unknown; {advice}, or unknown for a typical program")
     return programs()[name]
 
 
 def name_of(framework: str) -> str:
-    """Returns a program's name as the table writes it, without its version and what stands beside it."""
+    """Returns a program's name as the table writes it, without its version and what stands beside
+    it."""
     name = _NAME_ENDS.split(framework.strip().lower(), maxsplit=1)[0].strip()
     return re.sub(r"[\s_]+", "-", _VERSION.sub("", name))
 
 
-def program_of(framework: str, traits: RunTraits, *, left_out: Iterable[str] = ()) -> TrainingProgram:
-    """Returns the program that a case names, or the typical one of its kind where the table has no such name, or where
-    a source that is `left_out` was looked at while the entry was made."""
+def program_of(
+    framework: str, traits: RunTraits, *, left_out: Iterable[str] = ()
+) -> TrainingProgram:
+    """Returns the program that a case names, or the typical one of its kind where the table has no
+    such name, or where a source that is `left_out` was looked at while the entry was made."""
     name = name_of(framework)
     if name == PARALLEL3D.name:
         return PARALLEL3D
@@ -134,22 +150,32 @@ def program_of(framework: str, traits: RunTraits, *, left_out: Iterable[str] = (
 
 
 def _entry(name: str, traits: RunTraits) -> ProgramEntry | None:
-    """Returns the last entry of the table that has this name and suits what the case says of its program."""
-    return next((entry for entry in reversed(entries().values()) if entry.suits(name, traits)), None)
+    """Returns the last entry of the table that has this name and suits what the case says of its
+    program."""
+    return next(
+        (entry for entry in reversed(entries().values()) if entry.suits(name, traits)), None
+    )
 
 
 def in_precision(program: TrainingProgram, precision: str) -> TrainingProgram:
     """The program with what it does otherwise in fp16."""
-    in_fp16 = {"gradient_bytes": program.fp16_gradient_bytes, "reduce_bytes": program.fp16_reduce_bytes}
+    in_fp16 = {
+        "gradient_bytes": program.fp16_gradient_bytes,
+        "reduce_bytes": program.fp16_reduce_bytes,
+    }
     changes: dict[str, Any] = {key: bytes_ for key, bytes_ in in_fp16.items() if bytes_ is not None}
     return replace(program, **changes) if precision == "fp16" else program
 
 
 def with_options(program: TrainingProgram, said: Callable[[str], bool | None]) -> TrainingProgram:
-    """Returns the program as a run had it: by what is said of each of these options, true, false or nothing."""
+    """Returns the program as a run had it: by what is said of each of these options, true, false or
+    nothing."""
     changes: dict[str, Any] = {}
     if said("deterministic"):
-        changes |= {"attention_speed": 0.6 * program.attention_speed, "fused_weight_gradient": False}
+        changes |= {
+            "attention_speed": 0.6 * program.attention_speed,
+            "fused_weight_gradient": False,
+        }
     if said("launch_blocking"):
         changes["blocking"] = True
     if (writes_scores := said("softmax_attention")) is not None:
@@ -165,25 +191,37 @@ def with_options(program: TrainingProgram, said: Callable[[str], bool | None]) -
 
 def with_float32_sum(program: TrainingProgram) -> TrainingProgram:
     """Returns the program with a float32 sum of its 16-bit gradients beside them."""
-    return replace(program, gradient_bytes=max(6.0 if program.weight_bytes == 2.0 else 0.0, program.gradient_bytes))
+    return replace(
+        program,
+        gradient_bytes=max(6.0 if program.weight_bytes == 2.0 else 0.0, program.gradient_bytes),
+    )
 
 
-def with_states(program: TrainingProgram, states: float | None, *, pure_bf16: bool) -> TrainingProgram:
-    """Returns the program with so many bytes of the optimizer's states for a parameter (None: its own), or with these,
-    weights and gradients in bf16 and no float32 copy of them."""
+def with_states(
+    program: TrainingProgram, states: float | None, *, pure_bf16: bool
+) -> TrainingProgram:
+    """Returns the program with so many bytes of the optimizer's states for a parameter (None: its
+    own), or with these, weights and gradients in bf16 and no float32 copy of them."""
     states = program.state_bytes if states is None else states
     if pure_bf16:
-        states = states if states == 2.0 else states / 2  # bytes of states are float32's, except those of 8 bits
-        pure: dict[str, Any] = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "reduce_bytes": 2.0, "state_bytes": states}
+        # bytes of states are float32's, except those of 8 bits
+        states = states if states == 2.0 else states / 2
+        pure: dict[str, Any] = {
+            "weight_bytes": 2.0,
+            "gradient_bytes": 2.0,
+            "reduce_bytes": 2.0,
+            "state_bytes": states,
+        }
         return replace(program, **pure, optimizer_bytes=states)
     masters = program.optimizer_bytes - program.state_bytes
     return replace(program, state_bytes=states, optimizer_bytes=masters + states)
 
 
 def asked_program(name: str, options: Iterable[str], precision: str) -> TrainingProgram:
-    """Returns a program of the table with what a person knows of it, `softmax_attention` or `dropout=false`. Its name
-    says so. Raises ConfigError with the options that there are."""
-    program, said = in_precision(named_program(name), precision), dict[str, bool]()
+    """Returns a program of the table with what a person knows of it, `softmax_attention` or
+    `dropout=false`. Its name says so. Raises ConfigError with the options that there are."""
+    program = in_precision(named_program(name), precision)
+    said = dict[str, bool]()
     for text in (part.strip() for words in options for part in words.split(",")):
         key, _, value = text.partition("=")
         if key not in OPTIONS:

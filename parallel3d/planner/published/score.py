@@ -20,7 +20,8 @@ from parallel3d.planner.time.step import step_cost
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the planner says of a case. TFLOP/s and MFU are by the case's own definition, memory of its kind."""
+    """What the planner says of a case. TFLOP/s and MFU are by the case's own definition, memory of
+    its kind."""
 
     parameters: int
     fits: bool
@@ -33,7 +34,8 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredCase:
-    """`error_pct`: of throughput where that was measured, else of memory; above 0 where the planner says more."""
+    """`error_pct`: of throughput where that was measured, else of memory; above 0 where the planner
+    says more."""
 
     id: str
     source: str
@@ -56,7 +58,8 @@ class Errors:
     p90: float | None
     worst: float | None
     bias: float | None  # above 0 where the planner says more than was measured
-    covered: float | None = None  # the share of runs that lie within the range of their prediction, in per cent
+    # the share of runs that lie within the range of their prediction, in per cent
+    covered: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,8 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """All cases and their totals; `apart` has the totals of float8, context parallel and mixtures' runs and toys."""
+    """All cases and their totals; `apart` has the totals of float8, context parallel and mixtures'
+    runs and toys."""
 
     cases: tuple[ScoredCase, ...]
     skipped: tuple[tuple[str, str], ...]  # cases that could not be read: id, why
@@ -83,7 +87,8 @@ class Score:
     apart: dict[str, dict[str, Errors]]
 
     def to_json(self) -> Any:
-        """Returns plain data with rounded floats, and the range of each figure that is predicted."""
+        """Returns plain data with rounded floats, and the range of each figure that is
+        predicted."""
         tree = asdict(self)
         for case, row in zip(self.cases, tree["cases"], strict=True):
             row["ranges"] = None if case.spread is None else _ranges(case.predicted, case.spread)
@@ -96,7 +101,9 @@ def _ranges(of: Prediction, spread: Spread) -> dict[str, Any]:
         ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"), "throughput"
     )
     figures["memory_gib"] = "memory"
-    return {name: asdict(spread.around(figure, getattr(of, name))) for name, figure in figures.items()}
+    return {
+        name: asdict(spread.around(figure, getattr(of, name))) for name, figure in figures.items()
+    }
 
 
 def score(
@@ -105,55 +112,65 @@ def score(
     *,
     spread_of_case: Callable[[PublishedCase], Spread] | None = None,
 ) -> Score:
-    """Predicts every case of a file; one that cannot be priced is skipped, and said so. Totals leave out what is
-    reported apart and duplicates. `predict`: another planner's answer, scored the same way; None: this planner's.
-    `spread_of_case`: how far off a prediction may be, by which it has a range."""
+    """Predicts every case of a file; one that cannot be priced is skipped, and said so. Totals
+    leave out what is reported apart and duplicates. `predict`: another planner's answer, scored the
+    same way; None: this planner's. `spread_of_case`: how far off a prediction may be, by which it
+    has a range."""
     scored: list[ScoredCase] = []
     skipped = list(file.skipped)
+    duplicates = {case.id for case in file.cases if "duplicate" in case.tags}
+    for case in file.cases:
+        try:
+            spread = None if spread_of_case is None else spread_of_case(case)
+            scored.append(_score_case(case, (predict or predict_case)(case), spread))
+        except (ArithmeticError, LookupError, ValueError) as problem:
+            skipped.append((case.id, f"cannot be priced ({problem})"))
     counted: list[ScoredCase] = []
     of_source: dict[str, list[ScoredCase]] = defaultdict(list)
     of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
-    for case in file.cases:
-        try:
-            one = _score_case(case, (predict or predict_case)(case), spread_of_case and spread_of_case(case))
-        except (ArithmeticError, LookupError, ValueError) as problem:
-            skipped.append((case.id, f"cannot be priced ({problem})"))
-            continue
-        scored.append(one)
+    for one in scored:
         if one.apart:
             of_reason[one.apart].append(one)
-        elif "duplicate" not in case.tags:
+        elif one.id not in duplicates:
             counted.append(one)
             of_source[one.source].append(one)
     every = _errors(one.error_pct for one in counted)
-    ran = [one.predicted.fits for one in counted if one.measured.status == "ok"]
-    failed = [not one.predicted.fits for one in counted if one.measured.status == "oom"]
-    told, shares = [*ran, *failed], [mean(told) for told in (ran, failed) if told]
     return Score(
         cases=tuple(scored),
         skipped=tuple(skipped),
         median_abs_error_pct=every.median,
         worst_abs_error_pct=every.worst,
         **_both(counted),
-        fit=Fit(
-            cases=len(told),
-            accuracy=100 * mean(told) if told else None,
-            balanced_accuracy=100 * mean(shares) if told else None,
-        ),
+        fit=_fit(counted),
         by_source={name: _both(group) for name, group in of_source.items()},
         apart={name: _both(group) for name, group in of_reason.items()},
     )
 
 
+def _fit(counted: Sequence[ScoredCase]) -> Fit:
+    """Returns how many of the runs that fit, and that ran out of memory, are predicted so."""
+    ran = [one.predicted.fits for one in counted if one.measured.status == "ok"]
+    failed = [not one.predicted.fits for one in counted if one.measured.status == "oom"]
+    told = [*ran, *failed]
+    shares = [mean(each) for each in (ran, failed) if each]
+    if not told:
+        return Fit(cases=0, accuracy=None, balanced_accuracy=None)
+    return Fit(cases=len(told), accuracy=100 * mean(told), balanced_accuracy=100 * mean(shares))
+
+
 def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | None) -> ScoredCase:
     """Raises ValueError where the predicted memory or time is no positive number."""
-    for name, value in (("memory_gib", predicted.memory_gib), ("step_time_s", predicted.step_time_s)):
+    for name, value in (
+        ("memory_gib", predicted.memory_gib),
+        ("step_time_s", predicted.step_time_s),
+    ):
         if not (isfinite(value) and value > 0):
             raise ValueError(f"{name} = {value}")
     measured = case.measured
     errors: dict[str, float] = {}
     if measured.metric is not None:
-        value, said = getattr(predicted, measured.metric), getattr(measured, measured.metric)
+        value = getattr(predicted, measured.metric)
+        said = getattr(measured, measured.metric)
         ratio = said / value if measured.metric == "step_time_s" else value / said
         errors["throughput"] = 100 * (ratio - 1)
     if measured.memory_gib is not None:
@@ -174,13 +191,15 @@ def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | Non
 
 def predict_case(case: PublishedCase) -> Prediction:
     """Predicts a case with this planner."""
-    run, kind = case.run, case.measured.memory_kind
+    run = case.run
+    kind = case.measured.memory_kind
     ranks = memory_by_rank(run)
     return prediction(
         case,
         parameters=total_parameters(run.shape),
         fits=needed_bytes(run, ranks) <= run.cluster.device.memory_bytes,
-        memory_gib=measured_bytes(ranks, case.memory_rank if kind else "worst", kind or "device") / GIB,
+        memory_gib=measured_bytes(ranks, case.memory_rank if kind else "worst", kind or "device")
+        / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
 
@@ -194,7 +213,8 @@ def measured_bytes(ranks: Sequence[RankMemory], which: MeasuredRank, kind: Memor
 def prediction(
     case: PublishedCase, *, parameters: int, fits: bool, memory_gib: float, step_time_s: float
 ) -> Prediction:
-    """The whole of a prediction: what follows from the step's time, by the case's own definition of a FLOP."""
+    """The whole of a prediction: what follows from the step's time, by the case's own definition of
+    a FLOP."""
     run = case.run
     tokens_per_s_per_gpu = run.tokens_per_step / (step_time_s * run.layout.world_size)
     flops = tokens_per_s_per_gpu * reported_flops_per_token(run.shape, run.seq_len, case.definition)
@@ -211,7 +231,9 @@ def prediction(
 
 def _both(group: Sequence[ScoredCase]) -> dict[str, Errors]:
     return {
-        name: replace(_errors(one.errors_pct.get(name) for one in group), covered=_covered(group, name))
+        name: replace(
+            _errors(one.errors_pct.get(name) for one in group), covered=_covered(group, name)
+        )
         for name in FIGURES
     }
 
@@ -229,7 +251,12 @@ def _errors(signed: Iterable[float | None]) -> Errors:
     errors = [error for error in signed if error is not None]
     if not errors:
         return Errors(cases=0, median=None, p90=None, worst=None, bias=None)
-    sizes, last = sorted(map(abs, errors)), len(errors) - 1
+    sizes = sorted(map(abs, errors))
+    last = len(errors) - 1
     return Errors(
-        cases=len(sizes), median=median(sizes), p90=sizes[int(0.9 * last + 0.5)], worst=sizes[-1], bias=median(errors)
+        cases=len(sizes),
+        median=median(sizes),
+        p90=sizes[int(0.9 * last + 0.5)],
+        worst=sizes[-1],
+        bias=median(errors),
     )

@@ -1,4 +1,5 @@
-"""A plan as one JSON object; docs/plan.md lists its keys. Floats are rounded to five digits, memory is in GiB."""
+"""A plan as one JSON object; docs/plan.md lists its keys. Floats are rounded to five digits, memory
+is in GiB."""
 
 from __future__ import annotations
 
@@ -21,8 +22,15 @@ def to_json(plan: Plan) -> dict[str, Any]:
     best = plan.best
     tree = {
         "schema": "parallel3d.plan/1",
-        "input": {**question_tree(plan.question), "objective": plan.objective, "tokens": plan.tokens},
-        "strategies": [strategy_tree(each, plan.length(each), plan.spread(each)) for each in plan.answer.strategies],
+        "input": {
+            **question_tree(plan.question),
+            "objective": plan.objective,
+            "tokens": plan.tokens,
+        },
+        "strategies": [
+            strategy_tree(each, plan.length(each), plan.spread(each))
+            for each in plan.answer.strategies
+        ],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
         "left_out": [asdict(each) for each in plan.answer.left_out],
         "search": {
@@ -73,7 +81,10 @@ def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
 
 def memory_tree(memory: RankMemory) -> dict[str, float]:
     """By kind in GiB; the kinds add up to the total."""
-    return {"total": memory.total / GIB, **{kind: getattr(memory, kind) / GIB for kind in MEMORY_KINDS}}
+    return {
+        "total": memory.total / GIB,
+        **{kind: getattr(memory, kind) / GIB for kind in MEMORY_KINDS},
+    }
 
 
 def model_tree(shape: ModelShape) -> dict[str, Any]:
@@ -99,7 +110,8 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
 
 
 def scales_tree(scales: Scales) -> dict[str, Any] | None:
-    """Returns what measured runs correct, None without any; `timed` and `weighed` name the program of each run."""
+    """Returns what measured runs correct, None without any; `timed` and `weighed` name the program
+    of each run."""
     return asdict(scales) if scales.timed or scales.weighed else None
 
 
@@ -117,7 +129,10 @@ def question_tree(question: Question) -> dict[str, Any]:
     return {
         "model": model_tree(question.shape),
         "hardware": hardware_tree(question.cluster),
-        **{key: getattr(question, key) for key in ("gpus", "seq_len", "global_batch_size", "precision")},
+        **{
+            key: getattr(question, key)
+            for key in ("gpus", "seq_len", "global_batch_size", "precision")
+        },
         "memory_fraction": question.memory_fraction,
         "risk": question.risk,
         "anchored": scales_tree(question.cluster.scales),
@@ -127,14 +142,27 @@ def question_tree(question: Question) -> dict[str, Any]:
     }
 
 
-def strategy_tree(found: Strategy, length: RunLength | None, spread: Spread | None) -> dict[str, Any]:
-    """A strategy, with how long the run takes where its tokens are known, and the range of each figure."""
-    question, parallel, cost = found.question, found.parallel, found.cost
+def strategy_tree(
+    found: Strategy, length: RunLength | None, spread: Spread | None
+) -> dict[str, Any]:
+    """A strategy, with how long the run takes where its tokens are known, and the range of each
+    figure."""
+    question = found.question
+    parallel = found.parallel
+    cost = found.cost
     ranges: dict[str, Any] = {}
     if spread is not None:
-        speeds = {name: getattr(cost, name) for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu")}
-        speeds |= {} if length is None else {name: value for name, value in asdict(length).items() if value is not None}
-        ranges = {name: asdict(spread.around("throughput", value)) for name, value in speeds.items()}
+        speeds = {
+            name: getattr(cost, name) for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu")
+        }
+        speeds |= (
+            {}
+            if length is None
+            else {name: value for name, value in asdict(length).items() if value is not None}
+        )
+        ranges = {
+            name: asdict(spread.around("throughput", value)) for name, value in speeds.items()
+        }
         ranges["memory_gib"] = asdict(spread.around("memory", found.memory.total / GIB))
     vocab = question.planned_shape(parallel.tp).vocab
     return {
@@ -153,5 +181,6 @@ def strategy_tree(found: Strategy, length: RunLength | None, spread: Spread | No
         "hfu": cost.hfu,
         "run": asdict(length) if length else None,
         "ranges": ranges or None,
-        "chance_to_fit": spread and spread.chance_to_fit(found.memory.total, question.cluster.device.memory_bytes),
+        "chance_to_fit": spread
+        and spread.chance_to_fit(found.memory.total, question.cluster.device.memory_bytes),
     }

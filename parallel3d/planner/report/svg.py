@@ -1,7 +1,8 @@
-"""The figures of a plan's HTML page: memory of each pipeline rank, a step's time by cause, memory against speed.
+"""The figures of a plan's HTML file: memory of each pipeline rank, a step's time by cause.
 
-Pure functions of a plan's own numbers, which give SVG elements. Colours are Okabe and Ito's, told apart by all eyes;
-each mark carries its figure as a tooltip, and a figure's title says what it shows.
+Pure functions of a plan's own numbers, which give SVG elements. Colours are Okabe and Ito's, told
+apart by all eyes; each mark carries its figure as a tooltip, and a figure's title says what it
+shows.
 """
 
 from __future__ import annotations
@@ -11,18 +12,32 @@ from html import escape
 
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
-from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search.question import Strategy
+from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS
 from parallel3d.planner.time.step import TimeParts
 
-_WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 900, 90, 90, 24, 18
-_PALETTE = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#cc79a7", "#d55e00", "#999999", "#5f5f5f")
+_WIDTH = 900
+_LEFT = 90
+_RIGHT = 90
+_ROW = 24
+_BAR = 18
+_PALETTE = (
+    "#0072b2",
+    "#56b4e9",
+    "#009e73",
+    "#e69f00",
+    "#f0e442",
+    "#cc79a7",
+    "#d55e00",
+    "#999999",
+    "#5f5f5f",
+)
 COLORS = dict(zip(MEMORY_KINDS, _PALETTE, strict=True))
 _SPAN = _WIDTH - _LEFT - _RIGHT
 
 
 def memory_figure(ranks: Sequence[RankMemory], usable: float, device: float) -> str:
-    """A bar for each of these pipeline ranks, stacked by kind, with lines at what may be used and at what there is."""
+    """A bar for each of these pipeline ranks, stacked by kind, with lines at what may be used and
+    at what there is."""
     scale = _SPAN / max(device, *(memory.total for memory in ranks))
     drawn: list[str] = []
     for row, memory in enumerate(ranks):
@@ -33,70 +48,56 @@ def memory_figure(ranks: Sequence[RankMemory], usable: float, device: float) -> 
                 told = f"rank {memory.rank}, {kind}: {bytes_ / GIB:.2f} GiB"
                 drawn.append(_bar(x, row, bytes_ * scale, COLORS[kind], told))
                 x += bytes_ * scale
-        drawn.append(_text(_WIDTH - 4, row * _ROW + 13, f"{memory.total / GIB:.1f} GiB", anchor="end"))
+        drawn.append(
+            _text(_WIDTH - 4, row * _ROW + 13, f"{memory.total / GIB:.1f} GiB", anchor="end")
+        )
     height = len(ranks) * _ROW
-    drawn += [f'<path class="limit" d="M{_LEFT + bytes_ * scale:.1f} 0v{height}"/>' for bytes_ in (usable, device)]
-    drawn.append(_text(_LEFT + usable * scale - 4, height + 14, f"usable {usable / GIB:.1f} GiB", anchor="end"))
+    drawn += [
+        f'<path class="limit" d="M{_LEFT + bytes_ * scale:.1f} 0v{height}"/>'
+        for bytes_ in (usable, device)
+    ]
+    drawn.append(
+        _text(
+            _LEFT + usable * scale - 4, height + 14, f"usable {usable / GIB:.1f} GiB", anchor="end"
+        )
+    )
     for at, (kind, color) in enumerate(COLORS.items()):
-        x, y = _LEFT + at % 6 * 130, height + 26 + at // 6 * 18
-        drawn.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color}"/>' + _text(x + 17, y + 10, kind))
-    return _svg(height + 60, "Memory of each pipeline rank by kind, against what a device may use", drawn)
+        x = _LEFT + at % 6 * 130
+        y = height + 26 + at // 6 * 18
+        drawn.append(
+            f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color}"/>'
+            + _text(x + 17, y + 10, kind)
+        )
+    return _svg(
+        height + 60, "Memory of each pipeline rank by kind, against what a device may use", drawn
+    )
 
 
 def time_figure(parts: TimeParts) -> str:
     """A waterfall: every cause begins where the one before it ends."""
     kinds = [kind for kind in TIME_KINDS if getattr(parts, kind) > 0]
-    scale, x, drawn = _SPAN / parts.total, float(_LEFT), []
+    scale = _SPAN / parts.total
+    x = float(_LEFT)
+    drawn = []
     for row, kind in enumerate(kinds):
         seconds = getattr(parts, kind)
         share = f"{seconds / parts.total:.1%}"
         color = _PALETTE[row % len(_PALETTE)]
         drawn.append(_text(4, row * _ROW + 13, kind))
-        drawn.append(_bar(x, row, max(seconds * scale, 1.0), color, f"{kind}: {seconds:.3g} s, {share}"))
+        drawn.append(
+            _bar(x, row, max(seconds * scale, 1.0), color, f"{kind}: {seconds:.3g} s, {share}")
+        )
         x += seconds * scale
         drawn.append(_text(x + 6, row * _ROW + 13, share))
-    return _svg(len(kinds) * _ROW, f"A step of {parts.total:.3g} s by cause, on the busiest rank", drawn)
-
-
-def scatter_figure(strategies: Sequence[Strategy], usable: float) -> str:
-    """Memory against speed; strategies that nothing is both leaner and faster than are joined by a line."""
-    height, bottom = 260, 230
-    speeds = [each.cost.tokens_per_s_per_gpu for each in strategies]
-    low, high = 0.9 * min(speeds), 1.02 * max(speeds)
-
-    def at(found: Strategy) -> tuple[float, float]:
-        share = (found.cost.tokens_per_s_per_gpu - low) / (high - low)
-        return _LEFT + found.memory.total / usable * _SPAN, bottom - share * bottom
-
-    front: list[tuple[float, float]] = []
-    best_s = 0.0
-    for each in sorted(strategies, key=lambda found: (found.memory.total, -found.cost.tokens_per_s_per_gpu)):
-        if each.cost.tokens_per_s_per_gpu > best_s:
-            front.append(at(each))
-            best_s = each.cost.tokens_per_s_per_gpu
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in front)
-    drawn = [
-        f'<path class="axis" d="M{_LEFT} 0V{bottom}H{_WIDTH - _RIGHT}"/>',
-        f'<path class="limit" d="M{_LEFT + _SPAN} 0V{bottom}"/>',
-        f'<polyline class="front" points="{line}"/>',
-        _text(4, 12, f"{high:,.0f}"),
-        _text(4, 26, "tokens/s"),
-        _text(4, bottom, f"{low:,.0f}"),
-        _text(_LEFT, height - 12, "0 GiB"),
-        _text(_LEFT + _SPAN, height - 12, f"{usable / GIB:.1f} GiB usable", anchor="end"),
-    ]
-    for number, each in enumerate(strategies, 1):
-        x, y = at(each)
-        told = f"{number}: {layout_text(each.parallel)}; {each.memory.total / GIB:.1f} GiB, "
-        told += f"{each.cost.tokens_per_s_per_gpu:,.0f} tokens/s a device"
-        drawn.append(f'<g><title>{escape(told)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#0072b2"/></g>')
-        drawn.append(_text(x + 7, y + 4, str(number)))
-    return _svg(height, "Memory of the fullest device against tokens per second and device", drawn)
+    return _svg(
+        len(kinds) * _ROW, f"A step of {parts.total:.3g} s by cause, on the busiest rank", drawn
+    )
 
 
 def _bar(x: float, row: int, wide: float, color: str, told: str) -> str:
     title = f"<title>{escape(told)}</title>"
-    return f'<rect x="{x:.1f}" y="{row * _ROW}" width="{wide:.1f}" height="{_BAR}" fill="{color}">{title}</rect>'
+    place = f'x="{x:.1f}" y="{row * _ROW}" width="{wide:.1f}" height="{_BAR}"'
+    return f'<rect {place} fill="{color}">{title}</rect>'
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:

@@ -1,4 +1,5 @@
-"""How a plan's figures are written: bars, layouts, memory by kind, time by cause, amounts, and lines of a page."""
+"""How a plan's figures are written: bars, layouts, memory by kind, time by cause, amounts, and
+lines of a page."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from parallel3d.planner.model.planned_run import EngineLayout, other_axes
 from parallel3d.planner.time.step import TimeParts
 
 WIDTH = 100
-MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "made_after_backward", "moment"))
+MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))
 TIME_KINDS = tuple(f.name for f in fields(TimeParts))
 _BAR = 8  # characters
 _LEAST_SHOWN = 0.002  # of a step
@@ -29,26 +30,30 @@ def bar(share: float) -> str:
 def layout_text(parallel: ParallelConfig) -> str:
     """A layout as overrides of a recipe would say it, without what is at its default."""
     plain = asdict(EngineLayout())
-    said = {key: value for key, value in asdict(parallel).items() if value != plain[key]}
-    text = (f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in said.items())
-    return " ".join(text) or "one device, nothing parallel"
+    said = []
+    for key, value in asdict(parallel).items():
+        if value != plain[key]:
+            said.append(f"{key}={'true' if value is True else value}")
+    return " ".join(said) or "one device, nothing parallel"
 
 
 def shown_axes(layouts: Iterable[ParallelConfig]) -> tuple[str, ...]:
     """Returns which axes of other programs any of these layouts uses."""
     sizes = [other_axes(parallel) for parallel in layouts]
-    return tuple(axis for axis, used in zip(("cp", "ep"), zip(*sizes, strict=True), strict=False) if max(used) > 1)
+    return tuple(axis for at, axis in enumerate(("cp", "ep")) if any(row[at] > 1 for row in sizes))
 
 
 def layout_columns(parallel: ParallelConfig, axes: Sequence[str] = ()) -> str:
-    """Writes a layout in columns: tp, pp, stages a rank, other `axes`, data ranks (sharded x replicated), microbatch,
-    recompute."""
-    stages = str(parallel.virtual_stages) if parallel.virtual_stages > 1 else "-"
-    data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
-    recompute = f"every {parallel.recompute_every}" if parallel.recompute_every else parallel.recompute
+    """Writes a layout in columns: tp, pp, stages a rank, other `axes`, data ranks (sharded x
+    replicated), microbatch, recompute."""
+    every = parallel.recompute_every
     sizes = dict(zip(("cp", "ep"), other_axes(parallel), strict=True))
     more = "".join(f"{sizes[axis]:>4}" for axis in axes)
-    return f"{parallel.tp:>4}{parallel.pp:>4}{stages:>4}{more} {data:>9}{parallel.microbatch_size:>4} {recompute:<9}"
+    return (
+        f"{parallel.tp:>4}{parallel.pp:>4}{parallel.virtual_stages:>4}{more} "
+        f"{f'{parallel.dp_shard} x {parallel.dp_replicate}':>9}{parallel.microbatch_size:>4} "
+        f"{f'every {every}' if every else parallel.recompute:<9}"
+    )
 
 
 def layout_head(axes: Sequence[str] = ()) -> str:
@@ -57,50 +62,59 @@ def layout_head(axes: Sequence[str] = ()) -> str:
 
 
 def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
-    """All pipeline ranks, or of more than `most` those that may differ: the ends, the middle, the fullest."""
-    last, worst = len(ranks) - 1, max(ranks, key=lambda memory: memory.total)
+    """All pipeline ranks, or of more than `most` those that may differ: the ends, the middle, the
+    fullest."""
+    last = len(ranks) - 1
+    worst = max(ranks, key=lambda memory: memory.total)
     kept = {0, 1, last // 2, last - 1, last, worst.rank}
     return [memory for memory in ranks if last < most or memory.rank in kept]
 
 
 def memory_text(memory: RankMemory) -> str:
     parts = sorted(((getattr(memory, kind), kind) for kind in MEMORY_KINDS), reverse=True)
-    least = 0.05 * GIB if memory.total >= GIB else 0.02 * memory.total
-    shown = ", ".join(f"{kind} {gib(bytes_, of=memory.total)}" for bytes_, kind in parts if bytes_ >= least)
-    return f"{shown}; {gib(memory.total)} in all"
+    total = memory.total
+    shown = [f"{kind} {gib(bytes_, of=total)}" for bytes_, kind in parts if bytes_ >= 0.02 * total]
+    return f"{', '.join(shown)}; {gib(total)} in all"
 
 
 def gib(bytes_: float, *, of: float | None = None) -> str:
-    """74.7, and two digits of what is less than one (or a part of it), as of a small model on a CPU."""
+    """74.7, and two digits of what is less than one (or a part of it), as of a small model on a
+    CPU."""
     return f"{bytes_ / GIB:.1f}" if (of or bytes_) >= GIB else f"{bytes_ / GIB:.2g}"
 
 
 def time_text(parts: TimeParts) -> str:
     by_size = sorted(((getattr(parts, kind), kind) for kind in TIME_KINDS), reverse=True)
-    return ", ".join(f"{kind} {s / parts.total:.1%}" for s, kind in by_size if s / parts.total >= _LEAST_SHOWN)
+    return ", ".join(
+        f"{kind} {s / parts.total:.1%}" for s, kind in by_size if s / parts.total >= _LEAST_SHOWN
+    )
 
 
 def si(number: float) -> str:
     """8.03B: three digits and a letter."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit * 0.9995:
-            return f"{number / limit:.3g}{letter}" if number < limit * 999.5 else f"{number / limit:.0f}{letter}"
+            scaled = float(f"{number / limit:.3g}")
+            return f"{scaled:g}{letter}"
     return f"{number:.3g}"
 
 
 def scales_text(scales: Scales) -> str:
-    """Says what measured runs correct, and by how much."""
-    devices, network, memory = (f"{each:.2f}" for each in (scales.arithmetic, scales.network, scales.memory))
-    said = [f"arithmetic takes {devices} and the network {network} times as long as predicted"] * bool(scales.timed)
-    what = "memory beside parameters, gradients and optimizer states is"
-    said += [f"{what} {memory} times what is counted"] * bool(scales.weighed)
+    """Returns what measured runs correct, and by how much."""
+    said = []
+    if scales.timed:
+        slower = f"arithmetic takes {scales.arithmetic:.2f} and the network {scales.network:.2f}"
+        said.append(f"{slower} times as long as predicted")
+    if scales.weighed:
+        said.append(f"memory beside states is {scales.memory:.2f} times what is counted")
     return ", ".join(said)
 
 
 def anchored_lines(scales: Scales) -> list[str]:
-    """Returns the lines of a page whose cluster measured runs have corrected; none where nothing was measured."""
-    runs = max(len(scales.timed), len(scales.weighed))
-    return wrapped("anchored", f"by {runs} run{'s' * (runs > 1)}: {scales_text(scales)}") if runs else []
+    """Returns the lines of a report whose cluster measured runs have corrected; none if nothing was
+    measured."""
+    text = scales_text(scales)
+    return wrapped("anchored", f"by measured runs: {text}") if text else []
 
 
 def links_text(cluster: Cluster) -> str:
@@ -119,5 +133,8 @@ def money(dollars: float | None) -> str:
 
 def wrapped(name: str, text: str) -> list[str]:
     """A line of the page, its name in the margin; what is longer goes on below it."""
-    line, margin = f"{name:<10}{text}", " " * 10
-    return textwrap.wrap(line, WIDTH, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    line = f"{name:<10}{text}"
+    margin = " " * 10
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,6 +1,6 @@
-"""The best layouts for a model on a cluster, the fastest, the leanest or the cheapest per token: the whole space of
-`ParallelConfig` (`space`), each tp x pp in the order of predicted step time (`tp_pp_search`): by a closed form first,
-the finalists by simulating their schedule."""
+"""The best layouts for a model on a cluster, the fastest, the leanest or the cheapest per token:
+the whole space of `ParallelConfig` (`space`), each tp x pp in the order of predicted step time
+(`tp_pp_search`): by a closed form first, the finalists by simulating their schedule."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from parallel3d.planner.search.space import check_fixed, families, size_error
 from parallel3d.planner.search.ties import settled
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
-from parallel3d.row_split import divisors
+from parallel3d.shard_sizes import divisors
 
 Objective = Literal["throughput", "memory", "cost"]
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 _FINALISTS = 20
 _TIED = 4  # ways of cutting a model that may be as fast as the fastest
 _NEAR = 64  # other numbers of devices that are tried, each way
-_FROM_EACH_WAY, _SPARE_WAYS, _FROM_THE_WHOLE = 2, 2, 2
+_FROM_EACH_WAY = 2
+_SPARE_WAYS = 2
+_FROM_THE_WHOLE = 2
 
 
 def search(question: Question, *, top: int = 10) -> Answer:
-    """The best `top` strategies, each another way of cutting the model: of every tp x pp the best that there is in
-    microbatch, virtual stages, split of the data ranks and recompute, which a run can change without changing what its
-    ranks hold. Where the question fixes both tp and pp, those are what differs.
+    """The best `top` strategies, each another way of cutting the model: of every tp x pp the best
+    that there is in microbatch, virtual stages, split of the data ranks and recompute, which a run
+    can change without changing what its ranks hold. Where the question fixes both tp and pp, those
+    are what differs.
 
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
     return _answer(question, _searches(question), top)
@@ -40,29 +43,33 @@ def search(question: Question, *, top: int = 10) -> Answer:
 
 def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
     found, best = _fastest(question, searches, top)
-    rejected, left_out = [], []
+    rejected = []
+    left_out = []
     for each in searches:
         if each not in best and each.beyond_s is None and (least := each.leanest()) is not None:
-            memory, short = Strategy(question, least.parallel).memory, least.bytes - question.usable_bytes
+            memory = Strategy(question, least.parallel).memory
+            short = least.bytes - question.usable_bytes
             largest = max(_KINDS, key=lambda kind: getattr(memory, kind))
             needs = f"{short / GIB:.1f}" if short >= 0.05 * GIB else "under 0.1"
-            why = f"needs {needs} GiB more on pipeline rank {memory.rank}, most of all for {largest}"
+            why = f"needs {needs} GiB more on rank {memory.rank}, most for {largest}"
             rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
     told = {(each.parallel.tp, each.parallel.pp) for each in found}
     by_size = {(each.tp, each.pp): each for each in searches}
     least_s = min((priced.step_time_s for priced in best.values()), default=0.0)
     sizes = [(tp, pp) for tp in divisors(question.gpus) for pp in divisors(question.gpus // tp)]
     for tp, pp in sizes:
+        reason = None
         way = by_size.get((tp, pp))
         if way is None:  # the first rule that it breaks
             reason = size_error(question, tp, pp) or "none of its layouts has what else is fixed"
-            left_out.append(NotShown(tp=tp, pp=pp, reason=reason))
         elif way in best and (tp, pp) not in told:
             slower = best[way].step_time_s / least_s - 1
-            left_out.append(NotShown(tp=tp, pp=pp, reason=f"slower: {slower:.0%} more time at its best"))
+            reason = f"slower: {slower:.0%} more time at its best"
         elif way.beyond_s is not None:
             slower = way.beyond_s / least_s - 1
-            left_out.append(NotShown(tp=tp, pp=pp, reason=f"slower: at least {slower:.0%} more time, if it fits"))
+            reason = f"slower: at least {slower:.0%} more time, if it fits"
+        if reason is not None:
+            left_out.append(NotShown(tp=tp, pp=pp, reason=reason))
     return Answer(
         strategies=tuple(found),
         rejected=tuple(sorted(rejected, key=lambda each: each.short_bytes)),
@@ -79,13 +86,15 @@ def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
 
 
 def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
-    """Returns the leanest layout of each tp x pp that fits, the leanest first. Raises ConfigError as `search` does."""
+    """Returns the leanest layout of each tp x pp that fits, the leanest first. Raises ConfigError
+    as `search` does."""
     return _leanest(question, _searches(question), top)
 
 
 def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[Strategy]:
     found: list[Candidate] = []
-    for each in sorted(searches, key=lambda each: -each.tp * each.pp):  # the layouts that are split most are often lean
+    # the layouts that are split most are often lean
+    for each in sorted(searches, key=lambda each: -each.tp * each.pp):
         within = found[top - 1].bytes if len(found) >= top else question.usable_bytes
         if (priced := each.leanest(within=within)) is not None:
             found = sorted([*found, priced], key=lambda priced: priced.bytes)
@@ -93,11 +102,13 @@ def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[S
 
 
 def one_that_fits(question: Question) -> Strategy | None:
-    """Returns any layout that fits, much sooner than the best; None where none does or the question allows none."""
+    """Returns any layout that fits, much sooner than the best; None where none does or the question
+    allows none."""
     if _states_bytes(question) > question.gpus * question.usable_bytes:
         return None
     by_size = families(question)
-    # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often the leanest.
+    # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often
+    # the leanest.
     for few in (True, False):
         for (tp, pp), own in by_size.items():
             found = TpPpSearch(question, tp, pp, own[:1] if few else own[1:]).leanest(
@@ -110,17 +121,20 @@ def one_that_fits(question: Question) -> Strategy | None:
 
 def _states_bytes(question: Question) -> float:
     """Returns a lower bound of the states of all parameters, each of which some device has."""
-    program, training = question.program, question.training
+    program = question.program
+    training = question.training
     each = program.weight_bytes + program.gradient_bytes + program.optimizer_bytes
-    if program.is_parallel3d:  # which may have no gradients and no copy for computing beside the master
-        each = master_bytes(question.precision) + (0.0 if training.is_adafactor else training.state_bytes)
+    # which may have no gradients and no copy for computing beside the master
+    if program.is_parallel3d:
+        each = master_bytes(question.precision) + training.state_bytes
     return ROUNDED * each * total_parameters(question.shape)
 
 
 def rank(question: Question, objective: Objective, *, top: int) -> Answer:
-    """Returns the answer with its strategies in the order of an objective. By cost `question.gpus` is the most, and
-    its halves compete, down to the first that is less efficient than its double: with fewer devices the bubble and the
-    traffic of data parallelism shrink, until memory forces what is slower."""
+    """Returns the answer with its strategies in the order of an objective. By cost `question.gpus`
+    is the most, and its halves compete, down to the first that is less efficient than its double:
+    with fewer devices the bubble and the traffic of data parallelism shrink, until memory forces
+    what is slower."""
     searches = _searches(question)
     answer = _answer(question, searches, top)
     if objective == "memory" and answer.strategies:
@@ -128,7 +142,8 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
     if objective != "cost":
         return answer
     found = list(answer.strategies[:_FROM_THE_WHOLE])
-    gpus, best = question.gpus, found[0].cost.tokens_per_s_per_gpu if found else 0.0
+    gpus = question.gpus
+    best = found[0].cost.tokens_per_s_per_gpu if found else 0.0
     while gpus % 2 == 0:
         gpus //= 2
         try:
@@ -145,7 +160,8 @@ def rank(question: Question, objective: Objective, *, top: int) -> Answer:
 
 
 def compare(question: Question, wanted: Fixed) -> Answer | str:
-    """Returns the cluster's best with `wanted` in the place of what is fixed, or the rule that `wanted` breaks."""
+    """Returns the cluster's best with `wanted` in the place of what is fixed, or the rule that
+    `wanted` breaks."""
     try:
         other = replace(question, fixed=wanted)
         check_fixed(other)
@@ -155,8 +171,9 @@ def compare(question: Question, wanted: Fixed) -> Answer | str:
 
 
 def sweep(question: Question, sizes: Iterable[int]) -> dict[int, Strategy | str]:
-    """Returns the best layout on each number of devices, smallest first, or the reason why none fits. Raises
-    ConfigError where the question allows no layout at any size, whatever the memory."""
+    """Returns the best layout on each number of devices, smallest first, or the reason why none
+    fits. Raises ConfigError where the question allows no layout at any size, whatever the
+    memory."""
     found: dict[int, Strategy | str] = {}
     refused: list[ConfigError] = []
     for gpus in sorted(set(sizes)):
@@ -172,7 +189,9 @@ def sweep(question: Question, sizes: Iterable[int]) -> dict[int, Strategy | str]
             found[gpus] = settled(best)[0]
         else:
             short_bytes = search(asked, top=1).rejected[0].short_bytes
-            found[gpus] = f"does not fit: {short_bytes / GIB:.1f} GiB are missing in the leanest layout"
+            found[gpus] = (
+                f"does not fit: {short_bytes / GIB:.1f} GiB are missing in the leanest layout"
+            )
     if len(refused) == len(found):
         raise refused[-1]
     return found
@@ -182,35 +201,46 @@ def _searches(question: Question) -> list[TpPpSearch]:
     if question.gpus < 1:
         raise ConfigError(f"gpus = {question.gpus}: must be at least 1; try --gpus 1")
     blocks: BlockTimeCache = {}
-    searches = (TpPpSearch(question, tp, pp, own, blocks) for (tp, pp), own in families(question).items())
-    found = [each for each in searches if each.size]
+    found = []
+    for (tp, pp), own in families(question).items():
+        each = TpPpSearch(question, tp, pp, own, blocks)
+        if each.size:
+            found.append(each)
     if not found:
         shape = question.shape
-        asked = ", ".join(f"{k} = {v}" for k, v in vars(question.fixed).items() if v is not None) or "nothing fixed"
+        fixed = vars(question.fixed).items()
+        asked = ", ".join(f"{key} = {value}" for key, value in fixed if value is not None)
         raise ConfigError(
-            f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, heads {shape.heads}, "
-            f"kv_heads {shape.kv_heads}) and a batch of {question.global_batch_size} sequences "
-            f"({asked}); try {_other_sizes(question)} or a batch that is a multiple of {question.gpus}"
+            f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, "
+            f"heads {shape.heads}, kv_heads {shape.kv_heads}) and a batch of "
+            f"{question.global_batch_size} sequences ({asked or 'nothing fixed'}); try "
+            f"{_other_sizes(question)} or a batch that is a multiple of {question.gpus}"
         )
     return found
 
 
 def _other_sizes(question: Question) -> str:
-    """Names the nearest numbers of devices, below and above, that some layout divides the model and the batch over;
-    whole nodes, where the devices asked about are more than one."""
-    near, gpus, step = [], question.gpus, question.cluster.gpus_per_node
-    step = step if gpus > step else 1
+    """Names the nearest numbers of devices, below and above, that some layout divides the model and
+    the batch over; whole nodes, where the devices asked about are more than one."""
+    near = []
+    gpus = question.gpus
+    node = question.cluster.gpus_per_node
+    step = node if gpus > node else 1
     below = (gpus - 1) // step * step
-    for sizes in (range(below, 0, -step), range(below + step * (1 + (gpus % step == 0)), 2 * gpus, step)):
-        asked = (replace(question, gpus=size) for size in sizes[:_NEAR])
-        near += [str(each.gpus) for each in islice((each for each in asked if any(families(each).values())), 1)]
+    above = (gpus // step + 1) * step
+    for sizes in (range(below, 0, -step), range(above, 2 * gpus, step)):
+        for size in sizes[:_NEAR]:
+            if any(families(replace(question, gpus=size)).values()):
+                near.append(str(size))
+                break
     return f"--gpus {' or '.join(near)}," if near else "another number of devices"
 
 
 def _fastest(
     question: Question, searches: list[TpPpSearch], top: int
 ) -> tuple[list[Strategy], dict[TpPpSearch, Candidate]]:
-    """Returns the best, priced exactly, and the best by the closed form of each tp x pp that can have one of them."""
+    """Returns the best, priced exactly, and the best by the closed form of each tp x pp that can
+    have one of them."""
     best: dict[TpPpSearch, Candidate] = {}
     orders: dict[TpPpSearch, Iterator[Candidate]] = {}
     for each in sorted(searches, key=lambda each: each.least_s):
@@ -221,12 +251,23 @@ def _fastest(
         if priced is not None:
             best[each] = priced
     is_fixed = question.fixed.tp is not None and question.fixed.pp is not None
-    ways = sorted(best, key=lambda each: (best[each].step_time_s, best[each].bytes))[: top + _SPARE_WAYS]
+    ways = sorted(best, key=lambda each: (best[each].step_time_s, best[each].bytes))[
+        : top + _SPARE_WAYS
+    ]
     more = max(_FINALISTS, 2 * top) if is_fixed else _FROM_EACH_WAY
-    finalists = [priced for each in ways for priced in (best[each], *islice(orders[each], more - 1))]
+    finalists = [
+        priced for each in ways for priced in (best[each], *islice(orders[each], more - 1))
+    ]
     exact = [(Strategy(question, priced.parallel), priced.bytes) for priced in finalists]
-    # The fastest first, and layouts within a per mille of each other by memory, then by fewer tp ranks.
-    exact.sort(key=lambda found: (float(f"{found[0].cost.step_time_s:.3g}"), found[1], found[0].parallel.tp))
+    # The fastest first, and layouts within a per mille of each other by memory, then by fewer tp
+    # ranks.
+    exact.sort(
+        key=lambda found: (
+            float(f"{found[0].cost.step_time_s:.3g}"),
+            found[1],
+            found[0].parallel.tp,
+        )
+    )
     first: dict[object, Strategy] = {}
     for one, _ in exact:
         first.setdefault(one.parallel if is_fixed else (one.parallel.tp, one.parallel.pp), one)

@@ -1,7 +1,9 @@
-"""How far a model, a cluster, a sequence or a batch goes: the smallest or largest that still fits, each tried.
+"""How far a model, a cluster, a sequence or a batch goes: the smallest or largest that still fits,
+each tried.
 
-Whether anything fits is known much sooner than what is best (`search.one_that_fits`), so each answer is a search of a
-few dozen such questions: by doubling, then between the last two. It comes with a layout that fits, not the fastest.
+Whether anything fits is known much sooner than what is best (`search.one_that_fits`), so each
+answer is a search of a few dozen such questions: by doubling, then between the last two. It comes
+with a layout that fits, not the fastest.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.search.fastest import one_that_fits
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.search.space import MOST_MICROBATCH
-from parallel3d.row_split import divisors
+from parallel3d.shard_sizes import divisors
 
 _STEPS = 16  # between two doublings
 _MOST_DOUBLINGS = 16  # of a node
 _LONGEST = 2**24  # tokens
 _SHORTEST = 128
-_ROUND_HEADS, _ROUND_LAYERS = 8, 4
+_ROUND_HEADS = 8
+_ROUND_LAYERS = 4
 
 
 def smallest_cluster(question: Question) -> Strategy | None:
-    """Finds the fewest devices that hold the model: parts of a node, then whole nodes. Beyond 16 nodes in steps of a
-    32nd to a 16th. None where no number of them does, since what one sequence needs is not divided far enough."""
+    """Finds the fewest devices that hold the model: parts of a node, then whole nodes. Beyond 16
+    nodes in steps of a 32nd to a 16th. None where no number of them does, since what one sequence
+    needs is not divided far enough."""
     node = question.cluster.gpus_per_node
 
     def tried(gpus: int) -> Strategy | None:
@@ -43,7 +47,8 @@ def smallest_cluster(question: Question) -> Strategy | None:
 
 
 def longest_sequence(question: Question) -> Strategy | None:
-    """Finds the longest sequence that fits, by doublings or halves, then 16ths; a learned position table ends it."""
+    """Finds the longest sequence that fits, by doublings or halves, then 16ths; a learned position
+    table ends it."""
     rows = question.shape.position_rows if question.shape.positions == "learned" else _LONGEST
     first = min(question.seq_len, rows)
 
@@ -56,16 +61,25 @@ def longest_sequence(question: Question) -> Strategy | None:
 
 
 def largest_batch(question: Question) -> Strategy | None:
-    """Finds the most sequences that all data ranks together take at once, without accumulating gradients: any larger
-    batch fits too, as several microbatches, since what a device holds does not grow with their number."""
+    """Finds the most sequences that all data ranks together take at once, without accumulating
+    gradients: any larger batch fits too, as several microbatches, since what a device holds does
+    not grow with their number."""
     best: Strategy | None = None
-    fixed, replicas = question.fixed, question.fixed.dp_replicate or 1
+    fixed = question.fixed
+    replicas = question.fixed.dp_replicate or 1
     for dp in reversed(divisors(question.gpus)):
         microbatch = fixed.microbatch_size or 1
         while microbatch <= (fixed.microbatch_size or MOST_MICROBATCH) and dp % replicas == 0:
             batch = dp * microbatch
-            if fixed.dp_shard in (None, dp // replicas) and (best is None or batch > best.question.global_batch_size):
-                ways = replace(fixed, dp_shard=dp // replicas, dp_replicate=replicas, microbatch_size=microbatch)
+            if fixed.dp_shard in (None, dp // replicas) and (
+                best is None or batch > best.question.global_batch_size
+            ):
+                ways = replace(
+                    fixed,
+                    dp_shard=dp // replicas,
+                    dp_replicate=replicas,
+                    microbatch_size=microbatch,
+                )
                 found = one_that_fits(replace(question, global_batch_size=batch, fixed=ways))
                 if found is None:
                     break
@@ -75,7 +89,8 @@ def largest_batch(question: Question) -> Strategy | None:
 
 
 def largest_model(question: Question) -> Strategy | None:
-    """Finds the largest model of the same kind, as `grown` makes it, that fits; None for a mixture."""
+    """Finds the largest model of the same kind, as `grown` makes it, that fits; None for a
+    mixture."""
     if question.shape.experts is not None or question.shape.latent is not None:
         return None
     step = lcm(_ROUND_HEADS, question.shape.heads // question.shape.kv_heads)
@@ -88,18 +103,25 @@ def largest_model(question: Question) -> Strategy | None:
 
 def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Strategy | None:
     """Finds the largest of these models that fits and has the positions for the sequence."""
-    enough = (shape for shape in shapes if shape.positions != "learned" or shape.position_rows >= question.seq_len)
+    enough = (
+        shape
+        for shape in shapes
+        if shape.positions != "learned" or shape.position_rows >= question.seq_len
+    )
     largest_first = sorted(enough, key=total_parameters, reverse=True)
     tried = (one_that_fits(replace(question, shape=shape)) for shape in largest_first)
     return next((found for found in tried if found is not None), None)
 
 
 def grown(shape: ModelShape, heads: int) -> ModelShape:
-    """A model of the same kind with so many heads: as in the families of GPT-3 and Llama layers grow with the width,
-    and heads keep their size and their number to the width, queries of a key their number, the feed-forward its ratio
-    to the width (to multiples of 256), the vocabulary its size."""
+    """A model of the same kind with so many heads: as in the families of GPT-3 and Llama layers
+    grow with the width, and heads keep their size and their number to the width, queries of a key
+    their number, the feed-forward its ratio to the width (to multiples of 256), the vocabulary its
+    size."""
     hidden = heads * shape.hidden // shape.heads
-    layers = max(_ROUND_LAYERS, round(shape.layers * heads / shape.heads / _ROUND_LAYERS) * _ROUND_LAYERS)
+    layers = max(
+        _ROUND_LAYERS, round(shape.layers * heads / shape.heads / _ROUND_LAYERS) * _ROUND_LAYERS
+    )
     return replace(
         shape,
         name=f"a model like {shape.name}",
@@ -127,10 +149,13 @@ def remedies(question: Question) -> Iterator[str]:
 
 
 def _largest(tried: Callable[[int], Strategy | None], first: int) -> Strategy | None:
-    """The largest number that fits: doublings of the first, then multiples of a 16th of the last that does."""
-    found, number = tried(first), first
+    """The largest number that fits: doublings of the first, then multiples of a 16th of the last
+    that does."""
+    found = tried(first)
+    number = first
     while found is not None and (more := tried(2 * number)) is not None:
-        found, number = more, 2 * number
+        found = more
+        number = 2 * number
     if found is None:
         return None
     step = max(1, number // _STEPS)

@@ -8,7 +8,6 @@ from functools import cached_property, lru_cache
 from math import gcd, lcm
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
-from parallel3d.config.rules import can_step_in_backward
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
@@ -18,8 +17,8 @@ from parallel3d.planner.model.planned_run import PlannedRun, from_config
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.time.step import Cost, step_cost
-from parallel3d.row_split import divisors
 from parallel3d.schedules.registry import ScheduleName
+from parallel3d.shard_sizes import divisors
 
 _SHORTEST_PART = 4096  # tokens of a sequence that a search leaves to each rank of cp
 
@@ -49,8 +48,8 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be trained, on what. `memory_fraction`: how full a device may be predicted to get; where a `risk` of
-    not fitting was asked for, it is what that leaves."""
+    """What is to be trained, on what. `memory_fraction`: how full a device may be predicted to get;
+    where a `risk` of not fitting was asked for, it is what that leaves."""
 
     shape: ModelShape
     cluster: Cluster
@@ -60,53 +59,61 @@ class Question:
     precision: str = "bf16"
     program: TrainingProgram = PARALLEL3D
     fixed: Fixed = Fixed()
-    training: OptimizerMemory = OptimizerMemory()  # what parallel3d keeps beside parameters and gradients
+    # what parallel3d keeps beside parameters and gradients
+    training: OptimizerMemory = OptimizerMemory()
     memory_fraction: float = 0.95
     risk: float | None = None
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
 
     def axes_beside(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
-        """Yields each cp and ep that the program may have beside this tp and pp: (1, 1) alone where it has neither. A
-        part of a sequence is not shorter than `_SHORTEST_PART`, unless cp is fixed."""
-        left, axes, experts = self.gpus // (tp * pp), self.program.axes, self.shape.experts
-        cps, eps = [1], [1]
+        """Yields each cp and ep that the program may have beside this tp and pp: (1, 1) alone where
+        it has neither. A part of a sequence is not shorter than `_SHORTEST_PART`, unless cp is
+        fixed."""
+        left = self.gpus // (tp * pp)
+        axes = self.program.axes
+        experts = self.shape.experts
+        cps = [1]
+        eps = [1]
         if "cp" in axes:
             even = [cp for cp in divisors(left) if self.seq_len % (2 * cp) == 0]
             cps += [cp for cp in even if cp > 1 and self.seq_len >= cp * _SHORTEST_PART]
             cps = cps if self.fixed.cp is None else [cp for cp in even if cp == self.fixed.cp]
         if "ep" in axes and experts is not None:
-            eps = [ep for ep in divisors(gcd(experts.count, tp * left)) if self.fixed.ep in (None, ep)]
+            eps = [
+                ep for ep in divisors(gcd(experts.count, tp * left)) if self.fixed.ep in (None, ep)
+            ]
         yield from ((cp, ep) for cp in cps for ep in eps)
 
     @property
     def memory_rule(self) -> str:
         """The option that says how full a device may get."""
-        return f"--mem-fraction {self.memory_fraction:g}" if self.risk is None else f"--risk {self.risk:g}"
+        return (
+            f"--mem-fraction {self.memory_fraction:g}"
+            if self.risk is None
+            else f"--risk {self.risk:g}"
+        )
 
     @property
     def usable_bytes(self) -> float:
         return self.cluster.device.memory_bytes * self.memory_fraction
 
     def planned_shape(self, tp: int) -> ModelShape:
-        """The model as the program takes it: parallel3d takes any vocabulary, other programs one that tp divides, as it
-        is or padded to a multiple of 128, for tensor cores."""
+        """The model as the program takes it: parallel3d takes any vocabulary, other programs one
+        that tp divides, as it is or padded to a multiple of 128, for tensor cores."""
         if self.program.is_parallel3d or self.shape.vocab % tp == 0:
             return self.shape
         return _padded(self.shape, lcm(128, tp))
 
     def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
         """Returns the run that answers the question with a layout."""
-        training, batch, tied = self.training, self.global_batch_size, self.shape.tied_embeddings
-        if training.steps_in_backward and not can_step_in_backward(parallel, batch, tied_embeddings=tied):
-            training = replace(training, steps_in_backward=False)
         return PlannedRun(
             shape=self.planned_shape(parallel.tp),
             cluster=self.cluster,
-            layout=from_config(parallel, batch),
+            layout=from_config(parallel, self.global_batch_size),
             program=self.program,
             seq_len=self.seq_len,
             precision=self.precision,
-            optimizer=training,
+            optimizer=self.training,
         )
 
 
@@ -126,7 +133,8 @@ class RunLength:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A layout as an answer to a question on as many devices, priced exactly when its memory or cost is asked for."""
+    """A layout as an answer to a question on as many devices, priced exactly when its memory or
+    cost is asked for."""
 
     question: Question
     parallel: ParallelConfig
@@ -146,7 +154,8 @@ class Strategy:
 
     def length(self, tokens: float) -> RunLength:
         """Returns how long a run of so many tokens is."""
-        gpus, hourly = self.parallel.world_size, self.question.cluster.device.price_per_hour
+        gpus = self.parallel.world_size
+        hourly = self.question.cluster.device.price_per_hour
         hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600
         price = None if hourly is None else hours * gpus * hourly
         return RunLength(days=hours / 24, gpu_hours=hours * gpus, price=price)
@@ -163,7 +172,8 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class NotShown:
-    """A tp x pp of which the answer has no strategy although memory is not the reason, and what is."""
+    """A tp x pp of which the answer has no strategy although memory is not the reason, and what
+    is."""
 
     tp: int
     pp: int
@@ -172,9 +182,10 @@ class NotShown:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`strategies`, best first; every other tp x pp is in `rejected`, nearest to fitting first, or in `left_out`;
-    `considered`: how many layouts there are; `checked`, `fitting`: those whose memory was computed, and that fit. The
-    others are slower than what is told, or hold too much by a lower bound."""
+    """`strategies`, best first; every other tp x pp is in `rejected`, nearest to fitting first, or
+    in `left_out`; `considered`: how many layouts there are; `checked`, `fitting`: those whose
+    memory was computed, and that fit. The others are slower than what is told, or hold too much by
+    a lower bound."""
 
     strategies: tuple[Strategy, ...]
     rejected: tuple[Rejected, ...]

@@ -1,4 +1,5 @@
-"""Layouts whose speeds differ by less than the planner can tell: the one that is safer to run goes first."""
+"""Layouts whose speeds differ by less than the planner can tell: the one that is safer to run goes
+first."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from dataclasses import replace
 
 from parallel3d.planner.search.question import Answer, Strategy
 
-# Two layouts of one job share most of what a prediction has wrong, yet not all: this share of their speed is unsure.
+# Two layouts of one job share most of what a prediction has wrong, yet not all: this share of their
+# speed is unsure.
 TIE = 0.02
 
 
 def tied(strategies: Sequence[Strategy]) -> int:
-    """Returns how many of the first strategies are as fast as the fastest of all, as far as can be told."""
+    """Returns how many of the first strategies are as fast as the fastest of all, as far as can be
+    told."""
     if not strategies:
         return 0
     fastest = max(_speed(each) for each in strategies)
@@ -26,14 +29,15 @@ def settle_ties(answer: Answer) -> Answer:
 
 
 def settled(strategies: Sequence[Strategy]) -> list[Strategy]:
-    """Returns layouts, fastest first, with those that are tied in another order: less memory (in tenths of a device)
-    first, then tp within a node, then the simpler schedule."""
+    """Returns layouts, fastest first, with those that are tied in another order: less memory (in
+    tenths of a device) first, then tp within a node, then the simpler schedule."""
     equal = tied(strategies)
     return [*sorted(strategies[:equal], key=_risks), *strategies[equal:]]
 
 
 def _risks(found: Strategy) -> tuple[float, ...]:
-    parallel, node = found.parallel, found.question.cluster.gpus_per_node
+    parallel = found.parallel
+    node = found.question.cluster.gpus_per_node
     tenths = round(10 * found.memory.total / found.question.usable_bytes)
     return tenths, parallel.tp if parallel.tp > node else 0, parallel.stages, -_speed(found)
 

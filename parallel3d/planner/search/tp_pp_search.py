@@ -1,9 +1,10 @@
 """One tp x pp of a question, and its layouts in the order of their time.
 
-Time is cheap to bound and memory is not, so memory is asked for only of layouts whose turn it is: a heap is ordered by
-the least time that families of one microbatch, then one family, then one of its layouts can take. A layout that comes
-to its top either fits, and nothing left is faster, or gives its place to what is leaner: itself with more recompute. A
-lower bound of memory, the floor, spares the layouts that cannot fit.
+Time is cheap to bound and memory is not, so memory is asked for only of layouts whose turn it is: a
+heap is ordered by the least time that families of one microbatch, then one family, then one of its
+layouts can take. A layout that comes to its top either fits, and nothing left is faster, or gives
+its place to what is leaner: itself with more recompute. A lower bound of memory, the floor, spares
+the layouts that cannot fit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from parallel3d.planner.search.space import (
     per_microbatch_variant,
     recompute_choices,
 )
-from parallel3d.planner.time.step import BlockTimeCache, CostCache, least_step_s, least_work_s, step_cost
+from parallel3d.planner.time.step import (
+    BlockTimeCache,
+    CostCache,
+    least_step_s,
+    least_work_s,
+    step_cost,
+)
 from parallel3d.schedules.registry import schedule_traits
 
 
@@ -44,7 +51,8 @@ class Candidate(NamedTuple):
 
 @dataclass
 class _Family:
-    """Layouts that differ in recompute and in the use of the data ranks. `first`: the least recompute that may fit."""
+    """Layouts that differ in recompute and in the use of the data ranks. `first`: the least
+    recompute that may fit."""
 
     parallel: ParallelConfig
     known: CostCache
@@ -53,22 +61,32 @@ class _Family:
     ends: tuple[StageSlice, ...] = ()  # what the first and the last rank have of the model
     floors: RunFloors | None = None
     ways: tuple[ParallelConfig, ...] = ()  # every use of its data ranks
-    # What layouts of a published program hold, by their use of the data ranks, and with a recompute.
+    # What layouts of a published program hold, by their use of the data ranks, and with a
+    # recompute.
     published: dict[object, PublishedBytes] = field(default_factory=dict)
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
     least: dict[RecomputeChoice, float] = field(default_factory=dict)
 
 
 class TpPpSearch:
-    """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far, `fitting` what fits, and
-    `beyond_s` is set where a search for the fastest was ended: the least seconds of a step that was not looked at."""
+    """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far,
+    `fitting` what fits, and `beyond_s` is set where a search for the fastest was ended: the least
+    seconds of a step that was not looked at."""
 
     def __init__(
-        self, question: Question, tp: int, pp: int, families: list[ParallelConfig], blocks: BlockTimeCache | None = None
+        self,
+        question: Question,
+        tp: int,
+        pp: int,
+        families: list[ParallelConfig],
+        blocks: BlockTimeCache | None = None,
     ) -> None:
         """`blocks` has the block times of other searches of the same model on the same cluster."""
         shared: BlockTimeCache = {} if blocks is None else blocks
-        self.tp, self.pp, self.checked, self.fitting = tp, pp, 0, 0
+        self.tp = tp
+        self.pp = pp
+        self.checked = 0
+        self.fitting = 0
         self.beyond_s: float | None = None
         self._question = question
         self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
@@ -84,7 +102,9 @@ class TpPpSearch:
     def size(self) -> int:
         """How many layouts it has, each with every recompute."""
         families = [family.parallel for family in self._families]
-        used_alike = {(each.microbatch_size, each.schedule, other_axes(each)): each for each in families}
+        used_alike = {
+            (each.microbatch_size, each.schedule, other_axes(each)): each for each in families
+        }
         counts = {key: sum(1 for _ in self._uses(each)) for key, each in used_alike.items()}
         keys = ((each.microbatch_size, each.schedule, other_axes(each)) for each in families)
         return len(self._recompute_choices) * sum(counts[key] for key in keys)
@@ -95,12 +115,16 @@ class TpPpSearch:
         return min(self._least_work_s(group) for group in self._groups.values())
 
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
-        """Yields the layouts that fit in the order of time, each use of the data ranks with the least recompute that
-        fits, and none that takes longer than `within_s`."""
-        usable, order, choices = self._question.usable_bytes, count(), self._recompute_choices
-        # What waits, by the least time it can take: families (None), one of them or one of its layouts, with this
-        # recompute.
-        heap: list[tuple[float, int, list[_Family], ParallelConfig | None, RecomputeChoice | None]] = []
+        """Yields the layouts that fit in the order of time, each use of the data ranks with the
+        least recompute that fits, and none that takes longer than `within_s`."""
+        usable = self._question.usable_bytes
+        order = count()
+        choices = self._recompute_choices
+        # What waits, by the least time it can take: families (None), one of them or one of its
+        # layouts, with this recompute.
+        heap: list[
+            tuple[float, int, list[_Family], ParallelConfig | None, RecomputeChoice | None]
+        ] = []
 
         def push_family(family: _Family, kind: RecomputeChoice) -> None:
             """Pushes a family, or what is leaner where its floor is too high."""
@@ -108,7 +132,10 @@ class TpPpSearch:
                 heappush(heap, (self._least_s(family, kind), next(order), [family], None, kind))
                 return
             # Recompute of a single block keeps more than it saves.
-            if self._question.shape.layers <= self.pp or self._family_floor(family, choices[-1]) <= usable:
+            if (
+                self._question.shape.layers <= self.pp
+                or self._family_floor(family, choices[-1]) <= usable
+            ):
                 for leaner_kind in leaner_choices(choices, kind):
                     push_family(family, leaner_kind)
 
@@ -118,7 +145,9 @@ class TpPpSearch:
                 push_leaner(family, way, kind)
                 return
             parallel = kind.of(way)
-            seconds = step_cost(self._question.planned_run(parallel), exact=False, known=family.known).step_time_s
+            seconds = step_cost(
+                self._question.planned_run(parallel), exact=False, known=family.known
+            ).step_time_s
             heappush(heap, (seconds, next(order), [family], parallel, kind))
 
         def push_leaner(family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
@@ -159,11 +188,16 @@ class TpPpSearch:
         yield from sorted(ready, key=lambda priced: priced.bytes)
 
     def leanest(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
-        """Returns the layout that needs least, or `is_any` the first found, of those that need no more than `within`
-        bytes; None where there is none."""
-        # Recompute of a single block keeps more than it saves; full recompute of several is the leanest.
+        """Returns the layout that needs least, or `is_any` the first found, of those that need no
+        more than `within` bytes; None where there is none."""
+        # Recompute of a single block keeps more than it saves; full recompute of several is the
+        # leanest.
         choices = self._recompute_choices[-1 if self._question.shape.layers > self.pp else 0 :]
-        floors = [(self._family_floor(family, kind), family, kind) for family in self._families for kind in choices]
+        floors = [
+            (self._family_floor(family, kind), family, kind)
+            for family in self._families
+            for kind in choices
+        ]
         found: Candidate | None = None
         most = within
         for floor, family, kind in sorted(floors, key=lambda each: each[0]):
@@ -178,7 +212,8 @@ class TpPpSearch:
                 parallel = kind.of(way)
                 bytes_ = self._bytes(family, parallel, kind, enough=most)
                 if bytes_ < most or (found is None and bytes_ == most):
-                    found, most = Candidate(parallel, inf, bytes_), bytes_
+                    found = Candidate(parallel, inf, bytes_)
+                    most = bytes_
                     if is_any:
                         return found
         return found
@@ -199,12 +234,16 @@ class TpPpSearch:
             if (leaner := per_microbatch_variant(self._question, way)) is not None:
                 yield leaner
 
-    def _bytes(self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice, *, enough: float) -> float:
+    def _bytes(
+        self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice, *, enough: float
+    ) -> float:
         """Returns what a layout with this recompute holds, or more than `enough`."""
         self.checked += 1
         if self._question.program.is_parallel3d:
             return quick_worst_bytes(self._question.planned_run(parallel), enough=enough)
-        return self._published(family, parallel).worst(kind.recompute, kind.recompute_every or 1, enough=enough)
+        return self._published(family, parallel).worst(
+            kind.recompute, kind.recompute_every or 1, enough=enough
+        )
 
     def _published(self, family: _Family, parallel: ParallelConfig) -> PublishedBytes:
         way = parallel.dp_shard, parallel.sharding
@@ -215,8 +254,11 @@ class TpPpSearch:
             family.published[way] = PublishedBytes(run, blocks)
         return family.published[way]
 
-    def _layout_bytes(self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice) -> float:
-        """Returns the bytes of a layout with this recompute, or more than a device has where it has that."""
+    def _layout_bytes(
+        self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
+    ) -> float:
+        """Returns the bytes of a layout with this recompute, or more than a device has where it has
+        that."""
         usable = self._question.usable_bytes
         if self._question.program.is_parallel3d:
             return self._bytes(family, parallel, kind, enough=usable)
@@ -228,7 +270,10 @@ class TpPpSearch:
     def _least_work_s(self, group: list[_Family]) -> float:
         run = self._question.planned_run(self._recompute_choices[0].of(group[0].parallel))
         layouts = [family.parallel for family in group]
-        turns = (each.virtual_stages if schedule_traits(each.schedule).ramp_bubble else inf for each in layouts)
+        turns = (
+            each.virtual_stages if schedule_traits(each.schedule).ramp_bubble else inf
+            for each in layouts
+        )
         return least_work_s(run, known=group[0].known, turns=max(turns))
 
     def _least_s(self, family: _Family, kind: RecomputeChoice) -> float:
@@ -236,14 +281,15 @@ class TpPpSearch:
         return least_step_s(run, known=family.known)
 
     def _floor(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
-        """Bytes that a family's layout holds at least with this recompute: of a published program, whose memory is
-        known sooner than its time, what it holds."""
+        """Bytes that a family's layout holds at least with this recompute: of a published program,
+        whose memory is known sooner than its time, what it holds."""
         if not self._question.program.is_parallel3d:
             return self._layout_bytes(family, way, kind)
         data = (way.strategy, way.dp_shard, way.gather, way.reduce)
         is_one = way.dp * way.microbatch_size == self._question.global_batch_size
         work = self._work(family, kind)
-        # States are those of all stages of a rank together, whatever their number, where none is reduced for itself.
+        # States are those of all stages of a rank together, whatever their number, where none is
+        # reduced for itself.
         traits = schedule_traits(way.schedule)
         alike = (traits.splits_backward, way.virtual_stages if way.reduce == "microbatch" else 0)
         key = (alike, family.ends, data, is_one, other_axes(way))
@@ -256,7 +302,9 @@ class TpPpSearch:
         if not self._question.program.is_parallel3d:
             if kind not in family.least:
                 all_split = max(self._ways(family), key=lambda way: way.dp_shard)
-                family.least[kind] = self._published(family, all_split).least(kind.recompute, kind.recompute_every or 1)
+                family.least[kind] = self._published(family, all_split).least(
+                    kind.recompute, kind.recompute_every or 1
+                )
             return family.least[kind]
         least = self._work(family, kind)
         return floor_bytes(self._any_run, least, least)
@@ -267,7 +315,8 @@ class TpPpSearch:
             parallel = family.parallel
             split = varied(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD")
             run = self._question.planned_run(split)
-            family.ends, family.floors = (run.ranks[0], run.ranks[-1]), RunFloors(run)
+            family.ends = (run.ranks[0], run.ranks[-1])
+            family.floors = RunFloors(run)
         if kind not in family.held:
             family.held[kind] = family.floors.work(*kind)
         return family.held[kind]

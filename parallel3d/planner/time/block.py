@@ -1,4 +1,5 @@
-"""Seconds of one transformer block, of the embedding and of the head, on one rank and for one microbatch."""
+"""Seconds of one transformer block, of the embedding and of the head, on one rank and for one
+microbatch."""
 
 from __future__ import annotations
 
@@ -10,19 +11,25 @@ from parallel3d.config.flops import attended_keys
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s, memory_bound_s
 
-# Bytes moved per element of [tokens, hidden] by what stands outside the tp region: two norms, two residual additions.
+# Bytes moved per element of [tokens, hidden] by what stands outside the tp region: two norms, two
+# residual additions.
 _NORM_FORWARD, _NORM_BACKWARD = 8.0, 16.0  # both
 _OUTSIDE_FORWARD, _OUTSIDE_BACKWARD = 12.0, 16.0  # both
 _DROPOUT_FORWARD, _DROPOUT_BACKWARD = 6.0, 6.0  # masks and a second pass, for both residuals
 _ROPE = 8.0  # per element of q and k, each way
 _GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # per element of [tokens, ffn]
-_SWIGLU_FORWARD, _SWIGLU_BACKWARD = 6.0, 10.0
-# Per element of [heads, seq, seq] of an attention that is not one kernel: scores written, softmax read and written,
-# dropout, read for the product with v (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1).
-_SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = 10.0, 14.0
-# Per element of [tokens x experts of a token, hidden], each way: rows put in the order of their experts, and back.
+_SWIGLU_FORWARD = 6.0
+_SWIGLU_BACKWARD = 10.0
+# Per element of [heads, seq, seq] of an attention that is not one kernel: scores written, softmax
+# read and written, dropout, read for the product with v (Korthikanti et al. 2022, arXiv 2205.05198,
+# section 4.1).
+_SOFTMAX_FORWARD = 10.0
+_SOFTMAX_BACKWARD = 14.0
+# Per element of [tokens x experts of a token, hidden], each way: rows put in the order of their
+# experts, and back.
 _PERMUTE = 10.0
-_TILE_ROWS = 128  # each expert's rows begin a tile of their own, where all experts of a rank are one product
+# each expert's rows begin a tile of their own, where all experts of a rank are one product
+_TILE_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +68,25 @@ class MicrobatchTimes:
     weight_s: float  # the part of a block's backward that only weights' gradients need
     head_s: tuple[float, float]
     embedding_s: tuple[float, float]
-    dense_s: tuple[float, float] = (0.0, 0.0)  # what a mixture's layer without experts takes beyond one with them
-    again_s: float = 0.0  # what a recomputed block repeats, where others repeat nothing
+    # what a mixture's layer without experts takes beyond one with them
+    dense_s: tuple[float, float] = (0.0, 0.0)
     end_overhead_s: float = 0.0  # what the host adds to each end, included there
 
     @cached_property
     def block(self) -> BlockParts:
         """A block's seconds in both directions."""
         ways = (self.forward, self.backward)
-        return BlockParts(**{part.name: sum(getattr(way, part.name) for way in ways) for part in fields(BlockParts)})
+        return BlockParts(
+            **{
+                part.name: sum(getattr(way, part.name) for way in ways)
+                for part in fields(BlockParts)
+            }
+        )
 
 
 class Product(NamedTuple):
-    """A matrix product of a block's forward: [rows, inputs] x [inputs, outputs], or as many such as there are `experts`
-    on a rank, which divide the rows evenly and are computed at once."""
+    """A matrix product of a block's forward: [rows, inputs] x [inputs, outputs], or as many such as
+    there are `experts` on a rank, which divide the rows evenly and are computed at once."""
 
     rows: int
     outputs: int
@@ -82,7 +94,8 @@ class Product(NamedTuple):
     experts: int = 1
 
     def forward_s(self, kernels: Kernels, *, turned: bool = False) -> float:
-        """Returns the seconds of the product, or of the input's gradient, which is the same one `turned`."""
+        """Returns the seconds of the product, or of the input's gradient, which is the same one
+        `turned`."""
         outputs, inputs = (self.inputs, self.outputs) if turned else (self.outputs, self.inputs)
         if self.experts == 1:
             return matmul_s(kernels, self.rows, outputs, inputs)
@@ -93,7 +106,9 @@ class Product(NamedTuple):
 
     def weight_s(self, kernels: Kernels) -> float:
         """Returns the seconds of the weights' gradients."""
-        return matmul_s(kernels, self.experts * self.outputs, self.inputs, max(1, self.rows // self.experts))
+        return matmul_s(
+            kernels, self.experts * self.outputs, self.inputs, max(1, self.rows // self.experts)
+        )
 
     @property
     def weights(self) -> int:
@@ -101,39 +116,60 @@ class Product(NamedTuple):
 
 
 def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
-    """Returns the products of a block; of a mixture those of a layer with experts, or those of a `dense` one."""
-    shape, layout, tp, t, h = run.shape, run.layout, run.layout.tp, run.tokens, run.shape.hidden
+    """Returns the products of a block; of a mixture those of a layer with experts, or those of a
+    `dense` one."""
+    shape = run.shape
+    layout = run.layout
+    tp = run.layout.tp
+    t = run.tokens
+    h = run.shape.hidden
     kv = max(shape.kv_hidden // tp, shape.head_dim)
-    found = [Product(t, shape.query_hidden // tp + 2 * kv, h), Product(t, h, shape.query_hidden // tp)]
+    found = [
+        Product(t, shape.query_hidden // tp + 2 * kv, h),
+        Product(t, h, shape.query_hidden // tp),
+    ]
     if (latent := shape.latent) is not None:
-        heads, local = shape.heads // tp, t // (tp if layout.sequence_parallel else 1)
+        heads = shape.heads // tp
+        local = t // (tp if layout.sequence_parallel else 1)
         queries = [Product(t, shape.query_hidden // tp, latent.query_rank or h)]
         narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)
         values = Product(t, heads * (latent.plain + latent.value), latent.key_value_rank)
         found = [Product(local, narrow, h), *queries, values, Product(t, h, heads * latent.value)]
-    inputs, experts = shape.feed_forward_inputs, shape.experts
+    inputs = shape.feed_forward_inputs
+    experts = shape.experts
     if experts is None or dense:
-        return [*found, Product(t, inputs * shape.ffn_hidden // tp, h), Product(t, h, shape.ffn_hidden // tp)]
+        return [
+            *found,
+            Product(t, inputs * shape.ffn_hidden // tp, h),
+            Product(t, h, shape.ffn_hidden // tp),
+        ]
     if shared := experts.shared_hidden // tp:
         found += [Product(t, inputs * shared, h), Product(t, h, shared)]
     found.append(Product(t // (tp if layout.sequence_parallel else 1), experts.count, h))
-    rows, each = int(run.routed_rows), experts.hidden // layout.expert_tp
+    rows = int(run.routed_rows)
+    each = experts.hidden // layout.expert_tp
     here = max(1, experts.count // layout.ep)
     return [*found, Product(rows, inputs * each, h, here), Product(rows, h, each, here)]
 
 
 def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> BlockTimes:
-    """Returns the seconds of a block; of a mixture those of a layer with experts, or those of a `dense` one."""
-    products_s = products_back_s = weight_s = 0.0  # back: of the inputs' gradients; weight: of the weights'
+    """Returns the seconds of a block; of a mixture those of a layer with experts, or those of a
+    `dense` one."""
+    # back: of the inputs' gradients; weight: of the weights'
+    products_s = products_back_s = weight_s = 0.0
     for product in products(run, dense=dense):
         products_s += product.forward_s(kernels)
         products_back_s += product.forward_s(kernels, turned=True)
         weight_s += product.weight_s(kernels) + _accumulate_s(run, kernels, product.weights)
     attention_s, attention_back_s = _attention(run, kernels)
     moved, moved_back = elementwise_bytes(run, dense=dense)
-    rest_s, rest_back_s = (memory_bound_s(kernels, b, launches=n) for b, n in ((moved, 8), (moved_back, 12)))
-    forward, backward = products_s + attention_s + rest_s, products_back_s + weight_s + attention_back_s + rest_back_s
-    program, recompute = run.program, run.layout.recompute
+    rest_s, rest_back_s = (
+        memory_bound_s(kernels, b, launches=n) for b, n in ((moved, 8), (moved_back, 12))
+    )
+    forward = products_s + attention_s + rest_s
+    backward = products_back_s + weight_s + attention_back_s + rest_back_s
+    program = run.program
+    recompute = run.layout.recompute
     again = {
         "full": forward,
         "every_n": forward / run.layout.recompute_every,
@@ -141,10 +177,13 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
         "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
     }.get(recompute, 0.0)
-    count = program.launches + (0 if run.shape.experts is None or dense else program.expert_launches)
+    count = program.launches + (
+        0 if run.shape.experts is None or dense else program.expert_launches
+    )
     launches = count * kernels.device.launch_s
     if program.blocking:
-        forward, backward = forward + launches, backward + 2 * launches
+        forward = forward + launches
+        backward = backward + 2 * launches
         again += launches if recompute == "full" else 0.0
     return BlockTimes(
         forward_s=max(forward, launches),
@@ -161,36 +200,55 @@ def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
         return 0.0
     if kernels.process is not None:
         return weights * kernels.process.gradient_s
-    passes = 2 * program.gradient_bytes * (program.accumulate if program.fused_weight_gradient else 1.0)
+    passes = (
+        2 * program.gradient_bytes * (program.accumulate if program.fused_weight_gradient else 1.0)
+    )
     return weights * passes / kernels.memory_rate
 
 
 def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds of a block's attention, forward and backward; where only some layers have a window, the mean
-    of all."""
-    shape, layout, program, d = run.shape, run.layout, run.program, run.shape.attention_hidden // run.shape.heads
-    queries, batch_heads = run.seq_len // layout.cp, layout.microbatch_size * shape.heads / layout.tp
+    """Returns the seconds of a block's attention, forward and backward; where only some layers have
+    a window, the mean of all."""
+    shape = run.shape
+    layout = run.layout
+    program = run.program
+    d = run.shape.attention_hidden // run.shape.heads
+    queries = run.seq_len // layout.cp
+    batch_heads = layout.microbatch_size * shape.heads / layout.tp
     if program.attention == "flash":
         share = 0.0 if shape.window is None else shape.windowed_layers / shape.layers
         kinds = ((1 - share, run.seq_len), (share, attended_keys(run.seq_len, shape.window)))
 
         def seconds(backward: bool) -> float:
-            flash_s = partial(flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d)
+            flash_s = partial(
+                flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d
+            )
             return sum(part * flash_s(keys=keys, backward=backward) for part, keys in kinds if part)
 
         return seconds(False), seconds(True)
-    speed = 0.5 if d % 8 == 0 else program.unaligned_attention  # batched products of few columns; without tensor cores
+    # batched products of few columns; without tensor cores
+    speed = 0.5 if d % 8 == 0 else program.unaligned_attention
     scores = batch_heads * queries * run.seq_len
-    product_s = 4.0 * scores * d / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
+    product_s = (
+        4.0
+        * scores
+        * d
+        / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
+    )
     traffic = scores / kernels.memory_rate
     dropout = 3.0 if program.dropout else 0.0
-    forward, backward = _SOFTMAX_FORWARD + dropout, _SOFTMAX_BACKWARD + dropout
+    forward = _SOFTMAX_FORWARD + dropout
+    backward = _SOFTMAX_BACKWARD + dropout
     return product_s + traffic * forward, 2 * product_s + traffic * backward
 
 
 def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, float]:
-    """Bytes that norms, residuals, activations, rope and the order of experts move, forward and backward."""
-    shape, layout, program, t = run.shape, run.layout, run.program, run.tokens
+    """Bytes that norms, residuals, activations, rope and the order of experts move, forward and
+    backward."""
+    shape = run.shape
+    layout = run.layout
+    program = run.program
+    t = run.tokens
     outside = t * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     dropped = 1.0 if program.dropout else 0.0
     norms = program.norm_passes * shape.block_norms / 2
@@ -198,7 +256,10 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
     backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD + dropped * _DROPOUT_BACKWARD)
     inner = t * shape.ffn_hidden / layout.tp
     if (experts := shape.experts) is not None and not dense:
-        inner = t * experts.shared_hidden / layout.tp + run.routed_rows * experts.hidden / layout.expert_tp
+        inner = (
+            t * experts.shared_hidden / layout.tp
+            + run.routed_rows * experts.hidden / layout.expert_tp
+        )
         forward += _PERMUTE * run.routed_rows * shape.hidden
         backward += _PERMUTE * run.routed_rows * shape.hidden
     forward += inner * (_SWIGLU_FORWARD if shape.is_gated else _GELU_FORWARD)
@@ -212,8 +273,10 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
 
 
 def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds that the last norm, the output table and the loss take, forward and backward."""
-    shape, t = run.shape, run.tokens
+    """Returns the seconds that the last norm, the output table and the loss take, forward and
+    backward."""
+    shape = run.shape
+    t = run.tokens
     vocab = run.rank_vocab
     product = matmul_s(kernels, t, vocab, shape.hidden, precision=kernels.half)
     weight = matmul_s(kernels, vocab, shape.hidden, t, precision=kernels.half)
@@ -224,6 +287,9 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
 
 
 def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the look-up's seconds: forward it reads and writes rows, backward it adds gradients into float32."""
+    """Returns the look-up's seconds: forward it reads and writes rows, backward it adds gradients
+    into float32."""
     rows = run.tokens * run.shape.hidden
-    return memory_bound_s(kernels, rows * 6.0, launches=3), memory_bound_s(kernels, rows * 12.0, launches=4)
+    return memory_bound_s(kernels, rows * 6.0, launches=3), memory_bound_s(
+        kernels, rows * 12.0, launches=4
+    )

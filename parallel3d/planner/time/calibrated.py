@@ -1,4 +1,5 @@
-"""This project's program on a calibrated host: kernels by their curves, and measurements where `step` assumes."""
+"""This project's program on a calibrated host: kernels by their curves, and measurements where
+`step` assumes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from parallel3d.planner.hardware.calibration import Calibration
 from parallel3d.planner.hardware.program import MEASURED_PARALLEL3D
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
-from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_times, embedding_times, head_times
+from parallel3d.planner.time.block import (
+    BlockParts,
+    MicrobatchTimes,
+    block_times,
+    embedding_times,
+    head_times,
+)
 from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
 from parallel3d.planner.time.roofline import Kernels
 
@@ -17,36 +24,43 @@ _FORWARD = 0.4  # the forward's share of what a block dispatches
 
 
 class CalibratedHost:
-    """The measurements that hold for a run. A CPU dispatches before each kernel and not beside it, and ranks that are
-    more than the cores share them: `at_once` pipeline ranks have a core for each of their processes, and everything
-    that all ranks do at once takes `slowdown` longer."""
+    """The measurements that hold for a run. A CPU dispatches before each kernel and not beside it,
+    and ranks that are more than the cores share them: `at_once` pipeline ranks have a core for each
+    of their processes, and everything that all ranks do at once takes `slowdown` longer."""
 
     def __init__(self, run: PlannedRun, measured: Calibration) -> None:
         layout = run.layout
-        self.run, self.measured = replace(run, program=MEASURED_PARALLEL3D), measured
+        self.run = replace(run, program=MEASURED_PARALLEL3D)
+        self.measured = measured
         on_host = min(layout.world_size, run.cluster.gpus_per_node)
         cores = measured.cores or on_host
-        self.process, self.ranks = measured.process(on_host), measured.together(on_host)
+        self.process = measured.process(on_host)
+        self.ranks = measured.together(on_host)
         self.at_once = layout.pp * cores / on_host
         self.contention = self.ranks.contention if self.ranks else 1.0
         self.slowdown = max(1.0, on_host / cores) * self.contention
         # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
-        whole, shards = layout.strategy in REPLICATED, layout.optimizer_shards
+        whole = layout.strategy in REPLICATED
+        shards = layout.optimizer_shards
         self.tp = measured.overhead("tp_sequence" if layout.sequence_parallel else "tp", layout.tp)
         split = measured.overhead("SHARD_OPTIMIZER" if whole else "FULL_SHARD", shards)
-        self.dp = split.plus(measured.overhead("NO_SHARD" if whole else "HYBRID_SHARD", layout.dp // shards))
+        self.dp = split.plus(
+            measured.overhead("NO_SHARD" if whole else "HYBRID_SHARD", layout.dp // shards)
+        )
 
     def microbatch(self) -> MicrobatchTimes:
-        run, process, recompute = self.run, self.process, self.run.layout.recompute
+        run = self.run
+        process = self.process
+        recompute = self.run.layout.recompute
         kernels = Kernels(device=run.cluster.device, precision=run.precision, process=process)
         block, (tp_forward, tp_backward) = block_times(run, kernels), self._tp_s()
         # What recompute repeats costs its dispatch too, which was measured.
         share = 1 / run.layout.recompute_every if recompute == "every_n" else 1.0
         whole = "full" if recompute == "every_n" else recompute
         again = block.again_s + share * process.recompute.get(whole, 0.0)
-        again_tp = tp_forward if whole == "full" else 0.0
-        tp_backward += share * again_tp
-        head, embedding = head_times(run, kernels), embedding_times(run, kernels)
+        tp_backward += share * (tp_forward if whole == "full" else 0.0)
+        head = head_times(run, kernels)
+        embedding = embedding_times(run, kernels)
         loss = process.logit_s * run.tokens * run.loss_vocab / 2
         end = (process.overhead.microbatch + self.tp.microbatch + self.dp.microbatch) / 2
         ends = (_FORWARD * end, (1 - _FORWARD) * end)
@@ -54,25 +68,31 @@ class CalibratedHost:
             forward=self._block_parts(_FORWARD, block.forward_s, 0.0, tp_forward),
             backward=self._block_parts(1 - _FORWARD, block.backward_s, again, tp_backward),
             weight_s=block.weight_s,
-            again_s=again / share + again_tp,
             head_s=(head[0] + loss + ends[0], head[1] + loss + ends[1]),
             embedding_s=(embedding[0] + ends[0], embedding[1] + ends[1]),
             end_overhead_s=process.overhead.microbatch / 2,
         )
 
     def _block_parts(self, share: float, compute: float, again: float, tp: float) -> BlockParts:
-        """Adds to a block's kernels, in one direction, its `share` of what was measured beside them."""
+        """Adds to a block's kernels, in one direction, its `share` of what was measured beside
+        them."""
         dispatch = share * self.process.overhead.block
-        if not self.measured.synchronous:  # launched ahead: only what takes longer than the kernels shows
+        # launched ahead: only what takes longer than the kernels shows
+        if not self.measured.synchronous:
             dispatch = max(0.0, dispatch - compute - again)
-        tp, dp = tp + share * self.tp.block, share * self.dp.block
+        tp = tp + share * self.tp.block
+        dp = share * self.dp.block
         return BlockParts(compute=compute, recompute=again, tp=tp, dp=dp, overhead=dispatch)
 
     def _tp_s(self) -> tuple[float, float]:
-        """The layers' collectives beyond their smallest messages: two each way, of which those of sequence parallelism
-        are a gather and a reduce-scatter, with two more gathers in the backward."""
-        run, layout, measured = self.run, self.run.layout, self.measured
-        bytes_, group = run.tokens * run.shape.hidden * run.item_bytes, run.group(layout.tp, 1)
+        """The layers' collectives beyond their smallest messages: two each way, of which those of
+        sequence parallelism are a gather and a reduce-scatter, with two more gathers in the
+        backward."""
+        run = self.run
+        layout = self.run.layout
+        measured = self.measured
+        bytes_ = run.tokens * run.shape.hidden * run.item_bytes
+        group = run.group(layout.tp, 1)
         if self.ranks is None or group.nodes > 1:
             one = all_gather_s(run.cluster, group, bytes_) * 2
             one = one if layout.sequence_parallel else all_reduce_s(run.cluster, group, bytes_)
@@ -80,22 +100,37 @@ class CalibratedHost:
         if not layout.sequence_parallel:
             one = measured.collective_s("all_reduce", layout.tp, bytes_)
             return 2 * one, 2 * one
-        gather, scatter = (measured.collective_s(kind, layout.tp, bytes_) for kind in ("all_gather", "reduce_scatter"))
+        gather, scatter = (
+            measured.collective_s(kind, layout.tp, bytes_)
+            for kind in ("all_gather", "reduce_scatter")
+        )
         return 2 * (gather + scatter), 4 * gather + 2 * scatter
 
     def action_s(self) -> float:
-        """Seconds that an action of a pipeline takes beside its stage: its place in the schedule, and a message."""
-        run, layout = self.run, self.run.layout
+        """Seconds that an action of a pipeline takes beside its stage: its place in the schedule,
+        and a message."""
+        run = self.run
+        layout = self.run.layout
         if layout.pp == 1:
             return 0.0
-        bytes_ = run.tokens * run.shape.hidden * run.item_bytes / (layout.tp if layout.sequence_parallel else 1)
+        bytes_ = (
+            run.tokens
+            * run.shape.hidden
+            * run.item_bytes
+            / (layout.tp if layout.sequence_parallel else 1)
+        )
         if self.ranks is None or layout.world_size > run.cluster.gpus_per_node:
             return send_s(run.cluster, bytes_, nodes=1 if self.ranks is None else 2)
-        return self.ranks.action_s + max(0.0, self.ranks.transfer.at(bytes_) - self.ranks.transfer.points[0][1])
+        return self.ranks.action_s + max(
+            0.0, self.ranks.transfer.at(bytes_) - self.ranks.transfer.points[0][1]
+        )
 
     def once_s(self, part: StageSlice) -> tuple[float, float, float]:
-        """Returns a step's seconds of the data dimension, the optimizer and the host, on a rank with this part."""
-        base, layout, layers = self.process.overhead, self.run.layout, part.layers
+        """Returns a step's seconds of the data dimension, the optimizer and the host, on a rank
+        with this part."""
+        base = self.process.overhead
+        layout = self.run.layout
+        layers = part.layers
         parameters = self.run.stage_parameters(part)
         rounds = layout.microbatches if "microbatch" in (layout.gather, layout.reduce) else 1
         data = rounds * (self.dp.step + layers * self.dp.layer + parameters * self.dp.parameter)

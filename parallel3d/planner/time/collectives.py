@@ -1,9 +1,11 @@
-"""Seconds of collectives by the alpha-beta model, over groups whose ranks sit on one node or on several, and what data
-parallelism adds to a step with them: gradients reduced, parameters gathered, as far as it shows.
+"""Seconds of collectives by the alpha-beta model, over groups whose ranks sit on one node or on
+several, and what data parallelism adds to a step with them: gradients reduced, parameters gathered,
+as far as it shows.
 
-Rank order is the mesh's: pp, dp_replicate, dp_shard, (cp,) tp, the last innermost. A ring over n ranks moves
-(n - 1) / n of the bytes through its slowest link; NCCL builds a ring for each network port of a node, so that a group
-with g ranks on a node has g ports (Thakur et al. 2005; NCCL's tuning model in src/graph/tuning.cc).
+Rank order is the mesh's: pp, dp_replicate, dp_shard, (cp,) tp, the last innermost. A ring over n
+ranks moves (n - 1) / n of the bytes through its slowest link; NCCL builds a ring for each network
+port of a node, so that a group with g ranks on a node has g ports (Thakur et al. 2005; NCCL's
+tuning model in src/graph/tuning.cc).
 """
 
 from __future__ import annotations
@@ -15,29 +17,32 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 
 
-def ring_bandwidth(cluster: Cluster, group: Group, *, one_ring: bool = False) -> float:
+def ring_bandwidth(cluster: Cluster, group: Group) -> float:
     """Bytes per second through the slowest link that the group crosses."""
     if group.nodes == 1:
         return cluster.node.sustained
-    ports = 1 if one_ring else group.per_node
-    return min(cluster.node.sustained, ports * cluster.network.sustained / _spread(cluster, group.span))
+    network = group.per_node * cluster.network.sustained / _spread(cluster, group.span)
+    return min(cluster.node.sustained, network)
 
 
-def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring: bool = False) -> float:
+def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     """Seconds until each rank has `whole_bytes`; a reduce-scatter of them takes the same."""
     if group.size == 1:
         return 0.0
-    hops = (group.size - group.nodes) * cluster.node.latency_s + (group.nodes - 1) * cluster.network.latency_s
+    hops = (group.size - group.nodes) * cluster.node.latency_s + (
+        group.nodes - 1
+    ) * cluster.network.latency_s
     share = (group.size - 1) / group.size
-    return share * whole_bytes / ring_bandwidth(cluster, group, one_ring=one_ring) + hops
+    return share * whole_bytes / ring_bandwidth(cluster, group) + hops
 
 
-def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring: bool = False) -> float:
-    """Seconds of a reduce-scatter and an all-gather; small tensors go by trees, of logarithmic latency."""
+def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
+    """Seconds of a reduce-scatter and an all-gather; small tensors go by trees, of logarithmic
+    latency."""
     if group.size == 1:
         return 0.0
-    ring = 2 * all_gather_s(cluster, group, whole_bytes, one_ring=one_ring)
-    bandwidth = ring_bandwidth(cluster, group, one_ring=one_ring)
+    ring = 2 * all_gather_s(cluster, group, whole_bytes)
+    bandwidth = ring_bandwidth(cluster, group)
     inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s if group.per_node > 1 else 0.0
     across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s if group.nodes > 1 else 0.0
     tree = 2 * whole_bytes / (0.9 * bandwidth) + inside + across
@@ -45,65 +50,74 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float, *, one_ring
 
 
 def exchange_s(cluster: Cluster, group: Group, within_bytes: float, across_bytes: float) -> float:
-    """Returns the seconds of an all-to-all in which each rank sends so many bytes to ranks of its own node, and so many
-    to others through its own port; both at once."""
+    """Returns the seconds of an all-to-all in which each rank sends so many bytes to ranks of its
+    own node, and so many to others through its own port; both at once."""
     if group.size == 1:
         return 0.0
     within_s = within_bytes / cluster.node.sustained + cluster.node.latency_s
     if group.nodes == 1:
         return within_s
-    bandwidth = min(cluster.node.sustained, cluster.network.sustained / _spread(cluster, group.span))
+    bandwidth = min(
+        cluster.node.sustained, cluster.network.sustained / _spread(cluster, group.span)
+    )
     return max(within_s, across_bytes / bandwidth + group.nodes * cluster.network.latency_s)
 
 
 def experts_exchange_s(run: PlannedRun) -> float:
-    """Returns the seconds in which a microbatch's tokens go to the ranks of their experts; they come back likewise."""
-    experts, layout = run.shape.experts, run.layout
+    """Returns the seconds in which a microbatch's tokens go to the ranks of their experts; they
+    come back likewise."""
+    experts = run.shape.experts
+    layout = run.layout
     if experts is None or layout.ep == 1:
         return 0.0
     group = run.group(layout.ep, layout.expert_tp)
-    token_bytes, tokens = run.shape.hidden * run.item_bytes, run.tokens / layout.tp
+    token_bytes = run.shape.hidden * run.item_bytes
+    tokens = run.tokens / layout.tp
     away = 1 - 1 / group.nodes  # the share of what is sent evenly that goes to other nodes
     copies = experts.per_token * away
     if run.program.sends_once_a_node:
         copies = experts.nodes_of_token(group.nodes) * away
-    # What came from another node goes on within this one to those of its ranks that have the experts.
+    # What came from another node goes on within this one to those of its ranks that have the
+    # experts.
     within = experts.per_token * (1 - 1 / group.per_node)
-    return exchange_s(run.cluster, group, tokens * token_bytes * within, tokens * token_bytes * copies)
+    return exchange_s(
+        run.cluster, group, tokens * token_bytes * within, tokens * token_bytes * copies
+    )
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
-    """Returns the seconds of a transfer between pipeline stages that lie on so many nodes, by the slowest link."""
+    """Returns the seconds of a transfer between pipeline stages that lie on so many nodes, by the
+    slowest link."""
     link = cluster.network if nodes > 1 else cluster.node
     return bytes_ / (link.sustained / _spread(cluster, nodes)) + link.latency_s
 
 
 def _spread(cluster: Cluster, nodes: int) -> float:
-    """Returns what the network's upper tiers divide its bandwidth by where so many nodes share it."""
+    """Returns what the network's upper tiers divide its bandwidth by where so many nodes share
+    it."""
     return cluster.oversubscription if nodes > cluster.whole_nodes else 1.0
 
 
 def reduced_once_s(run: PlannedRun, part: StageSlice, backward_s: float) -> float:
-    """Seconds that show where parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction a step, and with a
-    sharded optimizer one gather of what it wrote. `part`: what a rank has of the model; `backward_s`: of a rank's last
-    microbatch, beside which some send."""
-    program, shards = run.program, run.layout.optimizer_shards
+    """Seconds that show where parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction
+    a step, and with a sharded optimizer one gather of what it wrote. `part`: what a rank has of the
+    model; `backward_s`: of a rank's last microbatch, beside which some send."""
+    program = run.program
+    shards = run.layout.optimizer_shards
     gather_s, reduce_s = _unit_s(run, part, shards)
-    host_s = 0.0
-    if shards > 1:
-        gather_s += shards * program.broadcast_s
-        # Each slice is a view and a copy of its own, and so it is where gradients are reduced.
-        slices = shards * program.cut_tensors * max(part.layers for part in run.ranks)
-        host_s = 4 * slices * run.cluster.device.launch_s
-    shown = max(0.1 * reduce_s, reduce_s - backward_s) if program.sends_in_last_backward else reduce_s
-    return shown * (1 - program.gradients_hidden) + gather_s * (1 - program.gathers_hidden) + host_s
+    shown = (
+        max(0.1 * reduce_s, reduce_s - backward_s) if program.sends_in_last_backward else reduce_s
+    )
+    return shown * (1 - program.gradients_hidden) + gather_s * (1 - program.gathers_hidden)
 
 
 def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -> float:
-    """Seconds that show where parameters are sharded (FSDP, ZeRO-3): while a block computes, the next one's parameters
-    are gathered and the last one's gradients reduced; what takes longer than the compute shows. The first gather and
-    the last reduction always do. `forward`, `backward`: seconds of a block; `ends_s`: of embedding and head in both."""
-    program, layout = run.program, run.layout
+    """Seconds that show where parameters are sharded (FSDP, ZeRO-3): while a block computes, the
+    next one's parameters are gathered and the last one's gradients reduced; what takes longer than
+    the compute shows. The first gather and the last reduction always do. `forward`, `backward`:
+    seconds of a block; `ends_s`: of embedding and head in both."""
+    program = run.program
+    layout = run.layout
     block = StageSlice(layers=1, embedding=False, head=False)
     gather_s, reduce_s = _unit_s(run, block, layout.parameter_shards)
     ends = StageSlice(layers=0, embedding=True, head=True)
@@ -116,9 +130,9 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     if layout.expert_shards(layout.parameter_shards) > 1:
         gathered += run.stage_experts(block)
     moved = gathered * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
-    forward_slow = max(0.0, gather_s - program.prefetch * forward)
+    forward_slow = max(0.0, gather_s - forward)
     backward_slow = (
-        max(0.0, both - program.prefetch * backward) + program.contention * moved / run.cluster.node.sustained
+        max(0.0, both - backward) + program.contention * moved / run.cluster.node.sustained
     )
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
     rounds = layout.microbatches if run.gathers_each_microbatch else 1
@@ -127,8 +141,9 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
 
 
 def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, float]:
-    """Returns the seconds to gather the parameters that a rank has of a part of the model, split over `shards` ranks,
-    and to reduce their gradients; experts are split over those ranks that have the same ones."""
+    """Returns the seconds to gather the parameters that a rank has of a part of the model, split
+    over `shards` ranks, and to reduce their gradients; experts are split over those ranks that have
+    the same ones."""
     layout = run.layout
     ranks = layout.dp * layout.cp
     gather_s, reduce_s = _split_s(run, run.stage_parameters(part), shards, ranks, layout.tp)
@@ -139,11 +154,16 @@ def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, floa
     return gather_s, reduce_s
 
 
-def _split_s(run: PlannedRun, parameters: int, shards: int, ranks: int, stride: int) -> tuple[float, float]:
-    """Returns the seconds to gather so many parameters, split over `shards` of the `ranks` that have them in common,
-    which are `stride` apart, and to reduce their gradients."""
-    program, cluster, gradients = run.program, run.cluster, parameters * run.program.reduce_bytes
-    inner, outer = run.group(shards, stride), run.group(ranks // shards, stride * shards)
-    gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes, one_ring=program.one_ring)
-    reduce_s = all_gather_s(cluster, inner, gradients, one_ring=program.one_ring)
-    return gather_s, reduce_s + all_reduce_s(cluster, outer, gradients / shards, one_ring=program.one_ring)
+def _split_s(
+    run: PlannedRun, parameters: int, shards: int, ranks: int, stride: int
+) -> tuple[float, float]:
+    """Returns the seconds to gather so many parameters, split over `shards` of the `ranks` that
+    have them in common, which are `stride` apart, and to reduce their gradients."""
+    program = run.program
+    cluster = run.cluster
+    gradients = parameters * run.program.reduce_bytes
+    inner = run.group(shards, stride)
+    outer = run.group(ranks // shards, stride * shards)
+    gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes)
+    reduce_s = all_gather_s(cluster, inner, gradients)
+    return gather_s, reduce_s + all_reduce_s(cluster, outer, gradients / shards)

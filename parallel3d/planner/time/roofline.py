@@ -9,8 +9,9 @@ from math import sqrt
 from parallel3d.planner.hardware.calibration import OneProcess
 from parallel3d.planner.hardware.cluster import Device
 
-# Output tiles that cuBLAS and CUTLASS offer, with the share of the best tile's speed that each reaches: a smaller tile
-# reads its operands more often (NVIDIA, "Matrix multiplication background", section "Tiling efficiency").
+# Output tiles that cuBLAS and CUTLASS offer, with the share of the best tile's speed that each
+# reaches: a smaller tile reads its operands more often (NVIDIA, "Matrix multiplication background",
+# section "Tiling efficiency").
 _TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -21,10 +22,14 @@ _TILES = (
     (64, 128, 0.78),
     (64, 64, 0.60),
 )
-_TAIL = 0.5  # share of a last, partly filled wave of tiles that split-k and the next kernel's prologue do not hide
-_DEPTH = 128  # k of a tile at which its prologue and epilogue take as long as its inner loop would lose
+# share of a last, partly filled wave of tiles that split-k and the next kernel's prologue do not
+# hide
+_TAIL = 0.5
+# k of a tile at which its prologue and epilogue take as long as its inner loop would lose
+_DEPTH = 128
 _FLOAT8 = 0.76  # casts, transposes and amax around each product, and the power limit
-_UNALIGNED = 2.2  # slow-down where a row is no multiple of 8 elements and tensor cores get no 16-byte loads (ibid.)
+# slow-down where a row is no multiple of 8 elements and tensor cores get no 16-byte loads (ibid.)
+_UNALIGNED = 2.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,6 @@ class Kernels:
 
     device: Device
     precision: str
-    matmul_speed: float = 1.0
     attention_speed: float = 1.0
     process: OneProcess | None = None  # its own curves, where it was calibrated
 
@@ -51,7 +55,14 @@ class Kernels:
 
 @lru_cache(maxsize=65536)
 def _matmul_s(
-    m: int, n: int, k: int, flops: float, processors: int, memory_rate: float, kernel_s: float, itemsize: float
+    m: int,
+    n: int,
+    k: int,
+    flops: float,
+    processors: int,
+    memory_rate: float,
+    kernel_s: float,
+    itemsize: float,
 ) -> float:
     per_processor = flops / processors
     best = float("inf")
@@ -67,15 +78,25 @@ def _matmul_s(
 
 
 def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None = None) -> float:
-    """Seconds of [m, k] x [k, n]: the best tile's waves over the processors, never faster than memory."""
-    device, precision = kernels.device, precision or kernels.precision
+    """Seconds of [m, k] x [k, n]: the best tile's waves over the processors, never faster than
+    memory."""
+    device = kernels.device
+    precision = precision or kernels.precision
     if kernels.process is not None:
         measured = kernels.process.matmul  # in this precision, or in the first one that was
-        return 2.0 * m * n * k / measured.get(precision, next(iter(measured.values()))).at(sqrt(m * n), k)
-    flops = device.peak(precision) * device.matmul_efficiency * kernels.matmul_speed
+        return (
+            2.0
+            * m
+            * n
+            * k
+            / measured.get(precision, next(iter(measured.values()))).at(sqrt(m * n), k)
+        )
+    flops = device.peak(precision) * device.matmul_efficiency
     flops *= _FLOAT8 if precision == "fp8" else 1.0
     item_bytes = {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
-    return _matmul_s(m, n, k, flops, device.processors, kernels.memory_rate, device.kernel_s, item_bytes)
+    return _matmul_s(
+        m, n, k, flops, device.processors, kernels.memory_rate, device.kernel_s, item_bytes
+    )
 
 
 def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1) -> float:
@@ -85,17 +106,26 @@ def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1)
 
 
 def flash_attention_s(
-    kernels: Kernels, *, batch_heads: float, queries: int, keys: float, head_dim: int, backward: bool
+    kernels: Kernels,
+    *,
+    batch_heads: float,
+    queries: int,
+    keys: float,
+    head_dim: int,
+    backward: bool,
 ) -> float:
-    """Returns a tiled causal kernel's seconds (Dao 2023, arXiv 2307.08691): half the products, 5 for 2 backward."""
+    """Returns a tiled causal kernel's seconds (Dao 2023, arXiv 2307.08691): half the products, 5
+    for 2 backward."""
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5
     if kernels.process is not None:
         measured = kernels.process.attention
-        return products / measured.get(kernels.precision, next(iter(measured.values())))[backward].at(keys, head_dim)
+        return products / measured.get(kernels.precision, next(iter(measured.values())))[
+            backward
+        ].at(keys, head_dim)
     key = "backward" if backward else "forward"
     sustained = kernels.device.attention_flops[key] * kernels.attention_speed
-    # The diagonal's tiles are half wasted and short rows fill the pipeline badly (ibid., figures 4 to 6); heads of 64
-    # spend a larger share on the softmax.
+    # The diagonal's tiles are half wasted and short rows fill the pipeline badly (ibid., figures 4
+    # to 6); heads of 64 spend a larger share on the softmax.
     length = keys / (keys + (420.0 if backward else 300.0))
     depth = min(1.0, 0.62 + 0.38 * head_dim / 128)
     return products / (sustained * length * depth) + kernels.device.kernel_s

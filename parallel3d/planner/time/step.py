@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import inf, log2
 
-from parallel3d.optimizers.step_bytes import busiest_shapes
+from parallel3d.optimizers.step_bytes import MuonCosts, busiest_shapes
+from parallel3d.planner.hardware.cluster import Scales
 from parallel3d.planner.hardware.units import ROUNDED
 from parallel3d.planner.model.parameters import (
     hardware_flops_per_token,
@@ -16,7 +17,13 @@ from parallel3d.planner.model.parameters import (
 )
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
-from parallel3d.planner.time.block import BlockParts, MicrobatchTimes, block_times, embedding_times, head_times
+from parallel3d.planner.time.block import (
+    BlockParts,
+    MicrobatchTimes,
+    block_times,
+    embedding_times,
+    head_times,
+)
 from parallel3d.planner.time.calibrated import CalibratedHost
 from parallel3d.planner.time.collectives import (
     all_gather_s,
@@ -30,14 +37,15 @@ from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_ba
 from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
 from parallel3d.timeline.simulate import StageTimes
 
-ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}  # published schedules, and whether they double the memory
-# A step waits for its slowest rank, and the more nodes the slower that is (docs/planner.md, "Networks and scale").
+# published schedules, and whether they double the memory
+ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}
+# A step waits for its slowest rank, and the more nodes the slower that is (docs/planner.md,
+# "Networks and scale").
 STRAGGLING = 0.005  # of the step, for each doubling of the nodes
-# The layers' collectives on ranks of several nodes reach this share of the rings' speed that larger transfers have
-# (docs/planner.md, "Networks and scale").
+# The layers' collectives on ranks of several nodes reach this share of the rings' speed that larger
+# transfers have (docs/planner.md, "Networks and scale").
 TP_ACROSS_NODES = 0.5
 STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
-EARLY_HOPPER = (0.92, 0.66)  # matmul, attention: share of what the device does since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,15 @@ class TimeParts:
 
     @property
     def total(self) -> float:
-        ways = self.compute + self.recompute + self.tp + self.cp + self.pp_bubble + self.pp_p2p + self.dp
+        ways = (
+            self.compute
+            + self.recompute
+            + self.tp
+            + self.cp
+            + self.pp_bubble
+            + self.pp_p2p
+            + self.dp
+        )
         return ways + self.optimizer + self.overhead + self.ep
 
 
@@ -86,38 +102,47 @@ class _Pipeline:
     most: StageSlice  # what the rank with most parameters has of the model
 
 
-BlockTimeCache = dict[tuple[object, ...], MicrobatchTimes]  # one model's on one cluster, by all that they depend on
+# one model's on one cluster, by all that they depend on
+BlockTimeCache = dict[tuple[object, ...], MicrobatchTimes]
 
 
 @dataclass(frozen=True)
 class CostCache:
-    """What has been computed for other layouts: pipelines by recompute, of those that differ in nothing else but the
-    split of the data ranks; a microbatch's times, of any."""
+    """What has been computed for other layouts: pipelines by recompute, of those that differ in
+    nothing else but the split of the data ranks; a microbatch's times, of any."""
 
     blocks: BlockTimeCache = field(default_factory=dict)
     pipelines: dict[tuple[str, int], _Pipeline] = field(default_factory=dict)
 
 
 def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = None) -> Cost:
-    """Prices a step. `exact` simulates the schedule; without, its closed form ranks candidates quickly. This
-    project's own program on a calibrated host is priced by what was measured there. `known` is filled, and read."""
-    host, layout = _calibrated_host(run), run.layout
+    """Prices a step. `exact` simulates the schedule; without, its closed form ranks candidates
+    quickly. This project's own program on a calibrated host is priced by what was measured there.
+    `known` is filled, and read."""
+    host = _calibrated_host(run)
+    layout = run.layout
     pipeline = _pipeline(run, host, exact=exact, known=known)
-    micro, rank_s = pipeline.micro, pipeline.rank_s
+    micro = pipeline.micro
+    rank_s = pipeline.rank_s
     busiest = rank_s.index(max(rank_s))
-    part, block = run.ranks[busiest], micro.block
+    part = run.ranks[busiest]
+    block = micro.block
     data_s, optimizer_s, overhead_s = _once_s(run, pipeline) if host is None else host.once_s(part)
     slowdown = 1.0 if host is None else host.slowdown
     work = min(pipeline.seconds, layout.microbatches * rank_s[busiest] * slowdown)
     each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
     p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
     travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
-    blocks, end_overhead = part.layers * each, each * micro.end_overhead_s * (part.embedding + part.head)
-    more = sum(more for more, rank in zip(run.recomputed_beyond_mean, run.placement, strict=True) if rank == busiest)
-    again, dense = each * more * micro.again_s, part.dense * each  # a dense layer has no exchange
+    blocks = part.layers * each
+    end_overhead = each * micro.end_overhead_s * (part.embedding + part.head)
+    dense = part.dense * each  # a dense layer has no exchange
     parts = TimeParts(
-        compute=work - p2p - end_overhead - again - blocks * (block.total - block.compute) + dense * block.ep,
-        recompute=blocks * block.recompute + again,
+        compute=work
+        - p2p
+        - end_overhead
+        - blocks * (block.total - block.compute)
+        + dense * block.ep,
+        recompute=blocks * block.recompute,
         tp=blocks * block.tp,
         cp=blocks * block.cp,
         pp_bubble=pipeline.seconds - work - travel,
@@ -130,9 +155,13 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     if host is None:
         waits = STRAGGLING * log2(-(-layout.world_size // run.cluster.gpus_per_node))
         parts = replace(parts, overhead=parts.overhead + waits * parts.total)
+    else:
+        parts = _scaled(parts, run.cluster.scales)
     tokens = run.tokens_per_step / parts.total / layout.world_size
     flops = tokens * model_flops_per_token(run.shape, run.seq_len)
-    hardware = hardware_flops_per_token(run.shape, run.seq_len, layout.recompute, layout.recompute_every)
+    hardware = hardware_flops_per_token(
+        run.shape, run.seq_len, layout.recompute, layout.recompute_every
+    )
     return Cost(
         parts=parts,
         step_time_s=parts.total,
@@ -143,28 +172,44 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     )
 
 
+def _scaled(parts: TimeParts, scales: Scales) -> TimeParts:
+    """Returns the parts of a step on a calibrated host as runs there have corrected them."""
+    found = {}
+    for kind, seconds in vars(parts).items():
+        is_sent = kind in ("tp", "cp", "pp_p2p", "dp", "ep")
+        found[kind] = seconds * (scales.network if is_sent else scales.arithmetic)
+    return TimeParts(**found)
+
+
 def stage_times(run: PlannedRun) -> tuple[list[StageTimes], float]:
-    """Returns what the schedule is simulated with: each stage's seconds for a microbatch, and those of a transfer."""
+    """Returns what the schedule is simulated with: each stage's seconds for a microbatch, and those
+    of a transfer."""
     pipeline = _pipeline(run, _calibrated_host(run), exact=False, known=None)
     return pipeline.stages, pipeline.send_s
 
 
 def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
-    """Seconds that no layout with this pipeline goes below, however it uses its data ranks: its microbatches, and what
-    every step has. It is 0.0 where measurements price each use of the data ranks for itself."""
+    """Seconds that no layout with this pipeline goes below, however it uses its data ranks: its
+    microbatches, and what every step has. It is 0.0 where measurements price each use of the data
+    ranks for itself."""
     if _calibrated_host(run) is not None:
         return 0.0
     return _pipeline(run, None, exact=False, known=known).seconds + STEP_OVERHEAD_S
 
 
 def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
-    """Seconds that no pipeline of these microbatches goes below, whatever its stages: an even share of all work for
-    each rank, and the bubble of ranks that have at most so many `turns` (`pipeline.closed_form_s`; none where they are
-    infinite). It is known much sooner than `least_step_s`, and never more."""
+    """Seconds that no pipeline of these microbatches goes below, whatever its stages: an even share
+    of all work for each rank, and the bubble of ranks that have at most so many `turns`
+    (`pipeline.closed_form_s`; none where they are infinite). It is known much sooner than
+    `least_step_s`, and never more."""
     if _calibrated_host(run) is not None:
         return 0.0
-    micro, shape, pp = _known_microbatch(run, known), run.shape, run.layout.pp
-    work = shape.layers * (micro.forward.total + micro.backward.total) + shape.first_dense * sum(micro.dense_s)
+    micro = _known_microbatch(run, known)
+    shape = run.shape
+    pp = run.layout.pp
+    work = shape.layers * (micro.forward.total + micro.backward.total) + shape.first_dense * sum(
+        micro.dense_s
+    )
     work += sum(micro.head_s) + sum(micro.embedding_s)
     rounds = run.layout.microbatches + (pp - 1) / turns
     return ROUNDED * rounds * work / pp + STEP_OVERHEAD_S
@@ -172,11 +217,16 @@ def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
 
 def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
     measured = run.cluster.measured
-    return None if measured is None or not run.program.is_parallel3d else CalibratedHost(run, measured)
+    return (
+        None if measured is None or not run.program.is_parallel3d else CalibratedHost(run, measured)
+    )
 
 
-def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache | None) -> _Pipeline:
-    """Prices the microbatches of a step, or finds them in `known`, where no measurement depends on more than that."""
+def _pipeline(
+    run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache | None
+) -> _Pipeline:
+    """Prices the microbatches of a step, or finds them in `known`, where no measurement depends on
+    more than that."""
     layout = run.layout
     recompute = layout.recompute, layout.recompute_every
     if host is not None or known is None:
@@ -185,14 +235,17 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
         return known.pipelines[recompute]
     else:
         micro = _known_microbatch(run, known)
-    # An activation on its way to the next stage; what of that is not beside compute and holds up the stage that sends,
-    # in the steady state too; and what an action takes beside both.
-    send, blocked, action = 0.0, 0.0, run.program.action_s
+    # An activation on its way to the next stage; what of that is not beside compute and holds up
+    # the stage that sends, in the steady state too; and what an action takes beside both.
+    send = 0.0
+    blocked = 0.0
+    action = run.program.action_s
     if host is not None:  # whose message is a part of the action
-        blocked, action = host.action_s(), 0.0
+        blocked = host.action_s()
+        action = 0.0
     elif layout.pp > 1:
-        # With tp each rank sends its part, and without sequence parallelism gathers (Narayanan et al. 2021, arXiv
-        # 2104.04473, section 4.1).
+        # With tp each rank sends its part, and without sequence parallelism gathers (Narayanan et
+        # al. 2021, arXiv 2104.04473, section 4.1).
         bytes_ = run.tokens * run.shape.hidden * run.item_bytes / layout.tp
         send = send_s(run.cluster, bytes_, nodes=-(-layout.world_size // run.cluster.gpus_per_node))
         blocked = send * (1 - run.program.p2p_hidden)
@@ -203,9 +256,12 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
     if layout.schedule in ZERO_BUBBLE:
         weight_s = micro.weight_s * run.shape.layers / layout.pp
         double = ZERO_BUBBLE[layout.schedule]
-        seconds = split_backward_s(layout.pp, layout.microbatches, times, send, weight_s=weight_s, double=double)
+        seconds = split_backward_s(
+            layout.pp, layout.microbatches, times, send, weight_s=weight_s, double=double
+        )
     else:
-        form, at_once = pipeline_s if exact else closed_form_s, inf if host is None else host.at_once
+        form = pipeline_s if exact else closed_form_s
+        at_once = inf if host is None else host.at_once
         seconds = form(layout.schedule, layout.pp, layout.microbatches, times, send, at_once)
     found = _Pipeline(
         micro=micro,
@@ -214,7 +270,9 @@ def _pipeline(run: PlannedRun, host: CalibratedHost | None, *, exact: bool, know
         send_s=send,
         blocked_s=blocked,
         seconds=seconds if host is None else seconds * host.contention,
-        most=max({*run.ranks}, key=lambda part: run.stage_parameters(part) + run.stage_experts(part)),
+        most=max(
+            {*run.ranks}, key=lambda part: run.stage_parameters(part) + run.stage_experts(part)
+        ),
     )
     if host is None and known is not None:
         known.pipelines[recompute] = found
@@ -232,45 +290,66 @@ def _known_microbatch(run: PlannedRun, known: CostCache) -> MicrobatchTimes:
 
 def _kernels(run: PlannedRun) -> Kernels:
     """Returns the device as the program's kernels use it."""
-    program, matmul, attention = run.program, 1.0, 1.0
+    program = run.program
+    attention = run.program.attention_speed
     if run.cluster.device.family == "hopper":
-        matmul, attention = EARLY_HOPPER if program.early_hopper else (1.0, program.hopper_attention)
+        attention *= program.hopper_attention
     return Kernels(
         device=run.cluster.device,
         precision=run.precision,
-        matmul_speed=matmul,
-        attention_speed=program.attention_speed * attention,
+        attention_speed=attention,
     )
 
 
 def _microbatch(run: PlannedRun) -> MicrobatchTimes:
-    kernels, layout = _kernels(run), run.layout
+    kernels = _kernels(run)
+    layout = run.layout
     block = block_times(run, kernels)
-    # A block's tp traffic that shows, each way: two all-reduces, or as many reduce-scatters and all-gathers. Sequence
-    # parallelism gathers the inputs once more for the weights' gradients, beside other work (Korthikanti et al. 2022,
-    # arXiv 2205.05198, section 4.2).
-    size, group = run.tokens * run.shape.hidden * run.item_bytes, run.group(layout.tp, 1)
+    # A block's tp traffic that shows, each way: two all-reduces, or as many reduce-scatters and
+    # all-gathers. Sequence parallelism gathers the inputs once more for the weights' gradients,
+    # beside other work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
+    size = run.tokens * run.shape.hidden * run.item_bytes
+    group = run.group(layout.tp, 1)
     is_split = layout.sequence_parallel
-    one = 2 * all_gather_s(run.cluster, group, size) if is_split else all_reduce_s(run.cluster, group, size)
+    one = (
+        2 * all_gather_s(run.cluster, group, size)
+        if is_split
+        else all_reduce_s(run.cluster, group, size)
+    )
     speed = run.program.tp_speed * (TP_ACROSS_NODES if group.nodes > 1 else 1.0)
     tp = 2 * one * (1 - run.program.tp_hidden) / speed
-    dense_tp, experts = tp, run.shape.experts
-    if experts is not None:  # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
+    dense_tp = tp
+    experts = run.shape.experts
+    # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
+    if experts is not None:
         tp *= 1.0 if experts.shared_hidden else 0.5
         if layout.expert_tp > 1:  # a part of an expert needs the rows of all its neighbours
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             within = 2 * all_gather_s(run.cluster, run.group(layout.expert_tp, 1), rows)
             tp += within * (1 - run.program.tp_hidden) / run.program.tp_speed
     # Keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889).
-    bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
+    bytes_ = (
+        2
+        * 2.0
+        * layout.microbatch_size
+        * run.seq_len
+        * max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
+    )
     cp = 0.5 * all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
-    # Nobody reads the output of a block that is recomputed, and its last collective is sent all the same.
-    tp_again = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}.get(layout.recompute, 0.0) * tp
+    # Nobody reads the output of a block that is recomputed, and its last collective is sent all the
+    # same.
+    tp_again = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}.get(
+        layout.recompute, 0.0
+    ) * tp
     ep = 2 * experts_exchange_s(run) * (1 - run.program.expert_hidden)
     ep_again = ep * {"full": 1.0, "every_n": 1 / layout.recompute_every}.get(layout.recompute, 0.0)
     forward = BlockParts(compute=block.forward_s, tp=tp, cp=cp, ep=ep)
     backward = BlockParts(
-        compute=block.backward_s, recompute=block.again_s, tp=tp + tp_again, cp=2 * cp, ep=ep + ep_again
+        compute=block.backward_s,
+        recompute=block.again_s,
+        tp=tp + tp_again,
+        cp=2 * cp,
+        ep=ep + ep_again,
     )
     dense_s = (0.0, 0.0)
     if run.shape.first_dense:
@@ -284,63 +363,84 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
         backward=backward,
         dense_s=dense_s,
         weight_s=block.weight_s,
-        again_s=(block.again_s + tp_again + ep_again) * layout.recompute_every,
         head_s=head_times(run, kernels),
         embedding_s=embedding_times(run, kernels),
     )
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
-    made: dict[tuple[int, int, bool, bool, float], StageTimes] = {}  # stages in the middle are alike
-    times = []
-    for stage, more in zip(run.stages, run.recomputed_beyond_mean, strict=True):
-        key = (stage.layers, stage.dense, stage.embedding, stage.head, more)
-        if key not in made:
-            f = stage.layers * micro.forward.total + stage.dense * micro.dense_s[0] + action_s
-            b = stage.layers * micro.backward.total + stage.dense * micro.dense_s[1] + more * micro.again_s + action_s
-            for is_here, extra in ((stage.embedding, micro.embedding_s), (stage.head, micro.head_s)):
-                if is_here:
-                    f, b = f + extra[0], b + extra[1]
-            weight = stage.layers * micro.weight_s
-            made[key] = StageTimes(forward=f, input=b - weight, weight=weight)
-        times.append(made[key])
-    return times
+    made: dict[StageSlice, StageTimes] = {}  # stages in the middle are alike
+    for stage in run.stages:
+        if stage in made:
+            continue
+        forward = stage.layers * micro.forward.total + stage.dense * micro.dense_s[0] + action_s
+        backward = stage.layers * micro.backward.total + stage.dense * micro.dense_s[1] + action_s
+        if stage.embedding:
+            forward += micro.embedding_s[0]
+            backward += micro.embedding_s[1]
+        if stage.head:
+            forward += micro.head_s[0]
+            backward += micro.head_s[1]
+        weight = stage.layers * micro.weight_s
+        made[stage] = StageTimes(forward=forward, input=backward - weight, weight=weight)
+    return [made[stage] for stage in run.stages]
 
 
 def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
-    """Returns the seconds of the data dimension, of the optimizer and of the host that come once a step."""
-    program, layout, micro, cluster = run.program, run.layout, pipeline.micro, run.cluster
-    most = pipeline.most
-    parameters, experts = run.stage_parameters(most), run.stage_experts(most)
-    forward, backward = (way.total - way.cp for way in (micro.forward, micro.backward))
+    """Returns the seconds of the data dimension, of the optimizer and of the host that come once a
+    step."""
+    micro = pipeline.micro
+    layout = run.layout
+    forward = micro.forward.total - micro.forward.cp
+    backward = micro.backward.total - micro.backward.cp
     if layout.parameter_shards > 1:
         data = sharded_s(run, forward, backward, sum(micro.head_s) + sum(micro.embedding_s))
     else:
-        data = reduced_once_s(run, most, backward * max(part.layers for part in run.stages))
-    # AdamW reads weights, two moments and gradients, and writes all but the last, and the computing copy; before it the
-    # gradient norm reads every gradient, and clipping writes it.
-    own = parameters / layout.optimizer_shards + experts / layout.expert_shards(layout.optimizer_shards)
-    reduced = parameters / layout.gradient_shards + experts / layout.expert_shards(layout.gradient_shards)
-    bytes_ = own * 30.0 * program.elementwise + reduced * 3 * program.gradient_bytes
-    kernels = _kernels(run)
-    optimizer = memory_bound_s(kernels, bytes_, launches=40)
-    if (muon := run.optimizer.muon) is not None:
-        # Its iterations on the busiest ranks, each of three products, and its two all-to-alls of a rank's part, through
-        # one port each (`optimizers.muon`).
-        blocks, seconds = max(part.layers for part in run.ranks), 0.0
-        precision = "fp32" if muon.item_bytes == 4 else "bf16"
-        ranks, shards = layout.dp * layout.tp, layout.optimizer_shards
-        matrices = muon_matrices(run.shape, layout.tp, shards) * blocks
-        for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
-            short, long = sorted(shape)
-            products = ((short, short, long), (short, short, short), (short, long, short))
-            once_s = sum(matmul_s(kernels, *sizes, precision=precision) for sizes in products)
-            seconds += muon.iterations * count * once_s
-        sent = float(muon.item_bytes * blocks * sum(t.shard(shards) for t in hidden_tables(run.shape, layout.tp)))
-        optimizer += seconds + 2 * all_gather_s(cluster, run.group(ranks, 1), sent, one_ring=True)
+        last = backward * max(part.layers for part in run.stages)
+        data = reduced_once_s(run, pipeline.most, last)
+    optimizer = _optimizer_s(run, pipeline.most)
+    if run.optimizer.muon is not None:
+        optimizer += _muon_s(run, run.optimizer.muon)
     if run.shape.tied_embeddings and layout.pp > 1:
-        # The two copies of the table, on the first and the last stage, sum their gradients: a ring of two, each sends
-        # one half to be summed and then the other, summed.
-        table = run.shape.vocab * run.shape.hidden / layout.tp * program.reduce_bytes
-        optimizer += 2 * send_s(cluster, table / 2, nodes=-(-layout.world_size // cluster.gpus_per_node))
+        # The two copies of the table, on the first and the last stage, sum their gradients: a ring
+        # of two, each sends one half to be summed and then the other, summed.
+        nodes = -(-layout.world_size // run.cluster.gpus_per_node)
+        half = run.shape.vocab * run.shape.hidden / layout.tp * run.program.reduce_bytes / 2
+        optimizer += 2 * send_s(run.cluster, half, nodes=nodes)
     return data, optimizer, STEP_OVERHEAD_S
+
+
+def _optimizer_s(run: PlannedRun, most: StageSlice) -> float:
+    """AdamW reads weights, two moments and gradients, and writes all but the last, and the
+    computing copy; before it the gradient norm reads every gradient, and clipping writes it."""
+    program = run.program
+    layout = run.layout
+    parameters = run.stage_parameters(most)
+    experts = run.stage_experts(most)
+
+    def split(shards: int) -> float:
+        return parameters / shards + experts / layout.expert_shards(shards)
+
+    bytes_ = split(layout.optimizer_shards) * 30.0 * program.elementwise
+    bytes_ += split(layout.gradient_shards) * 3 * program.gradient_bytes
+    return memory_bound_s(_kernels(run), bytes_, launches=40)
+
+
+def _muon_s(run: PlannedRun, muon: MuonCosts) -> float:
+    """Muon's iterations on the busiest ranks, each of three products, and its two all-to-alls of a
+    rank's part, through one port each (`optimizers.muon`)."""
+    layout = run.layout
+    ranks = layout.dp * layout.tp
+    shards = layout.optimizer_shards
+    blocks = max(part.layers for part in run.ranks)
+    precision = "fp32" if muon.item_bytes == 4 else "bf16"
+    matrices = muon_matrices(run.shape, layout.tp, shards) * blocks
+    seconds = 0.0
+    for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
+        short, long = sorted(shape)
+        for sizes in ((short, short, long), (short, short, short), (short, long, short)):
+            once_s = matmul_s(_kernels(run), *sizes, precision=precision)
+            seconds += muon.iterations * count * once_s
+    own = sum(table.shard(shards) for table in hidden_tables(run.shape, layout.tp))
+    sent = float(muon.item_bytes * blocks * own)
+    return seconds + 2 * all_gather_s(run.cluster, run.group(ranks, 1), sent)
