@@ -12,7 +12,7 @@ INSTALLED_DEV := $(VENV)/.parallel3d-installed-dev
 INSTALLED_DOCS := $(VENV)/.parallel3d-installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long lint bench docs
+.PHONY: help quickstart test test-long test-gpu lint bench docs
 
 help: ## print these lines
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,7 +23,7 @@ quickstart: $(INSTALLED) ## train a small model on eight local processes: tensor
 
 test: lint ## lint, then every test
 	@echo "==> pytest"
-	@$(RUN)/python -m pytest -n 2 --dist loadscope
+	@$(RUN)/python -m pytest -n 2 --dist loadscope --durations=10
 
 test-long: test ## the tests, then what takes long: tests marked so, properties with ten times the examples, the oldest and newest torch
 	@echo "==> pytest -m long"
@@ -31,6 +31,10 @@ test-long: test ## the tests, then what takes long: tests marked so, properties 
 	@echo "==> pytest -m hypothesis, 1000 examples a property"
 	@HYPOTHESIS_PROFILE=long $(RUN)/python -m pytest -n 2 --dist loadscope -m hypothesis
 	@$(MAKE) test-torch-$(OLDEST_TORCH) test-torch-$(NEWEST_TORCH)
+
+test-gpu: $(INSTALLED_DEV) ## the acceptance on one GPU; its report goes into docs/gpu.md
+	@echo "==> pytest tests/gpu"
+	@$(RUN)/python -m pytest tests/gpu -m gpu -rs --gpu-report docs/gpu.md -o faulthandler_timeout=300
 
 test-torch-%: # every test on another torch, such as test-torch-2.12.1, in an environment of its own (gigabytes)
 	@echo "==> pytest on torch $* in .venv-torch-$*"
@@ -43,12 +47,13 @@ docs: $(INSTALLED_DOCS) ## the pages of docs/ as a site with search, in build/do
 	@$(RUN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 	@echo "build/docs/index.html"
 
-lint: $(INSTALLED_DEV) ## ruff, mypy, and the lines of each room
-	@echo "==> ruff check, ruff format --check, mypy"
+lint: $(INSTALLED_DEV) ## ruff, mypy, the levels of packages, and the budgets of their size
+	@echo "==> ruff check, ruff format --check, mypy, lint-imports, tests/size.py"
 	@$(RUN)/ruff check .
 	@$(RUN)/ruff format --check .
 	@$(RUN)/mypy
-	@$(RUN)/python tests/house_lines.py
+	@$(RUN)/lint-imports --no-logo
+	@$(RUN)/python tests/size.py
 
 bench: $(INSTALLED) ## the benchmarks, each beside its peer; `make bench NAME=step` for one
 	@echo "==> python -m parallel3d.tools.bench $(NAME)"

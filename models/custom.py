@@ -1,5 +1,5 @@
-"""A model of the user's own, which `model.architecture: module:Class` names: what is asked of its class before any
-worker starts."""
+"""A model of the user's own, which `model.architecture: module:Class` names: what is asked of its
+class before any worker starts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel3d.config.import_class import import_class, naming_user_code
 from parallel3d.config.load import read_options
-from parallel3d.config.named_class import named_class, told_as_theirs
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.rules import refuse
 from parallel3d.config.yaml_text import shown
@@ -23,25 +23,39 @@ from parallel3d.models.decoder import Decoder, NoOptions
 from parallel3d.parallelize import ModelClass
 from parallel3d.pipeline.stage import FIRST_PARTS, LAST_PARTS
 
-_NOT_THE_CLASS = ("name", "architecture", "options")  # keys that pick the class, or that its own dataclass checks
+# keys that pick the class, or that its own dataclass checks
+_NOT_THE_CLASS = ("name", "architecture", "options")
 
 
-def import_class(architecture: str) -> ModelClass:
-    """Returns the class that `model.architecture` names as `module:Class`. Raises ConfigError as `named_class` does."""
-    found: ModelClass = named_class("model.architecture", architecture, nn.Module, "torch.nn.Module")
+def import_model(architecture: str) -> ModelClass:
+    """Returns the class that `model.architecture` names as `module:Class`. Raises ConfigError as
+    `config.import_class` does."""
+    found: ModelClass = import_class(
+        "model.architecture", architecture, nn.Module, "torch.nn.Module"
+    )
     return found
 
 
 def check_class(config: ModelConfig) -> None:
-    """Builds the model once, on the meta device and whole, and raises ConfigError where its options do not fit its
-    class, where the class never reads a key that the recipe sets, or where what it builds cannot be cut into stages,
-    split and stepped."""
-    model_class, said = import_class(config.architecture), f"model.architecture = {config.architecture}"
-    if isinstance(model_class, type) and issubclass(model_class, Decoder) and model_class.parts is Decoder.parts:
-        raise ConfigError(f"{said}: has no method parts, which says what a Decoder is made of; try models/llama.py's")
+    """Builds the model once, on the meta device and whole, and raises ConfigError where its options
+    do not fit its class, where the class never reads a key that the recipe sets, or where what it
+    builds cannot be cut into stages, split and stepped."""
+    model_class, said = (
+        import_model(config.architecture),
+        f"model.architecture = {config.architecture}",
+    )
+    if (
+        isinstance(model_class, type)
+        and issubclass(model_class, Decoder)
+        and model_class.parts is Decoder.parts
+    ):
+        raise ConfigError(
+            f"{said}: has no method parts, which says what a Decoder is made of; try "
+            "models/llama.py's"
+        )
     read_options(getattr(model_class, "Options", NoOptions), config.options)
     read: set[str] = set()
-    with told_as_theirs(f"{said}: building it fails"):
+    with naming_user_code(f"{said}: building it fails"):
         model = model_class(
             _watched(config, read),
             tp=None,
@@ -52,8 +66,8 @@ def check_class(config: ModelConfig) -> None:
         )
     refuse([f"{said}: {fault}" for fault in _faults(model, config)])
     unread = [
-        f"model.{key.name} = {shown(getattr(config, key.name))}: {config.architecture} does not read it when it is "
-        f"built; drop it, or read it there"
+        f"model.{key.name} = {shown(getattr(config, key.name))}: {config.architecture} does not "
+        "read it when it is built; drop it, or read it there"
         for key in fields(config)
         if key.default is not MISSING and key.name not in {*_NOT_THE_CLASS, *read}
         if getattr(config, key.name) != key.default
@@ -66,40 +80,71 @@ def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
     parts = (*FIRST_PARTS, *LAST_PARTS)
     for part in (*parts, "layers"):
         if not isinstance(getattr(model, part, None), nn.Module):
-            yield f"has no module {part}, where stages are cut; derive it from parallel3d.models.decoder.Decoder"
+            yield (
+                f"has no module {part}, where stages are cut; derive it from "
+                "parallel3d.models.decoder.Decoder"
+            )
             return
     blocks = dict(model.get_submodule("layers").named_children())
-    if not isinstance(model.layers, nn.ModuleDict) or list(blocks) != [str(i) for i in range(config.layers)]:
-        wanted = f"an nn.ModuleDict of model.layers = {config.layers} blocks, named '0' to '{config.layers - 1}'"
+    if not isinstance(model.layers, nn.ModuleDict) or list(blocks) != [
+        str(i) for i in range(config.layers)
+    ]:
+        wanted = (
+            f"an nn.ModuleDict of model.layers = {config.layers} blocks, named '0' to "
+            f"'{config.layers - 1}'"
+        )
         yield f"its layers are {shown(list(blocks))}; make them {wanted}"
     declared = {
-        id(getattr(part, name)) for part in model.modules() if isinstance(part, ParallelModule) for name in part.specs
+        id(getattr(part, name))
+        for part in model.modules()
+        if isinstance(part, ParallelModule)
+        for name in part.specs
     }
     for name, parameter in model.named_parameters():
         if name.split(".")[0] not in (*parts, "layers"):
-            yield f"its parameter {name} belongs to no stage; put it into a block, or into {' or '.join(parts)}"
+            yield (
+                f"its parameter {name} belongs to no stage; put it into a block, or into "
+                f"{' or '.join(parts)}"
+            )
         elif id(parameter) not in declared:
-            words = "is none of a ParallelModule's, so that neither its start nor its place over tp is known"
-            yield f"its parameter {name} {words}; try add_parameter(name, ParameterSpec(shape, None, init))"
+            words = (
+                "is none of a ParallelModule's, so that neither its start nor its place over tp is "
+                "known"
+            )
+            yield (
+                f"its parameter {name} {words}; try add_parameter(name, ParameterSpec(shape, None, "
+                "init))"
+            )
     if any(True for _ in model.buffers()):
         name = next(name for name, _ in model.named_buffers())
-        yield f"its buffer {name} would be empty where the model is built on the meta device; compute it in the forward"
+        yield (
+            f"its buffer {name} would be empty where the model is built on the meta device; "
+            "compute it in the forward"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        yield "all of its parameters are frozen; leave requires_grad=True on those that training is to change"
+        yield (
+            "all of its parameters are frozen; leave requires_grad=True on those that training is "
+            "to change"
+        )
     elif unused := _unused(model):
         names = ", ".join([*unused[:4], *["..."] * (len(unused) > 4)])
-        yield f"no forward pass uses its parameter {names}; remove it, or freeze it by requires_grad_(False)"
+        yield (
+            f"no forward pass uses its parameter {names}; remove it, or freeze it by "
+            "requires_grad_(False)"
+        )
 
 
 def _unused(model: nn.Module) -> list[str]:
-    """Returns the names of the parameters that are not frozen and have no part in the output of a model on the meta
-    device; none if the forward pass cannot run there."""
+    """Returns the names of the parameters that are not frozen and have no part in the output of a
+    model on the meta device; none if the forward pass cannot run there."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     starts = torch.zeros(2, dtype=torch.int32, device="meta")
     for keywords in ({}, {"documents": PackedDocuments((2,), starts, ids)}):
         with suppress(Exception):  # it may take no documents, or look at values
             model(ids, **keywords).sum().backward()
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     unused = [name for name, parameter in trained if parameter.grad is None]
     return unused if len(unused) < len(trained) else []
 

@@ -1,8 +1,10 @@
-"""What the models of this folder have in common: a decoder of pre-norm blocks, one after the other, between an
-embedding and a head. A model says what it is made of (`Decoder.parts`); how the parts are put together is here.
+"""What the models of this folder have in common: a decoder of pre-norm blocks, one after the other,
+between an embedding and a head. A model says what it is made of (`Decoder.parts`); how the parts
+are put together is here.
 
-Shapes: B batch, S sequence, D hidden, V vocabulary, n = tp. Between blocks an activation is [B, S, D], or [B, S / n, D]
-with sequence parallelism. A pipeline stage is a Decoder without some of its parts (`pipeline.stage.cut`).
+Shapes: B batch, S sequence, D hidden, V vocabulary, n = tp. Between blocks an activation is [B, S,
+D], or [B, S / n, D] with sequence parallelism. A pipeline stage is a Decoder without some of its
+parts (`pipeline.stage.cut`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.dropout import Dropout
 from parallel3d.layers.mlp import Activation, ParallelMLP
-from parallel3d.layers.parameter import Placement, normal
+from parallel3d.layers.parameter import ParallelContext, normal
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
 
@@ -33,7 +35,8 @@ class DecoderParts:
     # ids [B, S] -> [B, S, D] (or [B, S / n, D]). Without `rotary` it takes positions [B, S], too.
     embed: nn.Module
     token_weight: nn.Parameter  # [V / n, D], a parameter of `embed` that a tied head shares
-    norm: Callable[[], nn.Module]  # makes one of the norms: two in each block, one after the last block
+    # makes one of the norms: two in each block, one after the last block
+    norm: Callable[[], nn.Module]
     attention: AttentionOptions  # the same in all blocks but for `name` and `recompute`
     activation: Activation
     rotary: RotaryEmbedding | None = None
@@ -46,16 +49,23 @@ class NoOptions:
 
 
 class Block(nn.Module):
-    """Block `index` of the whole model. x [B, S, D] (or [B, S / n, D]) -> the same: attention, then MLP, each computed
-    from the norm of x and added to x through a dropout, whose key [B] comes with x, as do the documents that attention
-    stays within, where sequences are packed."""
+    """Block `index` of the whole model. x [B, S, D] (or [B, S / n, D]) -> the same: attention, then
+    MLP, each computed from the norm of x and added to x through a dropout, whose key [B] comes with
+    x, as do the documents that attention stays within, where sequences are packed."""
 
     def __init__(
-        self, config: ModelConfig, placement: Placement, parts: DecoderParts, index: int, *, selective: bool
+        self,
+        config: ModelConfig,
+        context: ParallelContext,
+        parts: DecoderParts,
+        index: int,
+        *,
+        selective: bool,
     ) -> None:
         super().__init__()
         D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
-        # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section 2.3).
+        # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section
+        # 2.3).
         output_init = normal(config.init_std / math.sqrt(2 * config.layers))
         self.attention_norm = parts.norm()
         self.attention = ParallelAttention(
@@ -63,49 +73,60 @@ class Block(nn.Module):
             config.heads,
             config.key_value_heads,
             rotary=parts.rotary,
-            tp=placement,
+            tp=context,
             options=replace(parts.attention, name=f"{name}.attention", recompute=selective),
             init=init,
             output_init=output_init,
         )
-        self.attention_dropout = residual_dropout(config, f"{name}.attention.output", placement)
+        self.attention_dropout = residual_dropout(config, f"{name}.attention.output", context)
         self.mlp_norm = parts.norm()
         self.mlp = ParallelMLP(
             D,
             config.ffn_hidden,
             activation=parts.activation,
             bias=parts.mlp_bias,
-            tp=placement,
+            tp=context,
             init=init,
             output_init=output_init,
         )
-        self.mlp_dropout = residual_dropout(config, f"{name}.mlp.output", placement)
+        self.mlp_dropout = residual_dropout(config, f"{name}.mlp.output", context)
 
-    def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), documents=documents, key=key), key)
+    def forward(
+        self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
+    ) -> Tensor:
+        x = x + self.attention_dropout(
+            self.attention(self.attention_norm(x), documents=documents, key=key), key
+        )
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
 
 
 class RecomputedBlock(nn.Module):
-    """Mixed into a class of blocks (`recomputed`), it makes a block that keeps x alone for the backward, which computes
-    the block's activations a second time (Chen et al. 2016, arXiv 1604.06174). Hooks of the block (`fully_shard`'s,
-    gradient reduction) stay outside and run once."""
+    """Mixed into a class of blocks (`recomputed`), it makes a block that keeps x alone for the
+    backward, which computes the block's activations a second time (Chen et al. 2016, arXiv
+    1604.06174). Hooks of the block (`fully_shard`'s, gradient reduction) stay outside and run
+    once."""
 
     @cached_property
     def has_dropout(self) -> bool:
         """True if some dropout of the block is not of probability 0."""
         return any(isinstance(part, Dropout) and part.p > 0.0 for part in self.modules())
 
-    def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
+    ) -> Tensor:
         if not torch.is_grad_enabled():
             return self.compute(x, key, documents)
-        # A dropout that is given its key draws no random numbers, so no generator's state has to be restored.
+        # A dropout that is given its key draws no random numbers, so no generator's state has to be
+        # restored.
         draws = key is None and self.has_dropout
-        y: Tensor = checkpoint(self.compute, x, key, documents, use_reentrant=False, preserve_rng_state=draws)
+        y: Tensor = checkpoint(
+            self.compute, x, key, documents, use_reentrant=False, preserve_rng_state=draws
+        )
         return y
 
     def compute(self, x: Tensor, key: Tensor | None, documents: PackedDocuments | None) -> Tensor:
-        """Computes what is recomputed. `parallelize.compile_blocks` compiles this part of the block alone."""
+        """Computes what is recomputed. `parallelize.compile_blocks` compiles this part of the block
+        alone."""
         y: Tensor = super().forward(x, key, documents)
         return y
 
@@ -116,9 +137,10 @@ def recomputed(block: type[Block]) -> type[Block]:
 
 
 class Decoder(nn.Module):
-    """ids [B, S] -> logits [B, S, V / n]. A stage without `embed` takes activations, a stage without `head` gives them.
-    `key` [B], of the microbatch's dropout (`layers.dropout.dropout_key`), and `documents`, which attention is to stay
-    within, go to every stage. One block in `recompute_every` is recomputed as `recompute` says, the others are not
+    """ids [B, S] -> logits [B, S, V / n]. A stage without `embed` takes activations, a stage
+    without `head` gives them. `key` [B], of the microbatch's dropout
+    (`layers.dropout.dropout_key`), and `documents`, which attention is to stay within, go to every
+    stage. One block in `recompute_every` is recomputed as `recompute` says, the others are not
     recomputed."""
 
     block_class: type[Block] = Block  # a model with blocks of another kind names them here
@@ -135,33 +157,45 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        placement = Placement(tp, sequence_parallel, device)
-        parts = self.parts(config, placement)
-        head = VocabParallelHead(config.hidden, config.vocab, tp=placement, init=normal(config.init_std))
+        context = ParallelContext(tp, sequence_parallel, device)
+        parts = self.parts(config, context)
+        head = VocabParallelHead(
+            config.hidden, config.vocab, tp=context, init=normal(config.init_std)
+        )
         if config.tied_embeddings:
             head.weight = parts.token_weight
         self.embed: nn.Module | None = parts.embed
-        self.rotary, self.ranks_of_sequence = parts.rotary, head.axis.size if sequence_parallel else 1
-        self.dropout = residual_dropout(config, "embed", placement)
+        self.rotary, self.ranks_of_sequence = (
+            parts.rotary,
+            head.axis.size if sequence_parallel else 1,
+        )
+        self.dropout = residual_dropout(config, "embed", context)
         self.layers = nn.ModuleDict()
         blocks = {"full": recomputed(self.block_class)}
         for index in range(config.layers):
             own = recompute if index % recompute_every == 0 else "none"
             block = blocks.get(own, self.block_class)
-            self.layers[str(index)] = block(config, placement, parts, index, selective=own == "selective")
+            self.layers[str(index)] = block(
+                config, context, parts, index, selective=own == "selective"
+            )
         self.norm: nn.Module | None = parts.norm()
         self.head: nn.Module | None = head
 
-    def parts(self, config: ModelConfig, placement: Placement) -> DecoderParts:
+    def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
         """Returns the parts that make this model what it is. Every model has its own."""
         raise NotImplementedError
 
     @ends_with_head
-    def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
+    ) -> Tensor:
         if self.embed is not None:
-            positions = () if self.rotary is not None or documents is None else (documents.positions,)
+            positions = (
+                () if self.rotary is not None or documents is None else (documents.positions,)
+            )
             x = self.dropout(self.embed(x, *positions), key)
-        if self.rotary is not None:  # before the blocks, so that a compiled one does not make the table in every call
+        # before the blocks, so that a compiled one does not make the table in every call
+        if self.rotary is not None:
             self.rotary.make_table(x.shape[1] * self.ranks_of_sequence, x)
         for block in self.layers.values():
             x = block(x, key, documents)
@@ -170,7 +204,8 @@ class Decoder(nn.Module):
         return x
 
 
-def residual_dropout(config: ModelConfig, name: str, placement: Placement) -> Dropout:
-    """A dropout of activations between the layers, which sequence parallelism splits along the sequence."""
-    split_dim = 1 if placement.sequence_parallel else None
-    return Dropout(config.dropout, name=name, tp=placement.tp, split_dim=split_dim)
+def residual_dropout(config: ModelConfig, name: str, context: ParallelContext) -> Dropout:
+    """A dropout of activations between the layers, which sequence parallelism splits along the
+    sequence."""
+    split_dim = 1 if context.sequence_parallel else None
+    return Dropout(config.dropout, name=name, tp=context.tp, split_dim=split_dim)

@@ -1,13 +1,15 @@
-"""Llama (Touvron et al. 2023, arXiv 2302.13971; grouped-query attention as in Llama 2 and 3), written with the layers.
-With `rope_scaling` it is Llama 3.1, with `qkv_bias` Qwen 2, with `qk_norm` Qwen 3, with `window` Mistral.
+"""Llama (Touvron et al. 2023, arXiv 2302.13971; grouped-query attention as in Llama 2 and 3),
+written with the layers. With `rope_scaling` it is Llama 3.1, with `qkv_bias` Qwen 2, with `qk_norm`
+Qwen 3, with `window` Mistral.
 
-Shapes: B batch, S sequence, D hidden, H heads, G key-value heads, K head dim, F ffn, V vocabulary, n = tp.
+Shapes: B batch, S sequence, D hidden, H heads, G key-value heads, K head dim, F ffn, V vocabulary,
+n = tp.
 
     embed               ids [B, S] -> [B, S, D]                  weight [V / n, D]
     layers.i.attention  [B, S, D] -> [B, S, D]                   q [H K / n, D], k and v [G K / n, D], o [D, H K / n]
     layers.i.mlp        [B, S, D] -> [B, S, F / n] -> [B, S, D]  gate and up [F / n, D], down [D, F / n]
     norm, head          [B, S, D] -> logits [B, S, V / n]        [D], [V / n, D]
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from functools import partial
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import AttentionOptions
 from parallel3d.layers.norm import RMSNorm
-from parallel3d.layers.parameter import Placement, normal
+from parallel3d.layers.parameter import ParallelContext, normal
 from parallel3d.layers.positions import RotaryEmbedding
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
 from parallel3d.models.decoder import Decoder, DecoderParts
@@ -25,14 +27,18 @@ from parallel3d.models.decoder import Decoder, DecoderParts
 class Llama(Decoder):
     """A decoder with rotary positions, RMSNorm and SwiGLU."""
 
-    def parts(self, config: ModelConfig, placement: Placement) -> DecoderParts:
+    def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
         """Returns the parts of a Llama; all blocks share one table of rotary angles."""
-        embed = VocabParallelEmbedding(config.vocab, config.hidden, tp=placement, init=normal(config.init_std))
+        embed = VocabParallelEmbedding(
+            config.vocab, config.hidden, tp=context, init=normal(config.init_std)
+        )
         return DecoderParts(
             embed=embed,
             token_weight=embed.weight,
-            norm=partial(RMSNorm, config.hidden, eps=config.norm_eps, tp=placement),
-            rotary=RotaryEmbedding(config.head_size, theta=config.rope_theta, scaling=config.rope_scaling),
+            norm=partial(RMSNorm, config.hidden, eps=config.norm_eps, tp=context),
+            rotary=RotaryEmbedding(
+                config.head_size, theta=config.rope_theta, scaling=config.rope_scaling
+            ),
             attention=AttentionOptions(
                 head_dim=config.head_size,
                 bias=config.qkv_bias,

@@ -1,7 +1,7 @@
 """Hybrid tensor, pipeline and data parallel pretraining on PyTorch.
 
-The public names are imported when they are first used, because torch takes seconds to import, and asking for `--help`,
-reading a recipe or planning must not pay for it.
+The public names are imported when they are first used, because torch takes seconds to import, and
+asking for `--help`, reading a recipe or planning must not pay for it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_OWN_STYLE = r"\x1b(?!\[(?:0|1|30;48;5;\d{1,3})m)"  # an escape, unless it begins a style that this project prints
-_STEERING = re.compile(_OWN_STYLE + r"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# an escape, unless it begins a style that this project prints
+_OWN_STYLE = r"\x1b(?!\[(?:0|1|30;48;5;\d{1,3})m)"
+_STEERING = re.compile(
+    _OWN_STYLE + r"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class Parallel3dError(Exception):
@@ -42,8 +45,8 @@ class SaveError(Parallel3dError):
 
 
 class NotSavedInTimeError(SaveError):
-    """A run was asked to end by a signal, and had not saved its state within checkpoint.grace_s. Its exit status is
-    that of a process which the signal has ended."""
+    """A run was asked to end by a signal, and had not saved its state within checkpoint.grace_s.
+    Its exit status is that of a process which the signal has ended."""
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message, signum)
@@ -99,9 +102,12 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SaveError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error
+        raise SaveError(
+            f"{error.filename or path}: cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def printable(text: str) -> str:
-    """Returns `text` with the characters that steer a terminal as escapes. Newlines and tabs stay."""
+    """Returns `text` with the characters that steer a terminal as escapes. Newlines and tabs
+    stay."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,12 +1,14 @@
-"""The mesh: torch's DeviceMesh with every axis of ParallelConfig on it, and an axis as its collectives need it.
+"""The mesh: torch's DeviceMesh with every axis of ParallelConfig on it, and an axis as its
+collectives need it.
 
-Axes of size 1 are on the mesh too, so that no code asks whether an axis exists. The axis tp is innermost, so that its
-ranks are neighbours.
+Axes of size 1 are on the mesh too, so that no code asks whether an axis exists. The axis tp is
+innermost, so that its ranks are neighbours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch.distributed as dist
 from torch.distributed import DeviceMesh
@@ -16,10 +18,23 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.torch_private import group_of
 
 
+class Role(StrEnum):
+    """What an axis of the mesh is for; the value is its name: `mesh[Role.SPLIT_TENSORS]`. No other
+    module knows the names."""
+
+    SPLIT_LAYERS = "pp"
+    REPLICATE = "dp_replicate"
+    SHARD_PARAMETERS = "dp_shard"
+    SPLIT_TENSORS = "tp"
+
+
+DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # their ranks get different data
+
+
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as its collectives need it. It is looked up once, because a question to a DeviceMesh takes
-    longer than a small matrix product."""
+    """One axis of the mesh as its collectives need it. It is looked up once, because a question to
+    a DeviceMesh takes longer than a small matrix product."""
 
     size: int
     rank: int  # the place of this rank on the axis
@@ -30,15 +45,25 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Axis:
-        """Returns the axis of a one-dimensional mesh; None gives an axis of size 1. Raises TypeError for all else."""
+        """Returns the axis of a one-dimensional mesh; None gives an axis of size 1. Raises
+        TypeError for all else."""
         if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"{mesh!r} is no axis: pass a one-dimensional DeviceMesh, such as mesh['tp'], or None")
+            raise TypeError(
+                f"{mesh!r} is no axis: pass a one-dimensional DeviceMesh, such as mesh['tp'], or "
+                "None"
+            )
         if mesh is not None and mesh.ndim != 1:
-            names = mesh.mesh_dim_names or ("tp",)
-            raise TypeError(f"a mesh of {mesh.ndim} dimensions is no axis; pass one of it, such as mesh[{names[-1]!r}]")
+            names = mesh.mesh_dim_names or (Role.SPLIT_TENSORS.value,)
+            raise TypeError(
+                f"a mesh of {mesh.ndim} dimensions is no axis; pass one of it, such as "
+                f"mesh[{names[-1]!r}]"
+            )
         if mesh is None or mesh.size() == 1:
-            return cls(1, 0, None)
+            return ONE_RANK
         return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group())
+
+
+ONE_RANK = Axis(1, 0, None)
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, Axis]:
@@ -48,17 +73,20 @@ def axes_of(mesh: DeviceMesh) -> dict[str, Axis]:
 
 def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
     """Builds the mesh of a layout over all ranks of the default process group."""
-    return init_device_mesh(device_type, tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
+    return init_device_mesh(
+        device_type, tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes)
+    )
 
 
 def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the part of `mesh` that holds this rank's replica of the model: the same axes, with dp_replicate of size
-    1, so that whatever is given this mesh sends nothing to other replicas. Every rank of a replica calls it at once."""
-    names = mesh.mesh_dim_names or ()
-    axis, replica = names.index("dp_replicate"), mesh["dp_replicate"].get_local_rank()
-    if mesh["dp_replicate"].size() == 1:
+    """Returns the part of `mesh` that holds this rank's replica of the model: the same axes, with
+    dp_replicate of size 1, so that whatever is given this mesh sends nothing to other replicas.
+    Every rank of a replica calls it at once."""
+    names, replicas = mesh.mesh_dim_names or (), mesh[Role.REPLICATE]
+    if replicas.size() == 1:
         return mesh
-    alone = group_of([dist.get_rank()], "replica_alone")
-    groups = [alone if name == "dp_replicate" else mesh[name].get_group() for name in names]
-    ranks = mesh.mesh.narrow(axis, replica, 1)
+    groups = [mesh[name].get_group() for name in names]
+    axis = names.index(Role.REPLICATE)
+    groups[axis] = group_of([dist.get_rank()], "replica_alone")
+    ranks = mesh.mesh.narrow(axis, replicas.get_local_rank(), 1)
     return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)

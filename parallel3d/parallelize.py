@@ -1,8 +1,9 @@
-"""Turns a model and a layout into what this rank trains: stages, sharded and initialised, and their pipeline."""
+"""Turns a model and a layout into what this rank trains: stages, sharded and initialised, and their
+pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -15,9 +16,15 @@ from torch.distributed import DeviceMesh
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.errors import ConfigError
-from parallel3d.layers.parameter import Pointwise, initial_part, named_specs, set_fused_gradients
+from parallel3d.layers.parameter import (
+    ParameterSpec,
+    Pointwise,
+    initial_part,
+    named_specs,
+    set_fused_gradients,
+)
 from parallel3d.layers.vocabulary import VocabParallelHead
-from parallel3d.mesh import Axis, axes_of
+from parallel3d.mesh import Axis, Role, axes_of
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.links import Connect, Links
@@ -25,10 +32,10 @@ from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.stage import (
     FIRST_PARTS,
     LAST_PARTS,
+    BlockRange,
     block_ranges,
     check_nothing_lost,
     cut,
-    names_of,
     shared_by_ends,
 )
 from parallel3d.schedules.balance import balanced_cut, sizes_between
@@ -39,7 +46,8 @@ from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
 
 class ModelClass(Protocol):
-    """The constructor of a model, which is built whole, on the meta device, with its layers split over `tp`."""
+    """The constructor of a model, which is built whole, on the meta device, with its layers split
+    over `tp`."""
 
     def __call__(
         self,
@@ -54,8 +62,8 @@ class ModelClass(Protocol):
 
 
 def block_weights_of(model_class: ModelClass, config: ModelConfig) -> int | None:
-    """Returns the weights of one block's matrices, from which MFU is counted. A class of the user's may have a static
-    method `block_weights(config)` that knows them; None where it has none."""
+    """Returns the weights of one block's matrices, from which MFU is counted. A class of the user's
+    may have a static method `block_weights(config)` that knows them; None where it has none."""
     if not config.is_custom:
         return config.block_weights
     formula = getattr(model_class, "block_weights", None)
@@ -91,87 +99,133 @@ def parallelize(
     connect: Connect = Links,
     initialize: bool = True,
 ) -> Parallelized:
-    """Builds the model on the meta device, keeps this rank's stages, shards them over tp and the data axes, and fills
-    them with weights that depend on the seed and their names alone; without `initialize` they hold what the memory
-    held. The pipeline's ranks reach each other by `connect`."""
-    parallel, model = recipe.parallel, recipe.model
-    if parallel.stage_boundaries is not None:
-        sizes = sizes_between(parallel.stage_boundaries, model.layers)
-    else:
-        sizes = balanced_cut(model.layers, schedule.stages, model.part_costs(recipe.train.seq_len))
-    ranges = block_ranges(sizes)
+    """Builds the stages, parameters and pipeline of this rank.
 
-    def whole() -> nn.Module:
-        return model_class(
-            model,
-            tp=mesh["tp"],
-            sequence_parallel=parallel.sequence_parallel,
-            recompute="full" if parallel.recompute == "every_n" else parallel.recompute,
-            recompute_every=parallel.recompute_every or 1,
-            device="meta",
-        )
-
-    reference = whole()
-    if recipe.data.documents == "mask" and "documents" not in signature(reference.forward).parameters:
-        raise ConfigError(
-            f"data.documents = mask: the forward of model.architecture = {model.architecture} takes no documents; "
-            "try data.documents=join, or documents=None among its arguments, which attention is to stay within"
-        )
+    A stage is built on the meta device, split over tp, compiled, sharded over the data axes, and
+    filled with weights that depend only on the seed and their names. Without `initialize` it holds
+    what the memory held. `connect` makes the links between pipeline ranks."""
+    build = partial(build_full_model, model_class, recipe, mesh)
+    reference, ranges = build(), stage_ranges(recipe, schedule)
+    refuse_missing_documents(reference, recipe)
     names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     check_nothing_lost(names, ranges)
-    aliases = tied_names(reference)
-    specs = {aliases.get(name, name): spec for name, spec in named_specs(reference)}
     tied_ends = tuple(sorted(shared_by_ends(reference, ranges)))
-    if tied_ends and recipe.optimizer.step_in_backward:
-        raise ConfigError(
-            f"optimizer.step_in_backward = true: the first and the last stage share {tied_ends[0]} and sum its "
-            "gradients after the backward pass; try parallel.pp=1 or optimizer.step_in_backward=false"
-        )
-
-    stages, data, parameters, tp = [], [], [], Axis.of(mesh["tp"])
-    precision = recipe.train.precision
-    of = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
-    master = torch.bfloat16 if precision == "bf16_pure" else torch.float32
-    dtypes = Dtypes(compute=of[precision], master=master, reduce=of[parallel.reduce_dtype])
-    for index in schedule.stages_of(mesh["pp"].get_local_rank()):
-        module = cut(whole(), ranges[index])
-        assert {name for name, _ in module.named_parameters(remove_duplicate=False)} == names_of(ranges[index], names)
-        set_fused_gradients(module, not recipe.optimizer.step_in_backward)
+    aliases, dtypes = tied_names(reference), dtypes_of(recipe)
+    stages, data, parameters = [], [], []
+    for index in schedule.stages_of(mesh[Role.SPLIT_LAYERS].get_local_rank()):
+        module = cut(build(), ranges[index])
+        set_fused_gradients(module, True)
         if recipe.train.compile:
-            # A compiled block has tp's collectives and both of its backward's halves in one graph.
-            is_whole = tp.size == 1 and not schedule.splits and parallel.recompute != "selective"
-            # Each batch's documents have other lengths, which would be another graph.
-            is_whole = is_whole and recipe.data.documents == "join"
-            compile_blocks(module) if is_whole else compile_pieces(module)
+            compile_stage(module, recipe, schedule)
         if device.type == "cuda":
             align_logits(module)
         sharded = shard_stage(module, mesh, recipe, dtypes)
         materialize(module, device)
         sharded.allocate()
-        owned = local_parameters(module, aliases, sharded)
-        for own in owned if initialize else ():
-            own.part.initialize(partial(initial_part, specs[own.name], own.name, recipe.train.seed, tp))
-        stages.append(Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients))
+        stages.append(
+            Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients)
+        )
         data.append(sharded)
-        parameters += owned
-
-    if initialize:  # an initializer of the user's may draw from a generator of its own
-        advice = "an initializer must draw from the generator that it is given, and from no other"
-        copies = copies_of(parameters, {}, axes_of(mesh))
-        refuse_differences(copies, parallel, device, when="the initial weights", advice=advice)
-
-    # "seq" is the local sequence: under sequence parallelism what crosses is split along it (`Trainer`).
-    boundary = TensorSpec(("batch", "seq", model.hidden), dtypes.compute)
+        parameters += local_parameters(module, aliases, sharded)
+    if initialize:
+        specs = {aliases.get(name, name): spec for name, spec in named_specs(reference)}
+        draw_initial_weights(parameters, specs, recipe, mesh, device)
+    # "seq" is this rank's part of the sequence under sequence parallelism.
+    boundary = TensorSpec(("batch", "seq", recipe.model.hidden), dtypes.compute)
     pipeline = PipelineRuntime(
-        stages, schedule, mesh["pp"], loss_fn, boundaries=boundary, device=device, connect=connect
+        stages,
+        schedule,
+        mesh[Role.SPLIT_LAYERS],
+        loss_fn,
+        boundaries=boundary,
+        device=device,
+        connect=connect,
     )
     count = sum(parameter.numel() for parameter in reference.parameters())
-    return Parallelized(stages, data, parameters, pipeline, count, frozenset(aliases.values()), tied_ends)
+    tied = frozenset(aliases.values())
+    return Parallelized(stages, data, parameters, pipeline, count, tied, tied_ends)
+
+
+def build_full_model(model_class: ModelClass, recipe: Recipe, mesh: DeviceMesh) -> nn.Module:
+    """Builds the model on the meta device, its layers split over tp."""
+    parallel = recipe.parallel
+    return model_class(
+        recipe.model,
+        tp=mesh[Role.SPLIT_TENSORS],
+        sequence_parallel=parallel.sequence_parallel,
+        recompute="full" if parallel.recompute == "every_n" else parallel.recompute,
+        recompute_every=parallel.recompute_every or 1,
+        device="meta",
+    )
+
+
+def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
+    """Returns the blocks of each stage: those of the recipe, or balanced by cost."""
+    model, boundaries = recipe.model, recipe.parallel.stage_boundaries
+    if boundaries is not None:
+        return block_ranges(sizes_between(boundaries, model.layers))
+    costs = model.part_costs(recipe.train.seq_len)
+    return block_ranges(balanced_cut(model.layers, schedule.stages, costs))
+
+
+def refuse_missing_documents(model: nn.Module, recipe: Recipe) -> None:
+    """Raises ConfigError if a recipe masks documents and the model's forward does not take them."""
+    masks = recipe.data.documents == "mask"
+    if masks and "documents" not in signature(model.forward).parameters:
+        raise ConfigError(
+            f"data.documents = mask: the forward of model.architecture = "
+            f"{recipe.model.architecture} takes no documents; try data.documents=join, or "
+            "documents=None among its arguments, which attention is to stay within"
+        )
+
+
+def dtypes_of(recipe: Recipe) -> Dtypes:
+    """Returns the dtypes of compute, master weights and gradient reduction."""
+    named = {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "bf16_pure": torch.bfloat16,
+        "fp16": torch.float16,
+    }
+    precision, reduce = recipe.train.precision, recipe.parallel.reduce_dtype
+    master = torch.bfloat16 if precision == "bf16_pure" else torch.float32
+    return Dtypes(compute=named[precision], master=master, reduce=named[reduce])
+
+
+def compile_stage(module: nn.Module, recipe: Recipe, schedule: Schedule) -> None:
+    """Compiles full blocks if a graph may hold them, or else pieces of them. Collectives of tp, a
+    split backward, selective recompute and documents, whose lengths change, stay outside."""
+    parallel = recipe.parallel
+    has_collectives = parallel.tp > 1
+    is_cut = schedule.splits or parallel.recompute == "selective"
+    if has_collectives or is_cut or recipe.data.documents == "mask":
+        compile_pieces(module)
+    else:
+        compile_blocks(module)
+
+
+def draw_initial_weights(
+    parameters: list[LocalParameter],
+    specs: Mapping[str, ParameterSpec],
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> None:
+    """Fills this rank's parameters. Raises ReplicaError if copies on other ranks differ, because a
+    user's initializer has drawn from another generator."""
+    tp = Axis.of(mesh[Role.SPLIT_TENSORS])
+    for own in parameters:
+        draw = partial(initial_part, specs[own.name], own.name, recipe.train.seed, tp)
+        own.part.initialize(draw)
+    advice = "an initializer must draw from the generator that it is given, and from no other"
+    copies = copies_of(parameters, {}, axes_of(mesh))
+    refuse_differences(copies, recipe.parallel, device, when="the initial weights", advice=advice)
 
 
 def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:
-    """Lays a stage over the data ranks. Gradients are summed: a microbatch's loss is divided by the tokens of the
-    global batch. Each block travels by itself, and so do the embedding, and the last norm with the head."""
+    """Lays a stage over the data ranks. Gradients are summed: a microbatch's loss is divided by the
+    tokens of the global batch. Each block travels by itself, and so do the embedding, and the last
+    norm with the head."""
     parallel, microbatches, layers = recipe.parallel, recipe.microbatches, module.layers
     assert isinstance(layers, nn.ModuleDict)
     blocks = ["layers.*"] if layers else []  # a head may stand alone
@@ -186,25 +240,26 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
         options=ShardingOptions(
             gather=parallel.gather,
             reduce=parallel.reduce,
-            microbatches=microbatches if parallel.pp == 1 else max(2, microbatches),  # kept while a pipeline is full
+            # kept while a pipeline is full
+            microbatches=microbatches if parallel.pp == 1 else max(2, microbatches),
             prefetch=parallel.prefetch,
             bucket_mib=parallel.bucket_mib,
-            step_in_backward=recipe.optimizer.step_in_backward,
             publish_in_forward=True,
         ),
     )
 
 
 def align_logits(module: nn.Module) -> None:
-    """Lets a GPU multiply into aligned rows of logits, which its fast kernels need, where the vocabulary is odd
-    (GPT-2's 50,257). No parameter changes."""
+    """Lets a GPU multiply into aligned rows of logits, which its fast kernels need, where the
+    vocabulary is odd (GPT-2's 50,257). No parameter changes."""
     for part in module.modules():
         if isinstance(part, VocabParallelHead):
             part.pad_to(64)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Gives parameters on the meta device memory. Tied ones stay tied, which `to_empty` alone would undo."""
+    """Gives parameters on the meta device memory. Tied ones stay tied, which `to_empty` alone would
+    undo."""
     tied = tied_names(module)
     module.to_empty(device=device)
     for name, original in tied.items():
@@ -215,26 +270,32 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Maps the later name of each parameter that has two names to the first."""
     first: dict[int, str] = {}
-    pairs = ((name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False))
+    pairs = (
+        (name, first.setdefault(id(p), name))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    )
     return {name: original for name, original in pairs if name != original}
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compiles, in place and at its first use, the forward of each block of `model.layers`; of a block that is
-    recomputed its `compute`. Hooks of the block (`fully_shard`'s, the reduction of gradients) and recompute stay
-    outside, in any order; collectives of tp are in the graph. A forward that `torch.compile` cannot trace whole is an
-    error at its first use, not a slow graph in pieces."""
+    """Compiles, in place and at its first use, the forward of each block of `model.layers`; of a
+    block that is recomputed its `compute`. Hooks of the block (`fully_shard`'s, the reduction of
+    gradients) and recompute stay outside, in any order; collectives of tp are in the graph. A
+    forward that `torch.compile` cannot trace whole is an error at its first use, not a slow graph
+    in pieces."""
     for block in model.get_submodule("layers").children():
         method = "compute" if hasattr(block, "compute") else "forward"
-        setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))  # this instance's own
+        # this instance's own
+        setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))
         block.is_compiled = True  # type: ignore[assignment]
 
 
 def compile_pieces(model: nn.Module) -> None:
-    """Compiles, in place and at their first use, the norms, the rotations and the gated products of a model: what reads
-    and writes memory most for what it computes. The layers around them stay as they are, so that products hide
-    collectives, add their gradients up themselves, and put them off for a split backward. A piece that is given more
-    shapes than torch makes graphs for is computed as without this."""
+    """Compiles, in place and at their first use, the norms, the rotations and the gated products of
+    a model: what reads and writes memory most for what it computes. The layers around them stay as
+    they are, so that products hide collectives, add their gradients up themselves, and put them off
+    for a split backward. A piece that is given more shapes than torch makes graphs for is computed
+    as without this."""
     compiled: dict[Pointwise, Pointwise] = {}
     for part in model.modules():
         if "pointwise" in vars(part):
@@ -245,7 +306,8 @@ def compile_pieces(model: nn.Module) -> None:
 
 
 def inside_compiled(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a compiled block is made of. Their hooks are not called, or break its graph."""
+    """The modules that a compiled block is made of. Their hooks are not called, or break its
+    graph."""
     for module in model.modules():
         if "is_compiled" in vars(module):
             yield from (part for part in module.modules() if part is not module)

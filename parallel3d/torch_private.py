@@ -1,7 +1,8 @@
-"""Every name of torch that has no public counterpart, each with why it is needed. No other module calls one.
+"""Every name of torch that has no public counterpart, each with why it is needed. No other module
+calls one.
 
-The names at the top are re-exported as they are. The functions below them say what is wanted, and hide what differs
-between torch 2.11 and 2.15.
+The names at the top are re-exported as they are. The functions below them say what is wanted, and
+hide what differs between torch 2.11 and 2.15.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,98 +19,105 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # shapes without memory, for the dry run
+
+# shapes without memory, for the dry run
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.distributed import _functional_collectives as functional_collectives  # what `torch.compile` can trace
-from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace  # a file, an offset in it, a length
+
+# what `torch.compile` can trace
+from torch.distributed import _functional_collectives as functional_collectives
+
+# a file, an offset in it, a length
+from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator that is called
+from torch.distributed.tensor import DTensor
+
+# sees every operator that is called
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter  # the tensors in nested arguments
 
-__all__ = ["DcpPlace", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "functional_collectives", "tree_iter"]
+__all__ = [
+    "DcpPlace",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "functional_collectives",
+    "tree_iter",
+]
 
-# Operators on lists of tensors: on a GPU one kernel for many tensors, where a loop launches one for each.
-foreach_clamp_min_ = torch._foreach_clamp_min_
+# Operators on lists of tensors: on a GPU one kernel for many tensors, where a loop launches one for
+# each.
 foreach_copy_ = torch._foreach_copy_
-foreach_div_ = torch._foreach_div_
-foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
-foreach_rsqrt_ = torch._foreach_rsqrt_
-foreach_sqrt_ = torch._foreach_sqrt_
 
-READ_A_VALUE = torch.ops.aten._local_scalar_dense.default  # the operator behind `Tensor.item` and `if tensor:`
+# the operator behind `Tensor.item` and `if tensor:`
+READ_A_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiplies each tensor by `factor`, in place, in few kernels. The public `torch.nn.utils.clip_grads_with_norm_`
-    never multiplies by more than 1, and a plain loop costs a GPU one launch for each tensor."""
+    """Multiplies each tensor by `factor`, in place, in few kernels. The public
+    `torch.nn.utils.clip_grads_with_norm_` never multiplies by more than 1, and a plain loop costs a
+    GPU one launch for each tensor."""
     foreach_mul_(list(tensors), factor)
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Returns the 2-norm of each tensor, summed and returned in `dtype`. The public `torch.nn.utils.get_total_norm`
-    rounds each norm to its tensor's own dtype, which leaves eight bits of bf16. On a CPU torch adds the squares up one
-    after the other, which in float32 loses 7e-4 of the norm of 2^24 numbers. So it gets a large tensor in pieces."""
+    """Returns the 2-norm of each tensor, summed and returned in `dtype`. The public
+    `torch.nn.utils.get_total_norm` rounds each norm to its tensor's own dtype, which leaves eight
+    bits of bf16. On a CPU torch adds the squares up one after the other, which in float32 loses
+    7e-4 of the norm of 2^24 numbers. So it gets a large tensor in pieces."""
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
-    pieces = [torch._foreach_norm(tensor.reshape(-1).split(2**12), 2.0, dtype=dtype) for tensor in tensors]
+    pieces = [
+        torch._foreach_norm(tensor.reshape(-1).split(2**12), 2.0, dtype=dtype) for tensor in tensors
+    ]
     return [torch.linalg.vector_norm(torch.stack(norms_of_pieces)) for norms_of_pieces in pieces]
 
 
-def is_in_function_transform() -> bool:
-    """Returns whether one of `torch.func`'s transforms, such as `grad` or `vmap`, is at work in this thread."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def is_in_backward() -> bool:
-    """Returns whether autograd is at work in this thread, as it is when recompute runs a forward again."""
+    """Returns whether autograd is at work in this thread, as it is when recompute runs a forward
+    again."""
     return torch._C._current_graph_task_id() != -1
 
 
 def offsets_of(tensor: DTensor) -> tuple[int, ...]:
-    """Returns where this rank's part begins in the global tensor, for each dim, also if several axes split one dim. It
-    is what DCP asks a tensor to save its part. Raises ValueError if the rank has no part."""
+    """Returns where this rank's part begins in the global tensor, for each dim, also if several
+    axes split one dim. It is what DCP asks a tensor to save its part. Raises ValueError if the rank
+    has no part."""
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes == local_of(tensor).shape
     return tuple(chunk.offsets)
 
 
 def dcp_index(metadata: Metadata, places: dict[MetadataIndex, DcpPlace]) -> bytes:
-    """Returns what torch.distributed.checkpoint has in the file `.metadata`, by which its own readers find the parts of
-    each tensor. Its public writer can only write it straight to the disk."""
+    """Returns what torch.distributed.checkpoint has in the file `.metadata`, by which its own
+    readers find the parts of each tensor. Its public writer can only write it straight to the
+    disk."""
     metadata.storage_data, metadata.storage_meta = places, StorageMeta()
     metadata.version = "1.0.0"
     return pickle.dumps(metadata)
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Returns this rank's part without `to_local`, an operator that a `TorchDispatchMode` must not call from itself."""
+    """Returns this rank's part without `to_local`, an operator that a `TorchDispatchMode` must not
+    call from itself."""
     return tensor._local_tensor
 
 
 def draw_dtensors_by(draw: Callable[[DTensor, Callable[[Tensor], object]], None]) -> None:
-    """Has every in-place draw of random numbers into a DTensor done by `draw(dtensor, fill)`, where `fill` makes the
-    same draw into a plain tensor. torch has a public hook for how an operator is split, and none for what it draws.
-
-    `nn.init.trunc_normal_` draws again while `any` number is outside: of a DTensor torch (2.13) has it answered by each
-    rank's part, so that ranks would draw unequally often. It is answered by the whole tensor from then on."""
-
-    def any_of_all(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        mesh = args[0].device_mesh
-        return DTensor.from_local(operator(args[0].full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    """Makes `draw(dtensor, fill)` do every in-place draw of random numbers into a DTensor; `fill`
+    makes the same draw into a plain tensor. torch has a public hook for how an operator is split,
+    but not for what it draws."""
 
     def handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        draw(args[0], lambda whole: operator(whole, *args[1:], **kwargs))
+        draw(args[0], lambda full: operator(full, *args[1:], **kwargs))
         return args[0]
 
-    aten = torch.ops.aten
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    aten, handlers = torch.ops.aten, DTensor._op_dispatcher._custom_op_handlers
     for operator in (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float):
-        handlers.setdefault(operator, handler)
-    handlers.setdefault(aten.any.default, any_of_all)
+        handlers.setdefault(operator, handler)  # type: ignore[arg-type]
 
 
 def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -117,16 +126,17 @@ def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def limit_waits(seconds: float) -> None:
-    """Has every collective that starts from now on, in any group of this process, wait at most so long for its peers.
-    Each group has a public `set_timeout`; the list of all groups is private. A DeviceMesh makes its groups with torch's
-    default of half an hour."""
+    """Has every collective that starts from now on, in any group of this process, wait at most so
+    long for its peers. Each group has a public `set_timeout`; the list of all groups is private. A
+    DeviceMesh makes its groups with torch's default of half an hour."""
     for group in list(dist.distributed_c10d._world.pg_map):
         group.set_timeout(datetime.timedelta(seconds=seconds))
 
 
 def abort_groups() -> None:
-    """Breaks off what NCCL has under way in all groups of this process, and leaves other backends as they are.
-    `destroy_process_group`, which is public, waits until all of it has been done, and after a failure it never is."""
+    """Breaks off what NCCL has under way in all groups of this process, and leaves other backends
+    as they are. `destroy_process_group`, which is public, waits until all of it has been done, and
+    after a failure it never is."""
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.distributed_c10d._abort_process_group()
 
@@ -137,6 +147,9 @@ def default_store() -> dist.Store:
     return store
 
 
+_groups_made: Counter[str] = Counter()
+
+
 def group_of(
     ranks: Sequence[int],
     description: str,
@@ -145,22 +158,29 @@ def group_of(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Makes a process group that its members alone make, of the default group's backends or of the one for `device`.
-    torch's `new_group` has two traps for it.
+    """Makes a process group that its members alone make, of the default group's backends or of the
+    one for `device`. torch's `new_group` has two traps for it.
 
-    It names a group after its ranks and the number of groups that the process has already: two members with unequal
-    numbers wait for each other for ever. So a group of ranks that may have unequal numbers has a `name`, which is new
-    and the same on its members. And where the default group is bound to a device, torch would split the new group off
-    that one, in which all ranks of the default group have to take part: it is unbound for the moment, and the
-    communicator of the new group is made at its first use."""
+    It names a group after its ranks and the number of groups that the process has already: two
+    members with unequal numbers wait for each other forever. So every group here has a name that is
+    new and the same on its members: `name`, or the description, the ranks and how many such groups
+    this process has made. If the default group is bound to a device, torch would split the new
+    group off that one, in which all ranks of the default group have to take part. So the default
+    group is unbound for the moment, and the communicator of the new group is made at its first
+    use."""
     c10d: Any = dist.distributed_c10d
+    if name is None:
+        key = f"{description} {list(ranks)}"
+        _groups_made[key] += 1
+        name = f"{key} {_groups_made[key]}"
     everyone, naming = c10d._get_default_group(), c10d._process_group_name
     backend = None if device is None else everyone._get_backend(device).name()
     bound, everyone.bound_device_id = everyone.bound_device_id, None
-    if name is not None:
-        c10d._process_group_name = lambda ranks, use_hashed_name: name
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
     try:
-        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, group_desc=description)
+        group = dist.new_group(
+            ranks, timeout, backend, use_local_synchronization=True, group_desc=description
+        )
     finally:
         everyone.bound_device_id, c10d._process_group_name = bound, naming
     assert isinstance(group, dist.ProcessGroup)
@@ -168,19 +188,26 @@ def group_of(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns whether `torch.compile(module)` has made this module or `module.compile()` was called."""
+    """Returns whether `torch.compile(module)` has made this module or `module.compile()` was
+    called."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns a module with some of those below it replaced, by their names. All else is shared with the one given,
-    which stays as it is: `set_submodule`, which is public, would change it."""
+    """Returns a module with some of those below it replaced, by their names. All else is shared
+    with the one given, which stays as it is: `set_submodule`, which is public, would change it."""
     changed = type(module).__new__(type(module))
     changed.__dict__.update(module.__dict__)
     changed._modules = dict(module._modules)
     for name in {path.split(".")[0] for path in replaced}:
-        below = {path[len(name) + 1 :]: new for path, new in replaced.items() if path.split(".")[0] == name}
-        changed._modules[name] = below[""] if "" in below else with_modules(module.get_submodule(name), below)
+        below = {
+            path[len(name) + 1 :]: new
+            for path, new in replaced.items()
+            if path.split(".")[0] == name
+        }
+        changed._modules[name] = (
+            below[""] if "" in below else with_modules(module.get_submodule(name), below)
+        )
     return changed
 
 
@@ -192,25 +219,33 @@ def compiled_graphs() -> int:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns a number that tells a storage from all others that are alive. `data_ptr` is 0 for a fake tensor."""
+    """Returns a number that tells a storage from all others that are alive. `data_ptr` is 0 for a
+    fake tensor."""
     return int(storage._cdata)
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
-    """Returns how many references there are to a storage. torch's own CUDA graph trees ask it in this way."""
+    """Returns how many references there are to a storage. torch's own CUDA graph trees ask it in
+    this way."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def collective_name(operator: Any) -> str | None:
-    """Returns the name of an operator that a `TorchDispatchMode` sees, such as "allreduce_", if it is a collective of
-    torch.distributed or of its functional twin (which torch.compile and DTensor use); None for any other operator."""
-    return operator._overloadpacket.__name__ if operator.namespace in ("c10d", "_c10d_functional") else None
+    """Returns the name of an operator that a `TorchDispatchMode` sees, such as "allreduce_", if it
+    is a collective of torch.distributed or of its functional twin (which torch.compile and DTensor
+    use); None for any other operator."""
+    return (
+        operator._overloadpacket.__name__
+        if operator.namespace in ("c10d", "_c10d_functional")
+        else None
+    )
 
 
 def keep_delayed_gradients(root: FSDPModule) -> None:
-    """Adds the gradients that the second half of a split backward has made to those that `fully_shard` keeps. Until
-    torch 2.14 it keeps them apart, in the dtype of the reduction, and reduces one of the two; from 2.15 on the gradient
-    of a gathered parameter is that sum, and there is nothing to do."""
+    """Adds the gradients that the second half of a split backward has made to those that
+    `fully_shard` keeps. Until torch 2.14 it keeps them apart, in the dtype of the reduction, and
+    reduces one of the two; from 2.15 on the gradient of a gathered parameter is that sum, and there
+    is nothing to do."""
     for parameter in (parameter for group in _groups(root) for parameter in group.fsdp_params):
         if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
             parameter.accumulate_unsharded_grad_if_needed()
@@ -218,25 +253,27 @@ def keep_delayed_gradients(root: FSDPModule) -> None:
 
 
 def reduce_delayed_gradients(root: FSDPModule) -> None:
-    """Does what `fully_shard` does at the end of a backward, but of a split one after its first half: sums gradients
-    over the data ranks and frees the gathered parameters."""
+    """Does what `fully_shard` does at the end of a backward, but of a split one after its first
+    half: sums gradients over the data ranks and frees the gathered parameters."""
     for group in reversed(_groups(root)):
         group.post_backward()
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def _groups(root: FSDPModule) -> list[Any]:
-    """Returns the groups of parameters that `fully_shard` gathers together, in the order of the model. A module has one
-    or none in torch 2.11 and a list of them from 2.13 on."""
+    """Returns the groups of parameters that `fully_shard` gathers together, in the order of the
+    model. A module has one or none in torch 2.11 and a list of them from 2.13 on."""
     states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]  # torch's pipeline does so too
-    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    groups = [
+        getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
+    ]
     return [group for of_module in groups for group in of_module if group is not None]
 
 
 @contextmanager
 def cutting_by(chunk: Any) -> Iterator[None]:
-    """Lets `fully_shard` cut its parameters by `chunk(tensor, chunks, dim=...)` for a block, in the place of a function
-    that makes a tensor for each of the ranks."""
+    """Lets `fully_shard` cut its parameters by `chunk(tensor, chunks, dim=...)` for a block, in the
+    place of a function that makes a tensor for each of the ranks."""
     eager = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = chunk
     try:
@@ -247,8 +284,9 @@ def cutting_by(chunk: Any) -> Iterator[None]:
 
 @contextmanager
 def world_of_none(size: int, rank: int) -> Iterator[None]:
-    """Holds a default process group of `size` ranks open for a block, of which this process is `rank` and the others do
-    not exist: nothing is sent. torch registers its backend in a module for its own tests alone."""
+    """Holds a default process group of `size` ranks open for a block, of which this process is
+    `rank` and the others do not exist: nothing is sent. torch registers its backend in a module for
+    its own tests alone."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -257,4 +295,5 @@ def world_of_none(size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # DTensor would give tensors of the next world a mesh of this world's groups
+        # DTensor would give tensors of the next world a mesh of this world's groups
+        _clear_sharding_prop_cache()

@@ -1,9 +1,11 @@
-"""Recipes as YAML files, `pretrain`, which runs one, and the function that each of its local workers runs. That is not
-in `pretrain`, because a process that multiprocessing starts runs the main module once more under another name."""
+"""Recipes as YAML files, `pretrain`, which runs one, and the function that each of its local
+workers runs. That is not in `pretrain`, because a process that multiprocessing starts runs the main
+module once more under another name."""
 
 from __future__ import annotations
 
-if __name__ != "parallel3d.recipes":  # a bare `import recipes` would make a second class of everything
+# a bare `import recipes` would make a second class of everything
+if __name__ != "parallel3d.recipes":
     raise ImportError("import this as parallel3d.recipes")
 
 import os
@@ -30,7 +32,8 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name_or_path: str) -> Path:
-    """Returns the file of a recipe, which is given by its path or as the bare name of a shipped recipe."""
+    """Returns the file of a recipe, which is given by its path or as the bare name of a shipped
+    recipe."""
     shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
@@ -39,16 +42,22 @@ def find_recipe(name_or_path: str) -> Path:
         return path
     if os.path.isdir(path):
         raise ConfigError(f"recipe {name_or_path}: a folder; name the YAML file in it")
-    there = [str(found) for found in path.parent.glob("*.yaml")] if os.path.isdir(path.parent) else []
+    there = (
+        [str(found) for found in path.parent.glob("*.yaml")] if os.path.isdir(path.parent) else []
+    )
     near = get_close_matches(name_or_path, [*shipped, *there], 1)
-    advice = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}; or give the path of a file"
+    advice = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"shipped are {', '.join(shipped)}; or give the path of a file"
+    )
     raise ConfigError(f"recipe {name_or_path}: no such file or shipped recipe; {advice}")
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job of all ranks of a recipe: a function of this module, which each of them calls with the recipe, its place
-    and `arguments`."""
+    """The job of all ranks of a recipe: a function of this module, which each of them calls with
+    the recipe, its place and `arguments`."""
 
     recipe: Recipe
     function: str = "work"
@@ -63,16 +72,20 @@ class Job:
 
 def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
     """Runs one rank of the run to its end."""
-    from parallel3d.training.worker import run_worker  # this imports torch, which a wrong recipe need not wait for
+    # this imports torch, which a wrong recipe need not wait for
+    from parallel3d.training.worker import run_worker
 
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
     if rendezvous.rank == 0 and (command := plan_with(recipe)) is not None:
-        print(printable(f"plan with what this run measured: {command}"), file=sys.stderr, flush=True)
+        print(
+            printable(f"plan with what this run measured: {command}"), file=sys.stderr, flush=True
+        )
 
 
 def plan_with(recipe: Recipe) -> str | None:
-    """Returns the command that plans with what a run that is done has measured of its cluster; None where it has too
-    few lines of steady steps, or the planner does not know its model or its device."""
+    """Returns the command that plans with what a run that is done has measured of its cluster; None
+    where it has too few lines of steady steps, or the planner does not know its model or its
+    device."""
     import torch  # which a run that is done has imported
 
     metrics = Path(recipe.run_dir or "") / "metrics.jsonl"
@@ -86,17 +99,19 @@ def plan_with(recipe: Recipe) -> str | None:
             return None
         name = cluster.device_file
     folder = str(recipe.run_dir)
-    return shlex.join(["parallel3d-plan", "--model", f"{folder}/config.yaml", "--gpu", name, "--measured", folder])
+    return shlex.join(
+        ["parallel3d-plan", "--model", f"{folder}/config.yaml", "--gpu", name, "--measured", folder]
+    )
 
 
-def evaluate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
+def run_evaluate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
     """Runs one rank of an evaluation of the checkpoint that the recipe names."""
     from parallel3d.training.saved_model import evaluate_saved
 
     evaluate_saved(recipe, rendezvous, model_class(recipe.model.architecture), as_json=as_json)
 
 
-def generate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
+def run_generate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
     """Runs one rank that writes text with the checkpoint that the recipe names."""
     from parallel3d.training.saved_model import write_with_saved
 
@@ -104,6 +119,7 @@ def generate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
 
 
 def peak_flops(cuda_name: str, precision: str) -> float | None:
-    """Returns the dense peak FLOP/s of the GPU that CUDA calls so, from its hardware file; None where none lists it."""
+    """Returns the dense peak FLOP/s of the GPU that CUDA calls so, from its hardware file; None
+    where none lists it."""
     cluster = cluster_of_cuda(cuda_name, [HARDWARE])
     return None if cluster is None else cluster.device.peak(precision)

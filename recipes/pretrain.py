@@ -1,13 +1,15 @@
-"""Trains a recipe: the command `parallel3d-train`, and the worker that it, torchrun or srun starts. `finished_run` has
-the commands on a run that is there already.
+"""Trains a recipe: the command `parallel3d-train`, and the worker that it, torchrun or srun starts.
+`evaluate` has the commands on a run that is there already.
 
-Everything that can be refused is refused here, before any other process starts, and before torch is imported, but for a
-class of the user's own (`model.architecture: module:Class`), whose module imports torch itself.
+Everything that can be refused is refused here, before any other process starts, and before torch is
+imported, but for a class of the user's own (`model.architecture: module:Class`), whose module
+imports torch itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -20,41 +22,44 @@ from pathlib import Path
 
 import parallel3d
 from parallel3d import recipes
-from parallel3d.checkpoint.start import check_start, find_start
-from parallel3d.checkpoint.store import check_manifests, find_checkpoints
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product, warnings_for
+from parallel3d.config.schema import recipe_schema
 from parallel3d.errors import ClusterError, ConfigError, CtrlCError, PreemptedError, printable
-from parallel3d.launch.attempt import join_attempt, was_requeued
-from parallel3d.launch.devices import may_refuse_the_device, refuse_without_torch
+from parallel3d.launch.devices import refuse_without_torch
 from parallel3d.launch.failure import Failure, end_process, print_error, writing_output
 from parallel3d.launch.local import launch_local
-from parallel3d.launch.peer_watch import SettledError
+from parallel3d.launch.peer_monitor import ReportedError
 from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.restart import join_attempt, was_requeued
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, check_run_dir, locked
 from parallel3d.launch.run_lock import RunLock
 from parallel3d.launch.signals import SAVE_SIGNAL, handled
 from parallel3d.launch.worker_process import die_with_the_parent
 from parallel3d.models import check_model, shape_cards
-from parallel3d.recipes import Job, find_recipe, finished_run, shipped_recipes
+from parallel3d.recipes import Job, evaluate, find_recipe, shipped_recipes
 from parallel3d.recipes.deepspeed import from_deepspeed
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
 from parallel3d.tools.reply import exit_status
 
-_MOST_LOCAL_WORKERS = 256  # more on one machine is a slip: a layout for a cluster, started without its launcher
-# These are imported once for all local workers. Even eager code needs parts of torch._dynamo, half a second in each.
+# more on one machine is a slip: a layout for a cluster, started without its launcher
+_MOST_LOCAL_WORKERS = 256
+# These are imported once for all local workers. Even eager code needs parts of the compiler, half
+# a second in each.
 _PRELOAD = ("torch", "torch._dynamo", "parallel3d.training.worker", "parallel3d.models.llama")
 _USAGE = """\
 %(prog)s [options] RECIPE [key=value ...]
        %(prog)s {range-test,evaluate,generate,replay} ...
 """
 _DESCRIPTION = """\
-Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it is one worker.
+Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it is one
+worker.
 """
 _RANGE_TEST = """\
-Trains a recipe for 100 steps while the learning rate rises to optimizer.lr, and prints the loss at each rate.
+Trains a recipe for 100 steps while the learning rate rises to optimizer.lr, and prints the loss at
+each rate.
 """
 _RANGE_TEST_EPILOG = """\
 examples:
@@ -67,7 +72,7 @@ examples:
   parallel3d-train quickstart train.steps=50 optimizer.lr=1e-3
   parallel3d-train my.yaml checkpoint.resume=auto
   parallel3d-train range-test my.yaml optimizer.lr=0.1    the loss at each learning rate up to 0.1
-  parallel3d-train --from-deepspeed ds.json > my.yaml    the keys that a DeepSpeed configuration stands for
+  parallel3d-train --from-deepspeed ds.json > my.yaml    keys of a DeepSpeed configuration
   torchrun --nproc-per-node 8 -m parallel3d.recipes.pretrain my.yaml
 
 on the folder of a run, each with its own --help:
@@ -82,9 +87,9 @@ exit status:
    69  the workers did not find each other
    70  a rank failed, was killed or hung
    71  the loss or the gradient norm is not finite
-   73  a checkpoint or stdout cannot be written, another run writes into the folder, or a replay failed
+   73  a checkpoint or stdout cannot be written, another run uses the folder, or a replay failed
    75  stopped by SIGTERM, with the state saved
-  130  stopped by Ctrl-C, with the state saved where checkpoint.every is set (a second Ctrl-C ends at once)
+  130  stopped by Ctrl-C, with the state saved if checkpoint.every is set; twice: at once
   143  stopped by SIGTERM, with nothing saved
 """
 
@@ -95,16 +100,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    is_on_a_run = bool(arguments) and arguments[0] in finished_run.COMMANDS
-    options = finished_run.parse(arguments) if is_on_a_run else _parse(arguments)
+    is_on_a_run = bool(arguments) and arguments[0] in evaluate.COMMANDS
+    options = evaluate.parse(arguments) if is_on_a_run else _parse(arguments)
     if options.command == "replay":
-        return finished_run.replay(options)
+        return evaluate.replay(options)
+    if options.command == "print-schema":
+        print(json.dumps(recipe_schema(), indent=2))
+        return 0
     if options.command == "from-deepspeed":
         return _translate(Path(options.from_deepspeed))
     rendezvous = Rendezvous.from_environment()
     if options.print_config:
         recipe = options.load(options).recipe
-        print(to_yaml(recipe if rendezvous is None else fit_to_workers(recipe, rendezvous.world_size)), end="")
+        print(
+            to_yaml(
+                recipe if rendezvous is None else fit_to_workers(recipe, rendezvous.world_size)
+            ),
+            end="",
+        )
         return 0
     with handled((SAVE_SIGNAL,), signal.SIG_IGN):  # until there is something to save
         return _launch(options) if rendezvous is None else _join(options, rendezvous)
@@ -120,25 +133,44 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(parser, shipped_recipes())
-    parser.add_argument("--print-config", action="store_true", help="print the resolved recipe as YAML and exit")
     parser.add_argument(
-        "--from-deepspeed", metavar="DS.JSON", help="print a recipe's keys for a DeepSpeed configuration"
+        "--print-config", action="store_true", help="print the resolved recipe as YAML and exit"
+    )
+    parser.add_argument(
+        "--print-schema",
+        action="store_true",
+        help="print the JSON schema of a recipe, for editors, and exit",
+    )
+    parser.add_argument(
+        "--from-deepspeed",
+        metavar="DS.JSON",
+        help="print a recipe's keys for a DeepSpeed configuration",
     )
     version = f"parallel3d {parallel3d.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
     options, unknown = parser.parse_known_intermixed_args(arguments[is_range_test:])
     if unknown:
-        meant = f"; write {unknown[0].lstrip('-')} to set a key of the recipe" if "=" in unknown[0] else ""
+        meant = (
+            f"; write {unknown[0].lstrip('-')} to set a key of the recipe"
+            if "=" in unknown[0]
+            else ""
+        )
         parser.error(f"{unknown[0]}: no such option{meant}")
+    options.load, options.command_line = _load, arguments
+    if options.print_schema:
+        options.command = "print-schema"
+        return options
     if options.recipe is None and options.from_deepspeed is None:
-        parser.error("no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML file")
+        parser.error(
+            "no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML "
+            "file"
+        )
     unread = "range-test" if is_range_test else options.recipe
     if unread is not None and options.from_deepspeed is not None:
         parser.error(f"--from-deepspeed prints a recipe, and takes none; leave out {unread}")
     if is_range_test:
         options.overrides = [*range_test_settings(options.recipe), *options.overrides]
     options.command = "train" if options.from_deepspeed is None else "from-deepspeed"
-    options.load, options.command_line = _load, arguments
     return options
 
 
@@ -147,7 +179,8 @@ def _load(options: argparse.Namespace) -> Job:
 
 
 def _translate(path: Path) -> int:
-    """Prints the keys of a recipe on stdout, and what became of DeepSpeed's own on stderr. Returns the exit status."""
+    """Prints the keys of a recipe on stdout, and what became of DeepSpeed's own on stderr. Returns
+    the exit status."""
     found = from_deepspeed(path)
     print(printable("\n".join(found.lines())), file=sys.stderr)
     print(found.to_yaml(), end="")
@@ -162,30 +195,39 @@ def _launch(options: argparse.Namespace) -> int:
     world_size = recipe.parallel.world_size
     if world_size > _MOST_LOCAL_WORKERS:
         raise ConfigError(
-            f"parallel needs {product(recipe.parallel.axes)} workers, and one machine is given at most "
-            f"{_MOST_LOCAL_WORKERS}; start them with torchrun on each machine, or shrink the layout"
+            f"parallel needs {product(recipe.parallel.axes)} workers, and one machine is given at "
+            f"most {_MOST_LOCAL_WORKERS}; start them with torchrun on each machine, or shrink the "
+            "layout"
         )
     check_model(recipe.model)
     refuse_without_torch(recipe.train.device)
     notes = _check(job, world_size)
-    if may_refuse_the_device(recipe.train.device):
-        nowhere, target = replace(recipe, run_dir=None), "parallel3d.launch.devices:check_devices"
-        if status := launch_local(target, nowhere, 1, preload=(*_PRELOAD, "parallel3d.recipes")):
-            return status
     with _folder_of(job) as lock:
         _warn(lock, notes)
         target = f"parallel3d.recipes:{job.function}"
         status = launch_local(
-            target, recipe, world_size, arguments=job.arguments, preload=_PRELOAD, verbose=options.verbose
+            target,
+            recipe,
+            world_size,
+            arguments=job.arguments,
+            preload=_PRELOAD,
+            verbose=options.verbose,
         )
-    if status in (PreemptedError.exit_status, CtrlCError.exit_status) and recipe.checkpoint.every is not None:
+    if (
+        status in (PreemptedError.exit_status, CtrlCError.exit_status)
+        and recipe.checkpoint.every is not None
+    ):
         kept = [each for each in options.command_line if not each.startswith("checkpoint.resume=")]
-        print(f"go on with: {shlex.join(['parallel3d-train', *kept, 'checkpoint.resume=auto'])}", file=sys.stderr)
+        print(
+            f"go on with: {shlex.join(['parallel3d-train', *kept, 'checkpoint.resume=auto'])}",
+            file=sys.stderr,
+        )
     return status
 
 
 def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
-    """Runs this process's rank; returns the exit status. Until training starts all ranks fail alike: rank 0 says so."""
+    """Runs this process's rank; returns the exit status. Until training starts all ranks fail
+    alike: rank 0 says so."""
     speaks = rendezvous.rank == 0
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its workers behind where it is killed
         die_with_the_parent()
@@ -197,7 +239,8 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         job = replace(_restarted(job), is_restart=True) if rendezvous.is_restart else job
         recipe = job.recipe
         if speaks:
-            # Where the run is started again it has fitted before, and its last processes may not have gone yet.
+            # Where the run is started again it has fitted before, and its last processes may not
+            # have gone yet.
             notes = _check(job, 0 if rendezvous.is_restart else rendezvous.local_world_size)
     except ConfigError as error:
         if speaks:
@@ -216,8 +259,8 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
 def run_rank(
     work: Callable[[], None], recipe: Recipe, rendezvous: Rendezvous, *, verbose: bool = False
 ) -> tuple[int, bool]:
-    """Does the work of this process's rank, and tells how it ended. Returns the exit status, and whether a process
-    group is open, and is left so by `end_process`."""
+    """Does the work of this process's rank, and tells how it ended. Returns the exit status, and
+    whether a process group is open, and is left so by `end_process`."""
     speaks = rendezvous.rank == 0
     outcome = RunOutcome()
     try:
@@ -227,40 +270,49 @@ def run_rank(
         if speaks:
             print_error(str(error))
         outcome = RunOutcome(exit_status=error.exit_status, reason=str(error))
-    except (Exception, SystemExit) as error:
-        failure, is_ours = Failure.of(error, rendezvous.rank, str(recipe.parallel.coordinates(rendezvous.rank))), True
-        if isinstance(error, SettledError):
-            failure, is_ours = error.failure, error.is_ours_to_tell
-        outcome = RunOutcome.of(failure)
-        if is_ours:
-            # The traceback of a lost peer's neighbour would only bury that of the cause.
-            is_wanted = failure.traceback and (not (failure.foreseen or failure.secondary) or verbose)
-            print_error(failure.line() + ("\n" + failure.traceback.rstrip() if is_wanted else ""))
+    except ReportedError as error:  # a group is open, and is left so
+        outcome = RunOutcome.of(error.failure)
+        if error.is_ours:
+            print_error(error.failure.line() + error.failure.traceback_for_user(verbose=verbose))
             _record_for_torchrun(error)
-        if isinstance(error, SettledError):  # a group is open, and is left so
-            if is_ours or speaks:
-                outcome.write(recipe.run_dir)
-            return outcome.exit_status, True
+        if error.is_ours or speaks:
+            outcome.write(recipe.run_dir)
+        return outcome.exit_status, True
+    except (Exception, SystemExit) as error:
+        coordinates = str(recipe.parallel.coordinates(rendezvous.rank))
+        failure = Failure.of(error, rendezvous.rank, coordinates)
+        outcome = RunOutcome.of(failure)
+        print_error(failure.line() + failure.traceback_for_user(verbose=verbose))
+        _record_for_torchrun(error)
     if speaks:
         outcome.write(recipe.run_dir)
     return outcome.exit_status, False
 
 
 def _restarted(job: Job) -> Job:
-    """Returns the job as a launcher's restart does it: it goes on from the newest checkpoint of the run's folder,
-    whatever the recipe says, and where there is none yet from the checkpoint that the recipe names."""
+    """Returns the job as a launcher's restart does it: it goes on from the newest checkpoint of the
+    run's folder, whatever the recipe says, and where there is none yet from the checkpoint that the
+    recipe names."""
+    from parallel3d.checkpoint.store import find_checkpoints
+
     recipe, resume = job.recipe, job.recipe.checkpoint.resume
     if not job.trains or resume == "auto":
         return job
-    if resume != "none" and not find_checkpoints("auto", Path(recipe.run_dir or "") / "checkpoints"):
+    if resume != "none" and not find_checkpoints(
+        "auto", Path(recipe.run_dir or "") / "checkpoints"
+    ):
         return job
-    note = f"the launcher has started this run again, which goes on as with checkpoint.resume=auto, not {resume}"
+    note = (
+        "the launcher has started this run again, which goes on as with checkpoint.resume=auto, "
+        f"not {resume}"
+    )
     recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
     return replace(job, recipe=recipe, notes=(note,))
 
 
 def _record_for_torchrun(error: BaseException) -> None:
-    """Writes the error where torchrun reads the cause of a failure from, if torchrun has started this process."""
+    """Writes the error where torchrun reads the cause of a failure from, if torchrun has started
+    this process."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -268,16 +320,20 @@ def _record_for_torchrun(error: BaseException) -> None:
 
 
 def _check(job: Job, local_ranks: int) -> list[str]:
-    """Checks the memory of this host, which runs so many ranks, the data, the compiler and the checkpoints: one process
-    for all, before they meet, and before anything is written. Returns lines for the user."""
+    """Checks the memory of this host, which runs so many ranks, the data, the compiler and the
+    checkpoints: one process for all, before they meet, and before anything is written. Returns
+    lines for the user."""
     recipe = job.recipe
     if job.trains and not job.is_restart:
         check_run_dir(recipe)
     if job.trains:
-        from parallel3d.recipes.host_fit import check_host  # this imports the planner
+        from parallel3d.recipes.host_memory_check import check_host  # this imports the planner
 
         check_host(recipe, local_ranks)
-    from parallel3d.data.corpus import check_data  # this imports numpy, which --help and a wrong key need not wait for
+    # these import pydantic's models or numpy, which --help and a wrong key need not wait for
+    from parallel3d.checkpoint.start import check_start, find_start
+    from parallel3d.checkpoint.store import check_manifests, find_checkpoints
+    from parallel3d.data.corpus import check_data
     from parallel3d.data.evaluation import evaluation_windows
     from parallel3d.training.callbacks import callback_classes
 
@@ -286,13 +342,16 @@ def _check(job: Job, local_ranks: int) -> list[str]:
     if job.trains:
         callback_classes(recipe)
     train, samples_text = recipe.train, bool(recipe.train.sample_tokens)
-    check_data(recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text)
+    check_data(
+        recipe.data, seq_len=train.seq_len, vocab=recipe.model.vocab, samples_text=samples_text
+    )
     evaluation_windows(recipe.data, train.seq_len)
     start, resume, notes = recipe.checkpoint.start_from, recipe.checkpoint.resume, list[str]()
     saved = find_checkpoints(resume, Path(recipe.run_dir or "") / "checkpoints")
     check_manifests(saved)
     if start is not None and not saved:
-        notes = check_start(find_start(start)[0], recipe.model)  # a run that goes on needs its beginning no more
+        # a run that goes on needs its beginning no more
+        notes = check_start(find_start(start)[0], recipe.model)
     return [*job.notes, *warnings_for(recipe), *notes]
 
 

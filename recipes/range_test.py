@@ -1,6 +1,7 @@
-"""The learning-rate range test: a short run of a recipe whose rate rises by the same factor in each step, over many
-orders of magnitude, and ends when the loss rises (Smith 2017, arXiv 1506.01186). The run is an ordinary one, in any
-layout and under any launcher: the test is a schedule of the rate and a callback."""
+"""The learning-rate range test: a short run of a recipe whose rate rises by the same factor in each
+step, over many orders of magnitude, and ends when the loss rises (Smith 2017, arXiv 1506.01186).
+The run is an ordinary one, in any layout and under any launcher: the test is a schedule of the rate
+and a callback."""
 
 from __future__ import annotations
 
@@ -13,18 +14,19 @@ from typing import TYPE_CHECKING
 from parallel3d.training.callbacks import Callback, RunView
 
 if TYPE_CHECKING:  # --help does not wait for torch
-    from parallel3d.training.hooks import StepResult
+    from parallel3d.training.step_result import StepResult
 
 RESULT_FILE = "range_test.json"
 _MEMORY = 0.9  # the share of the smoothed loss that a step keeps
 _DIVERGED = 1.3  # times the lowest smoothed loss
-_BELOW_LOWEST = 10.0  # Smith's choice among the rates below that of the lowest loss: an order of magnitude
+# Smith's choice among the rates below that of the lowest loss: an order of magnitude
+_BELOW_LOWEST = 10.0
 _MOST_ROWS = 25
 
 
 def range_test_settings(recipe: str) -> list[str]:
-    """Returns the overrides that make a range test of a recipe. The user's own come after them, so that
-    `train.steps=200 optimizer.lr=0.1` makes a longer one up to a rate of 0.1."""
+    """Returns the overrides that make a range test of a recipe. The user's own come after them, so
+    that `train.steps=200 optimizer.lr=0.1` makes a longer one up to a rate of 0.1."""
     return [
         "optimizer.schedule=range_test",
         "optimizer.lr=1.0",
@@ -54,7 +56,8 @@ def range_test_settings(recipe: str) -> list[str]:
 
 
 class RateRangeTest(Callback):
-    """Notes the loss of each rate, ends the run when the loss has risen, and then prints and writes what it found."""
+    """Notes the loss of each rate, ends the run when the loss has risen, and then prints and writes
+    what it found."""
 
     def __init__(self) -> None:
         self._rates: list[float] = []
@@ -78,7 +81,9 @@ class RateRangeTest(Callback):
         found = {
             "suggested_lr": suggested,
             "lowest_loss_lr": self._rates[lowest],
-            "steps": [{"lr": rate, "loss": loss, "smoothed_loss": smooth} for rate, loss, smooth in rows],
+            "steps": [
+                {"lr": rate, "loss": loss, "smoothed_loss": smooth} for rate, loss, smooth in rows
+            ],
         }
         path = run.run_dir / RESULT_FILE
         path.write_text(json.dumps(found, indent=1) + "\n")
@@ -86,12 +91,17 @@ class RateRangeTest(Callback):
         every = math.ceil(len(self._rates) / _MOST_ROWS)
         for index in sorted({*range(0, len(self._rates), every), lowest}):
             mark = "  lowest" if index == lowest else ""
-            print(f"{self._rates[index]:10.2e}{self._losses[index]:10.4f}{self._smoothed[index]:10.4f}{mark}")
+            print(
+                f"{self._rates[index]:10.2e}{self._losses[index]:10.4f}{self._smoothed[index]:10.4f}{mark}"
+            )
         if suggested is None:
             tries = "a higher optimizer.lr" if is_open else "a lower optimizer.lr"
             print(f"no rate is suggested: the loss is lowest at the end of the range; try {tries}")
         else:
-            print(f"suggested: optimizer.lr={suggested:.1e}, a tenth of the rate of the lowest loss; {path}")
+            print(
+                f"suggested: optimizer.lr={suggested:.1e}, a tenth of the rate of the lowest loss; "
+                f"{path}"
+            )
 
 
 def smoothed(losses: Iterable[float]) -> list[float]:

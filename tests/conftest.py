@@ -1,31 +1,34 @@
-"""What pytest is told for all tests: hypothesis' profiles, the fixture `world`, and how two runners share the tests."""
+"""Settings of all tests: the profiles of hypothesis, and the fixture `world`. Two runners take one
+file after the other, each with pools of its own."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.distributed.world import World
 
-# A property has no deadline: the time of one example says nothing on a busy machine. `make test-long` asks for "long".
+# A property has no deadline: the time of one example says nothing on a busy machine. `make
+# test-long` asks for "long".
 settings.register_profile("project", deadline=None)
 settings.register_profile("long", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
-# A second thread takes over nothing of tensors as small as a test's, and spins while it waits: on a busy machine a
-# reference of 1 s of processor time took 65 s. The setting is for the tests' own process and all that it starts.
+# A second thread takes over nothing of tensors as small as a test's, and spins while it waits: on a
+# busy machine a reference of 1 s of processor time took 65 s. The setting is for the tests' own
+# process and all that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# torch.compile compiles in the worker itself: each process that it starts for that would import torch first.
+# torch.compile compiles in the worker itself: each process that it starts for that would import
+# torch first.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# These modules are imported once, before the workers are forked: in each worker that would take seconds. A module of
-# tests whose jobs import more names it in PRELOAD.
+# These modules are imported once, before the workers are forked: in each worker that would take
+# seconds. A module of tests whose jobs import more names it in PRELOAD.
 _PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
@@ -37,25 +40,17 @@ _PRELOAD = [
 ]
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """With `pytest -n 2` one runner has all of tests/distributed, so that there is one pool of each size, and the other
-    the rest, a file at a time. pytest-xdist's own groups (--dist loadgroup) do nothing under pytest 9.2."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class OnePoolOfEachSize(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "distributed" if "distributed/" in file else file
-
-    return OnePoolOfEachSize(config, log)
-
-
 @pytest.fixture(scope="session")
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], World]]:
     """`world(n)` is the pool of n processes, which are started when a test first asks for them."""
     context = multiprocessing.get_context("forkserver")
-    modules = {item.module for item in request.session.items if "world" in getattr(item, "fixturenames", ())}
+    modules = {
+        item.module
+        for item in request.session.items
+        if "world" in getattr(item, "fixturenames", ())
+    }
     more = {name for module in modules for name in getattr(module, "PRELOAD", ())}
     context.set_forkserver_preload([*_PRELOAD, *sorted(more)])
     pools: dict[int, World] = {}

@@ -1,4 +1,5 @@
-"""What goes wrong in the workers of test_failures.py, and the program that launches them, one fault after another.
+"""What goes wrong in the workers of test_failures.py, and the program that launches them, one fault
+after another.
 
 python failure_targets.py local|torchrun FOLDER FAULT...
 """
@@ -17,7 +18,14 @@ from typing import Any
 
 from parallel3d import recipes
 from parallel3d.config.load import to_yaml
-from parallel3d.config.recipe import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from parallel3d.launch.failure import Failure
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous
@@ -44,14 +52,18 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
         return step(trainer, *args, **keywords)
 
     Trainer.train_step = faulty_step  # type: ignore[method-assign]
-    if rendezvous.rank == 0:  # a busy machine, where torchrun's SIGTERM is there before a rank has found its words
+    # a busy machine, where torchrun's SIGTERM is there before a rank has found its words
+    if rendezvous.rank == 0:
         words = Failure.of
         Failure.of = lambda *details: (time.sleep(0.5), words(*details))[1]  # type: ignore[method-assign]
-    run_worker(recipe, rendezvous, model_class(recipe.model.architecture), lambda name, precision: None)
+    run_worker(
+        recipe, rendezvous, model_class(recipe.model.architecture), lambda name, precision: None
+    )
 
 
 def break_step(trainer: Any, folder: Path, rank: int) -> None:
-    """Prepares a rank's fault in the step that it is about to do. Rank 1 is at fault, but where it is stopped."""
+    """Prepares a rank's fault in the step that it is about to do. Rank 1 is at fault, but where it
+    is stopped."""
     import torch
     import torch.distributed as dist
 
@@ -76,7 +88,9 @@ def break_step(trainer: Any, folder: Path, rank: int) -> None:
     if fault.startswith("forward"):
         module.register_forward_pre_hook(raise_here)
     elif fault == "backward":
-        module.register_forward_hook(lambda _module, _inputs, output: (output.register_hook(raise_here), None)[1])
+        module.register_forward_hook(
+            lambda _module, _inputs, output: (output.register_hook(raise_here), None)[1]
+        )
     elif fault == "optimizer":
         trainer.optimizer.step = raise_here
     elif fault == "collective":
@@ -91,14 +105,20 @@ def break_step(trainer: Any, folder: Path, rank: int) -> None:
 
 
 def recipe_in(folder: Path) -> Recipe:
-    """A run of two data ranks, or of four on two axes where a rank is stopped: on several axes there are groups beside
-    that of all ranks, and a stopped rank is noticed by a time-out alone."""
+    """A run of two data ranks, or of four on two axes where a rank is stopped: on several axes
+    there are groups beside that of all ranks, and a stopped rank is noticed by a time-out alone."""
     corpus = folder.parent / "corpus.txt"
     corpus.write_text("\n".join(f"line {number} of a text" for number in range(400)))
     is_stopped = folder.name == "stopped"
     return Recipe(
         model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=258),
-        train=TrainConfig(steps=4, global_batch_size=4, seq_len=16, device="cpu", timeout_s=3 if is_stopped else 300),
+        train=TrainConfig(
+            steps=4,
+            global_batch_size=4,
+            seq_len=16,
+            device="cpu",
+            timeout_s=3 if is_stopped else 300,
+        ),
         parallel=ParallelConfig(tp=2, pp=2) if is_stopped else ParallelConfig(dp_shard=2),
         data=DataConfig(source="text", path=str(corpus)),
         checkpoint=CheckpointConfig(every=None if is_stopped else 4),
@@ -107,11 +127,14 @@ def recipe_in(folder: Path) -> Recipe:
 
 
 def run_locally(recipe: Recipe) -> int:
-    return launch_local("failure_targets:work", recipe, recipe.parallel.world_size, preload=_PRELOAD)
+    return launch_local(
+        "failure_targets:work", recipe, recipe.parallel.world_size, preload=_PRELOAD
+    )
 
 
 def run_by_torchrun(recipe: Recipe) -> int:
-    """Runs a recipe under torchrun's own agent, which forks the workers here, where torch is imported already."""
+    """Runs a recipe under torchrun's own agent, which forks the workers here, where torch is
+    imported already."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -133,14 +156,17 @@ def run_by_torchrun(recipe: Recipe) -> int:
         elastic_launch(config, join)([str(path)])
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        (path.parent / "torchrun.json").write_text(json.dumps({"rank": rank, "message": first.message}))
+        (path.parent / "torchrun.json").write_text(
+            json.dumps({"rank": rank, "message": first.message})
+        )
         return 1
     return 0
 
 
 def join(arguments: list[str]) -> None:
     """Runs a worker of torchrun: the command `parallel3d-train`, with its faulty rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker has its launcher's handler, which raises
+    # a forked worker has its launcher's handler, which raises
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     recipes.work = work
     if status := pretrain.main(arguments):
         os._exit(status)

@@ -1,23 +1,41 @@
-"""Calls a command in this process and judges its answer, for the fuzzers of folders and of files."""
+"""Calls a command in this process and judges its answer, for the fuzzers of folders and of
+files."""
 
 from __future__ import annotations
 
 import io
 import os
 import signal
+import socket
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+
+import torch.distributed as dist
+
+from parallel3d.recipes import pretrain
+from parallel3d.tools.checkpoint import command as checkpoint_command
+from parallel3d.tools.data import command as data_command
 
 STATUSES = (0, 2, 3, 65, 69, 70, 71, 73)  # the exit statuses in --help, except those of signals
 _PATIENCE_S = 300  # a command that takes longer hangs
 _LONGEST_LINE, _LONGEST_ANSWER = 2_000, 20_000  # characters that a refusal may have
 
 Main = Callable[[Sequence[str]], int]
+RECIPE = """\
+model: {layers: 1, hidden: 16, heads: 2, ffn_hidden: 32, vocab: 264}
+train: {steps: 2, global_batch_size: 2, seq_len: 16, device: cpu}
+optimizer: {warmup_steps: 1}
+data: {source: text, path: text.txt}
+checkpoint: {every: 1, keep: 9}
+logging: {every: 1}
+"""
 
 
 @dataclass
@@ -31,10 +49,17 @@ class Answer:
     faults: list[str] = field(default_factory=list)
 
 
-def call(main: Main, words: Sequence[str], *, encoding: str = "utf-8", shows_text: bool = False) -> Answer:
-    """Calls a command with standard streams of an encoding. `shows_text`: it may print every character of what it has
-    read, such as a generated sample."""
-    path, environ, folder, before = list(sys.path), dict(os.environ), Path.cwd(), (sys.stdout, sys.stderr)
+def call(
+    main: Main, words: Sequence[str], *, encoding: str = "utf-8", shows_text: bool = False
+) -> Answer:
+    """Calls a command with standard streams of an encoding. `shows_text`: it may print every
+    character of what it has read, such as a generated sample."""
+    path, environ, folder, before = (
+        list(sys.path),
+        dict(os.environ),
+        Path.cwd(),
+        (sys.stdout, sys.stderr),
+    )
     out, err = _stream(encoding, "strict"), _stream(encoding, "backslashreplace")
     status, crash = 1, ""
     heard = signal.signal(signal.SIGALRM, _hang)
@@ -98,3 +123,39 @@ def _read(stream: io.TextIOWrapper) -> str:
     with suppress(ValueError):
         stream.close()
     return text
+
+
+@cache
+def templates() -> Path:
+    """Returns a folder with what the commands make: a run, an export, folders of tokens."""
+    made = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    (made / "text.txt").write_text("some words of a text\n" * 60)
+    (made / "tiny.yaml").write_text(RECIPE)
+    tokenize = ("tokenize", "text.txt", "--workers", "1", "--out")
+    with chdir(made):
+        for main, words in (
+            (train, ("tiny.yaml", "run_dir=run")),
+            (checkpoint_command.main, ("export", "run", "export", "--max-shard-size", "0.01MB")),
+            (data_command.main, (*tokenize, "tokens", "--train-bpe", "270")),
+            (data_command.main, (*tokenize, "megatron/prefix", "--format", "megatron")),
+        ):
+            (made / "megatron").mkdir(exist_ok=True)
+            answer = call(main, words)
+            assert answer.status == 0, answer
+    return made
+
+
+def train(words: Sequence[str]) -> int:
+    """Runs `parallel3d-train` as the single worker of a launcher, in this process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update({**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    hook = sys.excepthook
+    try:
+        return pretrain.main(words)
+    finally:
+        sys.excepthook = hook  # a process group puts its own there
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""Runs that are killed while they save, for test_checkpoint_kills.py. This process imports torch once and forks each
-run, so that a try costs a fraction of a second; what is forked is an ordinary worker, with the lock of its folder.
+"""Runs that are killed while they save, for test_checkpoint_kills.py. This process imports torch
+once and forks each run, so that a try costs a fraction of a second; what is forked is an ordinary
+worker, with the lock of its folder.
 
 python -m tests.kill_targets runs|background|replaced FOLDER KILLS
 """
@@ -80,13 +81,15 @@ def save_one_step_again_and_again(folder: Path, pipe: int) -> None:
     path = checkpoint_path(folder / "checkpoints", 1)
     with process_group(RECIPE, _alone(folder)) as device:
         mesh = build_mesh(RECIPE.parallel, "cpu")
-        trainer = Trainer(RECIPE, mesh=mesh, device=device, model_class=model_class(RECIPE.model.architecture))
+        trainer = Trainer(
+            RECIPE, mesh=mesh, device=device, model_class=model_class(RECIPE.model.architecture)
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         tidy(path.parent)
         if path.exists():
             load_trainer(trainer, path)
         while True:
-            trainer.step, trainer.tokens = 1, trainer.tokens + 1
+            trainer.update_progress(step=1, tokens=trainer.tokens + 1)
             for parameter in trainer.parameters:
                 parameter.local.data.fill_(trainer.tokens)
             save_trainer(trainer, path)
@@ -98,9 +101,11 @@ def _alone(folder: Path) -> Rendezvous:
     return Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=store)
 
 
-def run_and_kill(target: Callable[[Path, int], None], folder: Path, live_s: float | None) -> tuple[list[int], bool]:
-    """Forks a run and kills it after `live_s` seconds from its first acknowledged save; None: never. Returns what it
-    acknowledged, and whether it was killed."""
+def run_and_kill(
+    target: Callable[[Path, int], None], folder: Path, live_s: float | None
+) -> tuple[list[int], bool]:
+    """Forks a run and kills it after `live_s` seconds from its first acknowledged save; None:
+    never. Returns what it acknowledged, and whether it was killed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -124,7 +129,9 @@ def run_and_kill(target: Callable[[Path, int], None], folder: Path, live_s: floa
     os.close(reader)
     _, status = os.waitpid(pid, 0)
     killed = os.WIFSIGNALED(status)
-    assert killed or os.WEXITSTATUS(status) == 0, f"the run failed with status {os.WEXITSTATUS(status)}"
+    assert killed or os.WEXITSTATUS(status) == 0, (
+        f"the run failed with status {os.WEXITSTATUS(status)}"
+    )
     return [int(line) for line in told.split()], killed
 
 
@@ -139,8 +146,9 @@ def left_overs(checkpoints: Path) -> bool:
 
 
 def kill_runs(target: Callable[[Path, int], None], folder: Path, kills: int) -> dict[str, object]:
-    """Kills runs until it has been done so often, each started again in its folder until it is at its end. Losses are
-    compared with those of a run that nobody killed and whose saves are waited for."""
+    """Kills runs until it has been done so often, each started again in its folder until it is at
+    its end. Losses are compared with those of a run that nobody killed and whose saves are waited
+    for."""
     draw, count, in_save, finished, wrong = random.Random(15), 0, 0, 0, list[str]()
     run_and_kill(train, folder / "straight", None)
     losses = _losses(folder / "straight")
@@ -148,14 +156,20 @@ def kill_runs(target: Callable[[Path, int], None], folder: Path, kills: int) -> 
     while count < kills:
         run, acknowledged, killed = folder / f"run_{finished}", 0, True
         while killed:
-            told, killed = run_and_kill(target, run, draw.uniform(0, 0.2) if count < kills else None)
+            told, killed = run_and_kill(
+                target, run, draw.uniform(0, 0.2) if count < kills else None
+            )
             if told and told[0] <= acknowledged:
-                wrong.append(f"step {told[0]} was trained again, and {acknowledged} was acknowledged")
+                wrong.append(
+                    f"step {told[0]} was trained again, and {acknowledged} was acknowledged"
+                )
             acknowledged = max([acknowledged, *told])
             wrong += torn(run / "checkpoints")
             in_save += killed and left_overs(run / "checkpoints")
             count += killed
-            newest = max((int(path.name[5:]) for path in list_checkpoints(run / "checkpoints")), default=0)
+            newest = max(
+                (int(path.name[5:]) for path in list_checkpoints(run / "checkpoints")), default=0
+            )
             if newest < acknowledged:
                 wrong.append(f"step {acknowledged} was acknowledged, and the newest is {newest}")
         finished += 1
@@ -196,5 +210,7 @@ if __name__ == "__main__":
     if kind == "replaced":
         found = kill_replacements(Path(where), int(times))
     else:
-        found = kill_runs({"runs": train, "background": train_with_saves_behind}[kind], Path(where), int(times))
+        found = kill_runs(
+            {"runs": train, "background": train_with_saves_behind}[kind], Path(where), int(times)
+        )
     print(json.dumps(found))

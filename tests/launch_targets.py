@@ -1,4 +1,5 @@
-"""What the workers of test_launch.py do, and the program that launches them: a process of its own for each test.
+"""What the workers of test_launch.py do, and the program that launches them: a process of its own
+for each test.
 
 python launch_targets.py TARGET WORLD_SIZE FOLDER [--verbose]
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.errors import ConfigError, NonFiniteError, PreemptedError
-from parallel3d.launch.local import Patience, launch_local
+from parallel3d.launch import local
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.signals import catch_stop_signals
 
@@ -42,7 +43,9 @@ def loses_a_peer_before_the_cause_is_told(recipe: Recipe, rendezvous: Rendezvous
     if rendezvous.rank == 1:
         time.sleep(0.4)
         raise ValueError("the cause")
-    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    raise RuntimeError(
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+    )
 
 
 def is_killed_on_rank_3(recipe: Recipe, rendezvous: Rendezvous) -> None:
@@ -73,10 +76,6 @@ def ends_at_once_with_0(recipe: Recipe, rendezvous: Rendezvous) -> None:
     os._exit(0)
 
 
-def exits_with_75(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    sys.exit(75)
-
-
 def sleeps(recipe: Recipe, rendezvous: Rendezvous) -> None:
     _sign_in(recipe, rendezvous)
     time.sleep(60)
@@ -100,7 +99,10 @@ def reduces_until_rank_1_is_killed(recipe: Recipe, rendezvous: Rendezvous) -> No
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo", init_method=rendezvous.init_method, rank=rendezvous.rank, world_size=rendezvous.world_size
+        "gloo",
+        init_method=rendezvous.init_method,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
     )
     for step in range(1000):
         if rendezvous.rank == 1 and step == 3:
@@ -131,13 +133,13 @@ def _sign_in(recipe: Recipe, rendezvous: Rendezvous) -> None:
 def main() -> int:
     target, world_size, folder, *options = sys.argv[1:]
     preload = ("torch",) if target.startswith("reduces") else ()
-    status = launch_local(
+    local.REPORTS_S, local.STRAGGLERS_S = 1.0, 0.7
+    status = local.launch_local(
         f"launch_targets:{target}",
         recipe_in(Path(folder), int(world_size)),
         int(world_size),
         preload=preload,
         verbose="--verbose" in options,
-        patience=Patience(reports_s=1.0, stragglers_s=0.7),
     )
     assert "torch" not in sys.modules, "the launcher imported torch"
     return status

@@ -1,16 +1,21 @@
-"""A model of NCCL's rules that tells whether a pipeline's ranks would wait for each other for ever on GPUs.
+"""A model of NCCL's rules that tells whether a pipeline's ranks would wait for each other for ever
+on GPUs.
 
-What the host of each rank does is recorded from the project's own runtime, links and transport, with stages that
-compute nothing (`Program`). Then all ranks' programs are played against each other (`stuck`) by these rules:
+What the host of each rank does is recorded from the project's own runtime, links and transport,
+with stages that compute nothing (`Program`). Then all ranks' programs are played against each other
+(`stuck`) by these rules:
 
-- A host goes through its program. Compute, sends, receives and waits are put into queues of the device at once.
+- A host goes through its program. Compute, sends, receives and waits are put into queues of the
+  device at once.
 - The compute queue is worked off in order. A wait stands in it until its transfer is done.
-- The transfers of one communicator are worked off in order, and one begins only when the compute queue has come to
-  where the host was when it issued the transfer. A transfer ends when both of its ends have begun.
-- Two ranks connect at their first transfer in a group: each host stops until the other comes to its own first one.
+- The transfers of one communicator are worked off in order, and one begins only when the compute
+  queue has come to where the host was when it issued the transfer. A transfer ends when both of its
+  ends have begun.
+- Two ranks connect at their first transfer in a group: each host stops until the other comes to its
+  own first one.
 - A group is made, and a barrier passed, when the hosts of all its ranks are there.
-- Where `device_waits` is True, a host stops before each stage's first action of each kind until all queues of its
-  device are empty, as when a kernel is loaded at its first use.
+- Where `device_waits` is True, a host stops before each stage's first action of each kind until all
+  queues of its device are empty, as when a kernel is loaded at its first use.
 
 `assert_never_hangs(schedule)` puts a schedule through it.
 """
@@ -35,7 +40,9 @@ from parallel3d.pipeline.links import OfflineLinks
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.schedule import Action, Schedule
 
-Fault = Literal["groups of all ranks", "one group for both ways", "connected at first use", "posted at once"]
+Fault = Literal[
+    "groups of all ranks", "one group for both ways", "connected at first use", "posted at once"
+]
 
 
 @dataclass(frozen=True)
@@ -76,14 +83,15 @@ Step = Meet | Transfer | Wait | Compute
 
 @dataclass
 class Program:
-    """What the host of one rank does: `steps`, in order. While it is `recording`, torch's point-to-point calls and the
-    making of groups are written down, and none is carried out."""
+    """What the host of one rank does: `steps`, in order. While it is `recording`, torch's
+    point-to-point calls and the making of groups are written down, and none is carried out."""
 
     schedule: Schedule
     rank: int
     faults: frozenset[Fault] = frozenset()
     steps: list[Step] = field(default_factory=list)
-    received_into: set[int] = field(default_factory=set)  # where the memory of received messages begins
+    # where the memory of received messages begins
+    received_into: set[int] = field(default_factory=set)
     _used: set[str] = field(default_factory=set)  # the names of `Compute` so far
     _barriers: int = 0
 
@@ -94,7 +102,9 @@ class Program:
             module = _Stage(self, stage)
             stages.append(Stage(module, module.note_backward, module.note_weights))
         shape = TensorSpec((1,))
-        runtime = PipelineRuntime(stages, self.schedule, self, _loss, boundaries=shape, connect=OfflineLinks)  # type: ignore[arg-type]
+        runtime = PipelineRuntime(
+            stages, self.schedule, self, _loss, boundaries=shape, connect=OfflineLinks
+        )  # type: ignore[arg-type]
         runtime.warms_up = True
         return runtime
 
@@ -109,7 +119,8 @@ class Program:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Puts the recorder in the place of torch's calls for a block, and the faults into the project's code."""
+        """Puts the recorder in the place of torch's calls for a block, and the faults into the
+        project's code."""
         with ExitStack() as patches:
             for name in ("isend", "irecv", "barrier", "get_process_group_ranks", "get_group_rank"):
                 patches.enter_context(mock.patch.object(dist, name, getattr(self, f"_{name}")))
@@ -132,7 +143,9 @@ class Program:
 
     def _transfer(self, group: Hashable, source: int, target: int) -> _Work:
         number = len(self.steps)
-        if self._barriers or self.faults.isdisjoint({"groups of all ranks", "connected at first use"}):
+        if self._barriers or self.faults.isdisjoint(
+            {"groups of all ranks", "connected at first use"}
+        ):
             self.steps.append(Transfer(number, group, source, target))
         return _Work(self, number)
 
@@ -182,7 +195,8 @@ class _Work:
     number: int
 
     def wait(self, timeout: object = None) -> None:
-        if self.number < len(self.program.steps):  # a transfer that a fault leaves out is not waited for
+        # a transfer that a fault leaves out is not waited for
+        if self.number < len(self.program.steps):
             self.program.steps.append(Wait(self.number))
 
 
@@ -195,9 +209,14 @@ def _zeros(schedule: Schedule, rank: int) -> dict[Action, int]:
 
 
 def programs(
-    schedule: Schedule, *, trains: bool = True, warms_up: bool = True, faults: frozenset[Fault] = frozenset()
+    schedule: Schedule,
+    *,
+    trains: bool = True,
+    warms_up: bool = True,
+    faults: frozenset[Fault] = frozenset(),
 ) -> list[list[Step]]:
-    """Returns the program of each rank: its runtime is built, trains a step and evaluates, or evaluates alone."""
+    """Returns the program of each rank: its runtime is built, trains a step and evaluates, or
+    evaluates alone."""
     found = []
     for rank in range(len(schedule.ranks)):
         program = Program(schedule, rank, faults)
@@ -221,7 +240,8 @@ class _Device:
     issued: int = 0  # steps given to the compute queue so far
     computed: int = 0  # steps of the compute queue that are done
     compute: deque[Compute | Wait] = field(default_factory=deque)
-    # By communicator: transfers, each with its message and how many steps of the compute queue come before it.
+    # By communicator: transfers, each with its message and how many steps of the compute queue come
+    # before it.
     transfers: defaultdict[Hashable, deque[tuple[Transfer, Hashable, int]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
@@ -233,14 +253,18 @@ class _Device:
 
     def __str__(self) -> str:
         host = self.steps[self.at] if self.at < len(self.steps) else "the end"
-        return f"rank {self.rank}: host at {host}, compute queue at {self.compute[0] if self.compute else 'its end'}"
+        return (
+            f"rank {self.rank}: host at {host}, compute queue at "
+            f"{self.compute[0] if self.compute else 'its end'}"
+        )
 
 
 def stuck(programs: Sequence[Sequence[Step]], *, device_waits: bool) -> list[str]:
-    """Plays the programs of all ranks. Returns where each rank stands when none can go on, and an empty list where all
-    have come to their end."""
+    """Plays the programs of all ranks. Returns where each rank stands when none can go on, and an
+    empty list where all have come to their end."""
     devices = [_Device(rank, steps) for rank, steps in enumerate(programs)]
-    there: defaultdict[Hashable, set[int]] = defaultdict(set)  # who has come to a meeting, a communicator, a message
+    # who has come to a meeting, a communicator, a message
+    there: defaultdict[Hashable, set[int]] = defaultdict(set)
     messages: defaultdict[Hashable, int] = defaultdict(int)  # so far, by the end that issues them
 
     def issue(device: _Device, step: Step) -> bool:
@@ -268,7 +292,9 @@ def stuck(programs: Sequence[Sequence[Step]], *, device_waits: bool) -> list[str
     def work_off(device: _Device) -> bool:
         """Does what the device's queues can do, and returns whether that was anything."""
         before = device.computed, len(device.done)
-        while device.compute and (isinstance(step := device.compute[0], Compute) or step.number in device.done):
+        while device.compute and (
+            isinstance(step := device.compute[0], Compute) or step.number in device.done
+        ):
             device.compute.popleft()
             device.computed += 1
         for communicator, queue in device.transfers.items():
@@ -296,11 +322,14 @@ def stuck(programs: Sequence[Sequence[Step]], *, device_waits: bool) -> list[str
 
 
 def assert_never_hangs(schedule: Schedule) -> None:
-    """Asserts that no rank waits for ever where it trains and evaluates by `schedule`, or evaluates alone, whether or
-    not kernels that are used for the first time wait for the whole device."""
+    """Asserts that no rank waits for ever where it trains and evaluates by `schedule`, or evaluates
+    alone, whether or not kernels that are used for the first time wait for the whole device."""
     for trains in (True, False):
         recorded = programs(schedule, trains=trains)
         for device_waits in (False, True):
             where = stuck(recorded, device_waits=device_waits)
-            what = f"{schedule.name}, {len(schedule.ranks)} ranks, {schedule.microbatches} microbatches, {trains=}"
+            what = (
+                f"{schedule.name}, {len(schedule.ranks)} ranks, {schedule.microbatches} "
+                f"microbatches, {trains=}"
+            )
             assert not where, "\n".join([f"{what}, {device_waits=}:", *where])

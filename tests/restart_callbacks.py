@@ -1,4 +1,5 @@
-"""What interrupts a run in test_restarts.py, once, from rank 0: the file `plan` of the run's parent folder says it."""
+"""What interrupts a run in test_restarts.py, once, from rank 0: the file `plan` of the run's parent
+folder says it."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from parallel3d.training.callbacks import Callback, RunView
-from parallel3d.training.hooks import StepResult
+from parallel3d.training.step_result import StepResult
 
 
 class Interrupts(Callback):
-    """Sends a signal to a rank, or another process, after a step; a plan that is carried out is renamed."""
+    """Sends a signal to a rank, or another process, after a step; a plan that is carried out is
+    renamed."""
 
     def step_done(self, run: RunView, result: StepResult) -> None:
         plan = run.run_dir.parent / "plan"
@@ -25,7 +27,9 @@ class Interrupts(Callback):
             return
         plan.rename(plan.with_name("done"))
         victims = (
-            [pid for pid in workers() if is_rank(pid, wanted["rank"])] if wanted["pid"] is None else [wanted["pid"]]
+            [pid for pid in workers() if is_rank(pid, wanted["rank"])]
+            if wanted["pid"] is None
+            else [wanted["pid"]]
         )
         (run.run_dir.parent / "workers").write_text(json.dumps(workers()))
         for pid in victims:
@@ -53,7 +57,8 @@ def environment(pid: int) -> dict[str, str]:
 
 
 class Slow(Callback):
-    """Makes each step take the seconds that the file `slow` says, while it is beside the run's folder."""
+    """Makes each step take the seconds that the file `slow` says, while it is beside the run's
+    folder."""
 
     def step_done(self, run: RunView, result: StepResult) -> None:
         with suppress(FileNotFoundError):

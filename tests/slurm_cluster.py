@@ -1,5 +1,6 @@
-"""A SLURM cluster of two nodes: slurmctld and two slurmd of this machine, on hosts of their own (two_hosts.py), with a
-key of their own for munge. Two partitions: a job of `high` pre-empts those of `low`, which are requeued."""
+"""A SLURM cluster of two nodes: slurmctld and two slurmd of this machine, on hosts of their own
+(two_hosts.py), with a key of their own for munge. Two partitions: a job of `high` pre-empts those
+of `low`, which are requeued."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ NodeName=host0 NodeAddr=10.77.0.1 CPUs=2 State=UNKNOWN
 NodeName=host1 NodeAddr=10.77.0.2 CPUs=2 State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=60 MaxTime=INFINITE
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
-"""
+"""  # noqa: E501
 
 
 class SlurmCluster:
@@ -80,14 +81,16 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Starts a cluster whose files are all in `folder`, and ends it. Skips the test where it cannot be had."""
+    """Starts a cluster whose files are all in `folder`, and ends it. Skips the test where it cannot
+    be had."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"SLURM is not installed: no {', '.join(missing)} (Debian: slurm-wlm)")
     with two_hosts() as hosts:
         for name in ("munge", "state", "host0", "host1"):
             (folder / name).mkdir(parents=True)
-        for parent in (folder, *folder.parents):  # munge lets everybody, or nobody, reach its socket
+        # munge lets everybody, or nobody, reach its socket
+        for parent in (folder, *folder.parents):
             if parent.stat().st_uid == os.geteuid() and str(parent).startswith("/tmp/"):
                 parent.chmod(0o755)
         munge = folder / "munge"
@@ -101,7 +104,13 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        files = {"key": "key-file", "socket": "socket", "pid": "pid-file", "log": "log-file", "seed": "seed-file"}
+        files = {
+            "key": "key-file",
+            "socket": "socket",
+            "pid": "pid-file",
+            "log": "log-file",
+            "seed": "seed-file",
+        }
         options = [f"--{option}={munge / name}" for name, option in files.items()]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
         daemons = [first.start("munged", "--force", "--foreground", *options, **quiet)]

@@ -1,4 +1,5 @@
-"""Callbacks: they see a run and change nothing in it, whatever they raise; early stopping; the rate range test."""
+"""Callbacks: they see a run and change nothing in it, whatever they raise; early stopping; the rate
+range test."""
 
 from __future__ import annotations
 
@@ -27,16 +28,24 @@ from parallel3d.errors import ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
-from parallel3d.recipes import find_recipe, pretrain
-from parallel3d.recipes.range_test import RateRangeTest, range_test_settings, smoothed
+from parallel3d.recipes import find_recipe
+from parallel3d.recipes.range_test import RateRangeTest, smoothed
 from parallel3d.reporting.metrics import StepMetrics
-from parallel3d.training.callbacks import Callback, Callbacks, EarlyStopping, RunView, callback_classes
-from parallel3d.training.hooks import StepResult
+from parallel3d.training.callbacks import (
+    Callback,
+    Callbacks,
+    EarlyStopping,
+    RunView,
+    callback_classes,
+)
 from parallel3d.training.loop import garbage_collected
+from parallel3d.training.step_result import StepResult
 from parallel3d.training.worker import run_worker
 
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257)
-TRAIN = TrainConfig(steps=5, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=2)
+TRAIN = TrainConfig(
+    steps=5, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=2
+)
 
 
 class Witness(Callback):
@@ -75,7 +84,9 @@ class Broken(Callback):
     started = step_done = evaluated = measured = saved = ended = _raise
 
 
-def run(folder: Path, *callbacks: Callback, resume: str = "none", **train: object) -> list[dict[str, float]]:
+def run(
+    folder: Path, *callbacks: Callback, resume: str = "none", **train: object
+) -> list[dict[str, float]]:
     """Runs a worker in this process; returns the lines of its metrics."""
     text = folder / "corpus.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 40)
@@ -95,7 +106,9 @@ def run(folder: Path, *callbacks: Callback, resume: str = "none", **train: objec
     store = f"file://{folder}/store_{len(list(folder.glob('store_*')))}"
     where = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=store)
     run_worker(recipe, where, Llama, lambda name, precision: None, callbacks)
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def numbers(lines: list[dict[str, float]]) -> list[tuple[float, ...]]:
@@ -121,18 +134,27 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
         *[("step", 5), ("evaluated", 5), ("measured", 5), ("saved", 5)],
         ("ended", 5),
     ]
-    assert witness.told[1][2] == without[0]["loss"] and witness.told[4][2] == ("validation", "dickens")
+    assert witness.told[1][2] == without[0]["loss"] and witness.told[4][2] == (
+        "validation",
+        "dickens",
+    )
     assert witness.told[-1][2] is None
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "callback" in line]
     assert line.startswith(
-        "callback tests.test_callbacks:Broken has failed in started after step 0: SystemExit: a user's"
+        "callback tests.test_callbacks:Broken has failed in started after step 0: SystemExit: a "
+        "user's"
     )
-    assert "test_callbacks.py:" in line and line.endswith("the run goes on, and further failures are not told")
+    assert "test_callbacks.py:" in line and line.endswith(
+        "the run goes on, and further failures are not told"
+    )
 
 
-def test_a_method_that_no_run_calls_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_no_run_calls_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "misnamed.py").write_text(
-        "import parallel3d\n\nclass Mine(parallel3d.Callback):\n    def on_step_end(self, run): ...\n"
+        "import parallel3d\n\nclass Mine(parallel3d.Callback):\n    def on_step_end(self, run): "
+        "...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"callback Mine\.on_step_end: .* step_done"):
@@ -157,12 +179,20 @@ def test_a_run_stops_early_and_a_resumed_one_counts_what_was_before(
     lines = run(tmp_path, **stopping)
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["val_loss"] is not None
     assert lines[-1]["val_perplexity"] == pytest.approx(2.718281828 ** lines[-1]["val_loss"])
-    assert lines[-1]["val_perplexity/dickens"] == pytest.approx(2.718281828 ** lines[-1]["val_loss/dickens"])
+    assert lines[-1]["val_perplexity/dickens"] == pytest.approx(
+        2.718281828 ** lines[-1]["val_loss/dickens"]
+    )
     assert lines[-1]["val_loss/dickens"] != lines[-1]["val_loss"]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
     assert "stopped after step 4: the loss of dickens has not come below" in capsys.readouterr().err
     witness = Witness()
-    assert [line["step"] for line in run(tmp_path, witness, resume="auto", **stopping)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in run(tmp_path, witness, resume="auto", **stopping)] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert witness.told[0] == ("started", 4, 4)
 
 
@@ -182,36 +212,39 @@ def test_garbage_is_collected_in_the_steps_that_are_named_and_by_python_afterwar
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("parallel3d.Callback", "must name a class as package.module:Class; try parallel3d:Callback"),
-        ("no_such_module:Watch", "there is no module no_such_module; it is looked for on PYTHONPATH"),
+        (
+            "parallel3d.Callback",
+            "must name a class as package.module:Class; try parallel3d:Callback",
+        ),
+        (
+            "no_such_module:Watch",
+            "there is no module no_such_module; it is looked for on PYTHONPATH",
+        ),
         ("tests.test_callbacks:Nobody", "Nobody is not there in tests.test_callbacks ("),
         ("tests.test_callbacks:run", "run is no parallel3d.Callback in tests.test_callbacks ("),
         ("pathlib:Path", "Path is no parallel3d.Callback in pathlib ("),
     ],
 )
-def test_a_class_that_is_no_callback_is_refused_before_a_worker_starts(name: str, message: str) -> None:
+def test_a_class_that_is_no_callback_is_refused_before_a_worker_starts(
+    name: str, message: str
+) -> None:
     recipe = Recipe(model=MODEL, train=replace(TRAIN, callbacks=(name,)))
     with pytest.raises(ConfigError, match=f"train.callbacks = {name}: ") as error:
         callback_classes(recipe)
     assert message in str(error.value)
 
 
-def test_a_class_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_own_watcher.py").write_text("import parallel3d\nclass Watch(parallel3d.Callback): pass\n")
+def test_a_class_is_found_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_own_watcher.py").write_text(
+        "import parallel3d\nclass Watch(parallel3d.Callback): pass\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     asked = ["train.callbacks=[my_own_watcher:Watch]"]
     recipe = load_recipe(find_recipe("quickstart"), asked, cards=shape_cards())
     assert [issubclass(found, Callback) for found in callback_classes(recipe)] == [True]
-
-
-def test_a_range_test_is_a_recipe_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    pretrain.main(["range-test", "quickstart", "optimizer.lr=0.5", "--print-config"])
-    printed = capsys.readouterr().out
-    for line in ("schedule: range_test", "lr: 0.5", "steps: 100", "run_dir: runs/quickstart-range-test", "every: null"):
-        assert line in printed
-    assert "eval_every: null" in printed and "RateRangeTest" in printed
-    assert "train.steps=100" in range_test_settings("quickstart")
 
 
 def test_a_range_test_ends_where_the_loss_rises_and_suggests_a_rate(
@@ -223,13 +256,23 @@ def test_a_range_test_ends_where_the_loss_rises_and_suggests_a_rate(
     losses = [6.0 - step / 5 for step in range(21)] + [4.0, 8.0, 16.0, 32.0]
     for step, loss in enumerate(losses):
         watcher.step_done(view, SimpleNamespace(lr=10 ** (-6 + step / 5), loss=loss))  # type: ignore[arg-type]
-        assert (view.stop_reason is not None) == (smoothed(losses)[step] > 1.3 * min(smoothed(losses)[: step + 1]))
-    assert view.stop_reason is not None and "the loss has risen at a learning rate of" in view.stop_reason
+        assert (view.stop_reason is not None) == (
+            smoothed(losses)[step] > 1.3 * min(smoothed(losses)[: step + 1])
+        )
+    assert (
+        view.stop_reason is not None
+        and "the loss has risen at a learning rate of" in view.stop_reason
+    )
     watcher.ended(view, None)
     found = json.loads((tmp_path / "range_test.json").read_text())
-    assert found["lowest_loss_lr"] == pytest.approx(1e-2) and found["suggested_lr"] == pytest.approx(1e-3)
+    assert found["lowest_loss_lr"] == pytest.approx(1e-2) and found[
+        "suggested_lr"
+    ] == pytest.approx(1e-3)
     assert [step["loss"] for step in found["steps"]] == losses
-    assert "suggested: optimizer.lr=1.0e-03, a tenth of the rate of the lowest loss" in capsys.readouterr().out
+    assert (
+        "suggested: optimizer.lr=1.0e-03, a tenth of the rate of the lowest loss"
+        in capsys.readouterr().out
+    )
     falling = RateRangeTest()
     for step in range(10):
         falling.step_done(view, SimpleNamespace(lr=10.0 ** (-6 + step), loss=6.0 - step))  # type: ignore[arg-type]

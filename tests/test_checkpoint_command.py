@@ -1,12 +1,10 @@
-"""`parallel3d-checkpoint` on the folder of a run and on a folder of transformers: what it prints, and how it ends."""
+"""`parallel3d-checkpoint` on the folder of a run and on a folder of transformers: what it prints,
+and how it ends."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parallel3d.checkpoint.hugging_face import tensors_of_theirs
+from parallel3d.checkpoint.hugging_face import hf_tensors
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, RopeScaling
@@ -46,7 +44,9 @@ def flip_last_byte(file: Path) -> None:
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
 
 
-def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(run_dir: Path, capsys: Said) -> None:
+def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(
+    run_dir: Path, capsys: Said
+) -> None:
     folder = run_dir / "checkpoints"
     (folder / "step_00000006.partial").mkdir()
     cut = shutil.copytree(folder / "step_00000004", folder / "step_00000005") / "__0_0.distcp"
@@ -63,7 +63,10 @@ def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(run_dir: Path,
     assert [row["val_loss"] for row in rows[:2]] == [line["val_loss"] for line in metrics[1::2]]
     assert rows[1]["val_loss"] < rows[0]["val_loss"]
     files = [*(folder / "step_00000002").iterdir()]
-    assert rows[0]["bytes"] == sum(file.stat().st_size for file in files) and rows[0]["saved"][:4].isdigit()
+    assert (
+        rows[0]["bytes"] == sum(file.stat().st_size for file in files)
+        and rows[0]["saved"][:4].isdigit()
+    )
     assert main(["ls", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{folder}: 2 whole of 4")
@@ -79,24 +82,20 @@ def test_inspect_says_what_a_checkpoint_holds(run_dir: Path, capsys: Said) -> No
     assert found["checkpoint"].endswith("step_00000004") and found["torch"] == torch.__version__
     assert (found["progress"]["step"], found["progress"]["tokens"]) == (4, 4 * 2 * 16)
     assert found["tensors"]["model.embed.weight"] == {"dtype": "float32", "shape": [264, 16]}
-    numbers = [each["shape"] for name, each in found["tensors"].items() if name.startswith("model.")]
+    numbers = [
+        each["shape"] for name, each in found["tensors"].items() if name.startswith("model.")
+    ]
     assert sum(torch.Size(shape).numel() for shape in numbers) == found["progress"]["parameters"]
     assert found["recipe"]["model.hidden"] == 16 and found["recipe"]["checkpoint.every"] == 2
     assert main(["inspect", str(run_dir / "checkpoints/step_00000002")]) == 0
     said = capsys.readouterr().out
-    assert "step 2, 64 tokens" in said and "  layout    one process\n" in said and "2 sequences of 16 tokens" in said
+    assert (
+        "step 2, 64 tokens" in said
+        and "  layout    one process\n" in said
+        and "2 sequences of 16 tokens" in said
+    )
     assert "  model.layers.{0-1}.attention.q.weight float32 [16, 16]\n" in said
     assert "  model.hidden: 16\n" in said
-
-
-def test_looking_at_checkpoints_imports_no_torch(run_dir: Path) -> None:
-    words = [["ls", str(run_dir)], ["inspect", str(run_dir)], ["verify", str(run_dir)], ["import", str(run_dir)]]
-    script = (
-        "import sys; from parallel3d.tools.checkpoint.command import main; "
-        f"print([main(words) for words in {words}], 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("[0, 0, 0, 2] False\n")
 
 
 def test_verify_reads_every_byte_and_names_files_and_tensors(run_dir: Path, capsys: Said) -> None:
@@ -145,7 +144,9 @@ MODEL = ModelConfig(
 def write_pretrained(model: ModelConfig, folder: Path, **others: object) -> dict[str, object]:
     """Writes a folder as transformers does, and returns its config.json."""
     shapes = {name: spec.shape for name, spec in named_specs(Llama(model, device="meta"))}
-    tensors = {each.name: torch.ones(each.shape(shapes[each.parameters[0]])) for each in tensors_of_theirs(model)}
+    tensors = {
+        each.name: torch.ones(each.shape(shapes[each.parameters[0]])) for each in hf_tensors(model)
+    }
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     config = {**to_hugging_face(model, seq_len=64, dtype="float32", end_of_text=None), **others}
@@ -159,7 +160,9 @@ def test_import_writes_the_recipe_of_a_model(tmp_path: Path, capsys: Said) -> No
     recipe = tmp_path / "recipe.yaml"
     assert main(["import", str(tmp_path / "hub"), "-o", str(recipe)]) == 0
     assert f"parallel3d-train {recipe} train.steps=1000" in capsys.readouterr().out
-    read = load_recipe(recipe, ["train.steps=3", "train.global_batch_size=2", "train.seq_len=8"], cards={})
+    read = load_recipe(
+        recipe, ["train.steps=3", "train.global_batch_size=2", "train.seq_len=8"], cards={}
+    )
     assert read.model == MODEL
     assert read.checkpoint.start_from == str(tmp_path / "hub")
     assert read.data.tokenizer == str(tmp_path / "hub/tokenizer.json")
@@ -173,8 +176,19 @@ def test_import_writes_the_recipe_of_a_model(tmp_path: Path, capsys: Said) -> No
     ("others", "refusal"),
     [
         ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias of config.json is left out"),
-        ({"mlp_bias": True, "hidden_act": "relu"}, "hidden_act relu of config.json is taken as silu"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "rope_scaling (longrope) of config.json is left"),
+        (
+            {"mlp_bias": True, "hidden_act": "relu"},
+            "hidden_act relu of config.json is taken as silu",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2}},
+            "rope_scaling (longrope) of config.json is left",
+        ),
+        (
+            {"attention_dropout": "none"},
+            'attention_dropout = "none": must be a number from 0 up to 1; try 0.1',
+        ),
+        ({"rope_parameters": [1] * 9999}, "must hold keys and values, or be null"),
         ({"model_type": "mamba"}, "model_type = mamba: must be one of gpt2, llama"),
     ],
 )
@@ -183,7 +197,8 @@ def test_import_names_what_a_recipe_cannot_say(
 ) -> None:
     write_pretrained(MODEL, tmp_path, **others)
     assert main(["import", str(tmp_path), "-o", str(tmp_path / "recipe.yaml")]) == 2
-    assert refusal in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert refusal in said and len(said) < 2000
     assert not (tmp_path / "recipe.yaml").exists()
 
 
@@ -206,34 +221,6 @@ def test_import_compares_the_tensors_with_the_config(tmp_path: Path, capsys: Sai
     assert "has no safetensors (pickles are not read)" in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs/checkpoints.md").read_text()
-    commands = ""
-    for title in ("Start from", "What is there"):
-        section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
-        commands += "".join(re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
-    assert commands.count("parallel3d-") == 6 and "# not run" not in commands
-    script = f"""
-        python() {{ {sys.executable} "$@"; }}
-        parallel3d-train() {{ python -m parallel3d.recipes.pretrain "$@"; }}
-        parallel3d-checkpoint() {{ python -m parallel3d.tools.checkpoint "$@"; }}
-        parallel3d-train quickstart train.steps=40 run_dir=runs/demo checkpoint.every=40
-        parallel3d-checkpoint export runs/demo exported/demo
-        {commands}"""
-    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "starts from the weights of runs/demo/checkpoints/step_00000040" in done.stderr
-    assert "starts from the weights of exported/demo" in done.stderr
-    before, tuned, imported = (
-        [json.loads(line)["loss"] for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-        for name in ("demo", "tuned", "llama")
-    )
-    assert max(tuned[0], imported[0]) < before[0] - 1.0, "the first loss is that of trained weights"
-    for said in ("1 whole of 1", "step 40, ", "step_00000040: every byte is what was saved"):
-        assert said in done.stdout
-
-
 def test_an_incomplete_newest_checkpoint_fails_verify_and_is_named_where_an_older_one_is_taken(
     run_dir: Path, tmp_path: Path, capsys: Said
 ) -> None:
@@ -251,7 +238,9 @@ def test_an_incomplete_newest_checkpoint_fails_verify_and_is_named_where_an_olde
     assert main(["verify", str(run_dir)]) == 65
 
 
-def test_ls_calls_a_checkpoint_of_another_version_unknown_and_not_damaged(run_dir: Path, capsys: Said) -> None:
+def test_ls_calls_a_checkpoint_of_another_version_unknown_and_not_damaged(
+    run_dir: Path, capsys: Said
+) -> None:
     forged(run_dir / "checkpoints/step_00000004", '"files"', '"folders"')
     assert main(["ls", str(run_dir), "--json"]) == 0
     older, newer = json.loads(capsys.readouterr().out)["checkpoints"]

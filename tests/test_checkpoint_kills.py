@@ -1,5 +1,6 @@
-"""SIGKILL while a run saves, replaces and drops checkpoints: nothing that was acknowledged is lost, nothing torn has
-the name of a checkpoint, and the same command goes on to the losses of a run that nobody killed, to the bit."""
+"""SIGKILL while a run saves, replaces and drops checkpoints: nothing that was acknowledged is lost,
+nothing torn has the name of a checkpoint, and the same command goes on to the losses of a run that
+nobody killed, to the bit."""
 
 from __future__ import annotations
 

@@ -28,9 +28,14 @@ def refusal(data: DataConfig, *, seq_len: int = 8, vocab: int = 264) -> str:
 
 
 def test_checking_and_loading_do_not_import_torch() -> None:
-    code = "import sys, parallel3d.data.corpus\nassert 'torch' not in sys.modules, 'imported too early'"
+    code = (
+        "import sys, parallel3d.data.corpus\nassert 'torch' not in sys.modules, 'imported too "
+        "early'"
+    )
     root = Path(parallel3d.data.__file__).parents[2]
-    outcome = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
     assert outcome.returncode == 0, outcome.stderr
 
 
@@ -44,12 +49,15 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
     )
 
 
-def test_text_one_token_short_of_a_window_is_refused_and_its_suggestion_is_accepted(tmp_path: Path) -> None:
+def test_text_one_token_short_of_a_window_is_refused_and_its_suggestion_is_accepted(
+    tmp_path: Path,
+) -> None:
     data = text_data(tmp_path, b"x" * 1000)  # 950 and 50 bytes, each with an end_of_text
     check_data(data, seq_len=50, vocab=264)
     assert refusal(data, seq_len=51) == (
-        f"train.seq_len = 51: a window is seq_len + 1 = 52 tokens, and data.path = {data.path} has 51 for validation; "
-        "try train.seq_len=50 or less, or more text or a larger data.validation_fraction"
+        f"train.seq_len = 51: a window is seq_len + 1 = 52 tokens, and data.path = {data.path} has "
+        "51 for validation; try train.seq_len=50 or less, or more text or a larger "
+        "data.validation_fraction"
     )
     check_data(replace(data, validation_fraction=0.1), seq_len=51, vocab=264)
 
@@ -68,15 +76,21 @@ def test_a_file_of_one_byte_leaves_nothing_to_train_on(tmp_path: Path) -> None:
     assert refusal(text_data(tmp_path, b"x")).endswith("has 1 for training; try more text")
 
 
-def test_an_unknown_tokenizer_and_a_missing_path_are_refused_before_any_worker_starts(tmp_path: Path) -> None:
+def test_an_unknown_tokenizer_and_a_missing_path_are_refused_before_any_worker_starts(
+    tmp_path: Path,
+) -> None:
     assert refusal(DataConfig(tokenizer="words")) == (
-        "data.tokenizer = words: must be bytes or the path of a tokenizer.json, and there is no such file in "
-        f"{Path.cwd()}; try bytes"
+        "data.tokenizer = words: must be bytes or the path of a tokenizer.json, and there is no "
+        f"such file in {Path.cwd()}; try bytes"
     )
-    assert "no such file or folder" in refusal(DataConfig(source="text", path=str(tmp_path / "nowhere")))
+    assert "no such file or folder" in refusal(
+        DataConfig(source="text", path=str(tmp_path / "nowhere"))
+    )
 
 
-def test_a_file_that_cannot_be_read_is_found_though_the_window_is_full_before_it(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_found_though_the_window_is_full_before_it(
+    tmp_path: Path,
+) -> None:
     for index in range(20):
         text_data(tmp_path, b"x" * 100, f"{index:02}.txt")
     (tmp_path / "zz.txt").symlink_to(tmp_path / "gone")

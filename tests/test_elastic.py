@@ -1,4 +1,5 @@
-"""An elastic recipe on other numbers of workers than it says: what fits, what is refused, and with which advice."""
+"""An elastic recipe on other numbers of workers than it says: what fits, what is refused, and with
+which advice."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import (
+    LocalSgdConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from parallel3d.config.rules import fit_to_workers, validate
 from parallel3d.errors import ConfigError
 
@@ -17,7 +24,9 @@ RECIPE = Recipe(
 )
 
 
-@pytest.mark.parametrize(("workers", "dp_shard", "microbatches"), [(4, 1, 12), (8, 2, 6), (12, 3, 4), (48, 12, 1)])
+@pytest.mark.parametrize(
+    ("workers", "dp_shard", "microbatches"), [(4, 1, 12), (8, 2, 6), (12, 3, 4), (48, 12, 1)]
+)
 def test_the_number_of_workers_sets_dp_shard_and_keeps_the_global_batch(
     workers: int, dp_shard: int, microbatches: int
 ) -> None:
@@ -28,20 +37,32 @@ def test_the_number_of_workers_sets_dp_shard_and_keeps_the_global_batch(
 
 def test_replicas_stay_as_many() -> None:
     recipe = replace(RECIPE, parallel=replace(RECIPE.parallel, tp=1, pp=1, dp_replicate=2))
-    assert fit_to_workers(recipe, 6).parallel.axes == {"pp": 1, "dp_replicate": 2, "dp_shard": 3, "tp": 1}
-    with pytest.raises(ConfigError, match="must be a multiple of dp_replicate 2 = 2, which .* 2, 4, 6 or 12 workers"):
+    assert fit_to_workers(recipe, 6).parallel.axes == {
+        "pp": 1,
+        "dp_replicate": 2,
+        "dp_shard": 3,
+        "tp": 1,
+    }
+    with pytest.raises(
+        ConfigError,
+        match="must be a multiple of dp_replicate 2 = 2, which .* 2, 4, 6 or 12 workers",
+    ):
         fit_to_workers(recipe, 7)
 
 
 @pytest.mark.parametrize(
     ("workers", "message"),
     [
-        (6, "WORLD_SIZE = 6: must be a multiple of pp 2 x tp 2 = 4, which parallel.elastic keeps; try 4, 8, 12,"),
+        (
+            6,
+            "WORLD_SIZE = 6: must be a multiple of pp 2 x tp 2 = 4, which parallel.elastic keeps; "
+            "try 4, 8, 12,",
+        ),
         (2, "WORLD_SIZE = 2: must be a multiple of pp 2 x tp 2 = 4"),
         (
             20,
-            "makes dp_shard = 5, and then train.global_batch_size = 24: must be a multiple of data ranks 5 x "
-            "parallel.microbatch_size 2 = 10; try 4, 8, 12, 16, 24 or 48 workers",
+            "makes dp_shard = 5, and then train.global_batch_size = 24: must be a multiple of data "
+            "ranks 5 x parallel.microbatch_size 2 = 10; try 4, 8, 12, 16, 24 or 48 workers",
         ),
     ],
 )
@@ -54,18 +75,24 @@ def test_another_number_is_refused_with_those_that_would_do(workers: int, messag
 def test_advice_keeps_every_rule_and_not_the_batchs_alone() -> None:
     """With 8 sequences for validation a dp_shard of 3, 6 or 12 would break train.eval_sequences."""
     recipe = replace(RECIPE, train=replace(RECIPE.train, eval_every=10, eval_sequences=8))
-    with pytest.raises(ConfigError, match=r"and then train.eval_sequences = 8: .*; try 4, 8 or 16 workers"):
+    with pytest.raises(
+        ConfigError, match=r"and then train.eval_sequences = 8: .*; try 4, 8 or 16 workers"
+    ):
         fit_to_workers(recipe, 12)
 
 
 def test_a_recipe_that_is_not_elastic_says_how_many_it_needs() -> None:
     fixed = replace(RECIPE, parallel=replace(RECIPE.parallel, elastic=False))
     assert fit_to_workers(fixed, 8) is fixed
-    with pytest.raises(ConfigError, match="WORLD_SIZE = 4: parallel needs pp 2 x dp_shard 2 x tp 2 = 8 workers"):
+    with pytest.raises(
+        ConfigError, match="WORLD_SIZE = 4: parallel needs pp 2 x dp_shard 2 x tp 2 = 8 workers"
+    ):
         fit_to_workers(fixed, 4)
 
 
 def test_replicas_that_train_apart_are_not_elastic() -> None:
     parallel = ParallelConfig(dp_replicate=2, elastic=True)
-    with pytest.raises(ConfigError, match="parallel.elastic = true: .* local_sgd.sync_every = 4 .*=false"):
+    with pytest.raises(
+        ConfigError, match="parallel.elastic = true: .* local_sgd.sync_every = 4 .*=false"
+    ):
         validate(replace(RECIPE, parallel=parallel, local_sgd=LocalSgdConfig(sync_every=4)))

@@ -1,4 +1,5 @@
-"""The sets of `data.evaluation`: all of a text or of files of ids, in order, and what is told where they do not fit."""
+"""The sets of `data.evaluation`: all of a text or of files of ids, in order, and what is told where
+they do not fit."""
 
 from __future__ import annotations
 
@@ -8,13 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.config.recipe import DataConfig, EvaluationConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from parallel3d.data.corpus import load_corpora
 from parallel3d.data.evaluation import evaluation_windows
 from parallel3d.data.loader import IGNORED
-from parallel3d.data.token_files import FolderWriter, ShardTokenizer
+from parallel3d.data.token_files import ShardTokenizer
 from parallel3d.errors import ConfigError
 from parallel3d.training.worker import build_loaders
+from tests.data_files import write_folder
 
 
 def config(of: Path, sequences: int | None = None, **data: object) -> DataConfig:
@@ -24,10 +33,7 @@ def config(of: Path, sequences: int | None = None, **data: object) -> DataConfig
 
 def write_tokens(folder: Path, tokenizer: ShardTokenizer) -> Path:
     """Writes a folder whose parts are 0 to 9 and 10 to 14, each a document with its end 256."""
-    with FolderWriter(folder, vocab_size=257, end_of_text=256, tokenizer=tokenizer) as writer:
-        writer.add("train", np.arange(10, dtype=np.uint16))
-        writer.add("validation", np.arange(10, 15, dtype=np.uint16))
-    return folder
+    return write_folder(folder, [np.arange(10)], [np.arange(10, 15)], tokenizer=tokenizer)
 
 
 def test_a_text_is_read_whole_and_in_order_whatever_the_run_trains_on(tmp_path: Path) -> None:
@@ -48,27 +54,40 @@ def test_files_of_ids_are_read_with_both_of_their_parts(tmp_path: Path) -> None:
         [8, 9, 256, 10, 11],
         [11, 12, 13, 14, 256],
     ]
-    other = write_tokens(tmp_path / "other", ShardTokenizer(kind="json", file="tokenizer.json", sha256="0" * 64))
+    other = write_tokens(
+        tmp_path / "other", ShardTokenizer(kind="json", file="tokenizer.json", sha256="0" * 64)
+    )
     with pytest.raises(
-        ConfigError, match=r"data.evaluation\[0\].path = .*other: its ids are of another tokenizer than"
+        ConfigError,
+        match=r"data.evaluation\[0\].path = .*other: its ids are of another tokenizer than",
     ):
         evaluation_windows(config(other, source="tokens", path=str(own)), 4)
 
 
 def test_a_set_that_does_not_fit_is_told_by_its_key(tmp_path: Path) -> None:
     path = tmp_path / "w.txt"
-    with pytest.raises(ConfigError, match=rf"data.evaluation\[0\].path = {path}: no such file or folder"):
+    with pytest.raises(
+        ConfigError, match=rf"data.evaluation\[0\].path = {path}: no such file or folder"
+    ):
         evaluation_windows(config(path), 4)
     path.write_text("abcdefgh")  # its end is the ninth token
     assert evaluation_windows(config(path, sequences=2), 4)[0].windows == 2
-    with pytest.raises(ConfigError, match=r"data.evaluation\[0\].sequences = 3: .* has 2 sequences .*; try 2, or null"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.evaluation\[0\].sequences = 3: .* has 2 sequences .*; try 2, or null",
+    ):
         evaluation_windows(config(path, sequences=3), 4)
-    with pytest.raises(ConfigError, match=r"train.seq_len = 9: .* and data.evaluation\[0\].path = .* has 9; try train"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.seq_len = 9: .* and data.evaluation\[0\].path = .* has 9; try train",
+    ):
         evaluation_windows(config(path), 9)
     assert evaluation_windows(replace(config(path), evaluation=()), 9) == []
 
 
-def test_a_run_that_never_evaluates_takes_any_batch_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None:
+def test_a_run_that_never_evaluates_takes_any_batch_and_its_checkpoint_can_be_evaluated(
+    tmp_path: Path,
+) -> None:
     """5 does not divide the default of train.eval_sequences, which such a run does not read."""
     (tmp_path / "text").write_text("It was the best of times. " * 100)
     recipe = Recipe(

@@ -1,12 +1,10 @@
-"""`parallel3d-checkpoint export` and `checkpoint.export`: what is written of a checkpoint, and what is refused."""
+"""`parallel3d-checkpoint export` and `checkpoint.export`: what is written of a checkpoint, and what
+is refused."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +16,19 @@ from safetensors.torch import load_file
 from parallel3d import recipes
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.checkpoint.reader import read_tensor
-from parallel3d.config.recipe import CheckpointConfig, ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    TrainConfig,
+)
 from parallel3d.config.rules import validate
 from parallel3d.data.tokenizers import ByteTokenizer
 from parallel3d.errors import ConfigError
 from parallel3d.export import ExportForm, export
 from parallel3d.tools.checkpoint.command import main
-from tests.test_finished_run import place
+from tests.test_evaluate import place
 
 RECIPE = Recipe(
     model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=257),
@@ -33,12 +37,6 @@ RECIPE = Recipe(
     checkpoint=CheckpointConfig(every=2, export="last"),
 )
 Said = pytest.CaptureFixture[str]
-PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
-_COMMANDS = f"""
-python() {{ {sys.executable} "$@"; }}
-parallel3d-train() {{ python -m parallel3d.recipes.pretrain "$@"; }}
-parallel3d-checkpoint() {{ python -m parallel3d.tools.checkpoint "$@"; }}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def saved(checkpoint: Path, name: str) -> torch.Tensor:
@@ -67,21 +69,24 @@ def test_a_run_exports_its_last_checkpoint_and_the_command_writes_the_same(
     assert said["checkpoint"] == str(run_dir / "checkpoints/step_00000003") and said["notes"] == []
     there = {path.name: path.read_bytes() for path in (tmp_path / "a/model").iterdir()}
     assert {name: len(content) for name, content in there.items()} == said["files"]
-    assert there == {path.name: path.read_bytes() for path in (run_dir / "export/step_00000003").iterdir()}
-    assert "model.safetensors" in there and [path.name for path in (tmp_path / "a").iterdir()] == ["model"]
+    assert there == {
+        path.name: path.read_bytes() for path in (run_dir / "export/step_00000003").iterdir()
+    }
+    assert "model.safetensors" in there and [path.name for path in (tmp_path / "a").iterdir()] == [
+        "model"
+    ]
 
 
-def test_a_run_exports_every_checkpoint(tmp_path: Path) -> None:
-    checkpoint = CheckpointConfig(every=2, keep=1, export="all")
-    recipe = replace(RECIPE, run_dir=str(tmp_path / "run"), checkpoint=checkpoint)
-    recipes.work(recipe, place(tmp_path))
-    assert sorted(path.name for path in (tmp_path / "run/export").iterdir()) == ["step_00000002", "step_00000003"]
-
-
-def test_weights_are_those_of_the_checkpoint_in_the_dtype_that_is_asked_for(run_dir: Path, tmp_path: Path) -> None:
+def test_weights_are_those_of_the_checkpoint_in_the_dtype_that_is_asked_for(
+    run_dir: Path, tmp_path: Path
+) -> None:
     checkpoint = run_dir / "checkpoints/step_00000002"
     expected = saved(checkpoint, "model.layers.1.mlp.down.weight")
-    for option, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.items():
+    for option, dtype in {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+    }.items():
         assert main(["export", str(checkpoint), str(tmp_path / option), "--dtype", option]) == 0
         found = weights(tmp_path / option)
         assert {tensor.dtype for tensor in found.values()} == {dtype}
@@ -99,24 +104,28 @@ def test_the_tokenizer_of_a_run_on_bytes_is_one_of_transformers(run_dir: Path) -
     assert len(tokenizer) == ByteTokenizer().vocab_size
 
 
-def test_transformers_goes_on_with_a_text(run_dir: Path) -> None:
-    generator = transformers.pipeline("text-generation", model=str(run_dir / "export/step_00000003"), device="cpu")
-    (text,) = generator("def ", max_new_tokens=3, do_sample=False)
-    assert text["generated_text"].startswith("def ")
-
-
-def test_the_tokenizer_of_a_file_is_copied_with_what_lies_beside_it(run_dir: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_file_is_copied_with_what_lies_beside_it(
+    run_dir: Path, tmp_path: Path
+) -> None:
     files = ByteTokenizer().files_for_transformers()
     (tmp_path / "tokenizer.json").write_bytes(files["tokenizer.json"])
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|end_of_text|>"}')
     data = replace(RECIPE.data, tokenizer=str(tmp_path / "tokenizer.json"))
-    form = ExportForm.of(replace(RECIPE, data=data))
-    assert dict(form.tokenizer_files) == {**files, "special_tokens_map.json": b'{"eos_token": "<|end_of_text|>"}'}
+    form = ExportForm.from_recipe(replace(RECIPE, data=data))
+    assert dict(form.tokenizer_files) == {
+        **files,
+        "special_tokens_map.json": b'{"eos_token": "<|end_of_text|>"}',
+    }
     (tmp_path / "tokenizer.json").unlink()
-    without = ExportForm.of(replace(RECIPE, data=data))
+    without = ExportForm.from_recipe(replace(RECIPE, data=data))
     (note,) = without.notes
-    assert note.startswith("exported without a tokenizer: data.tokenizer = ") and not without.tokenizer_files
-    assert [*export(run_dir / "checkpoints/step_00000002", tmp_path / "bare", without, overwrite=False)]
+    assert (
+        note.startswith("exported without a tokenizer: data.tokenizer = ")
+        and not without.tokenizer_files
+    )
+    assert [
+        *export(run_dir / "checkpoints/step_00000002", tmp_path / "bare", without, overwrite=False)
+    ]
     assert json.loads((tmp_path / "bare/generation_config.json").read_text()) == {}
 
 
@@ -147,12 +156,16 @@ def test_what_is_at_dir_is_not_lost(run_dir: Path, tmp_path: Path, capsys: Said)
 
     there.mkdir()
     assert answer(str(there)) == ""  # an empty folder is taken
-    assert f"DIR = {there}: is there already; try another folder, or --overwrite" in answer(str(there))
+    assert f"DIR = {there}: is there already; try another folder, or --overwrite" in answer(
+        str(there)
+    )
     assert answer(str(there), "--overwrite", "--dtype", "bf16") == ""
     assert weights(there)["model.norm.weight"].dtype == torch.bfloat16
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter").touch()
-    assert f"{tmp_path}/thesis/chapter is not of an exported" in answer(str(tmp_path / "thesis"), "--overwrite")
+    assert f"{tmp_path}/thesis/chapter is not of an exported" in answer(
+        str(tmp_path / "thesis"), "--overwrite"
+    )
     assert "lies in the checkpoint" in answer(str(checkpoint / "out"))
     (tmp_path / "file").touch()
     assert "cannot be written: " in answer(str(tmp_path / "file/out"))
@@ -171,7 +184,8 @@ def test_overwrite_replaces_an_earlier_export_and_no_folder_with_files_of_others
     (project / "config.json").write_text("{}")
     downloaded = tmp_path / "downloaded"
     downloaded.mkdir()
-    for name in ("config.json", "model.safetensors"):  # with names of an export, and not written by one
+    # with names of an export, and not written by one
+    for name in ("config.json", "model.safetensors"):
         (downloaded / name).write_text('{"model_type": "llama", "dtype": "float32"}')
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "dear").touch()
@@ -195,12 +209,22 @@ def test_overwrite_replaces_an_earlier_export_and_no_folder_with_files_of_others
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     (there / "results.csv").unlink()
     (tmp_path / "link").symlink_to(there)
-    assert main(["export", str(checkpoint), str(tmp_path / "link"), "--overwrite", "--dtype", "bf16"]) == 0
-    assert (tmp_path / "link").is_symlink() and weights(there)["model.norm.weight"].dtype == torch.bfloat16
+    assert (
+        main(["export", str(checkpoint), str(tmp_path / "link"), "--overwrite", "--dtype", "bf16"])
+        == 0
+    )
+    assert (tmp_path / "link").is_symlink() and weights(there)[
+        "model.norm.weight"
+    ].dtype == torch.bfloat16
 
 
 def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
-    written = export(run_dir / "checkpoints/step_00000002", tmp_path / "out", ExportForm.of(RECIPE), overwrite=False)
+    written = export(
+        run_dir / "checkpoints/step_00000002",
+        tmp_path / "out",
+        ExportForm.from_recipe(RECIPE),
+        overwrite=False,
+    )
     assert next(written) == "model.embed_tokens.weight"
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     written.close()
@@ -211,13 +235,18 @@ def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> 
     ("change", "refusal"),
     [
         ({"layers": 3}, "has no model.layers.2.attention_norm.weight"),
-        ({"layers": 1}, "has model.layers.1.attention.k.weight, which its config.yaml says nothing of"),
+        (
+            {"layers": 1},
+            "has model.layers.1.attention.k.weight, which its config.yaml says nothing of",
+        ),
         ({"vocab": 300}, "has an embedding of 257 ids, its config.yaml says 300"),
         ({"qk_norm": True, "qkv_bias": True}, "model.qk_norm = true"),
         ({"architecture": "mine:Mine"}, "model.architecture = mine:Mine"),
     ],
 )
-def test_another_model_is_refused(run_dir: Path, tmp_path: Path, change: dict[str, object], refusal: str) -> None:
+def test_another_model_is_refused(
+    run_dir: Path, tmp_path: Path, change: dict[str, object], refusal: str
+) -> None:
     form = ExportForm(model=replace(RECIPE.model, **change), seq_len=16)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=refusal):
         next(export(run_dir / "checkpoints/step_00000002", tmp_path / "out", form, overwrite=False))
@@ -226,36 +255,11 @@ def test_another_model_is_refused(run_dir: Path, tmp_path: Path, change: dict[st
 
 def test_a_run_that_could_not_export_is_refused_before_it_starts() -> None:
     checkpoint = replace(RECIPE.checkpoint, every=None)
-    with pytest.raises(ConfigError, match="checkpoint.export = last: exports checkpoints.*try checkpoint.every=100"):
+    with pytest.raises(
+        ConfigError,
+        match="checkpoint.export = last: needs checkpoint.every.*try checkpoint.every=100",
+    ):
         validate(replace(RECIPE, checkpoint=checkpoint))
     model = replace(RECIPE.model, qk_norm=True, qkv_bias=True)
     with pytest.raises(ConfigError, match="model.qk_norm = true: .*or checkpoint.export=none"):
         validate(replace(RECIPE, model=model))
-
-
-def test_a_checkpoint_that_is_not_there_is_one_line(tmp_path: Path, capsys: Said) -> None:
-    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
-    assert "nowhere: there is no such folder; try a .../step_00000100 folder" in capsys.readouterr().err
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "has no whole checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
-    section = PAGE.read_text().partition("## To and from Hugging Face\n")[2].partition("\n## ")[0]
-    lines = [
-        line
-        for block in re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-        for line in block.splitlines()
-    ]
-    commands = [line for line in lines if "# not run" not in line]
-    assert len(commands) == 4 and len(lines) > 4
-    run = "parallel3d-train quickstart train.steps=4 run_dir=runs/demo checkpoint.every=2"
-    script = "\n".join([_COMMANDS, run, *commands])
-    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "generated_text" in done.stdout and "exported: runs/shown/export/step_00000060" in done.stdout + done.stderr
-    assert {tensor.dtype for tensor in weights(tmp_path / "exported/half").values()} == {torch.bfloat16}
-    checkpoint = tmp_path / "runs/shown/checkpoints/step_00000060"
-    found = weights(tmp_path / "runs/shown/export/step_00000060")
-    assert torch.equal(found["model.norm.weight"], saved(checkpoint, "model.norm.weight"))

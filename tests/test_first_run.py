@@ -23,10 +23,16 @@ def test_the_page_goes_from_text_to_a_model(tmp_path: Path) -> None:
     script = script.split("\n", 1)[1]
     path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
     run = subprocess.run(
-        ["bash", "-euc", script], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()
+    ]
     losses = {line["step"]: line["loss"] for line in lines}
     assert losses[10] > 6.3  # log 1024 is 6.9
     assert losses[98] < 5.8 < losses[60] + 0.3

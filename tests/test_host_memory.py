@@ -1,4 +1,5 @@
-"""Links through shared memory: what goes in comes out, whatever its size and however far the sender is ahead."""
+"""Links through shared memory: what goes in comes out, whatever its size and however far the sender
+is ahead."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel3d.host_memory import segment
-from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, layout, reserve
+from parallel3d.host_memory.ring import (
+    LARGEST_BYTES,
+    Incoming,
+    Outgoing,
+    PeerLostError,
+    layout,
+    reserve,
+)
 from parallel3d.host_memory.segment import own_folder
 
 
@@ -31,7 +39,10 @@ def tag_of(number: int) -> bytes:
 
 
 @settings(deadline=None, max_examples=40)
-@given(sizes=st.lists(st.integers(0, LARGEST_BYTES // 4 - 32), max_size=20), takes=st.lists(st.booleans(), max_size=30))
+@given(
+    sizes=st.lists(st.integers(0, LARGEST_BYTES // 4 - 32), max_size=20),
+    takes=st.lists(st.booleans(), max_size=30),
+)
 def test_messages_arrive_whole_and_in_order(
     ends: tuple[Outgoing, Incoming], sizes: list[int], takes: list[bool]
 ) -> None:
@@ -46,11 +57,17 @@ def test_messages_arrive_whole_and_in_order(
         into = [torch.empty(size, dtype=torch.int32), torch.empty((), dtype=torch.float64)]
         assert (header.tag, header.nbytes) == (tag_of(number), layout(into)[1])
         incoming.read(header, into)
-        assert torch.equal(into[0], torch.arange(size, dtype=torch.int32) + number) and into[1].item() == number
+        assert (
+            torch.equal(into[0], torch.arange(size, dtype=torch.int32) + number)
+            and into[1].item() == number
+        )
 
     order = deque(takes)
     for number, size in enumerate(sizes):
-        tensors = [torch.arange(size, dtype=torch.int32) + number, torch.tensor(float(number), dtype=torch.float64)]
+        tensors = [
+            torch.arange(size, dtype=torch.int32) + number,
+            torch.tensor(float(number), dtype=torch.float64),
+        ]
         outgoing.send(tag_of(number), tensors)
         sent.append((number, size))
         while sent and order and order.popleft():

@@ -15,17 +15,29 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from parallel3d.config.recipe import BatchSizes, SequenceRange
-from parallel3d.data.loader import IGNORED, Batch, BatchLoader, EvaluationSet, WrongId, batches_ahead
-from parallel3d.data.order import LeftOut
-from parallel3d.data.windows import ShuffledWindows, TokenIds, TokensInMemory
+from parallel3d.data.loader import (
+    IGNORED,
+    Batch,
+    BatchLoader,
+    EvaluationSet,
+    WrongId,
+    batches_ahead,
+)
+from parallel3d.data.order import SkippedRanges
+from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError, DataError
 
-TOKENS = np.arange(1000, dtype=np.uint16)  # each token is its own place, so a sequence tells where it comes from
+# each token is its own place, so a sequence tells where it comes from
+TOKENS = np.arange(1000, dtype=np.uint16)
 
 
-def loader(tokens: NDArray[np.integer] = TOKENS, *, seq_len: int = 7, seed: int | None = 5) -> BatchLoader:
+def loader(
+    tokens: NDArray[np.integer] = TOKENS, *, seq_len: int = 7, seed: int | None = 5
+) -> BatchLoader:
     windows = ShuffledWindows(TokensInMemory(tokens), seq_len=seq_len, seed=seed)
-    return BatchLoader(windows, global_batch_size=12, microbatch_size=1, dp_rank=0, dp_size=1, vocab=1000)
+    return BatchLoader(
+        windows, global_batch_size=12, microbatch_size=1, dp_rank=0, dp_size=1, vocab=1000
+    )
 
 
 def sequences(*shares: Batch) -> list[int]:
@@ -40,7 +52,9 @@ class Division:
     microbatches: int
 
     def of(self, whole: BatchLoader, dp_rank: int) -> BatchLoader:
-        return replace(whole, dp_rank=dp_rank, dp_size=self.dp_size, microbatch_size=self.microbatch_size)
+        return replace(
+            whole, dp_rank=dp_rank, dp_size=self.dp_size, microbatch_size=self.microbatch_size
+        )
 
 
 divisions = st.builds(Division, *[st.integers(1, 6)] * 3)
@@ -54,22 +68,32 @@ def whole_loader(division: Division, seed: int | None) -> BatchLoader:
 
 @settings(deadline=None)
 @given(divisions, steps, st.one_of(st.none(), st.integers(0, 2**40)))
-def test_the_global_batch_is_the_same_however_it_is_divided(division: Division, step: int, seed: int | None) -> None:
+def test_the_global_batch_is_the_same_however_it_is_divided(
+    division: Division, step: int, seed: int | None
+) -> None:
     whole = whole_loader(division, seed)
     shares = [division.of(whole, rank).batch(step) for rank in range(division.dp_size)]
     for share in shares:
-        assert share.inputs.shape == share.labels.shape == (division.microbatches, division.microbatch_size, 7)
+        assert (
+            share.inputs.shape
+            == share.labels.shape
+            == (division.microbatches, division.microbatch_size, 7)
+        )
     assert sequences(*shares) == sequences(whole.batch(step))
 
 
 @settings(deadline=None)
 @given(divisions, st.integers(0, 2**40))
-def test_an_epoch_gives_every_window_once_over_all_ranks_and_steps(division: Division, seed: int) -> None:
+def test_an_epoch_gives_every_window_once_over_all_ranks_and_steps(
+    division: Division, seed: int
+) -> None:
     size = whole_loader(division, seed).global_batch_size
     source = loader(TOKENS[: 3 * size * 7 + 1], seed=seed).source
     whole = replace(whole_loader(division, seed), source=source)
     ranks = [division.of(whole, rank) for rank in range(division.dp_size)]
-    seen = sequences(*(rank.batch(step) for step in range(-(-source.windows // size)) for rank in ranks))
+    seen = sequences(
+        *(rank.batch(step) for step in range(-(-source.windows // size)) for rank in ranks)
+    )
     assert sorted(seen[: source.windows]) == [7 * window for window in range(source.windows)]
 
 
@@ -93,24 +117,10 @@ def test_a_run_resumed_at_any_step_and_layout_gets_the_batches_of_one_that_never
         assert sequences(loader().batch(step)) == batches[step]
 
 
-def test_without_a_seed_validation_reads_the_corpus_in_order_and_begins_again_after_its_end() -> None:
-    in_order = loader(seed=None)
-    assert in_order.source.windows == 142
-    assert sequences(in_order.batch(0)) == [7 * window for window in range(12)]
-    assert sequences(in_order.batch(11)) == [7 * (window % 142) for window in range(132, 144)]
-
-
-@given(st.integers(8, 60), st.integers(1, 7))
-def test_windows_are_as_many_as_fit_with_their_last_label(length: int, seq_len: int) -> None:
-    some = loader(np.arange(length, dtype=np.uint16), seq_len=seq_len, seed=None)
-    windows = some.source.windows
-    assert windows == (length - 1) // seq_len
-    last = replace(some, global_batch_size=windows).batch(0).labels[-1, -1, -1].item()
-    assert last == windows * seq_len <= length - 1
-
-
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_a_token_id_beyond_the_vocabulary_is_told_by_the_rank_that_reads_it_and_read_as_0(dtype: type) -> None:
+def test_a_token_id_beyond_the_vocabulary_is_told_by_the_rank_that_reads_it_and_read_as_0(
+    dtype: type,
+) -> None:
     tokens: NDArray[np.integer] = np.ones(1000, dtype=dtype)
     tokens[7 * 20 + 3], tokens[7 * 20 + 5] = 300, 999  # sample 20, which is in the second step
     whole = replace(loader(tokens, seed=None), vocab=264)
@@ -125,34 +135,6 @@ def test_a_token_id_beyond_the_vocabulary_is_told_by_the_rank_that_reads_it_and_
                 assert batch.labels[batch.samples == 20].tolist() == [[1, 1, 0, 1, 0, 1, 1]]
             else:
                 assert batch.wrong_id is None
-
-
-def test_a_rank_that_needs_no_ids_reads_none() -> None:
-    source = DrawnSamples()
-    batch = replace(loader(), source=source, dp_rank=1, dp_size=2, microbatch_size=3, blank_seq_len=7).batch(2)
-    assert batch.inputs.shape == batch.labels.shape == (2, 3, 7)
-    assert batch.samples.flatten().tolist() == [*range(30, 36)] and source.drawn == []
-
-
-@dataclass
-class DrawnSamples:
-    """A window source that tells which samples were drawn from it."""
-
-    windows: int = 100
-    drawn: list[int] = field(default_factory=list)
-
-    def draw(self, samples: NDArray[np.int64]) -> TokenIds:
-        self.drawn += samples.tolist()
-        return np.zeros((len(samples), 8), dtype=np.uint16)
-
-
-def test_a_rank_draws_its_own_share_alone() -> None:
-    for rank in range(3):
-        source = DrawnSamples()
-        share = replace(loader(), source=source, dp_rank=rank, dp_size=3)
-        batches = [share.batch(step) for step in (0, 5)]
-        assert source.drawn == [*range(4 * rank, 4 * rank + 4), *range(60 + 4 * rank, 60 + 4 * rank + 4)]
-        assert source.drawn == [sample for batch in batches for sample in batch.samples.flatten().tolist()]
 
 
 def test_ignored_ids_are_read_and_not_learned() -> None:
@@ -176,14 +158,10 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
     with pytest.raises(ConfigError) as caught:
         replace(loader(), dp_size=4, microbatch_size=2)
     assert str(caught.value) == (
-        "train.global_batch_size = 12: must be a multiple of dp = 4 times parallel.microbatch_size = 2; try 16"
+        "train.global_batch_size = 12: must be a multiple of dp = 4 times parallel.microbatch_size "
+        "= 2; try 16"
     )
     replace(loader(), dp_size=4, microbatch_size=2, global_batch_size=16)
-
-
-def test_a_rank_outside_the_layout_is_refused() -> None:
-    with pytest.raises(ValueError, match="dp_rank = 2: must lie in 0 to 1"):
-        replace(loader(), dp_rank=2, dp_size=2)
 
 
 def test_a_corpus_shorter_than_a_window_is_refused() -> None:
@@ -220,17 +198,10 @@ def test_batches_made_ahead_are_the_loaders_own_also_where_their_size_changes() 
     assert [len(batch.inputs) for batch in found] == [4, 4, 8, 8, 8, 12, 12, 12]
     for step, batch in enumerate(found, 1):
         expected = growing.batch(step)
-        assert torch.equal(batch.inputs, expected.inputs) and torch.equal(batch.labels, expected.labels)
+        assert torch.equal(batch.inputs, expected.inputs) and torch.equal(
+            batch.labels, expected.labels
+        )
         assert torch.equal(batch.samples, expected.samples)
-
-
-def test_one_batch_is_made_while_the_caller_has_the_one_before() -> None:
-    asked = Asked()
-    batches = ahead(asked, range(5, 9))
-    assert sequences(next(batches)) == sequences(loader().batch(5))
-    assert [asked.made.get(timeout=60) for _ in range(2)] == [5, 6]  # the caller has not asked for the second
-    batches.close()  # what the thread has been told to make it makes
-    assert asked.made.empty()
 
 
 @pytest.mark.parametrize("leave", ["at the end", "half way", "dropped", "by an error"])
@@ -246,31 +217,35 @@ def test_the_thread_ends_however_its_batches_are_left(leave: str) -> None:
     elif leave == "dropped":
         del batches
     else:
-        with pytest.raises(DataError, match="no batch of step 2"):  # not earlier, when the thread has met it
+        # not earlier, when the thread has met it
+        with pytest.raises(DataError, match="no batch of step 2"):
             next(batches)
     assert not is_thread_alive()
 
 
 def test_a_gpus_batch_is_pinned_by_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA may wait for the whole device to give pinned memory: between two steps and not within one."""
+    """CUDA may wait for the whole device to give pinned memory: between two steps and not within
+    one."""
     pinned = []
-    monkeypatch.setattr(Batch, "pinned", lambda batch: pinned.append(threading.current_thread()) or batch)
+    monkeypatch.setattr(
+        Batch, "pinned", lambda batch: pinned.append(threading.current_thread()) or batch
+    )
     assert len(list(batches_ahead(loader(), range(2), torch.device("cuda")))) == 2
     assert pinned == [threading.current_thread()] * 2
 
 
-def test_a_run_that_is_done_makes_no_batch() -> None:
-    assert list(ahead(Asked(broken=4), range(4, 4))) == []
-
-
 @settings(deadline=None)
 @given(divisions, st.integers(1, 142))
-def test_an_evaluation_reads_each_of_its_sequences_once_in_every_division(division: Division, sequences: int) -> None:
+def test_an_evaluation_reads_each_of_its_sequences_once_in_every_division(
+    division: Division, sequences: int
+) -> None:
     whole = whole_loader(division, None)
     shares = [
         batch
         for rank in range(division.dp_size)
-        for batch in EvaluationSet.of("wiki", division.of(whole, rank), whole.source, sequences).batches
+        for batch in EvaluationSet.build(
+            "wiki", division.of(whole, rank), whole.source, sequences
+        ).batches
     ]
     assert all(share.labels.shape[0] <= division.microbatches for share in shares)
     learned = [share.labels[share.labels != IGNORED] for share in shares]
@@ -279,25 +254,9 @@ def test_an_evaluation_reads_each_of_its_sequences_once_in_every_division(divisi
     assert padded < division.dp_size * division.microbatch_size * len(shares) / division.dp_size
 
 
-def test_an_evaluation_set_without_a_number_is_whole() -> None:
-    whole = loader(seed=None)
-    assert EvaluationSet.of("wiki", whole, whole.source, None).loader.stop == 142 == whole.source.windows
-
-
-ranges = st.builds(lambda first, count: SequenceRange(first=first, last=first + count), *[st.integers(0, 60)] * 2)
-
-
-@settings(deadline=None)
-@given(st.lists(ranges, max_size=5), st.integers(1, 100))
-def test_a_run_that_leaves_samples_out_has_the_order_without_them(skipped: list[SequenceRange], sequences: int) -> None:
-    left_out = LeftOut.of(skipped)
-    gone = {sample for each in skipped for sample in range(each.first, each.last + 1)}
-    kept = [sample for sample in range(1000) if sample not in gone][:sequences]
-    assert left_out.samples(np.arange(sequences)).tolist() == kept
-    assert left_out.end(sequences) == kept[-1] + 1
-    passed = {sample for each in left_out.before(sequences) for sample in range(each.first, each.last + 1)}
-    assert passed == {sample for sample in gone if sample < kept[-1]}
-    assert LeftOut.of(left_out.ranges) == left_out
+ranges = st.builds(
+    lambda first, count: SequenceRange(first=first, last=first + count), *[st.integers(0, 60)] * 2
+)
 
 
 @settings(deadline=None)
@@ -309,16 +268,12 @@ def test_the_batches_without_some_samples_are_the_stream_without_them_however_di
     one_by_one = replace(whole, global_batch_size=1)
     gone = {sample for each in skipped for sample in range(each.first, each.last + 1)}
     size = whole.global_batch_size
-    kept = [sample for sample in range((step + 1) * size + len(gone)) if sample not in gone][step * size :][:size]
+    kept = [sample for sample in range((step + 1) * size + len(gone)) if sample not in gone][
+        step * size :
+    ][:size]
     shares = [
-        division.of(replace(whole, left_out=LeftOut.of(skipped)), rank).batch(step) for rank in range(division.dp_size)
+        division.of(replace(whole, left_out=SkippedRanges.merge(skipped)), rank).batch(step)
+        for rank in range(division.dp_size)
     ]
     assert [sample for share in shares for sample in share.samples.flatten().tolist()] == kept
     assert sequences(*shares) == sequences(*(one_by_one.batch(sample) for sample in kept))
-
-
-def test_an_evaluation_leaves_nothing_out() -> None:
-    training = replace(loader(seed=None), left_out=LeftOut.of([SequenceRange(first=0, last=11)]))
-    assert sequences(training.batch(0))[0] == 12 * 7
-    assert sequences(training.evaluating(training.source, 12).batch(0))[0] == 0
-    assert sequences(next(EvaluationSet.of("all", training, training.source, None).batches))[0] == 0

@@ -15,11 +15,22 @@ from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.checkpoint.writer import save_file
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import DataConfig
-from tests.test_finished_run import RECIPE, place
+from tests.test_evaluate import RECIPE, place
 
-# Names that torch and its libraries try to import, names that Python itself would take from a current folder, and the
-# module of the class that the recipe names.
-PLANTED = ("triton", "opt_einsum", "tabulate", "pandas", "psutil", "pydot", "numpy", "random", "statistics", "watcher")
+# Names that torch and its libraries try to import, names that Python itself would take from a
+# current folder, and the module of the class that the recipe names.
+PLANTED = (
+    "triton",
+    "opt_einsum",
+    "tabulate",
+    "pandas",
+    "psutil",
+    "pydot",
+    "numpy",
+    "random",
+    "statistics",
+    "watcher",
+)
 COMMANDS = [  # with their exit statuses
     (0, "recipes.pretrain", "named.yaml", "--print-config"),
     (0, "tools.launch.command", "slurm", "named.yaml"),
@@ -47,7 +58,8 @@ for status, module, *arguments in json.loads(sys.argv[1]) if __name__ == "__main
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe and a run, beside and in which modules lie that leave a mark when they are run."""
+    """A folder with a recipe and a run, beside and in which modules lie that leave a mark when they
+    are run."""
     tmp_path = tmp_path_factory.mktemp("looking")
     stranger, marker = tmp_path / "stranger", tmp_path / "marker"
     (stranger / "run").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""The models against transformers' own code, from the same weights: logits and every parameter's gradient."""
+"""The models against transformers' own code, from the same weights: logits and every parameter's
+gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from parallel3d.layers.parameter import initialize
 from parallel3d.models import model_class
 
 B, S = 2, 12
-SMALL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=64, norm_eps=1e-6)
+SMALL = ModelConfig(
+    layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=64, norm_eps=1e-6
+)
 _LLAMA_NAMES = {
     "embed": "model.embed_tokens",
     "attention_norm": "input_layernorm",
@@ -38,8 +41,11 @@ def build(config: ModelConfig) -> nn.Module:
         config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
     )
     initialize(model, 0, "cpu")
-    for parameter in model.parameters():  # a bias of zero and a scale of one hide what is done to them
-        nn.init.normal_(parameter, 0.0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    # a bias of zero and a scale of one hide what is done to them
+    for parameter in model.parameters():
+        nn.init.normal_(
+            parameter, 0.0, 0.3, generator=torch.Generator().manual_seed(parameter.numel())
+        )
     return model.double()
 
 
@@ -57,7 +63,8 @@ def llama_names(model: nn.Module) -> dict[str, str]:
 def assert_near(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
     """In float64, but transformers' norms and angles are float32."""
     assert ours is not None and theirs is not None
-    error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6)  # the bias of k has none
+    # the bias of k has none
+    error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6)
     assert error < 2e-6, f"{what} differs by {error:.2g} of its largest"
 
 
@@ -66,7 +73,9 @@ def forward_and_backward(model: nn.Module, peer: nn.Module) -> None:
     ids = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(0))
     ours, theirs = model(ids), peer(ids).logits
     assert_near(ours, theirs, "logits")
-    weight = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(
+        ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     (ours * weight).sum().backward()
     (theirs * weight).sum().backward()
 
@@ -86,7 +95,11 @@ HUGGING_FACE: dict[str, tuple[dict[str, Any], Any, Any]] = {
         transformers.Qwen2Config,
         transformers.Qwen2ForCausalLM,
     ),
-    "qwen3": ({"qk_norm": True, "head_dim": 12}, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3": (
+        {"qk_norm": True, "head_dim": 12},
+        transformers.Qwen3Config,
+        transformers.Qwen3ForCausalLM,
+    ),
     "mistral": ({"window": 5}, transformers.MistralConfig, transformers.MistralForCausalLM),
     "nemo": ({"head_dim": 6}, transformers.MistralConfig, transformers.MistralForCausalLM),
 }
@@ -155,8 +168,11 @@ def test_a_config_json_of_transformers_4_and_5_gives_the_model(family: str, tmp_
         assert found == config, version
 
 
-def gpt_pairs(model: nn.Module, peer: nn.Module, *, gradients: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Our parameters beside views of GPT-2's, which packs q, k and v and transposes its matrices."""
+def gpt_pairs(
+    model: nn.Module, peer: nn.Module, *, gradients: bool
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Our parameters beside views of GPT-2's, which packs q, k and v and transposes its
+    matrices."""
 
     def of(module: nn.Module, name: str) -> Tensor:
         parameter = module.get_parameter(name)

@@ -1,4 +1,5 @@
-"""Every command whose stdout is full, closed or no longer read: one line or none, and never status 0."""
+"""Every command whose stdout is full, closed or no longer read: one line or none, and never status
+0."""
 
 from __future__ import annotations
 
@@ -17,19 +18,20 @@ COMMANDS = [
     "tools.checkpoint --version",
     "tools.data merge --help",
     "tools.check_layout --help",
-    "tools.gpu_check --list",
 ]
 
 
 def ended(arguments: list[str], redirection: str, *, unbuffered: bool) -> tuple[int, str]:
-    """Runs Python in a shell, with a pipe without a reader as stdout unless the redirection is of stdout. Returns the
-    exit status and what is on stderr."""
+    """Runs Python in a shell, with a pipe without a reader as stdout unless the redirection is of
+    stdout. Returns the exit status and what is on stderr."""
     script = " ".join(["exec", sys.executable, *arguments, redirection])
     environment = os.environ | {"PYTHONUNBUFFERED": "1" if unbuffered else ""}
     reader, writer = os.pipe()
     os.close(reader)
     command = ["bash", "-c", script]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+    )
     os.close(writer)
     return done.returncode, done.stderr
 
@@ -43,7 +45,9 @@ def test_a_full_stdout_is_no_traceback_and_not_status_0(command: str) -> None:
     assert ended(arguments, "> /dev/full", unbuffered=is_odd) == (73, full)
 
 
-@pytest.mark.parametrize(("command", "unbuffered"), [("tools.plan --help", False), ("tools.data merge --help", True)])
+@pytest.mark.parametrize(
+    ("command", "unbuffered"), [("tools.plan --help", False), ("tools.data merge --help", True)]
+)
 def test_a_reader_that_has_gone_ends_a_command_silently_and_a_closed_stdout_is_refused(
     command: str, unbuffered: bool
 ) -> None:
@@ -54,7 +58,9 @@ def test_a_reader_that_has_gone_ends_a_command_silently_and_a_closed_stdout_is_r
     assert ended(arguments, ">&-", unbuffered=unbuffered) == (73, closed)
 
 
-def test_a_worker_whose_stdout_is_full_fails_with_the_cause_and_one_without_stderr_runs(tmp_path: Path) -> None:
+def test_a_worker_whose_stdout_is_full_fails_with_the_cause_and_one_without_stderr_runs(
+    tmp_path: Path,
+) -> None:
     arguments = [launch_targets.__file__, "prints_on_both", "1", str(tmp_path)]
     status, said = ended(arguments, "> /dev/full", unbuffered=True)
     assert status == 73

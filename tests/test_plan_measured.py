@@ -1,4 +1,5 @@
-"""`--measured`: one run of a cluster corrects what is predicted of every other, and narrows its range."""
+"""`--measured`: one run of a cluster corrects what is predicted of every other, and narrows its
+range."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ from parallel3d.tools.plan.models import read_model
 Said = pytest.CaptureFixture[str]
 ON = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128 --fix tp=4 pp=1"
 ASKED = Question(
-    shape=read_model("llama3-8b").shape, cluster=find_cluster("h100"), gpus=16, seq_len=8192, global_batch_size=128
+    shape=read_model("llama3-8b").shape,
+    cluster=find_cluster("h100"),
+    gpus=16,
+    seq_len=8192,
+    global_batch_size=128,
 )
 ALONE = ParallelConfig(dp_shard=16, recompute="full")  # little of its traffic shows
 TALKING = ParallelConfig(tp=16, sequence_parallel=True)  # over two nodes
@@ -40,7 +45,9 @@ def in_truth(parallel: ParallelConfig, scales: Scales) -> MeasuredRun:
     """A run of a cluster that is as much slower, and fuller, as the scales say."""
     run = ASKED.planned_run(parallel)
     there: PlannedRun = replace(run, cluster=with_scales(run.cluster, scales))
-    return MeasuredRun(run=run, step_time_s=step_cost(there).step_time_s, memory_bytes=worst_rank(there).total)
+    return MeasuredRun(
+        run=run, step_time_s=step_cost(there).step_time_s, memory_bytes=worst_rank(there).total
+    )
 
 
 def tree(arguments: str, capsys: Said) -> Any:
@@ -83,7 +90,9 @@ def test_the_same_speed_in_every_unit(capsys: Said) -> None:
     }
     at = predicted["parallel"]
     layout = f"tp=4 microbatch_size={at['microbatch_size']} sharding={at['sharding']}"
-    found = [tree(f"{ON} --measured {key}={value} at {layout}", capsys) for key, value in said.items()]
+    found = [
+        tree(f"{ON} --measured {key}={value} at {layout}", capsys) for key, value in said.items()
+    ]
     steps = [each["strategies"][0]["step_time_s"] for each in found]
     assert steps == pytest.approx([steps[0]] * 4, rel=1e-3)
     assert predicted["step_time_s"] * 1.1 < steps[0] < predicted["step_time_s"] * 1.2
@@ -93,15 +102,6 @@ def test_the_same_speed_in_every_unit(capsys: Said) -> None:
     assert found[0]["input"]["anchored"]["timed"] == ["parallel3d"]
 
 
-def test_the_page_says_by_what_it_is_anchored(capsys: Said) -> None:
-    words = "--measured step_s=12, memory_gib=40 at tp=4 --measured tokens_per_s=90k at tp=8 engine=megatron-core"
-    assert plan.main(shlex.split(f"{ON} {words}")) == 0
-    page = " ".join(capsys.readouterr().out.split())
-    assert "anchored by 2 runs: arithmetic takes 1." in page and "times what is counted" in page
-    assert "measured: parallel3d on 16 devices, dp_shard=4 tp=4 sequence_parallel=true: 12 s a step (9.8" in page
-    assert "measured: megatron-core on 16 devices" in page and "one run of each published source" in page
-
-
 def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> None:
     """The run was on A100s, half as slow again as predicted, which `compare` lays to its cause."""
     run = run_of(tmp_path, [])
@@ -109,22 +109,33 @@ def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> N
     predicted = compare(run_of(tmp_path, [9.0, 1.0]), cluster)
     predicted_s, bytes_ = predicted.cost.step_time_s, round(1.1 * predicted.memory.allocated)
     (run / "metrics.jsonl").unlink()
-    metrics, tokens = MetricsFile(run / "metrics.jsonl", resumed_step=0), 16 * 1024 / 8 / (1.5 * predicted_s)
-    mfu = tokens * model_flops_per_token(from_config(RECIPE.model), 1024) / cluster.device.peak("bf16")
+    metrics, tokens = (
+        MetricsFile(run / "metrics.jsonl", resumed_step=0),
+        16 * 1024 / 8 / (1.5 * predicted_s),
+    )
+    mfu = (
+        tokens
+        * model_flops_per_token(from_config(RECIPE.model), 1024)
+        / cluster.device.peak("bf16")
+    )
     line = replace(LINE, step_time_s=1.5 * predicted_s, tokens_per_s_per_device=tokens, mfu=mfu)
     line = replace(line, peak_memory_bytes=bytes_)
     for step in (1, 11, 21, 31):
         metrics.write(replace(line, step=step))
     assert plan.main(["compare", str(run), "--gpu", "a100"]) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "scales arithmetic takes 1." in page and "most off was" in page
+    assert "scales arithmetic takes 1." in page
     layout = "--fix tp=2 pp=2 dp_shard=2 microbatch_size=1"
     asked = f"--model {run}/config.yaml {layout}"
     before, after = (
-        tree(f"{asked} --gpu a100{more}", capsys)["strategies"][0]["step_time_s"] for more in ("", f" --measured {run}")
+        tree(f"{asked} --gpu a100{more}", capsys)["strategies"][0]["step_time_s"]
+        for more in ("", f" --measured {run}")
     )
     assert 1.1 < after / before < 1.5
-    assert "the median of 3 lines" in tree(f"{asked} --gpu a100 --measured {run}", capsys)["notes"][0]
+    assert (
+        "measured: parallel3d on 8 devices"
+        in tree(f"{asked} --gpu a100 --measured {run}", capsys)["notes"][0]
+    )
     assert plan.main([*shlex.split(f"{asked} --gpu h100 --measured {run}")]) == 2
     assert "the run was not on H100" in capsys.readouterr().err
 
@@ -132,11 +143,14 @@ def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> N
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("tokens_per_s=6000", "times as long as predicted, and 5 times is believed; tokens_per_s is of all 16"),
-        ("tokens_per_s=10M at tp=4", "times the peak of H100"),
-        ("memory_gib=95 at tp=4", "more than the 79.1 of H100"),
-        ("memory_gib=3", "parameters, gradients and optimizer states alone"),
-        ("step_s=12 at tp=3", "a layout of 3 devices, or a multiple, and 16 are asked about"),
+        (
+            "tokens_per_s=6000",
+            "times as long as predicted, which is not believed; tokens_per_s is of all 16",
+        ),
+        ("tokens_per_s=10M at tp=4", "which is not believed"),
+        ("memory_gib=95 at tp=4", "and the 79.1 of H100"),
+        ("memory_gib=3", "the layout's states"),
+        ("step_s=12 at tp=3", "a layout of 3 devices, and 16 are asked about"),
         ("step_s=12 at tp=64 gpus=64", "a layout that does not run: parallel.tp = 64"),
         ("step_s=12 at gpus=none", "gpus=none: must be a whole number"),
         ("step_s=12 at engine=nobody", "nobody"),

@@ -1,4 +1,5 @@
-"""The order of a search: nothing that fits is passed over, and the bounds that spare work are bounds."""
+"""The order of a search: nothing that fits is passed over, and the bounds that spare work are
+bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from parallel3d.planner.memory.floor import RunFloors, floor_bytes
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.question import Question
-from parallel3d.planner.search.space import data_axis_splits, families, per_microbatch_variant, recompute_choices
+from parallel3d.planner.search.space import (
+    data_axis_splits,
+    families,
+    per_microbatch_variant,
+    recompute_choices,
+)
 from parallel3d.planner.search.tp_pp_search import TpPpSearch
 from parallel3d.planner.time.step import CostCache, least_step_s, step_cost
 from parallel3d.schedules.registry import ScheduleName
@@ -24,7 +30,9 @@ MODEL = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=4, ffn_hidden=5632
 
 def question(memory_fraction: float, *schedules: ScheduleName) -> Question:
     cluster = load_cluster("a100-40gb", [HARDWARE])
-    asked = Question(shape=from_config(MODEL), cluster=cluster, gpus=8, seq_len=2048, global_batch_size=16)
+    asked = Question(
+        shape=from_config(MODEL), cluster=cluster, gpus=8, seq_len=2048, global_batch_size=16
+    )
     names = schedules or ("1f1b", "interleaved_1f1b")
     return replace(asked, memory_fraction=memory_fraction, schedules=names)
 
@@ -45,25 +53,36 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
             recompute = parallel.recompute, parallel.recompute_every
             floors, split = RunFloors(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
             all_split = RunFloors(
-                asked.planned_run(replace(split, sharding="FULL_SHARD", gather="step", reduce="step"))
+                asked.planned_run(
+                    replace(split, sharding="FULL_SHARD", gather="step", reduce="step")
+                )
             ).work(*recompute)
             total = worst_rank(run).total
             assert floor_bytes(run, floors.states, floors.work(*recompute)) <= total, parallel
             assert floor_bytes(run, all_split, all_split) <= total, parallel
-            assert least_step_s(run, known=CostCache()) <= step_cost(run, exact=False).step_time_s, parallel
+            assert (
+                least_step_s(run, known=CostCache()) <= step_cost(run, exact=False).step_time_s
+            ), parallel
             seen += 1
     assert seen > 100
 
 
 @pytest.mark.parametrize("memory_fraction", [0.9, 0.3, 0.2, 0.12])
 def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
-    """The fastest and the leanest are compared with those among all layouts, each priced and weighed."""
+    """The fastest and the leanest are compared with those among all layouts, each priced and
+    weighed."""
     asked = question(memory_fraction)
     for (tp, pp), own in families(asked).items():
-        jobs = {parallel: asked.planned_run(parallel) for family in own for parallel in every(asked, family)}
+        jobs = {
+            parallel: asked.planned_run(parallel)
+            for family in own
+            for parallel in every(asked, family)
+        }
         held = {parallel: worst_rank(run).total for parallel, run in jobs.items()}
         times = [
-            step_cost(jobs[p], exact=False).step_time_s for p, bytes_ in held.items() if bytes_ <= asked.usable_bytes
+            step_cost(jobs[p], exact=False).step_time_s
+            for p, bytes_ in held.items()
+            if bytes_ <= asked.usable_bytes
         ]
         cut = TpPpSearch(asked, tp, pp, own)
         told = [priced.step_time_s for priced in cut.fastest()]

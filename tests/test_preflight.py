@@ -1,4 +1,5 @@
-"""`parallel3d-launch check`: what it says of a cluster that is in order, slow or broken, and of two hosts for real."""
+"""`parallel3d-launch check`: what it says of a cluster that is in order, slow or broken, and of two
+hosts for real."""
 
 from __future__ import annotations
 
@@ -14,22 +15,21 @@ import pytest
 import yaml
 from test_restarts import write_recipe
 
-from parallel3d.config.recipe import DataConfig, ParallelConfig
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import cluster_from_tree, cluster_tree, load_cluster
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.launch.command import main
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.tools.preflight.emit import hardware_text
-from parallel3d.tools.preflight.expected import RecipeNeeds
-from parallel3d.tools.preflight.facts import DataFacts, RankFacts, Versions, data_facts, disk_facts, leave_mark
-from parallel3d.tools.preflight.findings import Finding, Measured, bus_bandwidth, find, link_rows
+from parallel3d.tools.preflight.expected import RecipeNeeds, base_cluster
+from parallel3d.tools.preflight.facts import RankFacts, disk_facts, leave_mark
+from parallel3d.tools.preflight.findings import Finding, Measured, bus_bandwidth, find
 from parallel3d.tools.preflight.measure import AxisTimes, Rows, TimedMessage
 
 Said = pytest.CaptureFixture[str]
 LAYOUT = ParallelConfig(tp=2, dp_shard=3)
-VERSIONS = Versions(python="3.12.1", torch="2.13.0", parallel3d="0.1.0")
-DATA = DataFacts(files=1, bytes_=9, all_names="aa", digests=(("corpus.txt", "bb"),))
+VERSIONS = {"python": "3.12.1", "torch": "2.13.0", "parallel3d": "0.1.0"}
 MS = 1e-3
 
 
@@ -38,23 +38,32 @@ def rows(latency_s: float, bytes_per_s: float) -> Rows:
 
 
 def in_order() -> Measured:
-    """Three hosts of two ranks; tp is within a host, and dp_shard is across them. Messages go at 1 GB/s, and those of
-    all ranks but the last one of an axis to the next are known, and back."""
+    """Three hosts of two ranks; tp is within a host, and dp_shard is across them. Messages go at 1
+    GB/s, and those of all ranks but the last one of an axis to the next are known, and back."""
     facts = [
-        RankFacts(rank=rank, host=f"node{rank // 2}", device="CPU", versions=VERSIONS, free_bytes=4 * GIB)
+        RankFacts(
+            rank=rank, host=f"node{rank // 2}", device="CPU", versions=VERSIONS, free_bytes=4 * GIB
+        )
         for rank in range(6)
     ]
-    facts[::2] = [replace(each, disk_free_bytes=9 * GIB, data=DATA) for each in facts[::2]]
+    facts[::2] = [replace(each, disk_free_bytes=9 * GIB) for each in facts[::2]]
     axes = []
     for rank in range(6):
-        groups = {"tp": (rank - rank % 2, rank - rank % 2 + 1), "dp_shard": tuple(range(rank % 2, 6, 2))}
+        groups = {
+            "tp": (rank - rank % 2, rank - rank % 2 + 1),
+            "dp_shard": tuple(range(rank % 2, 6, 2)),
+        }
         axes.append(tuple(times_of(name, rank, group) for name, group in groups.items()))
-    return Measured(facts=facts, clocks={2: (0.4, 0.1), 4: (-0.2, 0.1)}, products=[10e9] * 6, axes=axes)
+    return Measured(
+        facts=facts, clocks={2: (0.4, 0.1), 4: (-0.2, 0.1)}, matmuls=[10e9] * 6, axes=axes
+    )
 
 
 def times_of(name: str, rank: int, group: tuple[int, ...]) -> AxisTimes:
     near = [other for other in group if abs(group.index(other) - group.index(rank)) == 1]
-    messages = tuple(TimedMessage(sender=rank, receiver=other, rows=rows(1 * MS, 1e9)) for other in near)
+    messages = tuple(
+        TimedMessage(sender=rank, receiver=other, rows=rows(1 * MS, 1e9)) for other in near
+    )
     return AxisTimes(axis=name, ranks=group, all_reduce=rows(2 * MS, 0.5e9), messages=messages)
 
 
@@ -72,15 +81,9 @@ def with_rates(measured: Measured, rates: dict[tuple[str, str], float]) -> Measu
     return replace(measured, axes=axes)
 
 
-def expected(**changes: Any) -> RecipeNeeds:
-    cluster = replace(load_cluster("cpu", [HARDWARE]), gpus_per_node=2)
-    said = {"cluster": cluster, "is_known": False, "memory_bytes": (GIB,), "checkpoints": 3, "checkpoint_bytes": GIB}
-    return RecipeNeeds(**(said | changes))
-
-
-def found(measured: Measured, tp_note: str | None = None, **changes: Any) -> list[Finding]:
-    known = expected(**changes)
-    return find(measured, known, LAYOUT, link_rows(measured, known, LAYOUT), tp_note)
+def found(measured: Measured, tp_note: str | None = None) -> list[Finding]:
+    needs = RecipeNeeds(memory_bytes=(GIB,), checkpoints=3, checkpoint_bytes=GIB)
+    return find(measured, needs, LAYOUT, tp_note)
 
 
 def with_fact(measured: Measured, rank: int, **changes: Any) -> Measured:
@@ -96,56 +99,62 @@ def test_a_cluster_in_order_has_no_finding() -> None:
 @pytest.mark.parametrize(
     ("rank", "changes", "text"),
     [
-        (3, {"versions": replace(VERSIONS, torch="2.11.0")}, "torch 2.11.0 on node1, 2.13.0 elsewhere"),
-        (2, {"free_bytes": GIB}, "ranks 2 and 3 (node1): the recipe needs 2.0 GiB and 1.0 are free"),
-        (4, {"disk_free_bytes": 2 * GIB}, "node2: run_dir has 2.0 GiB free, and 3 checkpoints take 3.0"),
-        (4, {"disk_problem": "run_dir = /x: cannot be written"}, "node2: run_dir = /x: cannot be written"),
-        (2, {"data": DataFacts(problem="data.path = corpus.txt: no such file")}, "node1: data.path = corpus.txt: no"),
-        (2, {"data": replace(DATA, digests=(("corpus.txt", "cc"),))}, "node1: data: corpus.txt differs from the other"),
-        (2, {"data": replace(DATA, all_names="cc")}, "node1: data: the names or sizes of its 1 files differ"),
+        (
+            3,
+            {"versions": VERSIONS | {"torch": "2.11.0"}},
+            "torch 2.11.0 on rank 3 (node1), 2.13.0 elsewhere",
+        ),
+        (
+            2,
+            {"free_bytes": GIB},
+            "ranks 2 and 3 (node1): the recipe needs 2.0 GiB and 1.0 are free",
+        ),
+        (
+            4,
+            {"disk_free_bytes": 2 * GIB},
+            "node2: run_dir has 2.0 GiB free, and 3 checkpoints take 3.0",
+        ),
+        (4, {"problems": ("run_dir = /x: cannot be written",)}, "node2: run_dir = /x: cannot be"),
     ],
 )
-def test_what_would_break_the_run_is_told_with_its_host(rank: int, changes: dict[str, Any], text: str) -> None:
+def test_what_would_break_the_run_is_told_with_its_host(
+    rank: int, changes: dict[str, Any], text: str
+) -> None:
     (finding,) = found(with_fact(in_order(), rank, **changes))
     assert finding.breaks and finding.text.startswith(text)
 
 
 def test_another_python_a_clock_and_tp_across_nodes_are_warned_of() -> None:
-    measured = with_fact(in_order(), 1, versions=replace(VERSIONS, python="3.11.2"))
+    measured = with_fact(in_order(), 1, versions=VERSIONS | {"python": "3.11.2"})
     measured = replace(measured, clocks={2: (0.4, 0.1), 4: (-1.5, 0.3)})
     texts = [each.text for each in found(measured, tp_note="tp is across") if not each.breaks]
     assert texts == [
-        "python 3.11.2 on node0, 3.12.1 elsewhere: install one version",
+        "python 3.11.2 on rank 1 (node0), 3.12.1 elsewhere: install one version",
         "node2: its clock is 1.5 s behind that of rank 0; set it by NTP",
         "tp is across",
     ]
 
 
 def test_slow_ranks_are_named_by_host_however_many_of_the_hosts_are_slow() -> None:
-    measured = replace(in_order(), products=[10e9, 9e9, 7.9e9, 5e9, 10e9, 10e9])
+    measured = replace(in_order(), matmuls=[10e9, 9e9, 7.9e9, 5e9, 10e9, 10e9])
     (finding,) = found(measured)
-    assert finding.text.startswith("ranks 2 and 3 (node1): matrix products at 5.0 GFLOP/s, 0.50 of the median 10.0")
-    (finding,) = found(replace(measured, products=[10e9, 10e9, 5e9, 5e9, 5e9, 10e9]))[:1]
-    assert "(node1)" in finding.text  # half of all ranks are slow, and the median is that of the others
+    assert finding.text.startswith(
+        "ranks 2 and 3 (node1): matmuls at 5.0 GFLOP/s, 0.50 of the median 10.0"
+    )
+    (finding,) = found(replace(measured, matmuls=[10e9, 10e9, 5e9, 5e9, 5e9, 10e9]))[:1]
+    # half of all ranks are slow, and the median is that of the others
+    assert "(node1)" in finding.text
 
 
-def test_a_slow_link_is_told_by_the_host_that_all_slow_messages_have_in_common() -> None:
+def test_a_slow_link_is_named_with_its_direction() -> None:
     def texts(rates: dict[tuple[str, str], float]) -> list[str]:
         return [each.text for each in found(with_rates(in_order(), rates))]
 
-    sends = {("node1", "node0"): 1e7, ("node1", "node2"): 1e7}
-    assert [text.partition(" MB")[0] for text in texts(sends)] == ["node1: what it sends goes at 9.98"]
-    receives = {("node0", "node1"): 1e7, ("node2", "node1"): 1e7}
-    assert [text.partition(" MB")[0] for text in texts(receives)] == ["node1: what it receives comes at 9.98"]
+    (between,) = texts({("node1", "node0"): 1e7})
+    assert between.startswith("from node1 to node0 messages go at 9.98 MB/s, 0.8")
     assert texts({("node0", "node1"): 0.8e9}) == []
     (within,) = texts({("node2", "node2"): 0.1e9})
-    assert within.startswith("node2: messages between its ranks at 97.7 MB/s, those within other hosts at 0.8")
-
-
-def test_a_link_is_compared_with_the_plan_where_the_hardware_is_known() -> None:
-    cluster = load_cluster("h100-80gb", [HARDWARE])
-    texts = [each.text for each in found(in_order(), cluster=replace(cluster, gpus_per_node=2), is_known=True)]
-    assert len(texts) == 4 and all("and the planner counts on" in text for text in texts)
+    assert within.startswith("within node2 messages go at 97.7 MB/s, 0.8")
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
@@ -153,65 +162,41 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 
 def test_the_emitted_file_has_the_measured_links_and_rates_and_the_planner_reads_it(
-    tmp_path: Path, capsys: Said
+    tmp_path: Path,
 ) -> None:
-    measured = replace(in_order(), products=[4e10, 3e10, 4e10, 4e10, 4e10, 4e10])
+    measured = replace(in_order(), matmuls=[4e10, 3e10, 4e10, 4e10, 4e10, 4e10])
     more = []
     for rank, of_rank in enumerate(measured.axes):
         node, network = (rank - rank % 2, rank - rank % 2 + 1), tuple(range(rank % 2, 6, 2))
         slow = 1e6 if rank % 2 else 2e6
         inside = AxisTimes(axis="node", ranks=node, all_reduce=rows(2 * MS, 1e9), messages=())
-        across = AxisTimes(axis="network", ranks=network, all_reduce=rows(80 * MS, slow), messages=())
+        across = AxisTimes(
+            axis="network", ranks=network, all_reduce=rows(80 * MS, slow), messages=()
+        )
         more.append((*of_rank, inside, across))
     path = tmp_path / "mine.yaml"
-    path.write_text(hardware_text(replace(measured, axes=more), expected().cluster, "fp32"))
+    path.write_text(hardware_text(replace(measured, axes=more), base_cluster(None, "", 2), "fp32"))
     cluster = find_cluster(str(path))
     assert cluster.gpus_per_node == 2 and cluster.device.peak("fp32") == pytest.approx(3e10)
     assert cluster.device.memory_bytes == pytest.approx(2 * GIB)
-    assert (cluster.node.sustained, cluster.node.latency_s) == pytest.approx((1e9, 1 * MS), rel=2e-3)
-    # Three nodes: 4/3 of the bytes go through each link, and the smallest message takes two times two hops.
-    assert (cluster.network.sustained, cluster.network.latency_s) == pytest.approx((4 / 3 * 1e6, 20 * MS), rel=0.03)
-    from parallel3d.tools.plan.command import main as plan
-
-    assert (
-        plan(
-            [
-                "recommend",
-                "--model",
-                "gpt2",
-                "--hardware",
-                str(path),
-                "--gpus",
-                "4",
-                "--seq-len",
-                "128",
-                "--global-batch",
-                "8",
-            ]
-        )
-        == 0
+    assert (cluster.node.sustained, cluster.node.latency_s) == pytest.approx(
+        (1e9, 1 * MS), rel=2e-3
     )
-    assert "tp" in capsys.readouterr().out
+    # Three nodes: 4/3 of the bytes go through each link, and the smallest message takes two times
+    # two hops.
+    assert (cluster.network.sustained, cluster.network.latency_s) == pytest.approx(
+        (4 / 3 * 1e6, 20 * MS), rel=0.03
+    )
 
 
-@pytest.mark.parametrize("name", ["h100-80gb", "l4", "cpu"])
+@pytest.mark.parametrize("name", ["h100-80gb", "cpu"])
 def test_a_cluster_is_read_back_from_its_keys(name: str) -> None:
     cluster = load_cluster(name, [HARDWARE])
     again = cluster_from_tree(yaml.safe_load(yaml.safe_dump(cluster_tree(cluster))), name)
-    assert cluster_tree(again) == cluster_tree(cluster) and again.device.cuda_names == cluster.device.cuda_names
-
-
-def test_a_change_in_a_block_of_the_data_is_seen_and_a_missing_file_told(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_bytes(b"a" * 300_000)
-    data = DataConfig(source="text", path=str(corpus))
-    before = data_facts(data)
-    assert (before.files, before.bytes_, before.problem) == (1, 300_000, "")
-    corpus.write_bytes(b"a" * 299_999 + b"b")
-    after = data_facts(data)
-    assert after.all_names == before.all_names and after.digests != before.digests
-    corpus.unlink()
-    assert "no such file" in data_facts(data).problem
+    assert (
+        cluster_tree(again) == cluster_tree(cluster)
+        and again.device.cuda_names == cluster.device.cuda_names
+    )
 
 
 def test_a_folder_that_another_host_does_not_see_is_told(tmp_path: Path) -> None:
@@ -227,15 +212,27 @@ def test_a_folder_that_another_host_does_not_see_is_told(tmp_path: Path) -> None
 def test_four_local_ranks_are_fine_and_leave_nothing(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "run", ParallelConfig(tp=2, dp_shard=2))
     before = sorted(tmp_path.iterdir())
-    command = [sys.executable, "-m", "parallel3d.tools.launch", "check", str(recipe), "train.callbacks=[]", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "parallel3d.tools.launch",
+        "check",
+        str(recipe),
+        "train.callbacks=[]",
+        "--json",
+    ]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert ended.returncode == 0, ended.stderr
     tree = json.loads(ended.stdout)
     assert not any(each["breaks"] for each in tree["findings"]) and ended.stderr == ""
-    assert [each["products_per_s"] > 0 for each in tree["ranks"]] == [True] * 4
+    assert [each["matmul_flops"] > 0 for each in tree["ranks"]] == [True] * 4
     links = {(each["axis"], each["kind"]): each for each in tree["links"]}
-    assert set(links) == {(axis, kind) for axis in ("tp", "dp_shard") for kind in ("all-reduce", "message")}
-    assert links["tp", "all-reduce"]["ranks"] in ([0, 1], [2, 3]) and links["dp_shard", "all-reduce"]["groups"] == 2
+    assert set(links) == {
+        (axis, kind) for axis in ("tp", "dp_shard") for kind in ("all-reduce", "message")
+    }
+    assert links["tp", "all-reduce"]["ranks"] in ([0, 1], [2, 3])
     assert all(each["bandwidth"] > 1e6 and 0 < each["latency_s"] < 1 for each in tree["links"])
     assert sorted(tmp_path.iterdir()) == before
 
@@ -243,19 +240,29 @@ def test_four_local_ranks_are_fine_and_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--emit-hardware", "mine.json"], "--emit-hardware mine.json: must end in .yaml, by which --hardware tells"),
-        (["--emit-hardware", "no/mine.yaml"], "--emit-hardware no/mine.yaml: there is no folder no; try mine.yaml"),
+        (
+            ["--emit-hardware", "mine.json"],
+            "--emit-hardware mine.json: must end in .yaml, by which --hardware tells",
+        ),
+        (
+            ["--emit-hardware", "no/mine.yaml"],
+            "--emit-hardware no/mine.yaml: cannot be written (No such file or directory)",
+        ),
         (["--hardware", "h1000"], "hardware h1000: unknown; did you mean"),
         (["--wait", "0"], "--wait: '0' must be a time, above 0 and finite"),
     ],
 )
-def test_a_slip_is_told_in_one_line_before_anything_starts(options: list[str], text: str, capsys: Said) -> None:
+def test_a_slip_is_told_in_one_line_before_anything_starts(
+    options: list[str], text: str, capsys: Said
+) -> None:
     assert main(["check", "quickstart", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {text}") and error.count("\n") == 1
 
 
-def test_a_data_file_that_is_missing_breaks_the_run_and_is_told_once(tmp_path: Path, capfd: Said) -> None:
+def test_a_data_file_that_is_missing_breaks_the_run_and_is_told_once(
+    tmp_path: Path, capfd: Said
+) -> None:
     recipe = write_recipe(tmp_path, "run", ParallelConfig())
     (tmp_path / "corpus.txt").unlink()
     assert main(["check", str(recipe), "train.callbacks=[]"]) == 1

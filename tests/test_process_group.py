@@ -20,7 +20,11 @@ from parallel3d.launch.rendezvous import Rendezvous, process_group
 
 def rendezvous(store: Path, world_size: int = 1) -> Rendezvous:
     return Rendezvous(
-        rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, init_method=f"file://{store}"
+        rank=0,
+        local_rank=0,
+        world_size=world_size,
+        local_world_size=world_size,
+        init_method=f"file://{store}",
     )
 
 
@@ -46,22 +50,32 @@ def test_the_group_is_closed_at_a_good_end_and_where_all_ranks_stop(tmp_path: Pa
     assert not dist.is_initialized()
 
 
-def test_an_error_leaves_the_group_as_it_is_because_nccl_would_wait_for_peers(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), process_group(recipe(tmp_path), rendezvous(tmp_path / "a")):
+def test_an_error_leaves_the_group_as_it_is_because_nccl_would_wait_for_peers(
+    tmp_path: Path,
+) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        process_group(recipe(tmp_path), rendezvous(tmp_path / "a")),
+    ):
         raise ZeroDivisionError
     assert dist.is_initialized()
 
 
 def test_workers_that_do_not_come_are_named_in_time(tmp_path: Path) -> None:
     with (
-        pytest.raises(RendezvousError, match="rank 0 of 3 did not meet .* within 1 s: ranks 1 and 2 of 3 did not come"),
+        pytest.raises(
+            RendezvousError,
+            match="rank 0 of 3 did not meet .* within 1 s: ranks 1 and 2 of 3 did not come",
+        ),
         process_group(recipe(tmp_path, 1.0), rendezvous(tmp_path / "a", 3)),
     ):
         pass
     assert not dist.is_initialized()
 
 
-def test_the_flight_record_goes_into_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flight_record_goes_into_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
         monkeypatch.setenv(name, "")  # so that it is unset again
         monkeypatch.delenv(name)

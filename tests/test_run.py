@@ -1,4 +1,5 @@
-"""Whole runs from the command line: the files they write, going on from a checkpoint, and a worker that is killed."""
+"""Whole runs from the command line: the files they write, going on from a checkpoint, and a worker
+that is killed."""
 
 from __future__ import annotations
 
@@ -32,13 +33,17 @@ SMALL = [
 ]
 METRICS = {
     "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
-    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", "val_perplexity",
+    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", (
+        "val_perplexity"
+    ),
     "loss_scale", "spikes", "rollbacks", "skipped_steps", "slowest_rank", "slowest_ratio",
 }  # fmt: skip
 
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *SMALL, *overrides], capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [*COMMAND, *SMALL, *overrides], capture_output=True, text=True, timeout=240
+    )
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -46,10 +51,16 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Ten steps without a stop, and the last two again from what a stop after the eighth would have left: the same to
-    the bit."""
+    """Ten steps without a stop, and the last two again from what a stop after the eighth would have
+    left: the same to the bit."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    done = run(f"run_dir={straight}", "train.steps=10", "train.eval_every=5", "checkpoint.every=4", "checkpoint.keep=2")
+    done = run(
+        f"run_dir={straight}",
+        "train.steps=10",
+        "train.eval_every=5",
+        "checkpoint.every=4",
+        "checkpoint.keep=2",
+    )
     assert done.returncode == 0, done.stderr
     assert "RuntimeWarning" not in done.stderr  # a worker that runs the main module once more
     assert done.stdout.startswith("--- sample after step 10\ndef ")
@@ -67,10 +78,14 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     shutil.copytree(kept[0], stopped / "checkpoints" / kept[0].name)
     first_lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)[:8]
     (stopped / "metrics.jsonl").write_text("".join(first_lines))
-    resumed = run(f"run_dir={stopped}", "train.steps=10", "checkpoint.resume=auto", "train.eval_every=5")
+    resumed = run(
+        f"run_dir={stopped}", "train.steps=10", "checkpoint.resume=auto", "train.eval_every=5"
+    )
     assert "goes on from step 8" in resumed.stderr
     same = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
-    assert [[line[key] for key in same] for line in metrics(stopped)] == [[line[key] for key in same] for line in lines]
+    assert [[line[key] for key in same] for line in metrics(stopped)] == [
+        [line[key] for key in same] for line in lines
+    ]
 
 
 def test_a_killed_worker_takes_the_run_down_and_is_named_once(
@@ -78,8 +93,16 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(
 ) -> None:
     """A second start of the recipe is refused meanwhile, and moves nothing."""
     run_dir = tmp_path / "run"
-    command = [*COMMAND, *SMALL, f"run_dir={run_dir}", "train.steps=100000", "checkpoint.every=null"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        *COMMAND,
+        *SMALL,
+        f"run_dir={run_dir}",
+        "train.steps=100000",
+        "checkpoint.every=null",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         next(line for line in process.stderr if line.startswith("step 3/"))
         second = pretrain.main([*command[3:], "checkpoint.resume=none"])
@@ -107,7 +130,14 @@ def test_a_signal_to_all_processes_saves_and_the_command_is_told_that_goes_on(
 ) -> None:
     run_dir = tmp_path / "run"
     two = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=2"]
-    command = [*COMMAND, *SMALL, *two, f"run_dir={run_dir}", "train.steps=100000", "checkpoint.every=90000"]
+    command = [
+        *COMMAND,
+        *SMALL,
+        *two,
+        f"run_dir={run_dir}",
+        "train.steps=100000",
+        "checkpoint.every=90000",
+    ]
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -126,30 +156,55 @@ def test_a_signal_to_all_processes_saves_and_the_command_is_told_that_goes_on(
     last = int(metrics(run_dir)[-1]["step"])
     assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir() and last < 100
     (told,) = [line for line in said if line.startswith("error: ")]
-    assert told.startswith(f"error: stopped by {'Ctrl-C' if is_ctrl_c else 'SIGTERM'} after step {last}, saved: ")
+    assert told.startswith(
+        f"error: stopped by {'Ctrl-C' if is_ctrl_c else 'SIGTERM'} after step {last}, saved: "
+    )
     (goes_on,) = [line for line in said if line.startswith("go on with: ")]
-    assert goes_on == f"go on with: parallel3d-train {shlex.join(command[3:])} checkpoint.resume=auto"
+    assert (
+        goes_on == f"go on with: parallel3d-train {shlex.join(command[3:])} checkpoint.resume=auto"
+    )
     outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert (outcome["exit_status"], outcome["status"]) == (process.returncode, "stopped" if is_ctrl_c else "preempted")
+    assert (outcome["exit_status"], outcome["status"]) == (
+        process.returncode,
+        "stopped" if is_ctrl_c else "preempted",
+    )
     assert f"saved: {run_dir}/checkpoints/step_{last:08d}" in outcome["reason"]
 
 
 def descendants(pid: int) -> list[int]:
     """Returns the processes below `pid`, oldest first."""
     children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
     ]
-    return sorted(children + [grandchild for child in children for grandchild in descendants(child)])
+    return sorted(
+        children + [grandchild for child in children for grandchild in descendants(child)]
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", ["size=5m", "size=64k", "ro"])
-def test_shared_memory_that_is_small_or_read_only_changes_no_loss(options: str, tmp_path: Path) -> None:
-    """A tmpfs of 5 MiB has room for the memory of one rank of two: only one way of the pipeline goes through it."""
+def test_shared_memory_that_is_small_or_read_only_changes_no_loss(
+    options: str, tmp_path: Path
+) -> None:
+    """A tmpfs of 5 MiB has room for the memory of one rank of two: only one way of the pipeline
+    goes through it."""
     layout = ["parallel.tp=1", "parallel.dp_shard=1", "train.steps=2"]
     assert run(*layout, f"run_dir={tmp_path / 'usual'}").returncode == 0
     mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'
-    command = ["unshare", "-m", "sh", "-c", mount, "sh", *COMMAND, *SMALL, *layout, f"run_dir={tmp_path / 'small'}"]
+    command = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        mount,
+        "sh",
+        *COMMAND,
+        *SMALL,
+        *layout,
+        f"run_dir={tmp_path / 'small'}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if done.returncode and "unshare" in done.stderr:
         pytest.skip(f"only root may mount a tmpfs: {done.stderr.strip()}")
@@ -161,8 +216,17 @@ def test_shared_memory_that_is_small_or_read_only_changes_no_loss(options: str, 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no shared memory folder")
 def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
-    assert run(f"run_dir={tmp_path / 'run'}", "train.steps=1", "parallel.pp=1", "parallel.dp_shard=1").returncode == 0
-    new = [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("parallel3d-")]
+    assert (
+        run(
+            f"run_dir={tmp_path / 'run'}", "train.steps=1", "parallel.pp=1", "parallel.dp_shard=1"
+        ).returncode
+        == 0
+    )
+    new = [
+        path
+        for path in set(Path("/dev/shm").iterdir()) - before
+        if path.name.startswith("parallel3d-")
+    ]
     deadline = time.monotonic() + 60
     while left := [path for path in new if path.exists()]:  # some are of other runs, which end
         assert time.monotonic() < deadline, left

@@ -1,5 +1,6 @@
-"""The launcher of `parallel3d-launch slurm` on a SLURM cluster of two nodes: jobs that are pre-empted, or near their
-time limit, save, are requeued and go on, with the losses of a job that was never interrupted."""
+"""The launcher of `parallel3d-launch slurm` on a SLURM cluster of two nodes: jobs that are
+pre-empted, or near their time limit, save, are requeued and go on, with the losses of a job that
+was never interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ NODES = 2
 
 
 def write_job(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> Path:
-    """Writes the launcher of a run of tp within each node and pp across them, whose steps are slow on demand."""
+    """Writes the launcher of a run of tp within each node and pp across them, whose steps are slow
+    on demand."""
     folder = folder / name
     folder.mkdir()
     recipe = write_recipe(folder, "run", ParallelConfig(tp=2, pp=NODES))
@@ -52,20 +54,32 @@ def test_preempted_and_timed_out_jobs_of_two_nodes_are_requeued_and_go_on_to_the
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{here.parent}:{here}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    straight, preempted, limited = (write_job(tmp_path, name, capsys) for name in ("straight", "preempted", "limited"))
+    straight, preempted, limited = (
+        write_job(tmp_path, name, capsys) for name in ("straight", "preempted", "limited")
+    )
     with slurm_cluster(tmp_path / "slurm") as cluster:
-        assert "using 4 processors on nodes host[0-1]" in cluster.run("sbatch", "--test-only", str(straight))
+        assert "using 4 processors on nodes host[0-1]" in cluster.run(
+            "sbatch", "--test-only", str(straight)
+        )
         ended = wait_for_the_end_of(cluster, submit(cluster, straight), straight)
         said = (straight.parent / "log").read_text()
-        assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "0", "2"), said
+        assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
+            "COMPLETED",
+            "0",
+            "2",
+        ), said
         expected = losses(straight.parent / "run")
         assert len(expected) == STEPS
 
         (preempted.parent / "slow").write_text("1")
         job = submit(cluster, preempted)
         cluster.wait_for(lambda: steps_done(preempted) >= 4, 120, preempted.parent / "log")
-        urgent = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
-        cluster.wait_for(lambda: cluster.job(urgent)["JobState"] == "COMPLETED", 60, preempted.parent / "log")
+        urgent = cluster.submit(
+            "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
+        )
+        cluster.wait_for(
+            lambda: cluster.job(urgent)["JobState"] == "COMPLETED", 60, preempted.parent / "log"
+        )
         assert 4 <= steps_done(preempted) < STEPS  # it was stopped, and did not simply end
         (preempted.parent / "slow").unlink()
         ended = wait_for_the_end_of(cluster, job, preempted)
@@ -77,11 +91,14 @@ def test_preempted_and_timed_out_jobs_of_two_nodes_are_requeued_and_go_on_to_the
         (limited.parent / "slow").write_text("4")
         job = submit(cluster, limited)
         cluster.wait_for(lambda: steps_done(limited) >= 2, 120, limited.parent / "log")
-        cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the signal comes 120 s before: now
+        # the signal comes 120 s before: now
+        cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=2")
         cluster.wait_for(lambda: cluster.job(job)["Restarts"] == "1", 120, limited.parent / "log")
         cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
         assert 2 <= steps_done(limited) < STEPS
         (limited.parent / "slow").unlink()
         ended = wait_for_the_end_of(cluster, job, limited)
-        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (limited.parent / "log").read_text()
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (
+            limited.parent / "log"
+        ).read_text()
         assert losses(limited.parent / "run") == expected

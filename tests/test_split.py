@@ -21,7 +21,9 @@ def documents(names: set[str]) -> list[Document]:
 
 
 @given(name_sets, fractions)
-def test_each_document_is_in_one_part_and_neither_part_is_empty(names: set[str], fraction: float) -> None:
+def test_each_document_is_in_one_part_and_neither_part_is_empty(
+    names: set[str], fraction: float
+) -> None:
     found = documents(names)
     split = split_documents(found, fraction)
     assert split.train
@@ -29,13 +31,20 @@ def test_each_document_is_in_one_part_and_neither_part_is_empty(names: set[str],
     assert sorted((*split.train, *split.validation), key=lambda document: document.name) == found
 
 
-# Enough files, and no extreme fraction, so that seldom one is in a part only because that would be empty.
+# Enough files, and no extreme fraction, so that seldom one is in a part only because that would be
+# empty.
 @given(
-    st.sets(st.text("abcdef", min_size=1), min_size=12, max_size=40), st.text("xyz", min_size=1), st.floats(0.3, 0.7)
+    st.sets(st.text("abcdef", min_size=1), min_size=12, max_size=40),
+    st.text("xyz", min_size=1),
+    st.floats(0.3, 0.7),
 )
 def test_adding_a_file_moves_no_other(names: set[str], added: str, fraction: float) -> None:
-    before, after = split_documents(documents(names), fraction), split_documents(documents({*names, added}), fraction)
-    assume(len(before.train) > 1 and len(before.validation) > 1)  # else one may be there only to fill an empty part
+    before, after = (
+        split_documents(documents(names), fraction),
+        split_documents(documents({*names, added}), fraction),
+    )
+    # else one may be there only to fill an empty part
+    assume(len(before.train) > 1 and len(before.validation) > 1)
     assert set(before.train) <= set(after.train)
     assert set(before.validation) <= set(after.validation)
 
@@ -44,18 +53,29 @@ def test_adding_a_file_moves_no_other(names: set[str], added: str, fraction: flo
 def test_adding_a_file_to_few_moves_at_most_the_one_that_fills_an_empty_part(
     names: set[str], added: str, fraction: float
 ) -> None:
-    before, after = split_documents(documents(names), fraction), split_documents(documents({*names, added}), fraction)
-    assert len(set(before.train) - set(after.train)) + len(set(before.validation) - set(after.validation)) <= 1
+    before, after = (
+        split_documents(documents(names), fraction),
+        split_documents(documents({*names, added}), fraction),
+    )
+    assert (
+        len(set(before.train) - set(after.train))
+        + len(set(before.validation) - set(after.validation))
+        <= 1
+    )
 
 
 def test_the_fraction_is_kept_on_average() -> None:
     found = documents({f"{index:05}.txt" for index in range(10_000)})
-    assert len(split_documents(found, 0.05).validation) == pytest.approx(500, abs=3 * 22)  # 3 standard deviations
+    # 3 standard deviations
+    assert len(split_documents(found, 0.05).validation) == pytest.approx(500, abs=3 * 22)
 
 
 def test_the_split_is_pinned_so_that_a_resumed_run_validates_on_the_same_files() -> None:
     found = documents({f"{letter}.txt" for letter in "abcdefghijklmnopqrst"})
-    assert "".join(document.name[0] for document in split_documents(found, 0.25).validation) == "acdgjnos"
+    assert (
+        "".join(document.name[0] for document in split_documents(found, 0.25).validation)
+        == "acdgjnos"
+    )
 
 
 @given(st.integers(2, 10**12), fractions)
@@ -71,4 +91,7 @@ def test_a_single_file_gives_its_last_bytes(size: int, fraction: float) -> None:
 def test_a_fraction_that_leaves_a_part_empty_is_refused(fraction: float) -> None:
     with pytest.raises(ConfigError) as caught:
         split_documents(documents({"a", "b"}), fraction)
-    assert str(caught.value) == f"data.validation_fraction = {fraction}: must lie between 0 and 1; try 0.05"
+    assert (
+        str(caught.value)
+        == f"data.validation_fraction = {fraction}: must lie between 0 and 1; try 0.05"
+    )

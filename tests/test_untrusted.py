@@ -22,7 +22,10 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x1b[8m\r\x08\x9b1A\u202e\ud800"
 
 def opened(folder: Path, index: str) -> str:
     (folder / INDEX).write_text(index)
-    with ExitStack() as files, pytest.raises(CheckpointError, match="cannot be read as safetensors") as told:
+    with (
+        ExitStack() as files,
+        pytest.raises(CheckpointError, match="cannot be read as safetensors") as told,
+    ):
         open_safetensors(folder, files)
     return str(told.value)
 
@@ -31,8 +34,12 @@ def test_an_index_nested_200000_deep_is_an_error_and_no_traceback(tmp_path: Path
     opened(tmp_path, '{"weight_map": ' + "[" * 200_000)
 
 
-@pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "..", "", "a\nb", 3, None, ["a"]])
-def test_a_name_of_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: object) -> None:
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "/etc/passwd", "..", "", "a\nb", 3, None, ["a"]]
+)
+def test_a_name_of_an_index_that_leads_out_of_the_folder_is_refused(
+    tmp_path: Path, name: object
+) -> None:
     message = opened(tmp_path, json.dumps({"weight_map": {"w": name}}))
     assert "is not the name of a file in this folder" in message or "unhashable" in message
 
@@ -45,7 +52,14 @@ def test_text_of_files_cannot_steer_a_terminal(tmp_path: Path, capsys: Said) -> 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": STEERING}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert checkpoint(["import", str(tmp_path)]) == 2
-    header = {"format": 1, "dtype": STEERING, "vocab_size": 3, "largest_id": 2, "end_of_text": None, "tokenizer": None}
+    header = {
+        "format": 1,
+        "dtype": STEERING,
+        "vocab_size": 3,
+        "largest_id": 2,
+        "end_of_text": None,
+        "tokenizer": None,
+    }
     (tmp_path / "tokens.json").write_text(json.dumps(header | {"train": [], "validation": []}))
     assert data(["merge", str(tmp_path), "--out", str(tmp_path / "both")]) == 65
     assert data(["inspect", str(tmp_path)]) == 65

@@ -1,5 +1,5 @@
-"""Every process group of a run, on the mesh and beside it, waits train.start_timeout_s until the first step is done,
-and train.timeout_s from then on."""
+"""Every process group of a run, on the mesh and beside it, waits train.start_timeout_s until the
+first step is done, and train.timeout_s from then on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from parallel3d.config.recipe import ParallelConfig
     ],
     ids=["pp2_tp2", "dp_replicate2_dp_shard2", "dp_shard2_tp2"],
 )
-def test_each_group_waits_as_long_as_the_recipe_says(layout: ParallelConfig, tmp_path: Path) -> None:
+def test_each_group_waits_as_long_as_the_recipe_says(
+    layout: ParallelConfig, tmp_path: Path
+) -> None:
     recipe, here = write_recipe(tmp_path, "run", layout, in_background=True), Path(__file__).parent
     model = "model.architecture=waits_callback:WritesInTheFirstForward"
     callback = "train.callbacks=[waits_callback:WritesAfterEachStep]"

@@ -1,4 +1,5 @@
-"""A worker of a run in this process: what is switched on while it trains, and what it leaves out where it resumes."""
+"""A worker of a run in this process: what is switched on while it trains, and what it leaves out
+where it resumes."""
 
 from __future__ import annotations
 
@@ -36,9 +37,15 @@ class Watched(Llama):
 
 def run(recipe: Recipe, folder: Path, name: str) -> None:
     where = Rendezvous(
-        rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=f"file://{folder}/store_{name}"
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        init_method=f"file://{folder}/store_{name}",
     )
-    run_worker(replace(recipe, run_dir=str(folder / "run")), where, Watched, lambda name, precision: None)
+    run_worker(
+        replace(recipe, run_dir=str(folder / "run")), where, Watched, lambda name, precision: None
+    )
 
 
 def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
@@ -48,17 +55,25 @@ def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
     SEEN.clear()
     run(replace(RECIPE, train=replace(RECIPE.train, steps=1)), tmp_path, "first")
     assert SEEN and all(SEEN) and not torch.are_deterministic_algorithms_enabled()
-    with mock.patch("parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")):
+    with mock.patch(
+        "parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")
+    ):
         run(RECIPE, tmp_path, "resumed")
         with pytest.raises(AssertionError, match="weights were drawn"):
             run(replace(RECIPE, checkpoint=CheckpointConfig()), tmp_path, "anew")
     dist.destroy_process_group()  # after an error a worker leaves it open, and ends
     SEEN.clear()
-    run(replace(RECIPE, train=replace(RECIPE.train, deterministic=False, steps=3)), tmp_path, "without")
+    run(
+        replace(RECIPE, train=replace(RECIPE.train, deterministic=False, steps=3)),
+        tmp_path,
+        "without",
+    )
     assert SEEN and not any(SEEN)
 
 
-def test_the_switch_sets_the_workspace_that_cublas_asks_for_and_goes_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_sets_the_workspace_that_cublas_asks_for_and_goes_off_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with deterministic(True):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own

@@ -1,10 +1,10 @@
-"""Two hosts on one machine: network namespaces that a pair of virtual Ethernet devices joins, each with an address and
-a name of its own. A test runs commands in them, and cuts, slows or spoils what joins them. Needs root and `ip`."""
+"""Two hosts on one machine: network namespaces that a pair of virtual Ethernet devices joins, each
+with an address and a name of its own. A test runs commands in them, and cuts what joins them. Needs
+root and `ip`."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import shutil
 import signal
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow_link
 
 _NUMBERS = itertools.count()
-_PREFIX = "p3dhosts"  # then the process that made them, so that a later one finds what a killed one has left
+# then the process that made them, so that a later one finds what a killed one has left
+_PREFIX = "p3dhosts"
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,28 @@ class Host:
     address: str
 
     def command(self, *arguments: str) -> list[str]:
-        """Returns the command line that runs a command on this host, from any directory of the machine."""
+        """Returns the command line that runs a command on this host, from any directory of the
+        machine."""
         named = 'hostname "$0" && exec "$@"'
-        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, self.name, *arguments]
+        enter = f"ip netns exec {self.namespace} unshare --uts sh -c".split()
+        return [*enter, named, self.name, *arguments]
 
     def run(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*arguments), capture_output=True, text=True, timeout=timeout_s)
+        return subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, timeout=timeout_s
+        )
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        """Starts a command in a session of its own, with Popen's options. The hosts' end kills what still runs."""
-        return subprocess.Popen(self.command(*arguments), text=True, start_new_session=True, **options)
+        """Starts a command in a session of its own, with Popen's options. The hosts' end kills what
+        still runs."""
+        return subprocess.Popen(
+            self.command(*arguments), text=True, start_new_session=True, **options
+        )
 
     def pids(self) -> list[int]:
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True
+        )
         return [int(pid) for pid in listed.stdout.split()]
 
     def kill_all(self) -> None:
@@ -65,7 +74,6 @@ class TwoHosts:
 
     def __init__(self, name: str) -> None:
         self.hosts = tuple(Host(f"{name}-{n}", f"host{n}", f"10.77.0.{n + 1}") for n in (0, 1))
-        self._relay: subprocess.Popen[str] | None = None
 
     def cut(self) -> None:
         """Pulls the cable: nothing arrives any more, and nobody is told."""
@@ -75,61 +83,35 @@ class TwoHosts:
     def join(self) -> None:
         for host in self.hosts:
             _system("ip", "-n", host.namespace, "link", "set", "eth0", "up")
-        if self._relay is not None:
-            self._lead_through_the_relay()
-
-    def shape(self, *, delay_ms: float = 0.0, loss: float = 0.0, mbit_per_s: float = math.inf) -> None:
-        """Delays every packet by so much each way, loses this share of them, and limits what each host sends, from now
-        on; connections stay. Without an argument the link is as it was."""
-        self._end_relay()
-        if (delay_ms, loss, mbit_per_s) == (0.0, 0.0, math.inf):
-            return
-        numbers = (delay_ms / 1000, loss, mbit_per_s * 1e6 / 8)
-        command = [sys.executable, slow_link.__file__, *(host.namespace for host in self.hosts), *map(str, numbers)]
-        self._relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._relay.stdout is not None and self._relay.stdout.readline() == "up\n"
-        self._lead_through_the_relay()
 
     def power_off(self, number: int) -> None:
-        """Has one host vanish: the cable is dead first, so that no process can say good-bye to the other host."""
+        """Has one host vanish: the cable is dead first, so that no process can say good-bye to the
+        other host."""
         self._unplug(self.hosts[number])
         self.hosts[number].kill_all()
 
     def remove(self) -> None:
-        self._end_relay()
         for host in self.hosts:
             host.kill_all()
             _remove(host.namespace)
 
     def _unplug(self, host: Host) -> None:
-        for device in ("eth0", slow_link.DEVICE)[: 1 if self._relay is None else 2]:
-            _system("ip", "-n", host.namespace, "link", "set", device, "down")
-
-    def _lead_through_the_relay(self) -> None:
-        """Sends what is for the other host through the relay's device, under the address of `eth0`."""
-        for host, other in (self.hosts, self.hosts[::-1]):
-            _system("ip", "-n", host.namespace, "link", "set", slow_link.DEVICE, "up")
-            way = (f"{other.address}/32", "dev", slow_link.DEVICE, "src", host.address)
-            _system("ip", "-n", host.namespace, "route", "replace", *way)
-
-    def _end_relay(self) -> None:
-        """Ends the relay, whose devices and routes go with it."""
-        if self._relay is not None:
-            self._relay.communicate()
-            self._relay = None
+        _system("ip", "-n", host.namespace, "link", "set", "eth0", "down")
 
 
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Makes two hosts for a block, and afterwards kills what runs on them and removes them. Skips the test where they
-    cannot be made. Several processes and tests may have their own at the same time."""
+    """Makes two hosts for a block, and afterwards kills what runs on them and removes them. Skips
+    the test where they cannot be made. Several processes and tests may have their own at the same
+    time."""
     _remove_leftovers()
     pair = TwoHosts(f"{_PREFIX}-{os.getpid()}-{next(_NUMBERS)}")
     if reason := _why_none():
         pytest.skip(reason)
     try:
         for host in pair.hosts:
-            folder = Path("/etc/netns", host.namespace)  # `ip netns exec` puts these files over those of /etc
+            # `ip netns exec` puts these files over those of /etc
+            folder = Path("/etc/netns", host.namespace)
             folder.mkdir(parents=True)
             names = "".join(f"{each.address} {each.name}\n" for each in pair.hosts)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
@@ -138,9 +120,12 @@ def two_hosts() -> Iterator[TwoHosts]:
             except subprocess.CalledProcessError as error:
                 pytest.skip(f"no network namespace can be made here: {error.stderr.strip()}")
         first, second = (host.namespace for host in pair.hosts)
-        _system("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        ends = f"eth0 netns {first} type veth peer name eth0 netns {second}"
+        _system(*f"ip link add {ends}".split())
         for host in pair.hosts:
-            _system("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+            _system(
+                "ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0"
+            )
             for device in ("lo", "eth0"):
                 _system("ip", "-n", host.namespace, "link", "set", device, "up")
         yield pair
@@ -152,7 +137,11 @@ def _why_none() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     missing = [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]
-    return f"{', '.join(missing)} is not installed (iproute2, util-linux, hostname)" if missing else None
+    return (
+        f"{', '.join(missing)} is not installed (iproute2, util-linux, hostname)"
+        if missing
+        else None
+    )
 
 
 def _system(*arguments: str, check: bool = True) -> None:
@@ -167,7 +156,10 @@ def _remove(namespace: str) -> None:
 
 def _remove_leftovers() -> None:
     """Removes the hosts of processes that were killed before they could."""
-    for path in [*Path("/etc/netns").glob(f"{_PREFIX}-*"), *Path("/run/netns").glob(f"{_PREFIX}-*")]:
+    for path in [
+        *Path("/etc/netns").glob(f"{_PREFIX}-*"),
+        *Path("/run/netns").glob(f"{_PREFIX}-*"),
+    ]:
         if not Path("/proc", path.name.split("-")[1]).exists():
             Host(path.name, "", "").kill_all()
             _remove(path.name)

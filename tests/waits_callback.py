@@ -1,5 +1,6 @@
-"""What test_waits_of_a_run.py has a run do: rank 0 writes down how long each of its process groups waits, by what the
-group is for, in the first forward and after each step. The file `waits` is in the run's working directory."""
+"""What test_waits_of_a_run.py has a run do: rank 0 writes down how long each of its process groups
+waits, by what the group is for, in the first forward and after each step. The file `waits` is in
+the run's working directory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.llama import Llama
 from parallel3d.torch_private import timeout_ms
 from parallel3d.training.callbacks import Callback, RunView
-from parallel3d.training.hooks import StepResult
+from parallel3d.training.step_result import StepResult
 
 FILE = Path("waits")
 
@@ -30,7 +31,9 @@ def write_waits() -> None:
 class WritesInTheFirstForward(Llama):
     """A model that is asked while the first step is not done."""
 
-    def forward(self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
+    ) -> Tensor:
         if dist.get_rank() == 0 and not FILE.exists():
             write_waits()
         return super().forward(x, key, documents)

@@ -1,4 +1,5 @@
-"""How much a function does, counted: what a clock would tell on a machine that does nothing else."""
+"""How much a function does, counted: what a clock would tell on a machine that does nothing
+else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the argument parsers of all commands share: errors of one line, recipes, and amounts as people write them.
+"""What the argument parsers of all commands share: errors of one line, recipes, and amounts as
+people write them.
 
 This module imports next to nothing, so that --help and a mistyped option answer at once.
 """
@@ -14,23 +15,33 @@ from typing import Any, NoReturn
 
 from parallel3d.errors import ConfigError
 
-HARDWARE = Path(__file__).parent / "hardware"  # the files of devices and clusters that come with the project
+# the files of devices and clusters that come with the project
+HARDWARE = Path(__file__).parent / "hardware"
 
 VERBOSE = ("-v", "--verbose")
 _MOST_SIZES = 32  # sizes of a cluster that are tried at once
 _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "tib": 2.0**40, "tb": 1e12}
-# The case of a rate's unit counts: GB/s are bytes, Gb/s bits. A bare number and gb/s are what the options' names say.
+# The case of a rate's unit counts: GB/s are bytes, Gb/s bits. A bare number and gb/s are what the
+# options' names say.
 _RATES = {
     **{"": 1e9, "gb/s": 1e9, "GB/s": 1e9, "GBps": 1e9, "GB/s/gpu": 1e9, "TB/s": 1e12, "MB/s": 1e6},
-    **{"Gbps": 1e9 / 8, "gbps": 1e9 / 8, "Gb/s": 1e9 / 8, "Gbit/s": 1e9 / 8, "Tbps": 1e12 / 8, "Tb/s": 1e12 / 8},
+    **{
+        "Gbps": 1e9 / 8,
+        "gbps": 1e9 / 8,
+        "Gb/s": 1e9 / 8,
+        "Gbit/s": 1e9 / 8,
+        "Tbps": 1e12 / 8,
+        "Tb/s": 1e12 / 8,
+    },
 }
 _NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(.*)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with --verbose, whose usage errors are ConfigErrors of one line, which says where to read on."""
+    """A parser with --verbose, whose usage errors are ConfigErrors of one line, which says where to
+    read on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,9 +51,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith(_MISSING):
             # Intermixed parsing reports optional positional arguments as required, too.
-            missing = [name for name in message.removeprefix(_MISSING).split(", ") if "=" not in name]
+            missing = [
+                name for name in message.removeprefix(_MISSING).split(", ") if "=" not in name
+            ]
             lines = (line.strip() for line in (self.epilog or "").splitlines())
-            example = next((line.partition("  #")[0].rstrip() for line in lines if line.startswith(self.prog)), None)
+            example = next(
+                (line.partition("  #")[0].rstrip() for line in lines if line.startswith(self.prog)),
+                None,
+            )
             message = f"{', '.join(missing)}: required" + (f"; try {example}" if example else "")
         if message.endswith("expected one argument"):
             message += "; write --OPTION=VALUE for a value that begins with -"
@@ -50,13 +66,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_recipe(parser: argparse.ArgumentParser, shipped: Iterable[str]) -> None:
-    """Adds a recipe and what the command line changes of it, as `recipe` (None where not given) and `overrides`."""
+    """Adds a recipe and what the command line changes of it, as `recipe` (None where not given) and
+    `overrides`."""
     names = ", ".join(shipped)
     parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help=f"a YAML file, or the name of a shipped recipe: {names}"
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        help=f"a YAML file, or the name of a shipped recipe: {names}",
     )
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="a key of the recipe and its value, such as train.steps=50"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="a key of the recipe and its value, such as train.steps=50",
     )
 
 
@@ -88,16 +111,23 @@ def sizes(text: str) -> tuple[int, ...]:
         message = f"{text!r} must be numbers of devices, such as 16,24,32 or 64-1024"
         raise argparse.ArgumentTypeError(message) from error
     if dash:
-        numbers = [numbers[0] << power for power in range(_MOST_SIZES) if numbers[0] << power <= numbers[1]]
+        numbers = [
+            numbers[0] << power for power in range(_MOST_SIZES) if numbers[0] << power <= numbers[1]
+        ]
         if not numbers:
-            raise argparse.ArgumentTypeError(f"{text!r} must begin with the smaller number, such as 64-1024")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must begin with the smaller number, such as 64-1024"
+            )
     if len(numbers) > _MOST_SIZES:
-        raise argparse.ArgumentTypeError(f"{len(numbers)} sizes: at most {_MOST_SIZES} are tried at once")
+        raise argparse.ArgumentTypeError(
+            f"{len(numbers)} sizes: at most {_MOST_SIZES} are tried at once"
+        )
     return tuple(numbers)
 
 
 def amount(what: str, *, zero: bool = True) -> Callable[[str], float]:
-    """Returns the parser of a finite number that is not below zero; `what` names the number in its error."""
+    """Returns the parser of a finite number that is not below zero; `what` names the number in its
+    error."""
 
     def parse(text: str) -> float:
         try:
@@ -139,7 +169,9 @@ def fraction(text: str) -> float:
     """Parses a share above 0 and at most 1: 0.9 or 90%."""
     found = _with_unit(text, {"": 1.0, "%": 0.01}, "a share above 0 and at most 1, such as 0.92")
     if found > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a share above 0 and at most 1, such as 0.92")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a share above 0 and at most 1, such as 0.92"
+        )
     return found
 
 
@@ -160,7 +192,8 @@ def chance(text: str) -> float:
 def _with_unit(
     text: str, units: dict[str, float], what: str, *, said: str | None = None, any_case: bool = True
 ) -> float:
-    """Parses a positive number followed by one of `units`. `what` describes it, and `said` quotes it, in the error."""
+    """Parses a positive number followed by one of `units`. `what` describes it, and `said` quotes
+    it, in the error."""
     found = _NUMBER.fullmatch(text.strip())
     unit = found[2].strip() if found else ""
     unit = unit.lower() if any_case else unit
@@ -171,7 +204,20 @@ def _with_unit(
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that a table of options has for them
-    **{"path": Path, "int": int, "whole": whole, "sizes": sizes, "tokens": tokens, "memory_bytes": memory_bytes},
-    **{"bytes_per_s": bytes_per_s, "dollars": dollars, "fraction": fraction, "share": share, "chance": chance},
+    **{
+        "path": Path,
+        "int": int,
+        "whole": whole,
+        "sizes": sizes,
+        "tokens": tokens,
+        "memory_bytes": memory_bytes,
+    },
+    **{
+        "bytes_per_s": bytes_per_s,
+        "dollars": dollars,
+        "fraction": fraction,
+        "share": share,
+        "chance": chance,
+    },
     **{"time": amount("a time"), "days": amount("days", zero=False)},
 }

@@ -1,5 +1,5 @@
-"""The clock of a device, by which benchmarks, calibration and the acceptance on a GPU time what they run. torch is
-imported by the function that needs it."""
+"""The clock of a device, by which benchmarks, calibration and the acceptance on a GPU time what
+they run. torch is imported by the function that needs it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceClock:
-    """Times what a device does. On a CPU it reads the host's clock. On a GPU it puts events into the stream, so that
-    the times are those of the stream, and nothing waits before both events have passed."""
+    """Times what a device does. On a CPU it reads the host's clock. On a GPU it puts events into
+    the stream, so that the times are those of the stream, and nothing waits before both events have
+    passed."""
 
     device: torch.device
 
@@ -30,17 +31,23 @@ class DeviceClock:
         return event
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Returns the seconds from one mark to a later one. On a GPU it waits until the later one has passed."""
+        """Returns the seconds from one mark to a later one. On a GPU it waits until the later one
+        has passed."""
         if self.device.type != "cuda":
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
     def seconds(
-        self, work: Callable[[], object], calls: int = 1, *, ahead: Callable[[], object] | None = None
+        self,
+        work: Callable[[], object],
+        calls: int = 1,
+        *,
+        ahead: Callable[[], object] | None = None,
     ) -> float:
-        """Returns the seconds of a call, the mean of `calls` of them. `ahead` is called before the clock starts: work
-        that keeps a GPU busy while the host dispatches the calls, whose kernels are then timed without gaps."""
+        """Returns the seconds of a call, the mean of `calls` of them. `ahead` is called before the
+        clock starts: work that keeps a GPU busy while the host dispatches the calls, whose kernels
+        are then timed without gaps."""
         if ahead is not None:
             ahead()
         start = self.mark()

@@ -1,1 +1,2 @@
-"""Checkpoints: torch.distributed.checkpoint shards that any layout reads, written beside and renamed into place."""
+"""Checkpoints: torch.distributed.checkpoint shards that any layout reads, written beside and
+renamed into place."""

@@ -1,7 +1,8 @@
-"""The names that transformers gives our parameters: one table for each family, which export and import both read.
+"""The names that transformers gives our parameters: one table for each family, which export and
+import both read.
 
-A tensor of transformers is a parameter of ours, or several stacked along their first dim, and may be transposed: GPT-2
-packs q, k and v into one, and its Conv1D keeps matrices [in, out].
+A tensor of transformers is a parameter of ours, or several stacked along their first dim, and may
+be transposed: GPT-2 packs q, k and v into one, and its Conv1D keeps matrices [in, out].
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ UNREAD = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
 @dataclass(frozen=True)
-class TensorOfTheirs:
-    """A tensor of transformers, by its name, and the parameters of ours that it is made of: equally large ones, stacked
-    along their first dim, and then transposed where `transposed`."""
+class HfTensor:
+    """A tensor of transformers, by its name, and the parameters of ours that it is made of: equally
+    large ones, stacked along their first dim, and then transposed where `transposed`."""
 
     name: str
     parameters: tuple[str, ...]
     transposed: bool = False
 
-    def in_block(self, theirs: str, index: int) -> TensorOfTheirs:
-        """Returns this tensor of a block, whose names begin with the block's, as that of the block `index`."""
+    def in_block(self, theirs: str, index: int) -> HfTensor:
+        """Returns this tensor of a block, whose names begin with the block's, as that of the block
+        `index`."""
         ours = tuple(f"layers.{index}.{name}" for name in self.parameters)
         return replace(self, name=f"{theirs}.{index}.{self.name}", parameters=ours)
 
@@ -39,17 +41,17 @@ class TensorOfTheirs:
 
 @dataclass(frozen=True)
 class NamesTable:
-    """The tensors of a family of transformers. `base` begins the names of all but the head's, except in files that
-    were saved without a head."""
+    """The tensors of a family of transformers. `base` begins the names of all but the head's,
+    except in files that were saved without a head."""
 
     base: str
     blocks: str
-    ends: tuple[TensorOfTheirs, ...]
-    block: tuple[TensorOfTheirs, ...]
+    ends: tuple[HfTensor, ...]
+    block: tuple[HfTensor, ...]
 
 
-def _named(names: dict[str, str], *, transposed: bool = False) -> tuple[TensorOfTheirs, ...]:
-    return tuple(TensorOfTheirs(theirs, (ours,), transposed) for ours, theirs in names.items())
+def _named(names: dict[str, str], *, transposed: bool = False) -> tuple[HfTensor, ...]:
+    return tuple(HfTensor(theirs, (ours,), transposed) for ours, theirs in names.items())
 
 
 _LLAMA = NamesTable(
@@ -72,10 +74,13 @@ _LLAMA = NamesTable(
     ),
 )
 _QWEN2 = replace(
-    _LLAMA, block=_LLAMA.block + _named({f"attention.{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"})
+    _LLAMA,
+    block=_LLAMA.block + _named({f"attention.{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}),
 )
 _QWEN3 = replace(
-    _LLAMA, block=_LLAMA.block + _named({f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"})
+    _LLAMA,
+    block=_LLAMA.block
+    + _named({f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}),
 )
 _GPT2_LINEAR = {"attention.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _GPT2_NORMS = {
@@ -97,18 +102,25 @@ _GPT2 = NamesTable(
     ),
     block=(
         *_named(_GPT2_NORMS),
-        *_named({f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _GPT2_LINEAR.items()}, transposed=True),
+        *_named(
+            {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _GPT2_LINEAR.items()},
+            transposed=True,
+        ),
         *_named({f"{ours}.bias": f"{theirs}.bias" for ours, theirs in _GPT2_LINEAR.items()}),
-        TensorOfTheirs("attn.c_attn.weight", tuple(f"attention.{x}.weight" for x in "qkv"), transposed=True),
-        TensorOfTheirs("attn.c_attn.bias", tuple(f"attention.{x}.bias" for x in "qkv")),
+        HfTensor(
+            "attn.c_attn.weight", tuple(f"attention.{x}.weight" for x in "qkv"), transposed=True
+        ),
+        HfTensor("attn.c_attn.bias", tuple(f"attention.{x}.bias" for x in "qkv")),
     ),
 )
-NAMES = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _QWEN2, "qwen3": _QWEN3}  # by `model_type`
+# by `model_type`
+NAMES = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _QWEN2, "qwen3": _QWEN3}
 
 
-def tensors_of_theirs(model: ModelConfig) -> Iterator[TensorOfTheirs]:
-    """Yields the tensors that transformers has of a model, from the embedding to the head. A tied head is left out, as
-    transformers leaves it out. Raises ConfigError where no family has the model."""
+def hf_tensors(model: ModelConfig) -> Iterator[HfTensor]:
+    """Yields the tensors that transformers has of a model, from the embedding to the head. A tied
+    head is left out, as transformers leaves it out. Raises ConfigError where no family has the
+    model."""
     table = NAMES[family_of(model)]
     first = [each for each in table.ends if each.parameters[0].startswith("embed.")]
     yield from first

@@ -1,10 +1,12 @@
-"""Compares the files of a checkpoint with its manifest, and names what is damaged. No torch and no processes here."""
+"""Compares the files of a checkpoint with its manifest, and names what is damaged. No torch and no
+processes here."""
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from parallel3d.checkpoint.manifest import MANIFEST_FILE, Damage, Extent, Manifest, read_manifest
@@ -12,21 +14,19 @@ from parallel3d.errors import DamagedCheckpointError
 
 
 def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Yields what a look at the folder tells, without reading a file: what is missing, added, or of another size."""
-    there = {entry.name: entry for entry in os.scandir(folder)}
+    """Yields the files that are missing, added, or of another size. Reads no file."""
+    there = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
     for name, file in manifest.files.items():
-        entry, held = there.pop(name, None), None
-        if entry is None:
-            reason, held = "is missing, and was saved", 0
-        elif not entry.is_file(follow_symlinks=False):
-            reason, held = "is no file, and was saved as one", 0
-        elif (held := entry.stat().st_size) != file.bytes:
-            changed = "cut short" if held < file.bytes else "written to"
-            reason = f"has {held} bytes of {file.bytes}; it was {changed}"
-        else:
+        size = there.pop(name, None)
+        if size == file.bytes:
             continue
-        lost = [each.tensor for each in manifest.extents if each.file == name and each.at + each.bytes > held]
-        yield Damage(name, reason, tuple(dict.fromkeys(tensor for tensor in lost if tensor is not None)))
+        reason = "is missing, and was saved"
+        if size is not None:
+            changed = "cut short" if size < file.bytes else "written to"
+            reason = f"has {size} bytes of {file.bytes}; it was {changed}"
+        extents = (each for each in manifest.extents if each.file == name)
+        lost = [each.tensor for each in extents if each.at + each.bytes > (size or 0)]
+        yield Damage(name, reason, tuple(filter(None, lost)))
     for name in sorted(there.keys() - {MANIFEST_FILE}):
         yield Damage(name, "is no file of this checkpoint", advice="remove it")
 
@@ -50,27 +50,27 @@ def damaged_extents(folder: Path, extents: Sequence[Extent]) -> Iterator[Damage]
 
 
 def find_damage(folder: Path) -> Iterator[Damage]:
-    """Yields each file of a checkpoint that is not what was saved, with the tensors that are damaged. It reads every
-    file whole. Raises CheckpointError where the checkpoint is of another format."""
+    """Reads all files of a checkpoint, and yields those that are not what was saved, with the
+    tensors that are damaged. Raises CheckpointError if the checkpoint is of another format."""
     try:
         manifest = read_manifest(folder)
     except DamagedCheckpointError as error:
-        reason = str(error).removeprefix(f"{folder / MANIFEST_FILE}: ").removesuffix(f"; {Damage.advice}")
-        yield Damage(MANIFEST_FILE, reason)
+        reason = str(error).removeprefix(f"{folder / MANIFEST_FILE}: ")
+        yield Damage(MANIFEST_FILE, reason.removesuffix(f"; {Damage.advice}"))
         return
-    lost = {damage.file: damage for damage in missing_files(folder, manifest)}
-    yield from lost.values()
-    found: dict[str, list[Damage]] = {}
-    for damage in damaged_extents(folder, [each for each in manifest.extents if each.file not in lost]):
-        found.setdefault(damage.file, []).append(damage)
-    for file, damages in found.items():
-        names = dict.fromkeys(name for damage in damages for name in damage.tensors)
-        yield Damage(file, damages[0].reason, tuple(names))
+    missing = list(missing_files(folder, manifest))
+    yield from missing
+    lost = {damage.file for damage in missing}
+    there = [each for each in manifest.extents if each.file not in lost]
+    for _, damages in groupby(damaged_extents(folder, there), key=lambda damage: damage.file):
+        first, *others = damages
+        names = dict.fromkeys(sum((each.tensors for each in others), first.tensors))
+        yield replace(first, tensors=tuple(names))
 
 
 def share_of(extents: Sequence[Extent], rank: int, ranks: int) -> list[Extent]:
-    """Returns the extents that one of `ranks` ranks checks: about as many bytes as any other, side by side, so that a
-    rank checks what it has saved itself."""
+    """Returns the extents that one of `ranks` ranks checks: about as many bytes as any other, side
+    by side, so that a rank checks what it has saved itself."""
     total, end, share = sum(extent.bytes for extent in extents), 0, []
     for extent in extents:
         middle, end = end + extent.bytes / 2, end + extent.bytes

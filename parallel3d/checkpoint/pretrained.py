@@ -1,5 +1,5 @@
-"""Fills a model with the weights of a folder of transformers: each rank reads the slices of the files that its own
-parts of the parameters are, and nothing else."""
+"""Fills a model with the weights of a folder of transformers: each rank reads the slices of the
+files that its own parts of the parameters are, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from parallel3d.checkpoint.collectives import collect
 from parallel3d.checkpoint.difference import by_block, differences
-from parallel3d.checkpoint.hugging_face import NAMES, UNREAD, TensorOfTheirs, tensors_of_theirs
-from parallel3d.checkpoint.together import collect
+from parallel3d.checkpoint.hugging_face import NAMES, UNREAD, HfTensor, hf_tensors
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.convert.pretrained import open_safetensors, read_slice
@@ -25,12 +25,16 @@ from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.mesh import Axis
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
-_WEIGHTS = ("F64", "F32", "BF16", "F16")  # safetensors' names of the types that weights have; others are quantized
+# safetensors' names of the types that weights have; others are quantized
+_WEIGHTS = ("F64", "F32", "BF16", "F16")
 
 
-def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, tp: Axis, folder: Path) -> None:
-    """Fills this rank's parts of `parameters`; every rank calls it. Raises CheckpointError, the same on all ranks and
-    with nothing changed, where tensors are missing, have other shapes, are quantized, or belong to another model."""
+def load_pretrained(
+    parameters: Sequence[LocalParameter], model: ModelConfig, tp: Axis, folder: Path
+) -> None:
+    """Fills this rank's parts of `parameters`; every rank calls it. Raises CheckpointError, the
+    same on all ranks and with nothing changed, where tensors are missing, have other shapes, are
+    quantized, or belong to another model."""
 
     def own_shapes() -> dict[str, tuple[int, ...]]:
         return {own.name: own.spec.shape for own in parameters}
@@ -40,13 +44,19 @@ def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, tp
         return [None] * len(everyone)
 
     def read() -> None:
-        places = {name: (each, at) for each in tensors_of_theirs(model) for at, name in enumerate(each.parameters)}
+        places = {
+            name: (each, at)
+            for each in hf_tensors(model)
+            for at, name in enumerate(each.parameters)
+        }
         try:
             with ExitStack() as files:
                 stored = _open(folder, model, files)
                 for own in parameters:
                     tensor, at = places[own.name]
-                    own.part.initialize(partial(_part, stored[tensor.name], tensor, at, own.spec, tp))
+                    own.part.initialize(
+                        partial(_part, stored[tensor.name], tensor, at, own.spec, tp)
+                    )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read: {error}") from error
 
@@ -54,25 +64,30 @@ def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, tp
     collect(read, lambda done: done)
 
 
-def refuse_another_model(folder: Path, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError, with a line for each tensor that differs from what a model with parameters of these
-    shapes needs of transformers'."""
-    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in tensors_of_theirs(model)}
+def refuse_another_model(
+    folder: Path, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises CheckpointError, with a line for each tensor that differs from what a model with
+    parameters of these shapes needs of transformers'."""
+    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in hf_tensors(model)}
     with ExitStack() as files:
         stored = _open(folder, model, files)
         slices = {name: file.get_slice(name_there) for name, (file, name_there) in stored.items()}
         if model.tied_embeddings:
-            slices.pop("lm_head.weight", None)  # some files have it twice; transformers ties it, too
+            # some files have it twice; transformers ties it, too
+            slices.pop("lm_head.weight", None)
         lines = differences({name: each.get_shape() for name, each in slices.items()}, here)
         types = {name: each.get_dtype() for name, each in slices.items()}
-    others = ((name, f"is of the type {kind}, no weight's") for name, kind in types.items() if kind not in _WEIGHTS)
-    if lines := [*lines, *by_block(others)]:
+    quantized = {name: kind for name, kind in types.items() if kind not in _WEIGHTS}
+    words = [(name, f"is of the type {kind}, no weight's") for name, kind in quantized.items()]
+    lines += by_block(words)
+    if lines:
         raise CheckpointError("\n  ".join([f"{folder}: is of another model:", *lines]))
 
 
 def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple[Any, str]]:
-    """Returns the open file of each tensor and its name there, by its name in the family's table. A model that was
-    saved without its head has names without their beginning."""
+    """Returns the open file of each tensor and its name there, by its name in the family's table. A
+    model that was saved without its head has names without their beginning."""
     stored, table = open_safetensors(folder, files), NAMES[family_of(model)]
     base = "" if any(name.startswith(table.base) for name in stored) else table.base
     heads = [each.name for each in table.ends if not each.name.startswith(table.base)]
@@ -81,12 +96,19 @@ def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple
 
 
 def _part(
-    there: tuple[Any, str], tensor: TensorOfTheirs, at: int, spec: ParameterSpec, tp: Axis, shards: Axis
+    there: tuple[Any, str],
+    tensor: HfTensor,
+    at: int,
+    spec: ParameterSpec,
+    tp: Axis,
+    shards: Axis,
 ) -> Tensor:
-    """Reads a rank's part of a parameter, float32, which is the one of number `at` among those of a tensor of
-    transformers: what `initial_part` draws otherwise."""
+    """Reads a rank's part of a parameter, float32, which is the one of number `at` among those of a
+    tensor of transformers: what `initial_part` draws otherwise."""
     (file, name), (rows, columns) = there, spec.box(tp, shards)
     before = at * spec.shape[0]
-    index = [slice(before + rows.start, before + rows.stop), slice(columns.start, columns.stop)][: len(spec.shape)]
-    values = read_slice(file, name, index[::-1] if tensor.transposed else index, torch.float32)
-    return values.t() if tensor.transposed else values
+    index = [slice(before + rows.start, before + rows.stop), slice(columns.start, columns.stop)]
+    index = index[: len(spec.shape)]
+    if tensor.transposed:
+        return read_slice(file, name, index[::-1], torch.float32).t()
+    return read_slice(file, name, index, torch.float32)

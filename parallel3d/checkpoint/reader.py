@@ -1,5 +1,5 @@
-"""Reads tensors of a checkpoint, or boxes of them. Nothing but the manifest and the elements themselves is read: DCP's
-index and the pickles around each piece, which its own reader would run, are never opened."""
+"""Reads tensors of a checkpoint, or boxes of them. It reads only the manifest and the elements: the
+index of DCP and the pickles around each piece, which DCP's reader would run, stay unopened."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel3d.checkpoint.manifest import ITEM_BYTES, Damage, SavedPiece, SavedTensor
+from parallel3d.checkpoint.manifest import Damage, SavedPiece, SavedTensor
 from parallel3d.torch_private import local_of, offsets_of
 
-_AT_ONCE_BYTES = 64 << 20  # what is read beside a tensor before it is copied there
+_AT_ONCE_BYTES = 64 << 20  # the largest buffer next to the tensor
 
 
 def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
-    """Returns a whole tensor of a checkpoint, on the CPU."""
+    """Returns a full tensor of a checkpoint, on the CPU."""
     tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
     read_box(folder, saved, [0] * tensor.ndim, tensor)
     return tensor
 
 
 def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
-    """Reads this rank's part of a tensor that is laid over a mesh, in place, or the whole of one that is not."""
+    """Reads this rank's part of a DTensor, or a full plain tensor, in place."""
     if not isinstance(tensor, DTensor):
         read_box(folder, saved, [0] * tensor.ndim, tensor.detach())
     elif local_of(tensor).numel():
@@ -33,53 +33,54 @@ def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
 
 
 def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:
-    """Fills `target` with the box of a saved tensor that begins at `offsets`, from all the pieces that have a part of
-    it. Raises DamagedCheckpointError where a file cannot be read."""
+    """Fills `target` with the box of a saved tensor that begins at `offsets`, from all pieces that
+    overlap it. Raises DamagedCheckpointError if a file cannot be read."""
     for piece in saved.pieces:
-        starts = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
-        ends = [
-            min(a + size, b + wanted)
-            for a, size, b, wanted in zip(piece.offsets, piece.sizes, offsets, target.shape, strict=True)
-        ]
-        if all(start < end for start, end in zip(starts, ends, strict=True)) and target.numel():
-            part = target
-            for dim, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                part = part.narrow(dim, start - offsets[dim], end - start)
-            try:
-                _read_piece(folder, piece, saved.dtype, starts, part)
-            except OSError as error:
-                raise Damage(piece.file, f"cannot be read: {error.strerror}").error(folder) from error
+        part, starts = target, []
+        for dim, first in enumerate(piece.offsets):
+            begin = offsets[dim]
+            start = max(first, begin)
+            end = min(first + piece.sizes[dim], begin + target.shape[dim])
+            part = part.narrow(dim, min(start - begin, target.shape[dim]), max(end - start, 0))
+            starts.append(start - first)
+        if not part.numel():
+            continue
+        try:
+            with (folder / piece.file).open("rb", buffering=0) as file:
+                _read_piece(file, piece, saved.dtype, starts, part)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+            raise Damage(piece.file, reason).error(folder) from error
+        except EOFError:
+            raise Damage(piece.file, "was cut short while it was read").error(folder) from None
 
 
-def _read_piece(folder: Path, piece: SavedPiece, dtype: str, starts: Sequence[int], target: Tensor) -> None:
-    """Fills `target` with the elements of a piece from `starts` on: straight into its memory where these are
-    consecutive in the file, and else some rows at a time."""
-    kind, sizes = getattr(torch, dtype), list(piece.sizes) or [1]
-    target = target if piece.sizes else target.reshape(1)  # a single number is read as one row
-    first = starts[0] - piece.offsets[0] if starts else 0
-    row_bytes = ITEM_BYTES[dtype]
-    for size in sizes[1:]:
-        row_bytes *= size
-    whole_rows = list(target.shape[1:]) == sizes[1:]
-    with (folder / piece.file).open("rb", buffering=0) as file:
-        file.seek(piece.data + first * row_bytes)
-        if whole_rows and target.device.type == "cpu" and target.dtype == kind and target.is_contiguous():
-            _fill(file, target, piece, folder)
-            return
-        at_once = max(1, _AT_ONCE_BYTES // row_bytes)
-        for rows in target.split(at_once):
-            read = torch.empty([len(rows), *sizes[1:]], dtype=kind)
-            _fill(file, read, piece, folder)
-            for dim, start in enumerate(starts[1:], start=1):
-                read = read.narrow(dim, start - piece.offsets[dim], rows.shape[dim])
-            rows.copy_(read)
+def _read_piece(
+    file: FileIO, piece: SavedPiece, dtype: str, starts: list[int], target: Tensor
+) -> None:
+    """Fills `target` with the elements of a piece from `starts` on: straight into its memory if
+    they are consecutive in the file, and otherwise some rows at a time."""
+    sizes = list(piece.sizes) or [1]
+    target = target.reshape(-1) if not piece.sizes else target  # a scalar is read as one row
+    row = torch.empty([1, *sizes[1:]], dtype=getattr(torch, dtype))
+    file.seek(piece.data + sum(starts[:1]) * row.nbytes)
+    has_whole_rows = list(target.shape[1:]) == sizes[1:] and target.dtype == row.dtype
+    if has_whole_rows and target.device.type == "cpu" and target.is_contiguous():
+        _fill(file, target)
+        return
+    for rows in target.split(max(1, _AT_ONCE_BYTES // row.nbytes)):
+        read = row.new_empty([len(rows), *sizes[1:]])
+        _fill(file, read)
+        for dim, start in enumerate(starts[1:], start=1):
+            read = read.narrow(dim, start, rows.shape[dim])
+        rows.copy_(read)
 
 
-def _fill(file: FileIO, tensor: Tensor, piece: SavedPiece, folder: Path) -> None:
-    """Reads a contiguous tensor's bytes from where the file stands."""
+def _fill(file: FileIO, tensor: Tensor) -> None:
+    """Reads the bytes of a contiguous tensor from the position of the file. Raises EOFError."""
     left = tensor.view(-1).view(torch.uint8).numpy().data
     while left:
         count = file.readinto(left)
         if not count:
-            raise Damage(piece.file, "was cut short while it was read").error(folder)
+            raise EOFError
         left = left[count:]

@@ -1,9 +1,11 @@
-"""What a run does about its saves: when it waits for them, whom it tells, what it keeps, and what it makes of errors.
+"""What a run does about its saves: when it waits for them, whom it tells, what it keeps, and what
+it makes of errors.
 
-With `checkpoint.in_background` the training's thread only agrees with the other ranks on who writes what, and copies
-this rank's parts into memory of the host. Another thread writes the copies, waits until all ranks have written, gives
-the checkpoint its name and deletes older ones. It talks to the other ranks over a gloo group of its own, so that
-nothing of it comes between the collectives of training. One save is under way at a time.
+With `checkpoint.in_background` the training's thread only agrees with the other ranks on who writes
+what, and copies this rank's parts into memory of the host. Another thread writes the copies, waits
+until all ranks have written, gives the checkpoint its name and deletes older ones. It talks to the
+other ranks over a gloo group of its own, so that nothing of it comes between the collectives of
+training. One save is under way at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from parallel3d.checkpoint.collectives import collect
 from parallel3d.checkpoint.files import PlannedSave, WrittenParts, plan_save, write_and_commit
 from parallel3d.checkpoint.manifest import SavedProgress
 from parallel3d.checkpoint.store import retain
-from parallel3d.checkpoint.together import collect
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
 from parallel3d.torch_private import timeout_ms
@@ -31,14 +33,15 @@ from parallel3d.torch_private import timeout_ms
 
 @dataclass
 class StagingMemory:
-    """Memory of the host for this rank's parts of a checkpoint, pinned where they are on a GPU. It is made at the first
-    save and used again."""
+    """Memory of the host for this rank's parts of a checkpoint, pinned where they are on a GPU. It
+    is made at the first save and used again."""
 
     buffers: dict[MetadataIndex, Tensor] = field(default_factory=dict)
 
     def copy(self, save: PlannedSave) -> None:
-        """Has the save write copies of its parts, made before this returns, so that the parts may change. The save
-        before must have been written, because its copies are in the same memory."""
+        """Has the save write copies of its parts, made before this returns, so that the parts
+        may change. The save before must have been written, because its copies are in the same
+        memory."""
         earlier, self.buffers = self.buffers, {}
         for item, part in save.parts:
             buffer = earlier.get(item.index)
@@ -52,13 +55,13 @@ class StagingMemory:
 
 @dataclass
 class _SaveUnderWay:
-    """A save that has begun, and what has become of it."""
+    """A save that has begun, and its outcome."""
 
     path: Path
-    is_last: bool  # the run ends with it, so no later one can make up for its failure
+    is_last: bool  # the run ends with it, so no later save can make up for its failure
     then: Callable[[dist.ProcessGroup | None], str] | None
     is_in_place: bool = False
-    line: str | None = None  # what `then` has returned
+    line: str | None = None  # returned by `then`
     error: BaseException | None = None
     thread: threading.Thread | None = None
 
@@ -66,21 +69,21 @@ class _SaveUnderWay:
     def is_done(self) -> bool:
         return self.thread is None or not self.thread.is_alive()
 
-    def wait(self) -> None:
-        if self.thread is not None:
-            self.thread.join()
-
 
 class Saver(AbstractContextManager["Saver"]):
-    """Saves a run's checkpoints as the section `checkpoint` of its recipe says. Every rank has one, and calls its
-    methods after the same steps. `saved` is told of each checkpoint that is in place, and `say` shows a line."""
+    """Saves a run's checkpoints as the section `checkpoint` of its recipe says. Every rank has one,
+    and calls its methods after the same steps. `saved` is told of each checkpoint that is in place,
+    and `say` shows a line."""
 
-    def __init__(self, rule: CheckpointConfig, *, saved: Callable[[Path], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, rule: CheckpointConfig, *, saved: Callable[[Path], None], say: Callable[[str], None]
+    ) -> None:
         self._rule, self._saved, self._say = rule, saved, say
         self._group: dist.ProcessGroup | None = None
         if rule.in_background:
             assert dist.group.WORLD is not None
-            wait = timedelta(milliseconds=timeout_ms(dist.group.WORLD, torch.device("cpu")))  # not torch's default
+            # not torch's default
+            wait = timedelta(milliseconds=timeout_ms(dist.group.WORLD, torch.device("cpu")))
             self._group = dist.new_group(backend="gloo", group_desc="saves", timeout=wait)
         self._memory = StagingMemory()
         self._under_way: _SaveUnderWay | None = None
@@ -97,14 +100,14 @@ class Saver(AbstractContextManager["Saver"]):
         is_last: bool,
         then: Callable[[dist.ProcessGroup | None], str] | None = None,
     ) -> None:
-        """Saves, or with `in_background` begins to, when the save before is done; waits for the run's last. `then` is
-        called on all ranks when the checkpoint is in place, with the group over which they may agree, and returns a
-        line to show. Raises SaveError, on all ranks, unless `on_error` says to go on."""
+        """Saves, or with `in_background` begins to, when the save before is done; waits for the
+        run's last. `then` is called on all ranks when the checkpoint is in place, with the group
+        over which they may agree, and returns a line to show. Raises SaveError, on all ranks,
+        unless `on_error` says to go on."""
         before = self._under_way
         if before is not None and not before.is_done:
-            self._say(
-                f"{path.name} waits until {before.path.name} is written, which takes longer than checkpoint.every"
-            )
+            words = f"waits until {before.path.name} is written"
+            self._say(f"{path.name} {words}, which takes longer than checkpoint.every")
         self.finish()
         self._begun += 1
         self._under_way = begun = _SaveUnderWay(path, is_last, then)
@@ -116,7 +119,9 @@ class Saver(AbstractContextManager["Saver"]):
             self._written = save.written
             if self._rule.in_background:
                 self._memory.copy(save)
-                begun.thread = threading.Thread(target=self._write, args=(begun, save), name="save", daemon=True)
+                begun.thread = threading.Thread(
+                    target=self._write, args=(begun, save), name="save", daemon=True
+                )
                 begun.thread.start()
             else:
                 self._write(begun, save)
@@ -125,52 +130,64 @@ class Saver(AbstractContextManager["Saver"]):
 
     @property
     def has_failed(self) -> bool:
-        """True if the save under way has ended on this rank with an error that is to end the run."""
-        return self._under_way is not None and self._under_way.is_done and self._ends_the_run(self._under_way)
+        """True if the save under way has ended on this rank with an error that ends the run."""
+        save = self._under_way
+        return save is not None and save.is_done and self._ends_the_run(save)
 
     def step_done(self) -> None:
-        """Tells of a save that is in place. An error that is to end the run waits for `finish`, because the ranks do
-        not hear of it after the same step."""
+        """Reports a save that is in place. An error that ends the run waits for `finish`, because
+        the ranks do not see it after the same step."""
         if self._under_way is not None and self._under_way.is_done and not self.has_failed:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the save under way, and tells what has become of it. Every rank calls it; raises as `save` does."""
-        done, self._under_way = self._under_way, None
+        """Waits for the save under way, and reports its outcome. Every rank calls it; raises as
+        `save` does."""
+        done = self._wait()
+        self._under_way = None
         if done is None:
             return
-        done.wait()
         if done.is_in_place:
             self._saved(done.path)
         if done.line is not None:
             self._say(done.line)
+        if done.error is None:
+            return
         if self._ends_the_run(done):
-            assert done.error is not None
             raise done.error
-        if done.error is not None:
-            self._failed += 1
-            self._say(f"not saved: {done.error}; the run goes on to the next save (checkpoint.on_error = warn)")
+        self._failed += 1
+        self._say(
+            f"not saved: {done.error}; the run goes on to the next save (checkpoint.on_error = "
+            "warn)"
+        )
+
+    def _wait(self) -> _SaveUnderWay | None:
+        if self._under_way is not None and self._under_way.thread is not None:
+            self._under_way.thread.join()
+        return self._under_way
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Waits for the save under way at the end of a run, also where an error ends it that all ranks have: a lost
-        peer would never write its part, and a run that is out of time waits for nothing."""
+        """Waits for the save under way at the end of a run, also after an error that all ranks
+        have. It does not wait after the loss of a peer, or if the run is out of time."""
         if error is None:
             self.finish()
-        elif isinstance(error, RankError | NotSavedInTimeError):
-            pass
-        elif self._under_way is not None and isinstance(error, Parallel3dError):
-            self._under_way.wait()
+        elif isinstance(error, Parallel3dError) and not isinstance(
+            error, RankError | NotSavedInTimeError
+        ):
+            self._wait()
         if self._failed:
             self._say(f"{self._failed} of {self._begun} checkpoints could not be saved")
 
     def _ends_the_run(self, done: _SaveUnderWay) -> bool:
         if done.error is None:
             return False
-        is_of_this_save = isinstance(done.error, SaveError) and not isinstance(done.error, NotSavedInTimeError)
-        return done.is_last or self._rule.on_error == "stop" or not is_of_this_save
+        if isinstance(done.error, NotSavedInTimeError) or not isinstance(done.error, SaveError):
+            return True
+        return done.is_last or self._rule.on_error == "stop"
 
     def _write(self, begun: _SaveUnderWay, save: PlannedSave) -> None:
-        """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes what came of it."""
+        """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes
+        what came of it."""
 
         def drop(everyone: list[None]) -> list[None]:
             retain(begun.path.parent, self._rule, begun.path)

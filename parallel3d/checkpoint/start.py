@@ -1,5 +1,5 @@
-"""The weights that a new run begins with, `checkpoint.start_from`: where they are, and whether they are of its model.
-No torch here."""
+"""The weights that a new run begins with, `checkpoint.start_from`: where they are, and whether they
+are of its model. No torch here."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 
 CONFIG_JSON = "config.json"
-# What weights mean is in these numbers of a model; a run may change the second ones.
-_SAME = (
-    *("architecture", "layers", "hidden", "heads", "key_value_heads", "head_size", "ffn_hidden", "vocab"),
-    *("max_positions", "qkv_bias", "qk_norm", "tied_embeddings"),
-)
-_MAY_DIFFER = ("norm_eps", "rope_theta", "rope_scaling", "window")
-_KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}  # the keys that these properties stand for
+# The weights depend on these keys of a model; a run may change the second ones.
+_SAME = [
+    *["architecture", "layers", "hidden", "heads", "key_value_heads", "head_size", "ffn_hidden"],
+    *["vocab", "max_positions", "qkv_bias", "qk_norm", "tied_embeddings"],
+]
+_MAY_DIFFER = ["norm_eps", "rope_theta", "rope_scaling", "window"]
+_KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}  # of these properties
 
 
 def find_start(start_from: str | None) -> list[Path]:
-    """Returns the checkpoints that `checkpoint.start_from` means, in the order to try: the one at the path, those of a
-    run's folder from the newest, or a folder of transformers. Raises ConfigError where there is none."""
+    """Returns the checkpoints that `checkpoint.start_from` means, in the order to try: the one at
+    the path, those of a run's folder from the newest, or a folder of transformers. Raises
+    ConfigError where there is none."""
     if start_from is None:
         return []
     path = Path(start_from)
@@ -32,13 +33,14 @@ def find_start(start_from: str | None) -> list[Path]:
         return [path]
     if found := find_checkpoints("auto", path / "checkpoints") or find_checkpoints("auto", path):
         return found
-    is_run = (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
-    words = "has no whole checkpoint" if is_run else "is no checkpoint" if path.exists() else "there is no such folder"
+    words = "is no checkpoint" if path.exists() else "there is no such folder"
+    if (path / "checkpoints").is_dir() or (path / "config.yaml").is_file():
+        words = "has no whole checkpoint"
     if (path / CONFIG_JSON).is_file():
         words = "has a config.json, and no weights as safetensors (pickles are not read)"
     raise ConfigError(
-        f"checkpoint.start_from = {start_from}: {words}; try null, the folder of a run that has saved, a "
-        ".../step_00000100 folder, or one of transformers, with safetensors"
+        f"checkpoint.start_from = {start_from}: {words}; try null, the folder of a run that has "
+        "saved, a .../step_00000100 folder, or one of transformers, with safetensors"
     )
 
 
@@ -48,8 +50,9 @@ def is_pretrained(path: Path) -> bool:
 
 
 def check_start(start: Path, model: ModelConfig) -> list[str]:
-    """Returns lines for the user on what a model computes otherwise than the weights at `start` were made for, as far
-    as their config.json tells. Raises ConfigError where that is another model, or none that a recipe can have."""
+    """Returns lines for the user on what a model computes otherwise than the weights at `start`
+    were made for, as far as their config.json tells. Raises ConfigError where that is another
+    model, or none that a recipe can have."""
     path = start / CONFIG_JSON
     if not is_pretrained(start):
         return []
@@ -63,10 +66,15 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
     return [words for words, _ in _others(_MAY_DIFFER, theirs, model, start)]
 
 
-def _others(names: tuple[str, ...], theirs: ModelConfig, ours: ModelConfig, start: Path) -> Iterator[tuple[str, str]]:
+def _others(
+    names: list[str], theirs: ModelConfig, ours: ModelConfig, start: Path
+) -> Iterator[tuple[str, str]]:
     """Yields what is said of each number that differs, and the setting that would not."""
     for name in names:
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             key = f"model.{_KEYS.get(name, name)}"
-            yield f"{key} = {shown(here)}: the weights of {start} have {shown(there)}", f"{key}={shown(there)}"
+            yield (
+                f"{key} = {shown(here)}: the weights of {start} have {shown(there)}",
+                f"{key}={shown(there)}",
+            )

@@ -1,12 +1,14 @@
-"""The folder of a run's checkpoints: listing them, putting one in place, setting others aside, deleting them. No torch.
+"""The folder of a run's checkpoints: listing them, putting one in place, setting others aside,
+deleting them. No torch.
 
-A checkpoint is written into `step_00000100.partial` and renamed to `step_00000100` when it is whole, and it is renamed
-again before it is deleted, so that no half of a checkpoint ever has a checkpoint's name. The other endings:
+A checkpoint is written into `step_00000100.partial` and renamed to `step_00000100` when it is
+complete. It is renamed again before it is deleted, so an incomplete checkpoint never has the name
+of one. The other endings:
 
-step_00000100.replaced    was saved again: deleted when its successor is in place, taken back where that never was
+step_00000100.replaced    saved again; deleted when its successor is in place, or restored
 step_00000100.dropped     is being deleted
-step_00000100.damaged     was found damaged; a person may look at it, and nothing here reads it or counts it again
-step_00000100.abandoned   the run went on from an older checkpoint; nothing here reads it or counts it again
+step_00000100.damaged     was found damaged; nothing here reads it or counts it again
+step_00000100.abandoned   the run resumed from an older checkpoint; as `damaged`
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from parallel3d.checkpoint.manifest import FORMER_FILE, MANIFEST_FILE, read_manifest
+from parallel3d.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError, writing
 from parallel3d.launch.run_dir import STEP_FOLDERS
@@ -31,43 +33,47 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns the whole checkpoints of a folder, oldest first."""
-    return [path for path in step_folders(folder) if is_whole(path)]
+    """Returns the complete checkpoints of a folder, oldest first."""
+    return [path for path in step_folders(folder) if is_checkpoint(path)]
 
 
-def is_whole(path: Path) -> bool:
-    """Returns whether a folder has what is written last into a checkpoint. An empty folder may have its name."""
+def is_checkpoint(path: Path) -> bool:
+    """Tells whether a folder has the file that is written last into a checkpoint."""
     return (path / MANIFEST_FILE).is_file()
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Returns the folders that have the name of a checkpoint, oldest first, also those that are not whole."""
-    return sorted((path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=step_of)
+    """Returns the folders that have the name of a checkpoint, oldest first, also those that are not
+    whole."""
+    found = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
+    return sorted(found, key=step_of)
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Returns what has the name of a checkpoint and is not empty, oldest first, so that a resume tells what is wrong
-    with one that has lost its manifest."""
+    """Returns what has the name of a checkpoint and is not empty, oldest first, so that a resume
+    tells what is wrong with one that has lost its manifest."""
     return [path for path in step_folders(folder) if any(path.glob("*"))]
 
 
 def find_checkpoints(resume: str, folder: Path) -> list[Path]:
-    """Returns the checkpoints that `checkpoint.resume` means, in the order to try: none of them, those of `folder` from
-    the newest for `auto`, or the one at a path."""
+    """Returns the checkpoints that `checkpoint.resume` means, in the order to try: none of them,
+    those of `folder` from the newest for `auto`, or the one at a path."""
     if resume == "none":
         return []
     if resume == "auto":
         return _candidates(folder)[::-1]
     if not is_checkpoint(Path(resume)):
         raise ConfigError(
-            f"checkpoint.resume = {resume}: is no checkpoint; try auto, none or a .../step_00000100 folder"
+            f"checkpoint.resume = {resume}: is no checkpoint; try auto, none or a "
+            ".../step_00000100 folder"
         )
     return [Path(resume)]
 
 
 def check_manifests(checkpoints: Sequence[Path]) -> None:
-    """Raises CheckpointError where a run that is to go on from the first whole one of `checkpoints` finds none, as far
-    as their manifests tell: the files themselves are compared when they are read."""
+    """Raises CheckpointError where a run that is to go on from the first whole one of `checkpoints`
+    finds none, as far as their manifests tell: the files themselves are compared when they are
+    read."""
     for path in checkpoints:
         try:
             read_manifest(path)
@@ -77,14 +83,9 @@ def check_manifests(checkpoints: Sequence[Path]) -> None:
                 raise
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Returns whether a folder has a checkpoint of any format, which its reader may then refuse in better words."""
-    return any(os.path.isfile(path / name) for name in (MANIFEST_FILE, FORMER_FILE))  # not where a name is too long
-
-
 def commit(partial: Path, final: Path) -> None:
-    """Puts a written folder in place. One that has its name moves aside before and is deleted after, so that `tidy`
-    finds one of the two wherever this is cut off."""
+    """Puts a written folder in place. One that has its name moves aside before and is deleted
+    after, so that `tidy` finds one of the two wherever this is cut off."""
     replaced = _named(final, "replaced")
     if final.exists():
         _delete(replaced)  # an earlier one, whose successor is `final`
@@ -95,10 +96,11 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def take_back(folder: Path) -> None:
-    """Gives the checkpoints that were replaced their names again if their successors are not in place."""
+    """Gives the checkpoints that were replaced their names again if their successors are not in
+    place."""
     for replaced in sorted(folder.glob(f"{STEP_FOLDERS}.replaced")):
         final = replaced.with_suffix("")
-        if is_whole(final):
+        if is_checkpoint(final):
             continue
         if final.exists():
             set_aside(final, "damaged")
@@ -106,8 +108,9 @@ def take_back(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Ends what a crash or a failed save has cut off: takes replaced checkpoints back, and deletes what has a successor
-    and what is half written or half deleted. No save may be under way."""
+    """Cleans up after a crash or a failed save: restores replaced checkpoints that have no
+    successor, and deletes the others and those that are half written or half deleted. No save may
+    be in progress."""
     take_back(folder)
     for ending in ("replaced", "partial", "dropped"):
         for path in folder.glob(f"{STEP_FOLDERS}.{ending}"):
@@ -115,22 +118,27 @@ def tidy(folder: Path) -> None:
 
 
 def after_resume(folder: Path, step: int, resumed: Path, *, damaged: Sequence[Path]) -> list[str]:
-    """Sets aside what a run that goes on from `step`, which is `resumed`'s, has found `damaged`, and what is newer, by
-    which a later resume would go back to what this run has left. Returns a line for the user about each kind."""
-    newer = [path for path in _candidates(folder) if path not in damaged and step_of(path) >= step]
-    newer = [path for path in newer if not path.samefile(resumed)]
+    """Sets aside the `damaged` checkpoints that a resume from `resumed` at `step` has passed over,
+    and those that are newer, because a later resume would take them. Returns a line for the user
+    about each kind."""
     lines = []
     if damaged:
-        lines.append(f"damaged, and set aside: {_joined(set_aside(path, 'damaged') for path in damaged)}")
+        lines.append(f"damaged, and set aside: {_set_all_aside(damaged, 'damaged')}")
+    newer = [path for path in _candidates(folder) if step_of(path) >= step]
+    newer = [path for path in newer if not path.samefile(resumed)]
     if newer:
-        aside = _joined(set_aside(path, "abandoned") for path in newer)
+        aside = _set_all_aside(newer, "abandoned")
         lines.append(f"not before step {step}, from which this run goes on, and set aside: {aside}")
     return lines
 
 
+def _set_all_aside(paths: Sequence[Path], ending: str) -> str:
+    return ", ".join(str(set_aside(path, ending)) for path in paths)
+
+
 def set_aside(path: Path, ending: str) -> Path:
-    """Renames a checkpoint, so that nothing counts it any more, and returns its new path. One of the same step that was
-    set aside earlier is deleted."""
+    """Renames a checkpoint, so that nothing counts it any more, and returns its new path. One of
+    the same step that was set aside earlier is deleted."""
     aside = _named(path, ending)
     _delete(aside)
     path.rename(aside)
@@ -138,26 +146,32 @@ def set_aside(path: Path, ending: str) -> Path:
 
 
 def retain(folder: Path, rule: CheckpointConfig, saved: Path) -> None:
-    """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place. Raises SaveError."""
+    """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place.
+    Raises SaveError."""
     with writing(folder):
         paths = {step_of(path): path for path in list_checkpoints(folder)}
-        losses = {step: _loss_of(path) if rule.keep_best else None for step, path in paths.items()}
+        losses = dict.fromkeys(paths, None)
+        if rule.keep_best:
+            losses = {step: _val_loss(path) for step, path in paths.items()}
         for step in superfluous(losses, rule, step_of(saved)):
             _delete(paths[step])
 
 
-def superfluous(losses: Mapping[int, float | None], rule: CheckpointConfig, saved: int) -> list[int]:
-    """Returns the steps whose checkpoints go, of those that have `losses`. A step without a validation loss is never
-    among the best; of equal losses the later step's is the better one. The step just `saved` always stays."""
+def superfluous(
+    losses: Mapping[int, float | None], rule: CheckpointConfig, saved: int
+) -> list[int]:
+    """Returns the steps whose checkpoints go, of those that have `losses`. A step without a
+    validation loss is never among the best; of equal losses the later step's is better. The step
+    just `saved` always stays."""
     known = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
-    best = [-step for _, step in known[: rule.keep_best]]
-    kept = {saved, *sorted(losses)[-rule.keep :], *best}
-    return [step for step in sorted(losses.keys() - kept) if rule.keep_every is None or step % rule.keep_every]
+    kept = {saved, *sorted(losses)[-rule.keep :], *(-step for _, step in known[: rule.keep_best])}
+    if rule.keep_every is not None:
+        kept |= {step for step in losses if step % rule.keep_every == 0}
+    return sorted(losses.keys() - kept)
 
 
-def _loss_of(path: Path) -> float | None:
-    """Returns the validation loss of a checkpoint; None also where it cannot be read, which a resume would say."""
-    with suppress(CheckpointError):
+def _val_loss(path: Path) -> float | None:
+    with suppress(CheckpointError):  # a resume reports it
         return read_manifest(path).progress.val_loss
     return None
 
@@ -170,12 +184,9 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _joined(paths: Iterable[Path]) -> str:
-    return ", ".join(str(path) for path in paths)
-
-
 def _delete(path: Path) -> None:
-    """Deletes a checkpoint, under another name, so that a half-deleted one is not taken for whole."""
+    """Deletes a checkpoint, under another name, so that a half-deleted one is not taken for
+    whole."""
     dropped = _named(path, "dropped")
     if dropped.exists():
         shutil.rmtree(dropped)

@@ -1,5 +1,6 @@
-"""Writes one rank's parts of a checkpoint into one file, in the form of torch.distributed.checkpoint, and takes the
-checksum of every byte on its way to the file: what the disk then makes of it cannot become its own proof."""
+"""Writes one rank's parts of a checkpoint into one file, in the form of
+torch.distributed.checkpoint, and takes the checksum of every byte on its way to the file: what the
+disk then makes of it cannot become its own proof."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _AT_ONCE_BYTES = 1 << 19  # is summed and written while it is in the processor's
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What a rank has written: the file, its pieces by tensor, and where DCP's index says that they are."""
+    """What a rank has written: the file, its pieces by tensor, and where DCP's index says that they
+    are."""
 
     files: dict[str, SavedFile]
     tensors: list[tuple[str, SavedTensor]]  # each with one piece
@@ -63,14 +65,16 @@ def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor
 
 
 def _elements(part: Tensor) -> memoryview:
-    """Returns the bytes of a tensor's elements, row by row; shares the memory if they lie so on the CPU."""
+    """Returns the bytes of a tensor's elements, row by row; shares the memory if they lie so on the
+    CPU."""
     return part.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 @lru_cache(maxsize=4096)
 def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """Returns what torch.save writes before and after the elements of a tensor on the CPU, without torch's own CRC-32,
-    which its reader never compares. With it the frame would depend on the elements."""
+    """Returns what torch.save writes before and after the elements of a tensor on the CPU, without
+    torch's own CRC-32, which its reader never compares. With it the frame would depend on the
+    elements."""
     tensor, summed = torch.empty(shape, dtype=dtype), get_crc32_options()
     sink = _FrameSink(tensor)
     set_crc32_options(False)
@@ -78,12 +82,15 @@ def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
         torch.save(tensor, cast(IO[bytes], sink))
     finally:
         set_crc32_options(summed)
-    assert sink.has_met_the_elements or not tensor.numel(), "torch.save has not written the tensor's own memory"
+    assert sink.has_met_the_elements or not tensor.numel(), (
+        "torch.save has not written the tensor's own memory"
+    )
     return bytes(sink.head), bytes(sink.tail)
 
 
 class _FrameSink:
-    """A file for torch.save that keeps all but the tensor's elements, which it tells by their address."""
+    """A file for torch.save that keeps all but the tensor's elements, which it tells by their
+    address."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.head, self.tail = bytearray(), bytearray()

@@ -1,1 +1,2 @@
-"""A recipe: its keys as dataclasses, the YAML file that holds them, and the rules that they keep. No torch here."""
+"""A recipe: its keys as dataclasses, the YAML file that holds them, and the rules that they keep.
+No torch here."""

@@ -1,10 +1,12 @@
-"""Which kernel computes an attention on which device, and the bytes that it makes for scores. The layers choose by this
-table, the rules of a recipe refuse by it, and the planner counts with it. No torch here.
+"""Which kernel computes an attention on which device, and the bytes that it makes for scores. The
+layers choose by this table, the rules of a recipe refuse by it, and the planner counts with it. No
+torch here.
 
-`scaled_dot_product_attention` takes the first of its kernels that accepts a call, and the last of them, `math`, accepts
-every call and writes the scores out: S^2 numbers a head, where all others make a few numbers a token. What each one
-accepts was read in torch's sources of 2.11 to 2.15 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
-sdp_utils_cpp.h, torch/nn/attention/varlen.py). On CUDA:
+`scaled_dot_product_attention` takes the first of its kernels that accepts a call, and the last of
+them, `math`, accepts every call and writes the scores out: S^2 numbers a head, where all others
+make a few numbers a token. What each one accepts was read in torch's sources of 2.11 to 2.15
+(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h,
+torch/nn/attention/varlen.py). On CUDA:
 
                 takes                                       refuses
     flash       16 bits; grouped heads; compute             masks; heads above 256, and of 193 to 224 in training on
@@ -17,10 +19,11 @@ sdp_utils_cpp.h, torch/nn/attention/varlen.py). On CUDA:
                 any lengths, and windows
     math        everything                                  nothing
 
-So that nothing falls to `math` unasked, the layers repeat keys and values for the query heads that share them wherever
-`efficient` may be taken (`repeats_heads`), and compute a window block by block and documents one by one where `varlen`
-is not to be had (`in_pieces`). CPUs have one fused kernel for all dtypes, grouped heads and masks.
-"""
+So that nothing falls to `math` unasked, the layers repeat keys and values for the query heads that
+share them wherever `efficient` may be taken (`repeats_heads`), and compute a window block by block
+and documents one by one where `varlen` is not to be had (`in_pieces`). CPUs have one fused kernel
+for all dtypes, grouped heads and masks.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ from parallel3d.config.recipe import Recipe
 
 KernelName = Literal["cpu", "flash", "cudnn", "efficient", "varlen", "math", "scores"]
 
-# The most bytes of scores that one attention may write out on a GPU: a tenth of the memory of an 80 GB device. 32 heads
-# reach it with `math` at 4,730 tokens, with dropout at 2,896.
+# The most bytes of scores that one attention may write out on a GPU: a tenth of the memory of an 80
+# GB device. 32 heads reach it with `math` at 4,730 tokens, with dropout at 2,896.
 MOST_SCORE_BYTES = 8 * 2**30
 
 _WORDS: dict[KernelName, str] = {
@@ -45,12 +48,12 @@ _WORDS: dict[KernelName, str] = {
     "scores": "written-out probabilities, for dropout",
 }
 _HASH_BYTES = 24  # what `exact` dropout draws a number from: three int64 at a time
-_LARGEST_HEAD = {"flash": 256, "cudnn": 128}
 
 
 @dataclass(frozen=True)
 class AttentionDevice:
-    """What the choice of a kernel depends on of a device and its software. The defaults are those of an A100."""
+    """What the choice of a kernel depends on of a device and its software. The defaults are those
+    of an A100."""
 
     type: str  # as torch names it
     capability: tuple[int, int] = (8, 0)  # of CUDA; any other device has none
@@ -76,8 +79,9 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """How a call is computed, and its bytes that grow with the square of the sequence: those of each score (a query, a
-    key and a head), and of each query and key of a mask. All are 0 where memory grows with the sequence alone."""
+    """How a call is computed, and its bytes that grow with the square of the sequence: those of
+    each score (a query, a key and a head), and of each query and key of a mask. All are 0 where
+    memory grows with the sequence alone."""
 
     name: KernelName
     repeats_heads: bool = False  # keys and values are repeated for every query head
@@ -92,9 +96,11 @@ class AttentionKernel:
         """The bytes of a score at the most."""
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
-    def quadratic_bytes(self, *, batch: int, heads: int, queries: int, keys: int, masks: int = 0) -> int:
-        """Returns the bytes that grow with the square of the sequence, for one layer and microbatch on a tp rank.
-        `masks` are those that are not shared by sequences."""
+    def quadratic_bytes(
+        self, *, batch: int, heads: int, queries: int, keys: int, masks: int = 0
+    ) -> int:
+        """Returns the bytes that grow with the square of the sequence, for one layer and microbatch
+        on a tp rank. `masks` are those that are not shared by sequences."""
         return queries * keys * (batch * heads * self.score_bytes + masks * self.mask_bytes)
 
     @property
@@ -107,71 +113,81 @@ class AttentionKernel:
 
     @property
     def why_quadratic(self) -> str:
-        """Words for an error: what makes the scores, or the mask, exist."""
+        """Words for an error: why the scores or the mask exist."""
         if self.name == "scores":
             return "dropout needs the probabilities of attention, S^2 a head, written out"
-        return (
-            "no fused kernel takes these heads, so that S^2 scores a head are written out"
-            if self.score_bytes
-            else "a mask has S^2 numbers"
-        )
+        if self.score_bytes:
+            return "no fused kernel takes these heads, so that S^2 scores a head are written out"
+        return "a mask has S^2 numbers"
 
     @property
     def remedy(self) -> str:
-        """What to try for attention in a layer, beside a smaller one."""
+        """What to try for attention in a layer, apart from a smaller one."""
         if self.name == "scores":
             return "no dropout in attention (that of its output costs a byte a number)"
-        return "float32 or float16, and heads of a multiple of 8" if self.score_bytes else "a window, or `documents`"
+        if self.score_bytes:
+            return "float32 or float16, and heads of a multiple of 8"
+        return "a window, or `documents`"
 
 
 def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionKernel:
     """Returns the kernel of a call on a device."""
-    if call.has_dropout:  # written out by the layer itself: torch's kernels draw other elements for every layout
-        item, wide = call.item_bytes, max(call.item_bytes, 4)
-        # The softmax, a byte of the mask and what is left are kept. While the mask is drawn the two latter are not yet
-        # there, but the scores are, and the softmax in the dtype of the values.
+    item, has_mask = call.item_bytes, call.has_mask
+    if call.has_dropout:  # by the layer: torch's kernels drop other elements in every layout
+        wide = max(item, 4)
+        # The softmax, a byte of the mask and the dropped probabilities are kept. While the mask is
+        # drawn the latter two do not exist yet, but the scores do, and the softmax in the dtype of
+        # the values.
+        casted = item if item < wide else 0
         return AttentionKernel(
             "scores",
             repeats_heads=call.is_grouped,
             kept_bytes=wide + 1 + item,
-            forward_bytes=_HASH_BYTES - 1 + item * (item < wide),
+            forward_bytes=_HASH_BYTES - 1 + casted,
             backward_bytes=wide,
         )
+    is_cut = not has_mask and (call.has_documents or call.has_window)
     if device.type != "cuda":
-        return AttentionKernel("cpu", in_pieces=call.has_documents and not call.has_mask)
-    is_cut = call.has_documents or call.has_window
-    if is_cut and not call.has_mask and _has_varlen(call, device):
+        return AttentionKernel("cpu", in_pieces=is_cut and call.has_documents)
+    if is_cut and _has_varlen(call, device):
         return AttentionKernel("varlen")
-    # A block of a window has a mask, which is small; a document has none.
-    name = _fused(call, device, has_mask=call.has_mask or call.has_window)
-    return AttentionKernel(
+    # A block of a window has a mask, which is small; a document does not have one.
+    has_small_mask = has_mask or call.has_window
+    name = _fused(call, device, has_mask=has_small_mask)
+    takes_groups = name == "flash" or (name == "cudnn" and not has_small_mask)
+    kernel = AttentionKernel(
         name,
-        repeats_heads=call.is_grouped and name != "flash" and (name != "cudnn" or call.has_mask or call.has_window),
-        in_pieces=is_cut and not call.has_mask,
-        kept_bytes=4 if name == "math" else 0,  # the softmax in float32
-        forward_bytes=8 if name == "math" else 0,  # the scores, and the softmax where a row may see nothing
-        backward_bytes=8 if name == "math" else 0,
-        mask_bytes=call.item_bytes + 2 if call.has_mask else 0,
+        repeats_heads=call.is_grouped and not takes_groups,
+        in_pieces=is_cut,
+        mask_bytes=item + 2 if has_mask else 0,
     )
+    if name != "math":
+        return kernel
+    # The softmax in float32; the scores, and the softmax of a row that may see nothing.
+    return replace(kernel, kept_bytes=4, forward_bytes=8, backward_bytes=8)
 
 
 def _fused(call: AttentionCall, device: AttentionDevice, *, has_mask: bool) -> KernelName:
-    """Returns which kernel `scaled_dot_product_attention` takes on CUDA, with its heads repeated where it has to be."""
-    is_half, is_ampere = call.item_bytes == 2, device.capability >= (8, 0)
+    """Returns the kernel that `scaled_dot_product_attention` takes on CUDA, with repeated heads if
+    it needs them."""
+    is_half, is_ampere, head = call.item_bytes == 2, device.capability >= (8, 0), call.head_dim
     prefers_cudnn = device.capability[0] in (9, 10) and device.cudnn > 91500 and not device.is_rocm
-    if is_half and prefers_cudnn and call.head_dim <= _LARGEST_HEAD["cudnn"] and call.head_dim % 8 == 0:
+    if is_half and prefers_cudnn and head <= 128 and head % 8 == 0:
         return "cudnn"
     if is_half and not has_mask and _has_flash(call, device):
         return "flash"
-    aligned = (8 if is_half else 4) if is_ampere else 8 if is_half else 1
-    is_taken = call.item_bytes == 4 or (is_half and (is_ampere or not call.is_bf16))
-    return "efficient" if is_taken and call.head_dim % aligned == 0 else "math"
+    if is_half:
+        is_taken = head % 8 == 0 and (is_ampere or not call.is_bf16)
+    else:
+        is_taken = call.item_bytes == 4 and (not is_ampere or head % 4 == 0)
+    return "efficient" if is_taken else "math"
 
 
 def _has_flash(call: AttentionCall, device: AttentionDevice) -> bool:
-    is_small = (8, 6) <= device.capability <= (8, 9) or (12, 0) <= device.capability <= (12, 1)
-    is_refused = is_small and call.trains and 192 < call.head_dim <= 224
-    return device.capability >= (8, 0) and call.head_dim <= _LARGEST_HEAD["flash"] and not is_refused
+    capability, head = device.capability, call.head_dim
+    is_small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    is_refused = is_small and call.trains and 192 < head <= 224
+    return capability >= (8, 0) and head <= 256 and not is_refused
 
 
 def _has_varlen(call: AttentionCall, device: AttentionDevice) -> bool:
@@ -197,21 +213,27 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
 
 
 def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
-    """One line if a block's attention would write out more than `MOST_SCORE_BYTES` on a GPU such as `device`."""
-    kernel, model, train, parallel = kernel_of_recipe(recipe, device), recipe.model, recipe.train, recipe.parallel
-    size = {"heads": model.heads // parallel.tp, "queries": train.seq_len, "keys": train.seq_len}
-    each = kernel.quadratic_bytes(batch=1, **size)  # the bytes of one sequence
-    is_small = kernel.in_pieces and model.has_window(train.seq_len)  # a document may be as long as its sequence
-    if device.type != "cuda" or is_small or each * parallel.microbatch_size <= MOST_SCORE_BYTES:
+    """Returns a line if a block's attention would write out more than `MOST_SCORE_BYTES` on a GPU
+    such as `device`."""
+    kernel, model, train = kernel_of_recipe(recipe, device), recipe.model, recipe.train
+    microbatch, seq = recipe.parallel.microbatch_size, train.seq_len
+    heads = model.heads // recipe.parallel.tp
+    each = kernel.quadratic_bytes(batch=1, heads=heads, queries=seq, keys=seq)
+    # A block of a window is small. A document may be as long as its sequence.
+    is_small = kernel.in_pieces and model.has_window(seq)
+    if device.type != "cuda" or is_small or each * microbatch <= MOST_SCORE_BYTES:
         return []
     if kernel.name == "scores":
-        value, tries = f"model.attention_dropout = {model.attention_dropout}", "model.attention_dropout=0"
+        value = f"model.attention_dropout = {model.attention_dropout}"
+        tries = "model.attention_dropout=0"
     else:
         value = f"train.precision = {train.precision}"
-        is_old = train.precision.startswith("bf16") and device.capability < (8, 0)
-        tries = f"train.precision={'fp16' if is_old or train.precision != 'fp32' else 'bf16'}"
+        has_bf16 = device.capability >= (8, 0)
+        tries = f"train.precision={'bf16' if train.precision == 'fp32' and has_bf16 else 'fp16'}"
     if each <= MOST_SCORE_BYTES:
         tries += f", or parallel.microbatch_size={MOST_SCORE_BYTES // each}"
-    bytes_ = f"{each * parallel.microbatch_size / 2**30:.1f} GiB"
-    rule = f"takes {bytes_} a block and microbatch, and may take {MOST_SCORE_BYTES / 2**30:.0f}"
-    return [f"{value}: {kernel.why_quadratic}, which {rule} on a GPU; try {tries}"]
+    size, most = each * microbatch / 2**30, MOST_SCORE_BYTES / 2**30
+    return [
+        f"{value}: {kernel.why_quadratic}, which takes {size:.1f} GiB a block and microbatch, and "
+        f"may take {most:.0f} on a GPU; try {tries}"
+    ]

@@ -1,4 +1,5 @@
-"""Models from and to the `config.json` of transformers, as version 4 has it and as version 5 does. No torch here."""
+"""Models from and to the `config.json` of transformers, as version 4 has it and as version 5 does.
+No torch here."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.ranges import any_of, divisors_near, range_errors
+from parallel3d.config.ranges import any_of, divisors_near
 from parallel3d.config.recipe import ModelConfig, RopeScaling
 from parallel3d.config.rules_layout import SCALING_KEYS
+from parallel3d.config.schema import range_errors
 from parallel3d.config.yaml_text import read_short, shown
 from parallel3d.errors import ConfigError
 
@@ -30,23 +32,31 @@ _LLAMA = {
     "ffn_hidden": "intermediate_size",
     "vocab": "vocab_size",
 }
-_COUNTS = ("max_position_embeddings", "sliding_window", "max_window_layers", "sliding_window_pattern")
+_COUNTS = (
+    "max_position_embeddings",
+    "sliding_window",
+    "max_window_layers",
+    "sliding_window_pattern",
+)
 _WORDS = ("model_type", "hidden_act", "activation_function")
 _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
-_KEYS = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}  # by `model_type`
+# by `model_type`
+_KEYS = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
 _SCALING = {  # the keys of its rope_scaling, by those of a recipe's
     "original_max_positions": "original_max_position_embeddings",
     **{key: key for key in ("factor", "low_freq_factor", "high_freq_factor")},
     **{key: key for key in ("beta_fast", "beta_slow", "attention_factor")},
 }
 
-_SILU = ("hidden_act", "silu", "swish")  # the key of a Llama's activation, and its two names
 _ALWAYS = ("factor", "original_max_positions")  # which every type of rope_scaling has
-_NO_DECODERS = ("bert", "roberta", "distilbert", "electra", "t5", "mt5", "bart", "vit", "whisper", "clip")  # well known
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as Mixtral, Qwen and DeepSeek call them
+# as Mixtral, Qwen and DeepSeek call them
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CLASSES = {  # of transformers, by `model_type`
     "gpt2": "GPT2LMHeadModel",
-    **{family: f"{family.capitalize()}ForCausalLM" for family in ("llama", "mistral", "qwen2", "qwen3")},
+    **{
+        family: f"{family.capitalize()}ForCausalLM"
+        for family in ("llama", "mistral", "qwen2", "qwen3")
+    },
 }
 
 
@@ -54,15 +64,24 @@ _MOST_DIGITS = 300
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Returns the keys of a `config.json`. Raises ConfigError for a file that cannot be read as one."""
+    """Returns the keys of a `config.json`. Raises ConfigError for a file that cannot be read as
+    one."""
     try:
-        config = json.loads(read_short(path, "a config.json is a short JSON file"), parse_int=_whole)
+        config = json.loads(
+            read_short(path, "a config.json is a short JSON file"), parse_int=_whole
+        )
     except OSError as problem:
-        raise ConfigError(f"{path}: cannot be read ({problem.strerror}); try the path of a config.json") from problem
+        raise ConfigError(
+            f"{path}: cannot be read ({problem.strerror}); try the path of a config.json"
+        ) from problem
     except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path}: cannot be read as JSON ({problem}); copy the whole file anew") from problem
+        raise ConfigError(
+            f"{path}: cannot be read as JSON ({problem}); copy the whole file anew"
+        ) from problem
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: must hold keys and values, as a transformers model's config.json does")
+        raise ConfigError(
+            f"{path}: must hold keys and values, as a transformers model's config.json does"
+        )
     for key in _WORDS:
         if not isinstance(config.get(key, ""), str):
             raise ConfigError(f"{path}: {key} = {shown(json.dumps(config[key]))}: must be a word")
@@ -70,7 +89,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
         if config.get(key) is not None and whole_number(config, key, path) < 0:
             raise ConfigError(f"{path}: {key} = {config[key]}: must be at least 0")
     if not isinstance(tied := config.get("tie_word_embeddings", False), bool):
-        raise ConfigError(f"{path}: tie_word_embeddings = {shown(json.dumps(tied))}: must be true or false")
+        raise ConfigError(
+            f"{path}: tie_word_embeddings = {shown(json.dumps(tied))}: must be true or false"
+        )
     return config
 
 
@@ -82,21 +103,25 @@ def _whole(digits: str) -> int:
 
 
 def from_hugging_face(path: Path) -> ModelConfig:
-    """Returns the model of a `config.json`, without a name. Raises ConfigError where it is of another family or its
-    numbers do not agree."""
+    """Returns the model of a `config.json`, without a name. Raises ConfigError where it is of
+    another family or its numbers do not agree."""
     return model_of(read_config_json(path), path)
 
 
 def model_of(config: dict[str, Any], path: Path, *, others: Iterable[str] = ()) -> ModelConfig:
-    """Returns the model of the keys of a `config.json`, as `from_hugging_face` does. `others`: families that the caller
-    takes beside these, for an error to name."""
+    """Returns the model of the keys of a `config.json`, as `from_hugging_face` does. `others`:
+    families that the caller takes beside these, for an error to name."""
     kind = config.get("model_type", "(not given)")
     if kind not in _KEYS:
-        what = _what_is_missing(str(kind), config)
-        raise ConfigError(f"{path}: model_type = {kind}: {what}must be one of {', '.join((*_KEYS, *others))}")
+        what = _what_is_missing(config)
+        raise ConfigError(
+            f"{path}: model_type = {kind}: {what}must be one of {', '.join((*_KEYS, *others))}"
+        )
     for key in _EXPERTS:
         if config.get(key):
-            raise ConfigError(f"{path}: {key} = {shown(config[key])}: a model of {kind} is dense; drop the key")
+            raise ConfigError(
+                f"{path}: {key} = {shown(config[key])}: a model of {kind} is dense; drop the key"
+            )
     if kind == "qwen3":
         config.setdefault("head_dim", 128)  # transformers' own default
     numbers: dict[str, Any] = {}
@@ -126,28 +151,38 @@ def model_of(config: dict[str, Any], path: Path, *, others: Iterable[str] = ()) 
 
 
 def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """Yields what a config.json says of the model's computation and a recipe cannot say: weights that need it would
-    compute something else here."""
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            yield f"{key} of config.json is left out: a Llama of this project has no such biases"
+    """Yields what a config.json says of the model's computation and a recipe cannot say: with it
+    the same weights would compute something else here."""
+    fixed = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+    fixed |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    for key, value in fixed.items():
+        if config.get(key, value) not in (value, None):
+            yield f"{key} of config.json is left out: a recipe has no key for it"
     is_gpt = config.get("model_type") == "gpt2"
-    key, usual, same = ("activation_function", "gelu_new", "gelu_pytorch_tanh") if is_gpt else _SILU
-    if (act := config.get(key, usual)) not in (usual, same):
-        yield f"{key} {act} of config.json is taken as {usual}, which a {'GPT' if is_gpt else 'Llama'} here has"
-    for key, ours in {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}.items():
-        if config.get(key, ours) is not ours:
-            yield f"{key} of config.json is left out: a GPT of this project divides by the root of the head's size"
+    key, ours = "hidden_act", ("silu", "swish")
+    if is_gpt:
+        key, ours = "activation_function", ("gelu_new", "gelu_pytorch_tanh")
+    if (activation := config.get(key, ours[0])) not in ours:
+        yield f"{key} {activation} of config.json is taken as {ours[0]}, the only one here"
     rope = _rope(config, path)
     kind = _rope_type(rope)
+    known = ("rope_type", "type", "rope_theta", *_SCALING.values())
+    unknown = [key for key in rope if key not in known]
     if kind not in ("default", "llama3", "yarn"):
-        yield f"rope_scaling ({kind}) of config.json is left out: recipes have llama3 and yarn, and no other"
-    elif unknown := [key for key in rope if key not in ("rope_type", "type", "rope_theta", *_SCALING.values())]:
-        yield f"rope_scaling's {', '.join(unknown)} of config.json is left out: recipes have no key for it"
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        yield "partial_rotary_factor of config.json is left out: a Llama of this project turns whole heads"
+        yield (
+            f"rope_scaling ({kind}) of config.json is left out: recipes have llama3 and yarn, and "
+            "no other"
+        )
+    elif unknown:
+        yield (
+            f"rope_scaling's {', '.join(unknown)} of config.json is left out: recipes have no key "
+            "for it"
+        )
     if 0 < windowed_layers(config) < config.get("num_hidden_layers", 0):
-        yield "sliding_window of config.json is taken for all layers: a recipe's model.window is one for all"
+        yield (
+            "sliding_window of config.json is taken for all layers: a recipe's model.window is one "
+            "for all"
+        )
 
 
 def notes_on(config: Mapping[str, Any], path: Path) -> Iterator[str]:
@@ -159,10 +194,14 @@ def notes_on(config: Mapping[str, Any], path: Path) -> Iterator[str]:
 def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
     """Yields how a plan counts a window."""
     if layers := windowed_layers(config):
-        of = f"{layers} of {config.get('num_hidden_layers')}" if layers != config.get("num_hidden_layers") else "all"
+        of = (
+            f"{layers} of {config.get('num_hidden_layers')}"
+            if layers != config.get("num_hidden_layers")
+            else "all"
+        )
         yield (
-            f"sliding_window {sliding_window(config)} of config.json: the plan counts the time of attention with it in "
-            f"{of} layers, and memory as of whole attention"
+            f"sliding_window {sliding_window(config)} of config.json: the plan counts the time of "
+            f"attention with it in {of} layers, and memory as of whole attention"
         )
 
 
@@ -181,44 +220,48 @@ def check_model(model: ModelConfig, where: str) -> None:
     for part, number, of, whole in parts:
         if whole % number:
             tries = any_of(divisors_near(whole, number))
-            raise ConfigError(f"{where}: {part} = {number}: must divide {of} = {whole}; try {tries}")
+            raise ConfigError(
+                f"{where}: {part} = {number}: must divide {of} = {whole}; try {tries}"
+            )
 
 
 def family_of(model: ModelConfig) -> str:
-    """Returns the `model_type` of the family of transformers that has a model. Raises ConfigError, which names the key,
-    where none has it."""
+    """Returns the `model_type` of the family of transformers that has a model. Raises ConfigError,
+    which names the key, where none has it."""
     if model.is_custom:
         raise ConfigError(
-            f"model.architecture = {model.architecture}: is a class of your own, which no family of transformers has; "
-            "only llama and gpt can be exported"
+            f"model.architecture = {model.architecture}: is a class of your own, which no family "
+            "of transformers has; only llama and gpt can be exported"
         )
     if model.architecture == "gpt":
         if model.key_value_heads != model.heads:
             raise ConfigError(
-                f"model.kv_heads = {model.kv_heads}: GPT-2 of transformers has as many as model.heads = {model.heads}; "
-                f"only model.kv_heads={model.heads} can be exported"
+                f"model.kv_heads = {model.kv_heads}: GPT-2 of transformers has as many as "
+                f"model.heads = {model.heads}; only model.kv_heads={model.heads} can be exported"
             )
         if model.query_hidden != model.hidden:
             raise ConfigError(
-                f"model.head_dim = {model.head_dim}: GPT-2 of transformers has model.hidden / model.heads; only "
-                f"model.head_dim={model.hidden // model.heads} can be exported"
+                f"model.head_dim = {model.head_dim}: GPT-2 of transformers has model.hidden / "
+                f"model.heads; only model.head_dim={model.hidden // model.heads} can be exported"
             )
         return "gpt2"
     if model.qkv_bias and model.qk_norm:
         raise ConfigError(
-            "model.qk_norm = true: Qwen 3 of transformers has it without model.qkv_bias, and Qwen 2 that without this; "
-            "only model.qkv_bias=false can be exported with it"
+            "model.qk_norm = true: Qwen 3 of transformers has it without model.qkv_bias, and Qwen "
+            "2 that without this; only model.qkv_bias=false can be exported with it"
         )
     if model.qkv_bias or model.qk_norm:
         return "qwen2" if model.qkv_bias else "qwen3"
     return "llama" if model.window is None else "mistral"
 
 
-def to_hugging_face(model: ModelConfig, *, seq_len: int, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """Returns the config.json of a model that was trained on sequences of `seq_len`. `dtype` is torch's name of its
-    weights' type, and `end_of_text` the id that ends a text. Of rotary positions it has the form of transformers 5 and
-    that of 4, because older readers take a base of 10,000 for one that they do not find. Raises ConfigError where no
-    family has the model."""
+def to_hugging_face(
+    model: ModelConfig, *, seq_len: int, dtype: str, end_of_text: int | None
+) -> dict[str, Any]:
+    """Returns the config.json of a model that was trained on sequences of `seq_len`. `dtype` is
+    torch's name of its weights' type, and `end_of_text` the id that ends a text. Of rotary
+    positions it has the form of transformers 5 and that of 4, because older readers take a base of
+    10,000 for one that they do not find. Raises ConfigError where no family has the model."""
     family = family_of(model)
     numbers = {theirs: getattr(model, ours) for ours, theirs in _KEYS[family].items()}
     config: dict[str, Any] = {
@@ -242,14 +285,18 @@ def to_hugging_face(model: ModelConfig, *, seq_len: int, dtype: str, end_of_text
             **dict.fromkeys(("embd_pdrop", "resid_pdrop"), model.dropout),
         }
     scaling = model.rope_scaling
-    scaled = {} if scaling is None else {key: getattr(scaling, key) for key in (*_ALWAYS, *SCALING_KEYS[scaling.type])}
-    rope = {
-        "rope_type": "default" if scaling is None else scaling.type,
-        **{_SCALING[key]: value for key, value in scaled.items() if value is not None},
-    }
-    stretched = 0 if scaling is None else round(scaling.original_max_positions * scaling.factor)
-    # From a yarn's longest sequence versions of transformers 4 compute its factor, whatever they are told of that.
-    longest = stretched if rope["rope_type"] == "yarn" else max(seq_len, stretched)
+    rope: dict[str, Any] = {"rope_type": "default"}
+    longest = seq_len
+    if scaling is not None:
+        rope["rope_type"] = scaling.type
+        for key in (*_ALWAYS, *SCALING_KEYS[scaling.type]):
+            if getattr(scaling, key) is not None:
+                rope[_SCALING[key]] = getattr(scaling, key)
+        longest = round(scaling.original_max_positions * scaling.factor)
+        # From a yarn's longest sequence, versions of transformers 4 compute its factor, whatever
+        # else the config says.
+        if scaling.type != "yarn":
+            longest = max(seq_len, longest)
     config |= {
         "num_key_value_heads": model.key_value_heads,
         "head_dim": model.head_size,
@@ -267,31 +314,25 @@ def to_hugging_face(model: ModelConfig, *, seq_len: int, dtype: str, end_of_text
     return config
 
 
-def _what_is_missing(kind: str, config: Mapping[str, Any]) -> str:
-    """Says what a model has that no model of this project has, where its config.json shows it; it ends with a colon."""
+def _what_is_missing(config: Mapping[str, Any]) -> str:
+    """Describes a mixture of experts, which no model of this project is; it ends with a colon."""
     experts = next((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), None)
-    if experts is not None:
-        each = config.get("num_experts_per_tok")
-        some = f", {each} of them for a token," if each is not None else ""
-        return f"a mixture of {experts} experts{some} and this project trains dense models alone: "
-    if kind.startswith("gemma"):
-        return "Gemma's scaled embeddings, its norms after each half of a block and its GeGLU are in no model here: "
-    if kind.startswith("phi"):
-        return "Phi's packed or partly rotated projections are in no model here: "
-    if config.get("is_encoder_decoder") or kind in _NO_DECODERS:
-        return "not a decoder that is trained on the next token: "
-    return ""
+    if experts is None:
+        return ""
+    return f"a mixture of {experts} experts, and this project trains dense models only: "
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Keys that a query sees at most; None: all. Qwens name a window and use it only where they say so."""
+    """Keys that a query sees at most; None: all. Qwens name a window and use it only where they say
+    so."""
     is_used = config.get("use_sliding_window", config.get("model_type") not in ("qwen2", "qwen3"))
     window = config.get("sliding_window")
     return int(window) if window and is_used else None
 
 
 def windowed_layers(config: Mapping[str, Any]) -> int:
-    """Returns in how many layers `sliding_window` holds: as `layer_types` lists them, or by the family's own rule."""
+    """Returns in how many layers `sliding_window` holds: as `layer_types` lists them, or by the
+    family's own rule."""
     layers, kind = config.get("num_hidden_layers"), str(config.get("model_type"))
     if sliding_window(config) is None or not isinstance(layers, int):
         return 0
@@ -309,7 +350,9 @@ def windowed_layers(config: Mapping[str, Any]) -> int:
 def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
     """Returns the number of a key. Raises ConfigError where it is missing or no whole number."""
     if key not in config:
-        raise ConfigError(f"{path}: {key}: required and not given; set it to the model's whole number")
+        raise ConfigError(
+            f"{path}: {key}: required and not given; set it to the model's whole number"
+        )
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
         raise ConfigError(f"{path}: {key} = {shown(json.dumps(value))}: must be a whole number")
@@ -317,11 +360,12 @@ def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
 
 
 def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns what is said of rotary positions: by transformers 5 in `rope_parameters`, by 4 in `rope_theta` and
-    `rope_scaling`. A model that gives no context before has its own."""
+    """Returns what is said of rotary positions: by transformers 5 in `rope_parameters`, by 4 in
+    `rope_theta` and `rope_scaling`. A model that gives no context before has its own."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(said, dict):
-        raise ConfigError(f"{path}: rope_scaling = {json.dumps(said)}: must hold keys and values, or be null")
+        words = f"rope_scaling = {shown(json.dumps(said))}"
+        raise ConfigError(f"{path}: {words}: must hold keys and values, or be null")
     given = {key: value for key, value in said.items() if value is not None}
     if "rope_theta" in config:
         given.setdefault("rope_theta", config["rope_theta"])
@@ -335,12 +379,15 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
-    """Returns the scaling of a config.json; None for a type that no recipe can say, which `notes_on` tells."""
+    """Returns the scaling of a config.json; None for a type that no recipe can say, which
+    `notes_on` tells."""
     kind = _rope_type(rope)
     if kind not in ("llama3", "yarn"):
         return None
     numbers: dict[str, Any] = {
-        ours: _number(rope, theirs, path) for ours, theirs in _SCALING.items() if theirs in rope or ours in _ALWAYS
+        ours: _number(rope, theirs, path)
+        for ours, theirs in _SCALING.items()
+        if theirs in rope or ours in _ALWAYS
     }
     numbers["original_max_positions"] = int(numbers["original_max_positions"])
     return RopeScaling(type="llama3" if kind == "llama3" else "yarn", **numbers)

@@ -1,27 +1,23 @@
 """From a YAML file to a checked recipe, and back.
 
-`load_recipe` reads a file, lays `key=value` overrides over it, and checks the whole before any process starts. The keys
-are read off the recipe's dataclasses. This is the one file that imports OmegaConf, which checks each value against its
-field's type and builds the recipe. Nothing here imports torch.
+`load_recipe` reads a file, lays `key=value` overrides over it, and checks everything before any
+process starts. PyYAML reads values with their lines, OmegaConf merges the layers, and pydantic
+checks types and ranges.
 """
 
 from __future__ import annotations
 
-import math
-import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, fields, make_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from parallel3d.config.named_class import BESIDE_RECIPES
-from parallel3d.config.ranges import any_of, is_within
+from parallel3d.config.import_class import BESIDE_RECIPES
+from parallel3d.config.ranges import any_of
 from parallel3d.config.recipe import Recipe
-from parallel3d.config.rules import refuse, validate
+from parallel3d.config.rules import check_rules, refuse
+from parallel3d.config.schema import KEYS, SECTIONS, Key, keys_of, read
 from parallel3d.config.yaml_text import (
     COMMAND_LINE,
     Setting,
@@ -33,41 +29,84 @@ from parallel3d.config.yaml_text import (
 )
 from parallel3d.errors import ConfigError
 
-# Values that people try and this version does not support -> the reason, and a value that would do.
+_FP8 = (
+    "float8 is not offered: only GPUs multiply in it (H100 and newer), and this version is tested "
+    "on CPUs alone; try bf16"
+)
+_ADAM8 = (
+    "8-bit states are not offered: their blocks depend on the layout, and another could not resume "
+    "them; try adamw with optimizer.state_dtype=bf16"
+)
+# Values that people try and this version does not support -> the reason, and a value that works.
 _UNSUPPORTED = {
-    ("train.precision", "fp8"): (
-        "float8 is not offered: only GPUs multiply in it (H100 and newer), and this version is tested on CPUs alone; "
-        "try bf16"
-    ),
-    ("optimizer.name", "adamw8bit"): (
-        "8-bit states are not offered: their blocks depend on the layout, and another could not resume them; "
-        "try adamw with optimizer.state_dtype=bf16, or adafactor"
+    ("train.precision", "fp8"): _FP8,
+    ("train.precision", "float8"): _FP8,
+    ("optimizer.name", "adamw8bit"): _ADAM8,
+    ("optimizer.name", "adam8bit"): _ADAM8,
+    ("optimizer.name", "adamw_8bit"): _ADAM8,
+    ("optimizer.name", "adafactor"): (
+        "Adafactor was removed; try muon, or adamw with optimizer.state_dtype=bf16"
     ),
 }
-_MOST_UNKNOWN = 5  # unknown keys of a file that are each told with the nearest that is known
-_ALIASES = {"float8": "fp8", "adam8bit": "adamw8bit", "adamw_8bit": "adamw8bit"}
+# Keys of earlier versions -> the default, which files that a run wrote still have, and the advice.
+_REMOVED: dict[str, tuple[object, str]] = {
+    "optimizer.stochastic_rounding": (False, "try train.precision=bf16, whose weights are float32"),
+    "optimizer.beta2_decay": (None, "it was a key of Adafactor; try optimizer.name=adamw"),
+    "optimizer.update_clip": (None, "it was a key of Adafactor; try optimizer.name=adamw"),
+    "optimizer.step_in_backward": (
+        False,
+        "to hold fewer gradients try parallel.sharding=FULL_SHARD, or parallel.reduce=microbatch",
+    ),
+}
+_MOST_UNKNOWN = 5  # a file with more unknown keys is of another kind
 
 # A key as other programs call it, or an axis that this version lacks -> the hint.
-_TWO_WAYS = "the data ranks are parallel.dp_shard (sharded) x parallel.dp_replicate (copies); try parallel.dp_shard=2"
+_TWO_WAYS = (
+    "the data ranks are parallel.dp_shard (sharded) x parallel.dp_replicate (copies); try "
+    "parallel.dp_shard=2"
+)
 _ELSEWHERE = {
     "dp": _TWO_WAYS,
     "data_parallel_size": _TWO_WAYS,
-    "cp": "context parallelism is not there yet; try parallel.tp=2 with parallel.sequence_parallel=true",
-    "ep": "expert parallelism is not there yet, nor are models with experts; try parallel.dp_shard=2",
-    "context_parallel": "context parallelism is not there yet; try parallel.tp=2 with parallel.sequence_parallel=true",
-    "offload": "CPU offload is not offered: it is for GPUs, and this version is tested on CPUs alone; split more over "
-    "parallel.dp_shard, or try parallel.recompute=full",
-    "gradient_accumulation_steps": "it follows from train.global_batch_size and parallel.microbatch_size; set those",
+    "cp": (
+        "context parallelism is not there yet; try parallel.tp=2 with "
+        "parallel.sequence_parallel=true"
+    ),
+    "ep": (
+        "expert parallelism is not there yet, nor are models with experts; try parallel.dp_shard=2"
+    ),
+    "context_parallel": (
+        "context parallelism is not there yet; try parallel.tp=2 with "
+        "parallel.sequence_parallel=true"
+    ),
+    "offload": (
+        "CPU offload is not offered: it is for GPUs, and this version is tested on CPUs alone; "
+        "split more over parallel.dp_shard, or try parallel.recompute=full"
+    ),
+    "gradient_accumulation_steps": (
+        "it follows from train.global_batch_size and parallel.microbatch_size; set those"
+    ),
 }
-# A key of this version -> what other programs call it.
+# A key of this version -> its names in other frameworks.
 _OTHER_NAMES = {
-    "parallel.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size tp_size",
-    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
+    "parallel.tp": (
+        "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size "
+        "tp_size"
+    ),
+    "parallel.pp": (
+        "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+        "pipeline_model_parallel_size"
+    ),
     "parallel.microbatch_size": "micro_batch_size mbs local_batch_size per_device_train_batch_size",
-    "parallel.recompute": "activation_checkpoint activation_checkpointing gradient_checkpointing recompute_granularity",
+    "parallel.recompute": (
+        "activation_checkpoint activation_checkpointing gradient_checkpointing "
+        "recompute_granularity"
+    ),
     "train.global_batch_size": "batch_size train_batch_size gbs",
     "train.steps": "max_steps num_steps total_steps max_iters train_iters training_steps",
-    "train.seq_len": "seq_length sequence_length max_seq_len max_seq_length block_size context_length",
+    "train.seq_len": (
+        "seq_length sequence_length max_seq_len max_seq_length block_size context_length"
+    ),
     "train.grad_clip": "clip_grad max_grad_norm max_norm gradient_clipping gradient_clip_val",
     "train.precision": "dtype mixed_precision mixed_precision_param",
     "train.eval_every": "eval_interval eval_steps eval_freq",
@@ -92,166 +131,61 @@ _OTHER_NAMES = {
     "logging.every": "log_interval logging_steps log_freq log_every",
     "run_dir": "output_dir save_dir out_dir dump_folder",
 }
-_ELSEWHERE |= {other: f"did you mean {key}?" for key, others in _OTHER_NAMES.items() for other in others.split()}
-_WORDS: dict[Any, str] = {
-    **{int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"},
-    **{Any: "a value", dict[str, Any]: "keys with values below it"},
+_ELSEWHERE |= {
+    other: f"did you mean {key}?"
+    for key, others in _OTHER_NAMES.items()
+    for other in others.split()
 }
-
-
-@dataclass(frozen=True)
-class Key:
-    """A key of a recipe: the type of its value, and its default (MISSING: it is required)."""
-
-    hint: Any
-    default: Any
-
-    @property
-    def choices(self) -> tuple[Any, ...]:
-        """The alternatives of the type: (int, NoneType) for `int | None`, and the type itself for any other."""
-        return get_args(self.hint) if get_origin(self.hint) in (Union, types.UnionType) else (self.hint,)
-
-    @property
-    def section(self) -> Any:
-        """The dataclass of the value where that is a section, else None."""
-        return next((choice for choice in self.choices if is_dataclass(choice)), None)
-
-    @property
-    def entry(self) -> Any:
-        """The dataclass of the entries where the value is a list of entries, else None."""
-        kinds = [get_args(choice)[0] for choice in self.choices if get_origin(choice) is tuple]
-        return next((kind for kind in kinds if is_dataclass(kind)), None)
-
-    @property
-    def wanted(self) -> str:
-        """The type in words, with a value that would do."""
-        words = []
-        for choice in self.choices:
-            if get_origin(choice) is Literal:
-                words.append("one of " + ", ".join(get_args(choice)))
-            elif self.entry is not None:
-                words.append(f"a list of entries {{{', '.join(name.name for name in fields(self.entry))}}}")
-            elif get_origin(choice) is tuple:
-                of, is_open = get_args(choice)[0], ... in get_args(choice)
-                names = get_args(of) if get_origin(of) is Literal else ()
-                plain = {int: "whole numbers", str: "text"}.get(of, "numbers")
-                many = f"some of {', '.join(names)}, such as [{names[0]}]" if names else plain
-                words.append(f"a list of {many if is_open else f'{len(get_args(choice))} numbers'}")
-            else:
-                words.append(_WORDS[choice])
-        is_listed = any(get_origin(choice) is Literal or choice is bool for choice in self.choices)
-        example = "" if is_listed or self.default in (MISSING, None, ()) else f", such as {shown(self.default)}"
-        return " or ".join(words) + example
-
-    def yaml_trap(self, value: object) -> str:
-        """Returns the reason why YAML read a value other than its writer meant; empty where there is no such reason."""
-        if isinstance(value, bool) and self.hint is not bool:
-            words = "yes or on as true" if value else "no or off as false"
-            return f" (YAML reads a bare {words}: quote it if you mean the word)"
-        if isinstance(value, float) and value.is_integer() and self.hint is int:
-            return f"; write {int(value)}"
-        if not isinstance(value, str | list | None) and str in self.choices:
-            return f"; quote it: '{shown(value)}'"
-        return ""
-
-
-def _keys_of(owner: Any) -> dict[str, Key]:
-    hints = get_type_hints(owner)
-    return {leaf.name: Key(hints[leaf.name], leaf.default) for leaf in fields(owner)}
-
-
-def _schema(owner: Any, under: str = "") -> Iterator[tuple[str, Key]]:
-    """Yields the dotted name of each key of a dataclass and of the sections in it, and the key."""
-    for name, key in _keys_of(owner).items():
-        yield f"{under}{name}", key
-        if key.section is not None:
-            yield from _schema(key.section, f"{under}{name}.")
-
-
-SECTIONS: dict[str, Key] = {name: key for name, key in _schema(Recipe) if key.section is not None}
-KEYS: dict[str, Key] = {name: key for name, key in _schema(Recipe) if key.section is None}
-
-
-_OPTIONS, _OPTION = "model.options.", Key(Any, MISSING)  # free keys, which the class of model.architecture knows
+_OPTIONS = "model.options"  # its keys are those of the class that model.architecture names
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:
-    """Returns the validated recipe of a YAML file: defaults <- shape card <- the file <- `key=value` overrides.
+    """Returns the validated recipe of a YAML file: defaults <- shape card <- the file <-
+    `key=value` overrides.
 
-    `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over the file's own
-    numbers, since the file gave them for another model. Raises `ConfigError` with a line for each problem. No module
-    that the recipe names is imported."""
-    said = read_settings(path)
-    # A section whose keys are all commented out is read as a key without a value.
-    unknown = [each for each in said if not _key(each.key) and not (each.key in SECTIONS and each.value is None)]
-    if len(unknown) > _MOST_UNKNOWN:  # that is another kind of file
-        some = ", ".join(each.key for each in unknown[:_MOST_UNKNOWN])
-        raise ConfigError(f"{path}: {len(unknown)} keys are unknown, such as {some}; is it a recipe of this project?")
+    `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over
+    the numbers of the file, which gave them for another model. Raises `ConfigError` with a line for
+    each problem. No module that the recipe names is imported."""
+    said = [setting for setting in read_settings(path) if not _is_unused(setting)]
+    unknown = [setting for setting in said if not _is_known(setting)]
+    if len(unknown) > _MOST_UNKNOWN:
+        some = ", ".join(shown(setting.key) for setting in unknown[:_MOST_UNKNOWN])
+        raise ConfigError(
+            f"{path}: {len(unknown)} keys are unknown, such as {some}; is it a recipe of this "
+            "project?"
+        )
     refuse([_unknown_key(setting) for setting in unknown])
     asked = [_parse_override(text) for text in overrides]
     settings: dict[str, Setting] = {}
     for setting in _with_card(said, asked, cards):
-        if _key(setting.key) is not None:
-            settings[setting.key] = setting
-        else:  # a section that is null, such as the card's model.rope_scaling
-            settings = {key: each for key, each in settings.items() if not key.startswith(f"{setting.key}.")}
-
-    config = OmegaConf.structured(Recipe)
-    assert isinstance(config, DictConfig)
-    OmegaConf.set_readonly(config, None)  # the dataclasses are frozen
-    sections = [
-        section
-        for section, key in SECTIONS.items()
-        if key.default is not None or any(name.startswith(f"{section}.") for name in settings)
-    ]
-    for section in sections:
-        OmegaConf.update(config, section, {})
-        OmegaConf.set_readonly(OmegaConf.select(config, section), None)
-    refuse(
-        [
-            error
-            for setting in settings.values()
-            if (key := _key(setting.key)) is not None
-            for error in _assign(config, setting.key, key, setting)
-        ]
-    )
-    errors = []
-    for section in sections:
-        values = OmegaConf.select(config, section)
-        missing = [f"{section}.{name}" for name in values if OmegaConf.is_missing(values, name)]
-        if missing:
-            some = " or ".join(sorted(cards, key=len)[:3])
-            card = f", or pick a shape card, such as model.name = {some}" if section == "model" else ""
-            them = "them" if missing[1:] else "it"
-            errors.append(f"{', '.join(missing)}: required and not given; set {them}{card}")
+        if setting.key in SECTIONS:  # it is null, and drops what an earlier layer has set
+            below = f"{setting.key}."
+            settings = {key: each for key, each in settings.items() if not key.startswith(below)}
+        settings[setting.key] = setting
+    refuse([*_unreadable(settings.values())])
+    recipe, errors = read(Recipe, _merge(settings.values()), settings)
     refuse(errors)
-
-    recipe: Recipe = OmegaConf.to_object(config)  # type: ignore[assignment]
     if recipe.run_dir is None:
         recipe = replace(recipe, run_dir=f"runs/{path.stem}")
-    validate(recipe)
-    folder = str(path.parent.resolve())
+    check_rules(recipe)
     if recipe.model.is_custom or recipe.train.callbacks:
-        BESIDE_RECIPES[:] = dict.fromkeys([folder, *BESIDE_RECIPES])
+        BESIDE_RECIPES[:] = dict.fromkeys([str(path.parent.resolve()), *BESIDE_RECIPES])
     return recipe
 
 
 def read_options(owner: type[Any], options: Mapping[str, Any]) -> object:
-    """Returns `model.options` as the dataclass of a class of the user's, whose fields say the names, types, ranges
-    (`ranges.within`) and defaults. Raises `ConfigError` with a line for each option that does not fit it."""
-    config, said = OmegaConf.structured(owner), Setting(key="model.options", value=dict(options), origin="recipe")
+    """Returns `model.options` as the dataclass of your own class. Its fields say the names, types,
+    ranges (`in_range`) and defaults. Raises `ConfigError` with a line for each option that does not
+    fit it."""
     if options and not fields(owner):
-        raise ConfigError(f"{said}: the class has none; drop them, or give it a dataclass Options")
-    refuse([*_fill(config, _keys_of(owner), said)])
-    built: object = OmegaConf.to_object(config)
-    outside = [
-        f"model.options.{leaf.name} = {shown(value)}: must be {words}; try {leaf.metadata['example']}"
-        for leaf in fields(owner)
-        if (words := leaf.metadata.get("range")) and (value := getattr(built, leaf.name)) is not None
-        if not is_within(words, value)
-    ]
-    refuse(outside)
-    return built
+        words = "the class has none; drop them, or give it a dataclass Options"
+        raise ConfigError(f"{_OPTIONS} = {shown(dict(options))}: {words}")
+    model = make_dataclass("model", [("options", owner)])
+    recipe = make_dataclass("recipe", [("model", model)])
+    recipe.__pydantic_config__ = Recipe.__pydantic_config__  # type: ignore[attr-defined]
+    built, errors = read(recipe, {"model": {"options": dict(options)}})
+    refuse(errors)
+    return built.model.options
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -259,119 +193,118 @@ def to_yaml(recipe: Recipe) -> str:
     return dump_yaml(asdict(recipe))
 
 
-def _with_card(said: list[Setting], asked: list[Setting], cards: Mapping[str, Path]) -> Iterator[Setting]:
-    """Yields all settings, of which a later one wins: the shape card comes just before the layer that names it."""
-    for layer, overruled in ((said, asked), (asked, [])):
-        named = next((s for s in reversed(layer) if s.key == "model.name" and s.value is not None), None)
-        if named is not None and not any(setting.key == "model.name" for setting in overruled):
-            card = cards.get(str(named.value))
-            if card is None:
-                near = get_close_matches(str(named.value), cards, 1) or sorted(cards, key=len)[:3]
-                raise ConfigError(f"{named}: no such shape card; try {any_of(near)}; parallel3d-plan models lists all")
-            yield from read_settings(card, under="model")
+def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
+    """Returns settings as nested dicts; a later setting wins."""
+    from omegaconf import OmegaConf  # --help needs none
+
+    # pydantic refuses the objects that YAML makes of some texts, such as dates.
+    tree = OmegaConf.create({"model": {}, "train": {}}, flags={"allow_objects": True})
+    for setting in settings:
+        if setting.key in SECTIONS and not SECTIONS[setting.key].is_optional:
+            continue  # a section whose keys are all commented out
+        OmegaConf.update(tree, setting.key, setting.value, merge=False, force_add=True)
+    merged: dict[str, Any] = OmegaConf.to_container(tree)  # type: ignore[assignment]
+    return merged
+
+
+def _with_card(
+    said: list[Setting], asked: list[Setting], cards: Mapping[str, Path]
+) -> Iterator[Setting]:
+    """Yields all settings; a later one wins. The shape card comes just before the layer that names
+    it, and only that of the last such layer."""
+    has_asked = any(setting.key == "model.name" for setting in asked)
+    for layer, is_overruled in ((said, has_asked), (asked, False)):
+        names = [each for each in layer if each.key == "model.name" and each.value is not None]
+        if names and not is_overruled:
+            name = str(names[-1].value)
+            if name not in cards:
+                near = get_close_matches(name, cards, 1) or sorted(cards, key=len)[:3]
+                raise ConfigError(
+                    f"{names[-1]}: no such shape card; try {any_of(near)}; parallel3d-plan models "
+                    "lists all"
+                )
+            yield from read_settings(cards[name], under="model")
         yield from layer
 
 
 def _parse_override(text: str) -> Setting:
-    """Reads a `key=value` of the command line. Raises ConfigError for another form, or a key not in the schema."""
+    """Reads a `key=value` of the command line. Raises ConfigError for another form or an unknown
+    key."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
-        raise ConfigError(f"{shown(text)}: not an override; write key=value, such as optimizer.lr=1e-4")
-    if name in SECTIONS and SECTIONS[name].default is None and value == "null":
-        return Setting(key=name, value=None, origin=COMMAND_LINE)
-    key = _key(name)
-    if key is None:
-        raise ConfigError(_unknown_key(Setting(key=name, value=value, origin=COMMAND_LINE)))
-    # Text is taken as it stands (a pattern such as *.py means something else in YAML), unless it is quoted or null.
-    is_verbatim = str in key.choices and not value.startswith(("'", '"')) and value != "null"
-    return Setting(key=name, value=value if is_verbatim else parse_value(value, name), origin=COMMAND_LINE)
+        words = "not an override; write key=value, such as optimizer.lr=1e-4"
+        raise ConfigError(f"{shown(text)}: {words}")
+    setting = Setting(key=name, value=value, origin=COMMAND_LINE)
+    if name in SECTIONS and SECTIONS[name].is_optional and value == "null":
+        return replace(setting, value=None)
+    if _key(name) is None:
+        raise ConfigError(_unknown_key(setting))
+    # Text is taken as it stands, unless it is quoted or null: *.py means something else in YAML.
+    is_text_key = name in KEYS and KEYS[name].hint is str
+    if is_text_key and not value.startswith(("'", '"')) and value != "null":
+        return setting
+    return replace(setting, value=parse_value(value, name))
 
 
 def _key(name: str) -> Key | None:
-    """Returns a key of the schema, or any key of `model.options`; None for another name."""
-    is_option = name.startswith(_OPTIONS) and name.removeprefix(_OPTIONS).isidentifier()
-    return _OPTION if is_option else KEYS.get(name)
+    """Returns a key of a recipe, or that of all `model.options`; None for another name."""
+    option = name.removeprefix(f"{_OPTIONS}.")
+    return KEYS.get(_OPTIONS if option != name and option.isidentifier() else name)
+
+
+def _is_known(setting: Setting) -> bool:
+    # A section whose keys are all commented out is read as a key without a value.
+    is_empty_section = setting.key in SECTIONS and setting.value is None
+    return is_empty_section or _key(setting.key) is not None
+
+
+def _is_unused(setting: Setting) -> bool:
+    """True for a key of an earlier version at the default that it had."""
+    return setting.key in _REMOVED and setting.value == _REMOVED[setting.key][0]
 
 
 def _unknown_key(setting: Setting) -> str:
     """Returns the error line of a key that is not in the schema, with the nearest key that is."""
+    if setting.key in _REMOVED:
+        return f"{setting}: removed; {_REMOVED[setting.key][1]}"
     if setting.key in SECTIONS:
         example = next(key for key in KEYS if key.startswith(setting.key + "."))
         return f"{setting}: a section, not a value; set its keys, such as {example}"
-    whole = next(
-        (name for name, key in KEYS.items() if key.entry and setting.key.startswith((f"{name}.", f"{name}["))), None
-    )
-    if whole is not None:
-        names = [name for name, key in _keys_of(KEYS[whole].entry).items() if key.default is MISSING]
-        example = ", ".join(f"{name}: ..." for name in names)
-        return f"{setting.key} ({setting.origin}): a list is given as a whole; write {whole}='[{{{example}}}, ...]'"
-    section, _, leaf = setting.key.rpartition(".")
+    said = f"{shown(setting.key)} ({setting.origin})"
+    for name, key in KEYS.items():
+        if key.entry and setting.key.startswith((f"{name}.", f"{name}[")):
+            example = ", ".join(f"{each}: ..." for each in keys_of(key.entry))
+            return f"{said}: a list is given as a whole; write {name}='[{{{example}}}, ...]'"
+    return f"{said}: unknown key; {_advice(setting.key)}"
+
+
+def _advice(key: str) -> str:
+    """Returns what to write in the place of an unknown key."""
+    section, _, leaf = key.rpartition(".")
+    leaf = leaf.lower().replace("-", "_")
+    if "offload" in leaf or leaf in _ELSEWHERE:
+        return _ELSEWHERE["offload" if "offload" in leaf else leaf]
     by_leaf = {name.rpartition(".")[2]: name for name in KEYS}
-    own = [name for name in KEYS if name.startswith(section + ".")] if section in SECTIONS else []
+    own = [name for name in KEYS if name.startswith(f"{section}.")] if section in SECTIONS else []
     near = (
-        get_close_matches(setting.key, own, 1, cutoff=0.8)
+        get_close_matches(key, own, 1, cutoff=0.8)
         or [by_leaf[name] for name in get_close_matches(leaf, by_leaf, 1, cutoff=0.7)]
-        or get_close_matches(setting.key, KEYS, 1, cutoff=0.6)
+        or get_close_matches(key, KEYS, 1, cutoff=0.6)
     )
-    known = own or [*(f"{name}.*" for name in SECTIONS if "." not in name), *(name for name in KEYS if "." not in name)]
-    advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-    foreign = leaf.lower().replace("-", "_")
-    advice = _ELSEWHERE.get("offload" if "offload" in leaf else foreign, advice)
-    return f"{setting.key} ({setting.origin}): unknown key; {advice}"
+    if near:
+        return f"did you mean {near[0]}?"
+    top = [f"{name}.*" for name in SECTIONS if "." not in name]
+    return f"known are {', '.join(own or top)}"
 
 
-def _assign(config: DictConfig, name: str, key: Key, setting: Setting) -> Iterator[str]:
-    """Sets the key at `name` of a part of the recipe under construction. Yields the error lines of a value that its
-    type forbids."""
-    value = setting.value
-    if isinstance(value, str) and ("${" in value or value == "???"):
-        yield f"{setting}: a recipe does not read variables; write the value itself"
-        return
-    numbers = value if isinstance(value, list) else [value]
-    if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
-        yield f"{setting}: must be {key.wanted}, and finite"
-        return
-    if not all(is_text(each) for each in numbers if isinstance(each, str)):
-        yield f"{setting}: must be text in UTF-8; try plain letters"
-        return
-    # OmegaConf would convert anything to text, and a number to true or false: their writer has mistaken the key.
-    is_mistaken = (str in key.choices and not isinstance(value, str | None)) or (
-        bool in key.choices and not isinstance(value, key.choices)
-    )
-    if key.entry is not None and isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        entries = [OmegaConf.structured(key.entry) for _ in value]
-        errors = [
-            error
-            for index, (part, said) in enumerate(zip(entries, value, strict=True))
-            for error in _fill(part, _keys_of(key.entry), replace(setting, key=f"{setting.key}[{index}]", value=said))
-        ]
-        if errors:
-            yield from errors
-            return
-        value = entries
-    try:
-        if not is_mistaken:
-            OmegaConf.update(config, name, value, merge=False)
-            return
-    except (OmegaConfBaseException, ValueError, TypeError, OverflowError, AttributeError):
-        pass  # AttributeError: omegaconf 2.4's own, in making the message of a ValidationError
-    word = str(value).lower()
-    hint = _UNSUPPORTED.get((setting.key, _ALIASES.get(word, word)))
-    yield f"{setting}: {hint or f'must be {key.wanted}{key.yaml_trap(value)}'}"
-
-
-def _fill(entry: DictConfig, keys: Mapping[str, Key], setting: Setting) -> Iterator[str]:
-    """Sets all keys of an entry of a list. Yields a line for each that is unknown, missing or mistyped."""
-    assert isinstance(setting.value, dict)
-    OmegaConf.set_readonly(entry, None)  # its dataclass is frozen
-    for name, value in setting.value.items():
-        own = replace(setting, key=f"{setting.key}.{name}", value=value)
-        if name in keys:
-            yield from _assign(entry, name, keys[name], own)
-        else:
-            near = get_close_matches(name, keys, 1)
-            yield f"{own}: unknown key; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(keys)}"
-    for name in keys:
-        if name not in setting.value and OmegaConf.is_missing(entry, name):
-            yield f"{setting.key}.{name} ({setting.origin}): required and not given; set it"
+def _unreadable(settings: Iterable[Setting]) -> Iterator[str]:
+    """Yields a line for each value that is no value of any key."""
+    for setting in settings:
+        text = str(setting.value)
+        if "${" in text:
+            yield f"{setting}: a recipe does not read variables; write the value itself"
+        elif not is_text(text):
+            yield f"{setting}: must be text in UTF-8; try plain letters"
+        elif (setting.key, text.lower()) in _UNSUPPORTED:
+            yield f"{setting}: {_UNSUPPORTED[setting.key, text.lower()]}"

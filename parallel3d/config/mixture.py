@@ -1,5 +1,5 @@
-"""The mixture that `data.sources` and `data.stages` ask for: its weights in whole numbers, which make it exact, its
-stages in samples, and its rules."""
+"""The mixture that `data.sources` and `data.stages` ask for: its weights in whole numbers, which
+make it exact, its stages in samples, and its rules."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from typing import NamedTuple
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.yaml_text import shown
 
-LONGEST_PERIOD = 100_000  # samples after which the pattern of a stage repeats: a table of a MiB, made in 0.1 s
+# samples after which the pattern of a stage repeats: a table of a MiB, made in 0.1 s
+LONGEST_PERIOD = 100_000
 
 
 class MixtureStage(NamedTuple):
-    """Samples whose sources have the same weights: those from `first_sample` to the next stage's."""
+    """Samples whose sources have the same weights: those from `first_sample` to the next
+    stage's."""
 
     first_sample: int
     weights: tuple[int, ...]  # one for each source
 
 
 def mixture_stages(recipe: Recipe) -> tuple[MixtureStage, ...]:
-    """Returns the stages of the recipe's mixture, at least one; a single corpus has the weight 1."""
+    """Returns the stages of the recipe's mixture, at least one; a single corpus has the weight
+    1."""
     first = MixtureStage(0, whole_weights([source.weight for source in recipe.data.sources] or [1]))
     begins = recipe.batch_sizes.before
-    later = (MixtureStage(begins(stage.from_step - 1), whole_weights(stage.weights)) for stage in recipe.data.stages)
+    later = (
+        MixtureStage(begins(stage.from_step - 1), whole_weights(stage.weights))
+        for stage in recipe.data.stages
+    )
     return (first, *later)
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the smallest whole numbers in the proportion of `weights`, whose decimals are taken at their word: those
-    of 0.7, 0.25 and 0.05 are 14, 5 and 1."""
+    """Returns the smallest whole numbers in the proportion of `weights`, whose decimals are taken
+    at their word: those of 0.7, 0.25 and 0.05 are 14, 5 and 1."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
@@ -41,14 +47,20 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def mixture_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each setting of the sources and their weights that contradicts another one or cannot be drawn."""
+    """One line for each setting of the sources and their weights that contradicts another one or
+    cannot be drawn."""
     data, sources = recipe.data, recipe.data.sources
     if not sources:
         if data.stages:
-            yield "data.stages: gives weights to data.sources, and there are none; try data.stages=[]"
+            yield (
+                "data.stages: gives weights to data.sources, and there are none; try data.stages=[]"
+            )
         return
     if data.source == "stdlib":
-        yield "data.source = stdlib: is one corpus, and data.sources names others; try data.source=text"
+        yield (
+            "data.source = stdlib: is one corpus, and data.sources names others; try "
+            "data.source=text"
+        )
     if data.path is not None:
         yield f"data.path = {shown(data.path)}: data.sources names the corpora; try data.path=null"
     labels = [source.label for source in sources]
@@ -57,7 +69,10 @@ def mixture_errors(recipe: Recipe) -> Iterator[str]:
         if not sources[index].path:
             yield f"{key}.path = '': must name a file or a folder; try path: corpus.txt"
         elif (first := labels.index(label)) < index:
-            yield f"{key}.name = {label}: is the name of data.sources[{first}]; try name: {label}-{index}"
+            yield (
+                f"{key}.name = {label}: is the name of data.sources[{first}]; try name: "
+                f"{label}-{index}"
+            )
     weighings = [("the weights of data.sources", [source.weight for source in sources])]
     for index, stage in enumerate(data.stages):
         weighings.append((f"data.stages[{index}].weights", [*stage.weights]))
@@ -69,12 +84,20 @@ def mixture_errors(recipe: Recipe) -> Iterator[str]:
         elif not any(weights):
             yield f"{key} = {shown(weights)}: some source must have a weight; try {usual}"
         elif (period := sum(whole_weights(weights))) > LONGEST_PERIOD:
-            rounded = [weight and max(1, round(10_000 * weight / sum(weights))) for weight in weights]
-            words = f"stand in whole numbers as {shown(whole_weights(weights))}, and those must add up to at most"
+            rounded = [
+                weight and max(1, round(10_000 * weight / sum(weights))) for weight in weights
+            ]
+            words = (
+                f"stand in whole numbers as {shown(whole_weights(weights))}, and those must add up "
+                "to at most"
+            )
             yield f"{key} = {shown(weights)}: {words} {LONGEST_PERIOD}, not {period}; try {rounded}"
     for index, label in enumerate(labels):
         if all(any(weights) and weights[index : index + 1] == [0] for _, weights in weighings):
-            yield f"data.sources[{index}].weight = 0: no sample would be drawn from {label}; try weight: 1"
+            yield (
+                f"data.sources[{index}].weight = 0: no sample would be drawn from {label}; try "
+                "weight: 1"
+            )
     for index, (before, after) in enumerate(pairwise(stage.from_step for stage in data.stages), 1):
         if after <= before:
             words = f"must be above that of the stage before, {before}"

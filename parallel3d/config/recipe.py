@@ -1,19 +1,21 @@
-"""The sections of a recipe as frozen dataclasses. `load` reads and writes them, `rules` checks them."""
+"""The sections of a recipe as frozen dataclasses: types, ranges, choices and defaults. pydantic
+checks the values (`schema`), and `rules` checks what must fit together. A new key is one line here.
+"""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from parallel3d.config.flops import block_weights
-from parallel3d.config.ranges import MOST_DEVICES, up_to, within
+from parallel3d.config.ranges import in_range
 from parallel3d.config.sharding_strategies import Cadence, ShardingName, strategy_of
 from parallel3d.schedules.balance import PartCosts
 from parallel3d.schedules.registry import ScheduleName
 
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
-OptimizerName = Literal["adamw", "sgd", "muon", "adafactor"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
 RateSchedule = Literal["constant", "linear", "cosine", "wsd", "range_test"]
 DecayShape = Literal["linear", "cosine", "sqrt"]
 BlockRecompute = Literal["none", "selective", "full"]
@@ -24,49 +26,70 @@ ReduceDtype = Literal["fp32", "bf16"]
 Transport = Literal["fp32", "fp16", "int8"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
+Count = Annotated[int, in_range(ge=1, le=2**40)]
+Index = Annotated[int, in_range(ge=0, le=2**40)]
+Size = Annotated[int, in_range(ge=1, le=2**27)]
+Devices = Annotated[int, in_range(ge=1, le=2**20)]
+Positive = Annotated[float, in_range(gt=0)]
+NonNegative = Annotated[float, in_range(ge=0)]
+Fraction = Annotated[float, in_range(ge=0, lt=1)]
+Ratio = Annotated[float, in_range(ge=1)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """The stretching of rotary frequencies to a longer context, whose formulas `layers/positions.py` has.
-    A key that its type does not read is refused unless it is left at its default (`rules_layout`)."""
+    """The stretching of rotary frequencies to a longer context, whose formulas
+    `layers/positions.py` has. A key that its type does not read is refused unless it is left at its
+    default (`rules_layout`)."""
 
     type: Literal["llama3", "yarn"]
-    factor: float = within("at least 1 and finite", MISSING, example="8")  # how many times longer the context became
+    # how many times longer the context became
+    factor: Ratio
     original_max_positions: int  # tokens of the context before
-    low_freq_factor: float = within("above 0 and finite", 1.0)  # llama3: up to so many turns in it are stretched
-    high_freq_factor: float = within("above 0 and finite", 4.0)  # llama3: from so many turns in it they stay
-    beta_fast: float = within("above 0 and finite", 32.0)  # yarn: those that turn more often in it stay
-    beta_slow: float = within("above 0 and finite", 1.0)  # yarn: those that turn less often are stretched
+    # llama3: up to so many turns in it are stretched
+    low_freq_factor: Positive = 1.0
+    # llama3: from so many turns in it they stay
+    high_freq_factor: Positive = 4.0
+    # yarn: those that turn more often in it stay
+    beta_fast: Positive = 32.0
+    # yarn: those that turn less often are stretched
+    beta_slow: Positive = 1.0
     # yarn: how much queries and keys grow; None: 0.1 ln(factor) + 1.
-    attention_factor: float | None = within("above 0 and finite", None, example="1.2")
+    attention_factor: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a transformer. `name` picks a shape card of `models/`; numbers beside it replace the card's."""
+    """The shape of a transformer. `name` picks a shape card of `models/`; numbers beside it replace
+    the card's."""
 
     name: str | None = None
     architecture: str = "llama"  # llama, gpt, or module:Class (docs/add-a-model.md)
-    options: dict[str, Any] = field(default_factory=dict, hash=False)  # what the class of module:Class reads, by name
-    layers: int = up_to(1024)
-    hidden: int = up_to(2**20)
-    heads: int = up_to(2**16)
-    kv_heads: int | None = up_to(2**16, None)  # None: equal to heads
-    head_dim: int | None = up_to(2**16, None)  # features of one head; None: hidden / heads
-    ffn_hidden: int = up_to(2**22)
-    vocab: int = up_to(2**26)
-    rope_theta: float = within("above 0 and finite", 10_000.0)
-    rope_scaling: RopeScaling | None = None  # llama: rotary frequencies for a longer context; None: as they are
-    norm_eps: float = within("above 0 and finite", 1e-5)
+    # what the class of module:Class reads, by name
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    layers: Annotated[int, in_range(ge=1, le=1024)]
+    hidden: Size
+    heads: Size
+    kv_heads: Size | None = None  # None: equal to heads
+    head_dim: Size | None = None  # features of one head; None: hidden / heads
+    ffn_hidden: Size
+    vocab: Size
+    rope_theta: Positive = 10_000.0
+    # llama: rotary frequencies for a longer context; None: as they are
+    rope_scaling: RopeScaling | None = None
+    norm_eps: Positive = 1e-5
     tied_embeddings: bool = False
-    init_std: float = within("above 0 and finite", 0.02)
-    # The probability of dropping a number of the embedding's output, and of what each half of a block adds.
-    dropout: float = within("at least 0 and below 1", 0.0, example="0.1")
-    attention_dropout: float = within("at least 0 and below 1", 0.0, example="0.1")  # ... of attention's probabilities
+    init_std: Positive = 0.02
+    # The probability of dropping a number of the embedding's output, and of what each half of a
+    # block adds.
+    dropout: Fraction = 0.0
+    # ... of attention's probabilities
+    attention_dropout: Fraction = 0.0
     qkv_bias: bool = False  # llama: biases on q, k and v (Qwen 2); gpt has biases everywhere
     qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
-    window: int | None = None  # llama: most keys that a query sees (Mistral's sliding window); None: all keys before it
-    max_positions: int | None = up_to(2**27, None)  # gpt: rows of the table of learned positions
+    # llama: most keys that a query sees (Mistral's sliding window); None: all keys before it
+    window: Count | None = None
+    max_positions: Size | None = None  # gpt: rows of the table of learned positions
 
     @property
     def is_custom(self) -> bool:
@@ -103,7 +126,8 @@ class ModelConfig:
         )
 
     def part_costs(self, seq_len: int) -> PartCosts:
-        """Returns what embedding, block and head cost, for cutting the model into pipeline stages."""
+        """Returns what embedding, block and head cost, for cutting the model into pipeline
+        stages."""
         return PartCosts.of(
             block_weights=self.block_weights,
             hidden=self.hidden,
@@ -123,33 +147,44 @@ class Coordinates:
     tp: int
 
     def __str__(self) -> str:
-        return f"pp {self.pp}, dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, tp {self.tp}"
+        return (
+            f"pp {self.pp}, dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, tp "
+            f"{self.tp}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The size of each axis of the mesh, and how it is used. The fields pp to tp are the axes, outermost first."""
+    """The size of each axis of the mesh, and how it is used. The fields pp to tp are the axes,
+    outermost first."""
 
-    pp: int = up_to(MOST_DEVICES, 1)
-    dp_replicate: int = up_to(MOST_DEVICES, 1)
-    dp_shard: int = up_to(MOST_DEVICES, 1)
-    tp: int = up_to(MOST_DEVICES, 1)
-    virtual_stages: int = 1  # stages on each pipeline rank
-    stage_boundaries: tuple[int, ...] | None = None  # first block of each stage but the first; None: balanced by cost
+    pp: Devices = 1
+    dp_replicate: Devices = 1
+    dp_shard: Devices = 1
+    tp: Devices = 1
+    virtual_stages: Count = 1  # stages on each pipeline rank
+    # first block of each stage but the first; None: balanced by cost
+    stage_boundaries: tuple[int, ...] | None = None
     schedule: ScheduleName = "1f1b"
-    microbatch_size: int = 1  # sequences
-    sharding: ShardingName | None = None  # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
-    zero_stage: int | None = within("at least 0", None, example="0")  # 0 to 3: ZeRO's number of the strategy
-    gather: Cadence = "step"  # whether gathered parameters are kept for a step, or freed after each microbatch
-    reduce: Cadence = "step"  # whether gradients are summed over the data ranks once a step, or for each microbatch
+    microbatch_size: Count = 1  # sequences
+    # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
+    sharding: ShardingName | None = None
+    # 0 to 3: ZeRO's number of the strategy
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    # whether gathered parameters are kept for a step, or freed after each microbatch
+    gather: Cadence = "step"
+    # whether gradients are summed over the data ranks once a step, or for each microbatch
+    reduce: Cadence = "step"
     reduce_dtype: ReduceDtype = "fp32"  # the type in which gradients are sent
-    prefetch: int | None = None  # blocks whose parameters are gathered ahead; None: as torch chooses
+    # blocks whose parameters are gathered ahead; None: as torch chooses
+    prefetch: Count | None = None
     # The least gradients that are reduced in one go; None: `usual_bucket_mib`.
-    bucket_mib: float | None = within("above 0 and finite", None, example="25")
+    bucket_mib: Positive | None = None
     sequence_parallel: bool = False
     recompute: Recompute = "none"
-    recompute_every: int | None = None  # every_n: every so-many-th block is recomputed in full
-    # Under torchrun or srun dp_shard is what their number of workers leaves for it, and need not be given.
+    recompute_every: Count | None = None  # every_n: every so-many-th block is recomputed in full
+    # Under torchrun or srun dp_shard is what their number of workers leaves for it, and need not be
+    # given.
     elastic: bool = False
 
     @property
@@ -174,7 +209,12 @@ class ParallelConfig:
     @property
     def axes(self) -> dict[str, int]:
         """The sizes of the mesh's axes, outermost first."""
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "tp": self.tp,
+        }
 
     def coordinates(self, rank: int) -> Coordinates:
         """Returns the coordinates of `rank`, which counts row-major over `axes`, tp innermost."""
@@ -188,105 +228,132 @@ class ParallelConfig:
 class TrainConfig:
     """The length of a run, its batches, its precision and its device."""
 
-    steps: int = up_to(10**8)
-    global_batch_size: int = up_to(2**20)  # sequences
-    batch_warmup_start: int | None = None  # sequences of the first steps' global batch; None: no warm-up
-    batch_warmup_increment: int | None = None  # sequences that the batch grows by at a time; None: batch_warmup_start
-    batch_warmup_steps: int | None = None  # steps until the batch has its full size
-    seq_len: int = up_to(2**27)  # tokens
-    seed: int = within("at least 0", 0)
+    steps: Size
+    global_batch_size: Size  # sequences
+    # sequences of the first steps' global batch; None: no warm-up
+    batch_warmup_start: Count | None = None
+    # sequences that the batch grows by at a time; None: batch_warmup_start
+    batch_warmup_increment: Count | None = None
+    batch_warmup_steps: Count | None = None  # steps until the batch has its full size
+    seq_len: Size  # tokens
+    seed: Index = 0
     precision: Precision = "fp32"
-    loss_chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all, unless they are large
+    # tokens whose logits exist at a time; None: all, unless they are large
+    loss_chunk_tokens: Count | None = None
     # Both are part of the loss that is trained on, and not of a validation's.
-    label_smoothing: float = within("at least 0 and below 1", 0.0, example="0.1")
-    z_loss: float = within(
-        "at least 0 and finite", 0.0, example="1e-4"
-    )  # the factor of the squared log of softmax's sum
-    compile: bool = False  # torch.compile each block, or with tp > 1 or a split backward what is between its products
-    gc_every: int | None = None  # steps between Python's garbage collections; None: whenever Python chooses
+    label_smoothing: Fraction = 0.0
+    z_loss: NonNegative = 0.0  # the factor of the squared log of softmax's sum
+    # torch.compile each block, or with tp > 1 or a split backward what is between its products
+    compile: bool = False
+    # steps between Python's garbage collections; None: whenever Python chooses
+    gc_every: Count | None = None
     deterministic: bool = False  # deterministic algorithms alone, where torch has others
-    grad_clip: float | None = within("above 0 and finite", 1.0)  # largest global gradient norm; None: no clipping
-    on_nonfinite: OnNonfinite = "stop"  # skip: leave out a step whose loss or gradient is not finite, and go on
-    nonfinite_in_a_row: int = 10  # the steps that `skip` leaves out one after the other, before it ends the run
-    # What is done about a step whose loss or gradient norm stands out (parallel3d/spikes.py). skip: its update is left
-    # out. rollback: the run goes back to a checkpoint, and leaves out the sequences of the last steps.
+    # largest global gradient norm; None: no clipping
+    grad_clip: Positive | None = 1.0
+    # skip: leave out a step whose loss or gradient is not finite, and go on
+    on_nonfinite: OnNonfinite = "stop"
+    # the steps that `skip` leaves out one after the other, before it ends the run
+    nonfinite_in_a_row: Count = 10
+    # What is done about a step whose loss or gradient norm stands out (training/guard.py). skip:
+    # its update is left out. rollback: the run goes back to a checkpoint, and leaves out the
+    # sequences of the last steps.
     on_spike: OnSpike = "warn"
-    spike_window: int = within("at least 4 and at most 10000", 128)  # finite steps that a step is compared with
-    spike_deviations: float = within("above 0 and finite", 6.0)  # a spike is so many above their median, ...
-    spike_loss_ratio: float = within("at least 1 and finite", 1.1)  # ... and its loss more than so many times that
-    spike_norm_ratio: float = within("at least 1 and finite", 3.0)  # ... or its gradient norm than that of the norms
-    spike_steps: int = 2  # rollback: the steps up to the spike, and with it, whose sequences are left out
-    spikes_in_a_row: int = 5  # the spikes that `skip` or `rollback` mend one after the other, before they end the run
-    eval_every: int | None = None  # steps; None: no validation
-    eval_sequences: int = up_to(2**24, 64)
-    # The evaluations without a lower loss after which the run ends; None: it goes on to its last step.
-    early_stop_patience: int | None = None
-    early_stop_min_delta: float = within("at least 0 and finite", 0.0)  # by how much a loss must be lower to count
-    early_stop_set: str | None = None  # the name in data.evaluation; None: the part kept for validation
+    # finite steps that a step is compared with
+    spike_window: Annotated[int, in_range(ge=4, le=10000)] = 128
+    # a spike is so many above their median, ...
+    spike_deviations: Positive = 6.0
+    # ... and its loss more than so many times that
+    spike_loss_ratio: Ratio = 1.1
+    # ... or its gradient norm than that of the norms
+    spike_norm_ratio: Ratio = 3.0
+    # rollback: the steps up to the spike, and with it, whose sequences are left out
+    spike_steps: Count = 2
+    # the spikes that `skip` or `rollback` mend one after the other, before they end the run
+    spikes_in_a_row: Count = 5
+    eval_every: Count | None = None  # steps; None: no validation
+    eval_sequences: Size = 64
+    # The evaluations without a lower loss after which the run ends; None: it goes on to its last
+    # step.
+    early_stop_patience: Count | None = None
+    # by how much a loss must be lower to count
+    early_stop_min_delta: NonNegative = 0.0
+    # the name in data.evaluation; None: the part kept for validation
+    early_stop_set: str | None = None
     callbacks: tuple[str, ...] = ()  # classes that watch the run, each as package.module:Class
-    sample_tokens: int = within("at least 0", 0)  # tokens generated after the last step; 0: none
+    sample_tokens: Index = 0  # tokens generated after the last step; 0: none
     sample_prompt: str = "def "
-    sample_top_k: int = 1  # the likeliest tokens, of which one is drawn; 1: greedy
-    sample_top_p: float = within(
-        "above 0 and at most 1", 1.0, example="0.9"
-    )  # ... of them those that sum to this share
-    sample_temperature: float = within("above 0 and finite", 1.0, example="0.8")  # divides the logits of what is drawn
-    sample_seed: int | None = within("at least 0", None, example="0")  # None: train.seed
+    sample_top_k: Count = 1  # the likeliest tokens, of which one is drawn; 1: greedy
+    # ... of them those that sum to this share
+    sample_top_p: Annotated[float, in_range(gt=0, le=1)] = 1.0
+    # divides the logits of what is drawn
+    sample_temperature: Positive = 1.0
+    sample_seed: Index | None = None  # None: train.seed
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compare_replicas_every: int | None = None  # steps between comparisons of what ranks must hold alike; None: none
-    # The longest that workers wait for each other until the first step is done, which loads, compiles and connects ...
-    start_timeout_s: float = within("above 0 and at most 10000000", 1800.0)
-    timeout_s: float = within("above 0 and at most 10000000", 300.0)  # ... and from then on
+    # steps between comparisons of what ranks must hold alike; None: none
+    compare_replicas_every: Count | None = None
+    # The longest that workers wait for each other until the first step is done, which loads,
+    # compiles and connects ...
+    start_timeout_s: Annotated[float, in_range(gt=0, le=10000000)] = 1800.0
+    timeout_s: Annotated[float, in_range(gt=0, le=10000000)] = 300.0  # ... and from then on
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """The factor on the loss with train.precision = fp16, which keeps small gradients from vanishing."""
+    """The factor on the loss with train.precision = fp16, which keeps small gradients from
+    vanishing."""
 
-    initial: float = within("above 0 and finite", 65536.0)
-    growth: float = within("above 1 and finite", 2.0)  # the factor after `interval` steps with finite gradients
-    backoff: float = within("above 0 and below 1", 0.5)  # the factor after a step whose gradients are not finite
-    interval: int = 2000
+    initial: Positive = 65536.0
+    # the factor after `interval` steps with finite gradients
+    growth: Annotated[float, in_range(gt=1)] = 2.0
+    # the factor after a step whose gradients are not finite
+    backoff: Annotated[float, in_range(gt=0, lt=1)] = 0.5
+    interval: Count = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and its rate: a linear warm-up, then as `schedule` says, by default a cosine down to
-    `min_lr_ratio` of the peak at `decay_steps`.
+    """The optimizer, and its rate: a linear warm-up, then as `schedule` says, by default a cosine
+    down to `min_lr_ratio` of the peak at `decay_steps`.
 
-    A key that the optimizer does not read is refused unless it is left at its default (`rules`). None stands
-    for the optimizer's own default, which docs/optimizers.md gives."""
+    A key that the optimizer does not read is refused unless it is left at its default (`rules`).
+    None stands for the optimizer's own default, which docs/optimizers.md gives."""
 
     name: OptimizerName = "adamw"
-    lr: float = within("above 0 and finite", 3e-4)
-    weight_decay: float = within("at least 0 and finite", 0.1)  # applies to matrices, not to norms and biases
-    # betas and eps are AdamW's, which steps all parameters with adamw, and with muon all but the blocks' matrices.
-    betas: tuple[float, float] = within("at least 0 and below 1", (0.9, 0.95), example="[0.9, 0.95]")
-    eps: float = within("above 0 and finite", 1e-8)
-    momentum: float | None = within("at least 0 and below 1", None, example="0.9")  # sgd and muon read it
+    lr: Positive = 3e-4
+    # applies to matrices, not to norms and biases
+    weight_decay: NonNegative = 0.1
+    # betas and eps are AdamW's, which steps all parameters with adamw, and with muon all but the
+    # blocks' matrices.
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    # sgd and muon read it
+    momentum: Fraction | None = None
     nesterov: bool | None = None  # sgd and muon read it
     # The peak rate of muon's matrices; None: lr.
-    muon_lr: float | None = within("above 0", None, example="0.02")
-    lr_adjust: Literal["original", "match_rms_adamw"] | None = None  # muon: how a matrix's shape changes its rate
-    ns_steps: int | None = None  # muon: Newton-Schulz iterations
-    ns_dtype: Literal["fp32", "bf16"] | None = None  # muon: the type of the iterations and of what is sent for them
-    # adafactor: beta2 of step t is 1 - t ** beta2_decay, and update_clip the largest root mean square of an update.
-    beta2_decay: float | None = within("at least -1 and below 0", None, example="-0.8")
-    update_clip: float | None = within("at least 1", None, example="1.0")
-    state_dtype: Literal["fp32", "bf16"] | None = None  # the type of moments and momentum; None: the parameters' type
-    step_in_backward: bool = False  # step each parameter when its gradient is complete, and drop the gradient
-    stochastic_rounding: bool = False  # round the bf16 weights of train.precision = bf16_pure stochastically
-    warmup_steps: int = within("at least 0", 0)
+    muon_lr: Positive | None = None
+    # muon: how a matrix's shape changes its rate
+    lr_adjust: Literal["original", "match_rms_adamw"] | None = None
+    ns_steps: Annotated[int, in_range(ge=1, le=99)] | None = None  # muon: Newton-Schulz iterations
+    # muon: the type of the iterations and of what is sent for them
+    ns_dtype: Literal["fp32", "bf16"] | None = None
+    # the type of moments and momentum; None: the parameters' type
+    state_dtype: Literal["fp32", "bf16"] | None = None
+    warmup_steps: Index = 0
     schedule: RateSchedule = "cosine"
-    decay_start: int | None = None  # wsd: the step up to which the rate stays at its peak
+    decay_start: Count | None = None  # wsd: the step up to which the rate stays at its peak
     decay_shape: DecayShape | None = None  # wsd: how the rate falls from there; None: linear
-    decay_steps: int | None = None  # the step at which the rate has come down; None: train.steps
-    min_lr_ratio: float = within("at least 0 and at most 1", 0.1)
+    decay_steps: Count | None = None  # the step at which the rate has come down; None: train.steps
+    min_lr_ratio: Annotated[float, in_range(ge=0, le=1)] = 0.1
 
     @property
     def resolved(self) -> OptimizerConfig:
-        """This section with the optimizer's own defaults in the place of None, where it has a default."""
-        missing = {key: value for key, value in OPTIMIZER_KEYS[self.name].items() if getattr(self, key) is None}
+        """This section with the optimizer's own defaults in the place of None, where it has a
+        default."""
+        missing = {
+            key: value
+            for key, value in OPTIMIZER_KEYS[self.name].items()
+            if getattr(self, key) is None
+        }
         return replace(self, **missing)
 
 
@@ -304,24 +371,25 @@ OPTIMIZER_KEYS: dict[OptimizerName, dict[str, Any]] = {
         "ns_steps": 5,
         "ns_dtype": "bf16",
     },
-    "adafactor": {"beta2_decay": -0.8, "update_clip": 1.0},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgdConfig:
-    """Replicas (dp_replicate) that train apart and synchronise every `sync_every` steps: local SGD, DiLoCo, Streaming
-    DiLoCo. docs/low-bandwidth.md says when to use them."""
+    """Replicas (dp_replicate) that train apart and synchronise every `sync_every` steps: local SGD,
+    DiLoCo, Streaming DiLoCo. docs/low-bandwidth.md says when to use them."""
 
-    sync_every: int | None = None  # steps; None: gradients are summed over dp_replicate in every step
-    outer_lr: float = within("above 0 and finite", 0.7)
-    outer_momentum: float = within("at least 0 and below 1", 0.9)
+    # steps; None: gradients are summed over dp_replicate in every step
+    sync_every: Count | None = None
+    outer_lr: Positive = 0.7
+    outer_momentum: Fraction = 0.9
     nesterov: bool = True
     transport: Transport = "fp32"  # the type in which replicas send each other their differences
-    fragments: int = 1  # parts of the model that are synchronised in turn, each every `sync_every` steps
-    overlap_steps: int = within("at least 0", 0)  # steps trained while a fragment is on its way
+    # parts of the model that are synchronised in turn, each every `sync_every` steps
+    fragments: Count = 1
+    overlap_steps: Index = 0  # steps trained while a fragment is on its way
     # The share of a replica's own parameters that it keeps; None: 0, and 0.5 with overlap_steps.
-    mixing: float | None = within("at least 0 and below 1, with which replicas never meet", None, example="0")
+    mixing: Fraction | None = None
 
     @property
     def kept(self) -> float:
@@ -333,10 +401,11 @@ class LocalSgdConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """A source of a mixture: what `data.path` would name, and its weight beside the other sources."""
+    """A source of a mixture: what `data.path` would name, and its weight beside the other
+    sources."""
 
     path: str
-    weight: float = within("at least 0 and finite", 1.0)
+    weight: NonNegative = 1.0
     name: str | None = None  # what the run calls it; None: the last part of `path`
 
     @property
@@ -348,96 +417,121 @@ class SourceConfig:
 class WeightsConfig:
     """Other weights of the sources, from a step on."""
 
-    from_step: int = within(
-        "at least 2", example="1001"
-    )  # the first step with these weights, counted from 1 as in metrics.jsonl
-    weights: tuple[float, ...] = within("at least 0 and finite", example="[0.5, 0.5]")  # one for each source
+    # the first step with these weights, counted from 1 as in metrics.jsonl
+    from_step: Annotated[int, in_range(ge=2)]
+    # one for each source
+    weights: tuple[NonNegative, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """A named set of sequences on which the run is evaluated, beside the part of its own data kept for validation."""
+    """A named set of sequences on which the run is evaluated, beside the part of its own data kept
+    for validation."""
 
     name: str
-    path: str  # as `data.path`, read as `data.source` says; the standard library's source stands for text here
-    sequences: int | None = None  # the first ones of the set; None: all
+    # as `data.path`, read as `data.source` says; the standard library's source stands for text here
+    path: str
+    sequences: Count | None = None  # the first ones of the set; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRange:
-    """Sequences that follow each other in the order of a run, by the first and the last number, which count from 0."""
+    """Sequences that follow each other in the order of a run, by the first and the last number,
+    which count from 0."""
 
-    first: int = within("at least 0", MISSING, example="1000")
-    last: int = within("at least 0", MISSING, example="1099")
+    first: Index
+    last: Index
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The source of the tokens. Sequences are windows of one stream, in an order that the seed alone decides."""
+    """The source of the tokens. Sequences are windows of one stream, in an order that the seed
+    alone decides."""
 
-    source: Literal["stdlib", "text", "tokens"] = "stdlib"  # stdlib: the Python standard library's own source files
-    # text: a file, or a folder searched for files that match `pattern`; tokens: a folder with a tokens.json, or PREFIX,
-    # where PREFIX.bin and PREFIX.idx are Megatron's.
+    # stdlib: the Python standard library's own source files
+    source: Literal["stdlib", "text", "tokens"] = "stdlib"
+    # text: a file, or a folder searched for files that match `pattern`; tokens: a folder with a
+    # tokens.json, or PREFIX, where PREFIX.bin and PREFIX.idx are Megatron's.
     path: str | None = None
     pattern: str = "*.txt"
     tokenizer: str = "bytes"  # bytes, or the path of a tokenizer.json
-    end_of_text: str | None = None  # the token of a tokenizer.json that ends a document; None: found by its name
-    # join: a token sees all before it in its sequence. mask: its own document alone, whose positions begin at 0.
+    # the token of a tokenizer.json that ends a document; None: found by its name
+    end_of_text: str | None = None
+    # join: a token sees all before it in its sequence. mask: its own document alone, whose
+    # positions begin at 0.
     documents: Literal["join", "mask"] = "join"
-    # The share of the files (of the bytes, where there is a single file; of the documents, where they are Megatron's)
-    # that is kept for validation. A folder of tokens has a part of its own for that.
-    validation_fraction: float = within("above 0 and below 1", 0.05)
+    # The share of the files (of the bytes, where there is a single file; of the documents, where
+    # they are Megatron's) that is kept for validation. A folder of tokens has a part of its own for
+    # that.
+    validation_fraction: Annotated[float, in_range(gt=0, lt=1)] = 0.05
     ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding
-    evaluation: tuple[EvaluationConfig, ...] = ()  # further sets to evaluate on, after each train.eval_every steps
-    sources: tuple[SourceConfig, ...] = ()  # several corpora of the kind `source`, in the place of `path`
+    # further sets to evaluate on, after each train.eval_every steps
+    evaluation: tuple[EvaluationConfig, ...] = ()
+    # several corpora of the kind `source`, in the place of `path`
+    sources: tuple[SourceConfig, ...] = ()
     stages: tuple[WeightsConfig, ...] = ()  # weights of `sources` that follow the first ones
-    skip: tuple[SequenceRange, ...] = ()  # sequences that the run leaves out; those behind them move up
+    # sequences that the run leaves out; those behind them move up
+    skip: tuple[SequenceRange, ...] = ()
 
     @property
     def corpora(self) -> tuple[DataConfig, ...]:
         """This section for each of the corpora that it names: one for each source, or itself."""
-        return tuple(replace(self, path=source.path, sources=(), stages=()) for source in self.sources) or (self,)
+        return tuple(
+            replace(self, path=source.path, sources=(), stages=()) for source in self.sources
+        ) or (self,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: int | None = None  # steps; None: no checkpoints
-    keep: int = 2  # the newest checkpoints to keep
-    keep_every: int | None = None  # steps: a checkpoint of each multiple stays for good; None: of none
-    keep_best: int = within("at least 0", 0)  # the checkpoints to keep beside them whose validation losses are lowest
+    every: Count | None = None  # steps; None: no checkpoints
+    keep: Count = 2  # the newest checkpoints to keep
+    # steps: a checkpoint of each multiple stays for good; None: of none
+    keep_every: Count | None = None
+    # the checkpoints to keep beside them whose validation losses are lowest
+    keep_best: Index = 0
     in_background: bool = False  # train on while a copy in the host's memory is written
-    on_error: Literal["stop", "warn"] = "stop"  # warn: say that a save has failed, and train on to the next one
-    # Seconds after SIGTERM, SIGHUP or Ctrl-C within which the state must be saved; None: however long it takes.
-    grace_s: float | None = within("above 0 and finite", None, example="100")
+    # warn: say that a save has failed, and train on to the next one
+    on_error: Literal["stop", "warn"] = "stop"
+    # Seconds after SIGTERM, SIGHUP or Ctrl-C within which the state must be saved; None: however
+    # long it takes.
+    grace_s: Positive | None = None
     resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
     allow_other_data: bool = False  # resume also where the data is not that of the checkpoint
-    # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None: with drawn ones.
+    # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None:
+    # with drawn ones.
     start_from: str | None = None
-    # Which of the checkpoints saved on time are also written to run_dir/export, as a folder that transformers opens.
+    # Which of the checkpoints saved on time are also written to run_dir/export, as a folder that
+    # transformers opens.
     export: Literal["none", "last", "all"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    every: int = 10  # steps
-    # The dense peak of one device, of which MFU is the share; None: that of the planner's hardware file of its name.
-    peak_tflops: float | None = within("above 0 and finite", None, example="989.4")
-    timeline: int | None = None  # the step whose actions all ranks record into run_dir; None: no step
-    profile_steps: tuple[int, int] | None = None  # the first and last step that torch.profiler records
-    profile_ranks: tuple[int, ...] = within("at least 0", (0,), example="[0]")  # the ranks that it records
+    every: Count = 10  # steps
+    # The dense peak of one device, of which MFU is the share; None: that of the planner's hardware
+    # file of its name.
+    peak_tflops: Positive | None = None
+    # the step whose actions all ranks record into run_dir; None: no step
+    timeline: Count | None = None
+    # the first and last step that torch.profiler records
+    profile_steps: tuple[int, int] | None = None
+    # the ranks that it records
+    profile_ranks: tuple[Index, ...] = (0,)
     sinks: tuple[SinkName, ...] = ()  # dashboards that get the lines of metrics.jsonl as well
-    project: str = "parallel3d"  # the project of Weights & Biases and the experiment of MLflow that the run belongs to
+    # the project of Weights & Biases and the experiment of MLflow that the run belongs to
+    project: str = "parallel3d"
     run_name: str | None = None  # the run's name there; None: that of run_dir's folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The sequences in the batch of step 0, 1, ...: `start` at first, then `increment` more at a time, evenly over
-    `warmup_steps`, after which the batch is `full`. `increment` divides full - start. Early gradients agree with each
-    other, so that a large batch buys little (McCandlish et al. 2018, arXiv 1812.06162).
+    """The sequences in the batch of step 0, 1, ...: `start` at first, then `increment` more at a
+    time, evenly over `warmup_steps`, after which the batch is `full`. `increment` divides full -
+    start. Early gradients agree with each other, so that a large batch buys little (McCandlish et
+    al. 2018, arXiv 1812.06162).
 
-    The size depends on the step and the recipe alone, never on the layout, so that every layout sees the same sequences
-    in the same steps, and a run resumes in the middle by arithmetic."""
+    The size depends on the step and the recipe alone, never on the layout, so that every layout
+    sees the same sequences in the same steps, and a run resumes in the middle by arithmetic."""
 
     full: int
     start: int
@@ -456,14 +550,21 @@ class BatchSizes:
         return self.start + self.increment * (self.rises * step // self.warmup_steps)
 
     def before(self, step: int) -> int:
-        """Returns the sequences in all batches before `step`, which is the number of its first sample."""
-        grown = (max(0, step - -(-rise * self.warmup_steps // self.rises)) for rise in range(1, self.rises + 1))
+        """Returns the sequences in all batches before `step`, which is the number of its first
+        sample."""
+        grown = (
+            max(0, step - -(-rise * self.warmup_steps // self.rises))
+            for rise in range(1, self.rises + 1)
+        )
         return self.start * step + self.increment * sum(grown)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything about a run, as one YAML file says it."""
+
+    # for pydantic; it holds for all sections
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
 
     model: ModelConfig
     train: TrainConfig
@@ -478,12 +579,14 @@ class Recipe:
 
     @property
     def microbatches(self) -> int:
-        """The microbatches that each pipeline runs per step (fewer during a warm-up of the batch)."""
+        """The microbatches that each pipeline runs per step (fewer during a warm-up of the
+        batch)."""
         return self.train.global_batch_size // (self.parallel.dp * self.parallel.microbatch_size)
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The global batch of each step. Without a start of the warm-up the batch is always full."""
+        """The global batch of each step. Without a start of the warm-up the batch is always
+        full."""
         train, full = self.train, self.train.global_batch_size
         start, steps = train.batch_warmup_start, train.batch_warmup_steps
         if start is None or steps is None:
@@ -493,7 +596,8 @@ class Recipe:
 
     @property
     def of_one_replica(self) -> Recipe:
-        """The recipe of one replica's run, on its share of the batch, where replicas train apart; else this recipe."""
+        """The recipe of one replica's run, on its share of the batch, where replicas train apart;
+        else this recipe."""
         if self.local_sgd.sync_every is None:
             return self
         share = self.train.global_batch_size // self.parallel.dp_replicate

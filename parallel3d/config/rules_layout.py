@@ -1,49 +1,53 @@
-"""The rules that a model and its layout must keep: what tp, the data ranks, the stages and the microbatches divide."""
+"""The rules that a model and its layout must keep: what tp, the data ranks, the stages and the
+microbatches divide."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import wraps
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TypeVar
 
 from parallel3d.config.ranges import any_of, divisors_near, multiple_from, multiples_near, nearest
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
+from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.config.sharding_strategies import (
     HYBRID_OF,
-    OF_ZERO_STAGE,
     REPLICATED,
     ShardingName,
     strategy_of,
     usual_bucket_mib,
 )
 from parallel3d.config.yaml_text import shown
-from parallel3d.row_split import divisors, shard_rows
 from parallel3d.schedules.balance import balanced_cut, cut_points, faults_of_boundaries
 from parallel3d.schedules.registry import SCHEDULES
+from parallel3d.shard_sizes import divisors, shard_rows
 
 Checked = TypeVar("Checked", Recipe, ParallelConfig)
 
 
 def rule(check: Callable[[Checked], Iterator[str]]) -> Callable[[Checked], Iterator[str]]:
-    """Decorates a function that yields error lines: a key in angle brackets is given its value, so that `<parallel.tp>`
-    becomes `parallel.tp = 3`."""
+    """Decorates a function that yields error lines: a key in angle brackets is given its value, so
+    that `<parallel.tp>` becomes `parallel.tp = 3`."""
 
     @wraps(check)
     def lines(config: Checked) -> Iterator[str]:
         recipe = SimpleNamespace(parallel=config) if isinstance(config, ParallelConfig) else config
         for line in check(config):
-            yield re.sub(r"<([\w.]+)>", lambda key: f"{key[1]} = {shown(attrgetter(key[1])(recipe))}", line)
+            yield re.sub(
+                r"<([\w.]+)>", lambda key: f"{key[1]} = {shown(attrgetter(key[1])(recipe))}", line
+            )
 
     return lines
 
 
-def at_most(recipe: Recipe, key: str, limit: str, tries: object, *, because: str = "") -> Iterator[str]:
-    """One line, for a `rule` to yield, if the number at `key` is larger than the one at the key `limit`."""
+def at_most(
+    recipe: Recipe, key: str, limit: str, tries: object, *, because: str = ""
+) -> Iterator[str]:
+    """One line, for a `rule` to yield, if the number at `key` is larger than the one at the key
+    `limit`."""
     value, most = attrgetter(key, limit)(recipe)
     if value is not None and value > most:
         reason = f", because {because}" if because else ""
@@ -51,37 +55,33 @@ def at_most(recipe: Recipe, key: str, limit: str, tries: object, *, because: str
 
 
 def divides_key_value_heads(kv_heads: int, tp: int) -> bool:
-    """True if each tp rank computes equally many key-value heads, or tp / kv_heads ranks compute each of them."""
+    """True if each tp rank computes equally many key-value heads, or tp / kv_heads ranks compute
+    each of them."""
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
 def leaves_no_rank_empty(vocab: int, tp: int) -> bool:
-    """True if every tp rank has a row of the vocabulary's table, which is cut in equal parts but for the last ones."""
+    """True if every tp rank has a row of the vocabulary's table, which is cut in equal parts but
+    for the last ones."""
     return len(shard_rows(vocab, tp - 1, tp)) > 0
 
 
 _MODULE_AND_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
-# The keys that only one architecture has -> why the other has no use for them.
-_KEYS_OF = {
-    "llama": {
-        "rope_theta": "gpt has learned positions",
-        "qkv_bias": "gpt has biases on every linear layer",
-        "qk_norm": "gpt has none",
-        "window": "gpt's queries see all keys before them",
-    },
-    "gpt": {"max_positions": "llama turns queries and keys instead, and needs no table of positions"},
-}
+_ARCHITECTURES = ("llama", "gpt")
 
 
 @rule
 def model_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each key of the model that does not fit the others, tp or the length of a sequence, and for each key
-    that its architecture does not read."""
+    """One line for each key of the model that does not fit the others, tp or the length of a
+    sequence, and for each key that its architecture does not read."""
     model, tp, seq_len = recipe.model, recipe.parallel.tp, recipe.train.seq_len
     if model.head_dim is not None:
         if model.head_dim % 2 and model.architecture == "llama":
-            yield f"<model.head_dim>: must be even, as rotary positions turn pairs of numbers; try {model.head_dim + 1}"
+            yield (
+                "<model.head_dim>: must be even, as rotary positions turn pairs of numbers; try "
+                f"{model.head_dim + 1}"
+            )
     elif model.hidden % model.heads:
         # A divisor of half the width leaves an even number to each head.
         tries = any_of(divisors_near(model.hidden // 2, model.heads) or [1])
@@ -94,19 +94,19 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
         yield f"<model.kv_heads>: must divide <model.heads>; try {tries}"
     if not leaves_no_rank_empty(model.vocab, tp):
         tries = str(multiple_from(model.vocab, tp))
-        yield f"<model.vocab>: leaves a rank of <parallel.tp> without a row of the embedding; try {tries}"
-    defaults = {key.name: key.default for key in fields(ModelConfig)}
-    if model.architecture not in _KEYS_OF and not _MODULE_AND_CLASS.fullmatch(model.architecture):
-        yield f"<model.architecture>: must be {', '.join(_KEYS_OF)} or module:Class; try my_model:MyModel"
+        yield (
+            "<model.vocab>: leaves a rank of <parallel.tp> without a row of the embedding; try "
+            f"{tries}"
+        )
+    architecture = model.architecture
+    if architecture not in _ARCHITECTURES and not _MODULE_AND_CLASS.fullmatch(architecture):
+        known = ", ".join(_ARCHITECTURES)
+        yield f"<model.architecture>: must be {known} or module:Class; try my_model:MyModel"
     elif model.options and not model.is_custom:
-        tries = "model.architecture=my_model:MyModel, or drop them"
-        yield f"<model.options>: are for a class of your own, and not for <model.architecture>; try {tries}"
-    # What a class of the user's reads is seen when it is built (`models.custom`).
-    for architecture, keys in _KEYS_OF.items() if model.architecture in _KEYS_OF else ():
-        for key, why in keys.items() if architecture != model.architecture else ():
-            if getattr(model, key) != defaults[key]:
-                tries = f"drop it, or try model.architecture={architecture}"
-                yield f"<model.{key}>: is not for <model.architecture> ({why}); {tries}"
+        yield (
+            "<model.options>: are for a class of your own, and not for <model.architecture>; try "
+            "model.architecture=my_model:MyModel, or drop them"
+        )
     if model.architecture == "gpt" and (model.max_positions or 0) < seq_len:
         yield f"<model.max_positions>: must be at least <train.seq_len>; try {seq_len}"
 
@@ -120,22 +120,13 @@ SCALING_KEYS = {
 
 @rule
 def rope_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each key of `model.rope_scaling` that its type does not read, or that does not fit the others."""
+    """One line for each key of `model.rope_scaling` that does not fit the others."""
     scaling = recipe.model.rope_scaling
     if scaling is None:
         return
-    if recipe.model.architecture == "gpt":
-        words = "is not for <model.architecture> (gpt has learned positions)"
-        yield f"<model.rope_scaling.type>: {words}; drop it, or try model.architecture=llama"
-    defaults = {key.name: key.default for key in fields(scaling)}
-    for type_, keys in SCALING_KEYS.items():
-        for key in keys if type_ != scaling.type else ():
-            if getattr(scaling, key) != defaults[key]:
-                tries = f"{shown(defaults[key])}, or model.rope_scaling.type={type_}"
-                yield f"<model.rope_scaling.{key}>: is not for <model.rope_scaling.type>; try {tries}"
     low, high, *_ = SCALING_KEYS[scaling.type]
+    tries = "1 and 32" if scaling.type == "yarn" else "1 and 4"
     if getattr(scaling, low) >= getattr(scaling, high):
-        tries = f"{defaults[low]:g} and {defaults[high]:g}"
         yield f"<model.rope_scaling.{low}>: must be below <model.rope_scaling.{high}>; try {tries}"
     if scaling.type == "yarn" and recipe.model.rope_theta <= 1.0:
         yield "<model.rope_theta>: must be above 1 for <model.rope_scaling.type>; try 10000"
@@ -155,10 +146,16 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
         fitting = divisors(math.gcd(*split_by_tp.values()))
         if model.kv_heads is not None:
             fitting = [tp for tp in fitting if divides_key_value_heads(model.kv_heads, tp)]
-        yield f"<parallel.tp>: must divide {' and '.join(uneven)}; try {any_of(nearest(fitting, parallel.tp))}"
+        yield (
+            f"<parallel.tp>: must divide {' and '.join(uneven)}; try "
+            f"{any_of(nearest(fitting, parallel.tp))}"
+        )
     if parallel.recompute == "every_n":
         if parallel.recompute_every is None:
-            yield "<parallel.recompute_every>: <parallel.recompute> needs it; try 2, every other block"
+            yield (
+                "<parallel.recompute_every>: <parallel.recompute> needs it; try 2, every other "
+                "block"
+            )
         yield from at_most(recipe, "parallel.recompute_every", "model.layers", 2)
     elif parallel.recompute_every is not None:
         words = f"is for parallel.recompute = every_n, and it is {parallel.recompute}"
@@ -169,9 +166,6 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
 def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     """One line for each rule of the data dimension that a layout breaks."""
     stage, replicas, sharding = parallel.zero_stage, parallel.dp_replicate, parallel.sharding
-    if stage is not None and stage not in OF_ZERO_STAGE:
-        yield "<parallel.zero_stage>: must be 0, 1, 2, 3 or null; try 3"
-        return
     strategy, meant = parallel.strategy, strategy_of(None, stage, replicas)
     if stage is not None and sharding not in (None, meant):
         words = f"is another name for parallel.sharding = {meant}, and that is {sharding}"
@@ -180,61 +174,93 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
         yield error
     name = f"parallel.sharding = {strategy}"
     if strategy in REPLICATED:
-        if parallel.gather == "microbatch":
-            tries = "parallel.gather=step, or parallel.zero_stage=3"
-            yield f"<parallel.gather>: {name} has whole parameters and gathers none for a microbatch; try {tries}"
-        if parallel.reduce == "microbatch":
-            tries = "parallel.reduce=step, or parallel.zero_stage=2"
-            yield f"<parallel.reduce>: {name} keeps whole gradients, and would save nothing; try {tries}"
-        if parallel.prefetch is not None:
-            tries = "parallel.prefetch=null, or parallel.zero_stage=3"
-            yield f"<parallel.prefetch>: {name} has whole parameters and gathers none ahead; try {tries}"
-    elif parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):  # which earlier runs have written down
-        yield f"<parallel.bucket_mib>: {name} sends block by block; drop it, or try parallel.sharding=NO_SHARD"
+        for key, usual, other in (
+            ("gather", "step", 3),
+            ("reduce", "step", 2),
+            ("prefetch", None, 3),
+        ):
+            if getattr(parallel, key) != usual:
+                yield (
+                    f"<parallel.{key}>: {name} has full parameters and gradients on each rank; try "
+                    f"parallel.{key}={shown(usual)}, or parallel.zero_stage={other}"
+                )
+    elif parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):
+        # which earlier runs have written down
+        yield (
+            f"<parallel.bucket_mib>: {name} sends block by block; drop it, or try "
+            "parallel.sharding=NO_SHARD"
+        )
     if parallel.reduce == "microbatch" and SCHEDULES[parallel.schedule].splits_backward:
         tries = "parallel.reduce=step, or parallel.schedule=1f1b"
-        yield f"<parallel.reduce>: needs backwards in one piece, and <parallel.schedule> splits them; try {tries}"
+        yield (
+            "<parallel.reduce>: needs backwards in one piece, and <parallel.schedule> splits them; "
+            f"try {tries}"
+        )
     if parallel.reduce == "microbatch" and parallel.reduce_dtype == "bf16" and replicas > 1:
-        words = "<parallel.dp_replicate> and <parallel.reduce_dtype> would add microbatches up in bf16"
+        words = (
+            "<parallel.dp_replicate> and <parallel.reduce_dtype> would add microbatches up in bf16"
+        )
         yield f"<parallel.reduce>: {words}; try parallel.reduce=step, or parallel.reduce_dtype=fp32"
 
 
 def replication_error(strategy: ShardingName, dp_replicate: int) -> str | None:
-    """The error of a strategy that splits over all data ranks where there are replicas; None where the two fit."""
+    """The error of a strategy that splits over all data ranks where there are replicas; None where
+    the two fit."""
     if strategy not in HYBRID_OF or dp_replicate == 1:
         return None
     return (
-        f"parallel.sharding = {strategy}: leaves nothing to replicate, and parallel.dp_replicate = {dp_replicate}; "
-        f"try {HYBRID_OF[strategy]}, or parallel.dp_replicate=1"
+        f"parallel.sharding = {strategy}: leaves nothing to replicate, and parallel.dp_replicate = "
+        f"{dp_replicate}; try {HYBRID_OF[strategy]}, or parallel.dp_replicate=1"
     )
 
 
 @rule
 def schedule_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each rule of the pipeline that the recipe breaks: its stages, and the schedule's on each rank."""
+    """One line for each rule of the pipeline that the recipe breaks: its stages, and the schedule's
+    on each rank."""
     parallel, layers = recipe.parallel, recipe.model.layers
     virtual, schedule = parallel.virtual_stages, SCHEDULES[parallel.schedule]
     if parallel.stages > layers:
         product = "" if virtual == 1 else f" x parallel.virtual_stages {virtual}"
         tries = f"parallel.pp={max(1, layers // virtual)} or model.layers={parallel.stages}"
-        yield f"<parallel.pp>{product}: {layers} layers cannot fill {parallel.stages} stages; try {tries}"
+        yield (
+            f"<parallel.pp>{product}: {layers} layers cannot fill {parallel.stages} stages; try "
+            f"{tries}"
+        )
     elif parallel.stage_boundaries is not None:
         fault = faults_of_boundaries(parallel.stage_boundaries, layers, parallel.stages)
         if fault is not None:
-            sizes = balanced_cut(layers, parallel.stages, recipe.model.part_costs(recipe.train.seq_len))
+            sizes = balanced_cut(
+                layers, parallel.stages, recipe.model.part_costs(recipe.train.seq_len)
+            )
             yield f"<parallel.stage_boundaries>: {fault}; try {[*cut_points(sizes)]}"
 
     usual = schedule.stages.usual
     if schedule.stages.most == 1 and virtual > 1:
-        many = [other.name for other in SCHEDULES.values() if other.stages.usual > 1 and other.stages.allow(virtual)]
+        many = [
+            other.name
+            for other in SCHEDULES.values()
+            if other.stages.usual > 1 and other.stages.allow(virtual)
+        ]
         words = f"needs parallel.schedule = {any_of(many)}, and it is {schedule.name}"
-        yield f"<parallel.virtual_stages>: {words}; try parallel.schedule={many[0]} or parallel.virtual_stages=1"
+        yield (
+            f"<parallel.virtual_stages>: {words}; try parallel.schedule={many[0]} or "
+            "parallel.virtual_stages=1"
+        )
     elif not schedule.stages.allow(virtual):
-        words = "<parallel.schedule>, whose ranks hold a stage on the way down and one on the way up"
-        yield f"<parallel.virtual_stages>: must be {usual} with {words}; try parallel.virtual_stages={usual}"
+        words = (
+            "<parallel.schedule>, whose ranks hold a stage on the way down and one on the way up"
+        )
+        yield (
+            f"<parallel.virtual_stages>: must be {usual} with {words}; try "
+            f"parallel.virtual_stages={usual}"
+        )
     elif usual > 1 and virtual == 1:
         tries = f"parallel.schedule={schedule.single_stage} or parallel.virtual_stages=2"
-        yield f"<parallel.schedule>: has nothing to interleave with <parallel.virtual_stages>; try {tries}"
+        yield (
+            "<parallel.schedule>: has nothing to interleave with <parallel.virtual_stages>; try "
+            f"{tries}"
+        )
     elif usual > 1 and parallel.pp == 1:
         tries = "parallel.pp=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
         yield f"<parallel.schedule>: needs a pipeline, and <parallel.pp>; try {tries}"
@@ -242,31 +268,45 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
 
 @rule
 def batch_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each number of sequences that does not divide over the data ranks and their microbatches, and for
-    each rule that the warm-up of the batch breaks."""
+    """One line for each number of sequences that does not divide over the data ranks and their
+    microbatches, and for each rule that the warm-up of the batch breaks."""
     parallel, train = recipe.parallel, recipe.train
     start, full = train.batch_warmup_start, train.global_batch_size
-    slice_ = parallel.dp * parallel.microbatch_size  # sequences that one microbatch takes over all data ranks
+    # sequences that one microbatch takes over all data ranks
+    slice_ = parallel.dp * parallel.microbatch_size
     sizes = {"global_batch_size": full}
     if train.eval_every is not None:
         sizes["eval_sequences"] = train.eval_sequences
     if start is not None:
-        sizes |= {"batch_warmup_start": start, "batch_warmup_increment": train.batch_warmup_increment or start}
+        sizes |= {
+            "batch_warmup_start": start,
+            "batch_warmup_increment": train.batch_warmup_increment or start,
+        }
     for key, size in sizes.items():
         if size % slice_:
-            product = f"data ranks {parallel.dp} x parallel.microbatch_size {parallel.microbatch_size} = {slice_}"
-            yield f"train.{key} = {size}: must be a multiple of {product}; try {any_of(multiples_near(size, slice_))}"
+            product = (
+                f"data ranks {parallel.dp} x parallel.microbatch_size {parallel.microbatch_size} = "
+                f"{slice_}"
+            )
+            yield (
+                f"train.{key} = {size}: must be a multiple of {product}; try "
+                f"{any_of(multiples_near(size, slice_))}"
+            )
     if start is None:
-        for key in ("batch_warmup_steps", "batch_warmup_increment"):
-            if getattr(train, key) is not None:
-                tries = f"train.batch_warmup_start={slice_}"
-                yield f"<train.{key}>: needs the batch that the warm-up starts with; try {tries}"
         return
     if train.batch_warmup_steps is None:
-        yield f"<train.batch_warmup_start>: needs train.batch_warmup_steps; try {max(1, train.steps // 10)}"
+        yield (
+            "<train.batch_warmup_start>: needs train.batch_warmup_steps; try "
+            f"{max(1, train.steps // 10)}"
+        )
     yield from at_most(recipe, "train.batch_warmup_start", "train.global_batch_size", slice_)
     increment = sizes["batch_warmup_increment"]
     if start < full and (full - start) % increment:
-        steps_up = [d for d in divisors_near(full - start, increment) if full % slice_ == d % slice_ == 0]
+        steps_up = [
+            d for d in divisors_near(full - start, increment) if full % slice_ == d % slice_ == 0
+        ]
         rise = f"train.global_batch_size - train.batch_warmup_start = {full - start}"
-        yield f"train.batch_warmup_increment = {increment}: must divide {rise}; try {any_of(steps_up or [slice_])}"
+        yield (
+            f"train.batch_warmup_increment = {increment}: must divide {rise}; try "
+            f"{any_of(steps_up or [slice_])}"
+        )

@@ -1,15 +1,16 @@
 """The strategies of the data dimension by their usual names; no torch.
 
-    strategy             ZeRO   split over dp_shard                       repeated over
-    NO_SHARD             0      nothing                                   dp_replicate and dp_shard
-    SHARD_OPTIMIZER      1      optimizer states, master weights          dp_replicate (parameters: dp_shard too)
-    SHARD_GRAD_OP        2      and gradients, parameters between steps   -
-    FULL_SHARD           3      and parameters between uses               -
-    _HYBRID_SHARD_ZERO2  2      as SHARD_GRAD_OP                          dp_replicate
-    HYBRID_SHARD         3      as FULL_SHARD                             dp_replicate
+    strategy             ZeRO  split over dp_shard                      repeated over
+    NO_SHARD             0     nothing                                  dp_replicate and dp_shard
+    SHARD_OPTIMIZER      1     optimizer states, master weights         dp_replicate (1)
+    SHARD_GRAD_OP        2     and gradients, parameters between steps  -
+    FULL_SHARD           3     and parameters between uses              -
+    _HYBRID_SHARD_ZERO2  2     as SHARD_GRAD_OP                         dp_replicate
+    HYBRID_SHARD         3     as FULL_SHARD                            dp_replicate
 
-ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054. The names of the others are those of torch's FSDP (Zhao et al. 2023,
-arXiv 2304.11277).
+(1) Parameters are repeated over dp_shard too.
+ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054. The names of the others are those of torch's FSDP
+(Zhao et al. 2023, arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -17,28 +18,43 @@ from __future__ import annotations
 from typing import Literal
 
 ShardingName = Literal[
-    "NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"
+    "NO_SHARD",
+    "SHARD_OPTIMIZER",
+    "SHARD_GRAD_OP",
+    "FULL_SHARD",
+    "HYBRID_SHARD",
+    "_HYBRID_SHARD_ZERO2",
 ]
 Cadence = Literal["step", "microbatch"]
 
 
-REPLICATED: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER")  # whole parameters on each rank
+# whole parameters on each rank
+REPLICATED: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER")
 FREED_BETWEEN_USES: tuple[ShardingName, ...] = ("FULL_SHARD", "HYBRID_SHARD")
 # The strategies that allow no replicas -> those that do the same with dp_replicate > 1.
-HYBRID_OF: dict[ShardingName, ShardingName] = {"SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2", "FULL_SHARD": "HYBRID_SHARD"}
-OF_ZERO_STAGE: dict[int, ShardingName] = {0: "NO_SHARD", 1: "SHARD_OPTIMIZER", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+HYBRID_OF: dict[ShardingName, ShardingName] = {
+    "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2",
+    "FULL_SHARD": "HYBRID_SHARD",
+}
+OF_ZERO_STAGE: dict[int, ShardingName] = {
+    0: "NO_SHARD",
+    1: "SHARD_OPTIMIZER",
+    2: "SHARD_GRAD_OP",
+    3: "FULL_SHARD",
+}
 
 
-def usual_bucket_mib(*, on_gpu: bool, step_in_backward: bool = False) -> float:
-    """Returns the least size of the pieces in which gradients are sent where a recipe does not say: that of
-    DistributedDataParallel's buckets, and more on GPUs, whose links take larger messages to be busy; but not where a
-    step in the backward is to leave no more gradients than a few pieces."""
-    return 100.0 if on_gpu and not step_in_backward else 25.0
+def usual_bucket_mib(*, on_gpu: bool) -> float:
+    """Returns the default of `parallel.bucket_mib`: that of DistributedDataParallel's buckets, and
+    more on GPUs, whose links need larger messages to be busy."""
+    return 100.0 if on_gpu else 25.0
 
 
-def strategy_of(sharding: ShardingName | None, zero_stage: int | None, dp_replicate: int) -> ShardingName:
-    """Returns the strategy that `sharding`, or its alias `zero_stage`, stands for. If both are None it is FULL_SHARD,
-    or HYBRID_SHARD with replicas."""
+def strategy_of(
+    sharding: ShardingName | None, zero_stage: int | None, dp_replicate: int
+) -> ShardingName:
+    """Returns the strategy that `sharding`, or its alias `zero_stage`, stands for. If both are None
+    it is FULL_SHARD, or HYBRID_SHARD with replicas."""
     if sharding is not None:
         return sharding
     strategy = OF_ZERO_STAGE[3 if zero_stage is None else zero_stage]

@@ -1,13 +1,12 @@
 """Reads YAML text into a flat list of settings, each of which knows its file and line.
 
-The text may come from outside: only plain YAML is read (no tags, no references to the environment), and every fault in
-it is a `ConfigError` of one line.
+The text may come from outside: only plain YAML is read (no tags, no references to the environment),
+and every fault in it is a `ConfigError` of one line.
 """
 
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,8 @@ import yaml
 from parallel3d.errors import ConfigError
 
 COMMAND_LINE = "command line"
-_DEEPEST = 3  # levels of keys in a file: model.rope_scaling.factor
-_LONGEST_NAME = 100  # characters of a key
-_LARGEST_FILE_BYTES = 128 << 10  # a recipe has a few kB, and one of 1 MiB takes half a minute to parse
+# a recipe has a few kB, and one of 1 MiB takes half a minute to parse
+_LARGEST_FILE_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +29,20 @@ class Setting:
     origin: str  # the place that gives it: "my.yaml:12", "command line"
 
     def __str__(self) -> str:
-        return f"{self.key} = {shown(self.value)} ({self.origin})"
+        return f"{shown(self.key)} = {shown(self.value)} ({self.origin})"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain YAML, and 1e-4 as a number, which YAML 1.1 reads as text because it wants 1.0e-4."""
+    """Reads plain YAML, and 1e-4 as a number, which YAML 1.1 reads as text because it wants 1.0e-4.
+    References are refused, because they can make a short file larger than memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(
+                problem="a reference (*name) is not read; write the value out", problem_mark=mark
+            )
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -44,20 +51,25 @@ class _Dumper(yaml.SafeDumper):
 
 for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
     )
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 
 
 def read_settings(path: Path, *, under: str = "") -> list[Setting]:
-    """Returns the settings of a YAML file, in its order. `under` is put before each key (`model` for a shape card)."""
+    """Returns the settings of a YAML file, in its order. `under` is put before each key (`model`
+    for a shape card)."""
     try:
         loader = _Loader(read_short(path, "a recipe is a short YAML file").decode())
         root = loader.get_single_node()
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: must hold keys and values, such as `train:` and below it `  steps: 100`")
+            raise ConfigError(
+                f"{path}: must hold keys and values, such as `train:` and below it `  steps: 100`"
+            )
         settings = list(_flatten(loader, root, under, path.name))
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
@@ -70,14 +82,17 @@ def read_settings(path: Path, *, under: str = "") -> list[Setting]:
     first: dict[str, Setting] = {}
     for setting in settings:
         if first.setdefault(setting.key, setting) is not setting:
-            raise ConfigError(f"{setting}: given before, at {first[setting.key].origin}; keep one of the two")
+            raise ConfigError(
+                f"{setting}: given before, at {first[setting.key].origin}; keep one of the two"
+            )
     return settings
 
 
 def read_short(path: Path, kind: str, most: int = _LARGEST_FILE_BYTES) -> bytes:
-    """Returns the content of a file that people write. Raises ConfigError, which says what `kind` of file it should be,
-    where the file is too large, or a pipe or a device, which might never end; and OSError as `open` does."""
-    if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
+    """Returns the content of a file that people write. Raises ConfigError, which says what `kind`
+    of file it should be, where the file is too large, or a pipe or a device, which might never end;
+    and OSError as `open` does."""
+    if path.is_fifo():  # it might never end
         raise ConfigError(f"{path}: is no regular file; {kind}")
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -87,9 +102,14 @@ def read_short(path: Path, kind: str, most: int = _LARGEST_FILE_BYTES) -> bytes:
 
 
 def plain_name(name: object) -> str:
-    """Returns `name`, which a file gives for another file of its own folder. Raises ValueError if it is not the name of
-    such a file, because a path could lead anywhere."""
-    if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
+    """Returns `name`, which a file gives for another file of its own folder. Raises ValueError if
+    it is not the name of such a file, because a path could lead anywhere."""
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or "/" in name
+        or name in ("", ".", "..")
+    ):
         raise ValueError(f"{shown(name)} is not the name of a file in this folder")
     return name
 
@@ -99,9 +119,11 @@ def parse_value(text: str, key: str) -> object:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        return None if node is None else _construct(loader, node, key, COMMAND_LINE)
+        return None if node is None else loader.construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{key} = {shown(text)} ({COMMAND_LINE}): not a YAML value: {_problem(e)}") from e
+        raise ConfigError(
+            f"{key} = {shown(text)} ({COMMAND_LINE}): not a YAML value: {_problem(e)}"
+        ) from e
 
 
 def dump_yaml(tree: object) -> str:
@@ -110,58 +132,32 @@ def dump_yaml(tree: object) -> str:
 
 
 def is_text(value: str) -> bool:
-    """True if UTF-8 can hold a text. It cannot hold surrogates, as which Python reads bytes that are not UTF-8."""
+    """True if UTF-8 can encode `value`. It cannot encode surrogates, which stand for bytes that are
+    not UTF-8."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def shown(value: object) -> str:
     """Returns a value as a person would type it, cut to a length that fits an error's line."""
-    value = list(value) if isinstance(value, tuple) else value
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    text = str(list(value) if isinstance(value, tuple) else value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _flatten(loader: _Loader, mapping: yaml.MappingNode, prefix: str, file: str) -> Iterator[Setting]:
+def _flatten(
+    loader: _Loader, mapping: yaml.MappingNode, prefix: str, file: str
+) -> Iterator[Setting]:
     for key_node, value_node in mapping.value:
         name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
         key = f"{prefix}.{name}" if prefix else name
-        origin = f"{file}:{key_node.start_mark.line + 1}"
-        if len(name) > _LONGEST_NAME or not name.isprintable():
-            raise ConfigError(
-                f"{shown(name)} ({origin}): no key has such a name; see a recipe that --print-config writes"
-            )
-        if not isinstance(value_node, yaml.MappingNode):
-            yield Setting(key=key, value=_construct(loader, value_node, key, origin), origin=origin)
-        elif key.count(".") + 1 < _DEEPEST:
+        if isinstance(value_node, yaml.MappingNode):
             yield from _flatten(loader, value_node, key, file)
         else:
-            raise ConfigError(f"{key} ({origin}): nested too deep; a recipe has sections, and keys in them")
-
-
-def _construct(loader: _Loader, node: yaml.Node, key: str, origin: str) -> object:
-    """Returns a scalar, a flat list, or a list of entries, which are dicts of scalars and flat lists. What lies deeper
-    fits no key, and what an entry repeats by reference could make it larger than memory."""
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    if isinstance(node, yaml.SequenceNode) and items and all(isinstance(item, yaml.MappingNode) for item in items):
-        said = [pair[1] for item in items for pair in item.value]
-        if len({id(each) for each in (*items, *said)}) < len(items) + len(said):
-            raise ConfigError(f"{key} ({origin}): repeats an entry by a reference; write it out")
-        return [_entry(loader, item, f"{key}[{index}]", origin) for index, item in enumerate(items)]
-    if not all(isinstance(item, yaml.ScalarNode) for item in items):
-        raise ConfigError(f"{key} ({origin}): must be a single value or a flat list of values")
-    return loader.construct_object(node, deep=True)
-
-
-def _entry(loader: _Loader, node: yaml.MappingNode, key: str, origin: str) -> dict[str, object]:
-    """Returns an entry of a list, such as `{path: text/web, weight: 2}`."""
-    entry: dict[str, object] = {}
-    for name_node, value_node in node.value:
-        name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "?"
-        if name in entry:
-            raise ConfigError(f"{key}.{name} ({origin}): given twice; keep one of the two")
-        entry[name] = _construct(loader, value_node, f"{key}.{name}", origin)
-    return entry
+            value = loader.construct_object(value_node, deep=True)
+            origin = f"{file}:{key_node.start_mark.line + 1}"
+            yield Setting(key=key, value=value, origin=origin)
 
 
 def _problem(error: Exception) -> str:

@@ -1,8 +1,8 @@
-"""The tables of the families of transformers 5, and which model gets which.
+"""Tables of the families of transformers 5.
 
-A table is for all models of a family, those with a head on top and those without: a pattern that matches nothing in a
-model is left out for it. Where no table says otherwise, the models count heads from the projections' outputs.
-`tests/distributed/test_families.py` compares each with the unsplit model in float64.
+A table is for all models of a family, with or without a head on top: a pattern that matches nothing
+in a model is left out for it. `tests/distributed/test_families.py` compares each with the unsplit
+model in float64.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ _LLAMA: _Table = {
     **HEADS,
 }
 _NORMED: _Table = {**_LLAMA, **_HEAD_NORMS}
-_MIXTURE: _Table = {**_LLAMA, "**.layers.*.mlp": Replicate(), "**.layers.*.mlp.experts": SplitExperts()}
+_MIXTURE: _Table = {
+    **_LLAMA,
+    "**.layers.*.mlp": Replicate(),
+    "**.layers.*.mlp.experts": SplitExperts(),
+}
 _LLAMA4: _Table = {
     "**.embed_tokens": Vocab(),
     **_ATTENTION,
@@ -68,7 +72,9 @@ _LLAMA4: _Table = {
 }
 _PHI3: _Table = {
     "**.embed_tokens": Vocab(),
-    "**.self_attn": Divide(("config.num_attention_heads", "num_key_value_heads"), shared=("num_key_value_heads",)),
+    "**.self_attn": Divide(
+        ("config.num_attention_heads", "num_key_value_heads"), shared=("num_key_value_heads",)
+    ),
     "**.self_attn.qkv_proj": Column(
         unit="head_dim",
         parts=("config.num_attention_heads", "num_key_value_heads", "num_key_value_heads"),
@@ -91,7 +97,8 @@ _GPT2: _Table = {
 }
 _GPT_NEOX: _Table = {
     "**.embed_in": Vocab(),
-    "**.attention.query_key_value": Column(heads="config.num_attention_heads"),  # q, k and v of each head in turn
+    # q, k and v of each head in turn
+    "**.attention.query_key_value": Column(heads="config.num_attention_heads"),
     "**.attention.dense": Row(),
     "**.mlp.dense_h_to_4h": Column(),
     "**.mlp.dense_4h_to_h": Row(),
@@ -102,7 +109,9 @@ _OPT: _Table = {
     "**.embed_tokens": Vocab(),
     **dict.fromkeys(("**.embed_positions", "**.project_in", "**.project_out"), "replicate"),
     "**.self_attn": Divide(("num_heads",)),
-    **dict.fromkeys((f"**.self_attn.{name}_proj" for name in "qkv"), Column(unit="head_dim")),
+    "**.self_attn.q_proj": Column(unit="head_dim"),
+    "**.self_attn.k_proj": Column(unit="head_dim"),
+    "**.self_attn.v_proj": Column(unit="head_dim"),
     "**.self_attn.out_proj": Row(),
     "**.fc1": Column(),
     "**.fc2": Row(),
@@ -113,40 +122,6 @@ _FALCON_REST: _Table = {
     "**.self_attention.dense": Row(),
     "**.mlp.dense_h_to_4h": Column(),
     "**.mlp.dense_4h_to_h": Row(),
-    **HEADS,
-}
-_BERT: _Table = {
-    "**.embeddings.word_embeddings": Vocab(),
-    **dict.fromkeys(("**.embeddings.position_embeddings", "**.embeddings.token_type_embeddings"), "replicate"),
-    "**.attention.self": Enter(),
-    **dict.fromkeys((f"**.attention.self.{name}" for name in ("query", "key", "value")), Column("attention_head_size")),
-    "**.attention.output.dense": Row(),
-    "**.intermediate.dense": Column(),
-    "**.layer.*.output.dense": Row(),
-    **dict.fromkeys(("**.cls.predictions.transform.dense", "**.cls.seq_relationship"), "replicate"),
-    "**.cls.predictions.decoder": Column(gather_output=True),
-    **HEADS,
-}
-_VIT: _Table = {
-    "**.attention": Enter(),
-    **dict.fromkeys((f"**.attention.{name}_proj" for name in "qkv"), Column(unit="head_dim")),
-    "**.attention.o_proj": Row(),
-    "**.mlp.fc1": Column(),
-    "**.mlp.fc2": Row(),
-    **HEADS,
-}
-_T5: _Table = {
-    **dict.fromkeys(("**.shared", "**.embed_tokens"), Vocab()),
-    **dict.fromkeys(("**.SelfAttention", "**.EncDecAttention"), Divide(("n_heads",))),
-    # Not Enter(): k and v of a cross attention read the encoder's output.
-    **{
-        f"**.{attention}.{name}": Column(unit="key_value_proj_dim")
-        for attention in ("SelfAttention", "EncDecAttention")
-        for name in "qkv"
-    },
-    **dict.fromkeys(("**.SelfAttention.o", "**.EncDecAttention.o", "**.DenseReluDense.wo"), Row()),
-    "**.relative_attention_bias": Column(),  # a column for each head
-    **dict.fromkeys(("**.DenseReluDense.wi", "**.DenseReluDense.wi_0", "**.DenseReluDense.wi_1"), Column()),
     **HEADS,
 }
 FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
@@ -160,78 +135,90 @@ FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
     "gpt_neox": _GPT_NEOX,
     "opt": _OPT,
     "falcon": _FALCON_REST,
-    "bert": _BERT,
-    "vit": _VIT,
-    "t5": _T5,
 }
 
-_JOINED = Replicate(partial_gradient=True, gather_sequence=True)  # what reads it has the whole sequence
+_GATHERED = Replicate(partial_gradient=True, gather_sequence=True)  # what reads it is not split
+_SCATTERED = Row(sequence=True)
 _LLAMA_SEQUENCE: _Table = {
     "**.layers.0": Scatter(),
-    **{
-        f"**.layers.*.{place}_layernorm": Replicate(partial_gradient=True)  # a norm of this rank's tokens
-        for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    },
+    "**.layers.*.input_layernorm": Replicate(partial_gradient=True),  # a norm of this rank's tokens
+    "**.layers.*.post_attention_layernorm": Replicate(partial_gradient=True),
+    "**.layers.*.pre_feedforward_layernorm": Replicate(partial_gradient=True),
+    "**.layers.*.post_feedforward_layernorm": Replicate(partial_gradient=True),
     "**.layers.*.self_attn": Enter(sequence=True),
     "**.layers.*.mlp": Enter("x", sequence=True),
-    **dict.fromkeys(("**.layers.*.self_attn.o_proj", "**.layers.*.mlp.down_proj"), Row(sequence=True)),
-    "**.norm": _JOINED,
+    "**.layers.*.self_attn.o_proj": _SCATTERED,
+    "**.layers.*.mlp.down_proj": _SCATTERED,
+    "**.norm": _GATHERED,
 }
-# What is laid out otherwise where the sequence is split from the first block to the last norm.
+# What changes if the sequence is split from the first block to the last norm.
 SEQUENCE_FAMILIES: Mapping[str, Rules] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _LLAMA_SEQUENCE),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_SEQUENCE),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _LLAMA_SEQUENCE),
     "phi3": {
         "**.layers.0": Scatter(),
-        **dict.fromkeys(("**.input_layernorm", "**.post_attention_layernorm", "**.norm"), _JOINED),
-        **dict.fromkeys(("**.self_attn.o_proj", "**.mlp.down_proj"), Row(sequence=True)),
+        **dict.fromkeys(
+            ("**.input_layernorm", "**.post_attention_layernorm", "**.norm"), _GATHERED
+        ),
+        **dict.fromkeys(("**.self_attn.o_proj", "**.mlp.down_proj"), _SCATTERED),
     },
     "gpt2": {
         "**.h.0": Scatter(),
-        **dict.fromkeys(("**.ln_1", "**.ln_2", "**.ln_f"), _JOINED),
-        **dict.fromkeys(("**.h.*.attn.c_proj", "**.h.*.mlp.c_proj"), Row(sequence=True)),
+        **dict.fromkeys(("**.ln_1", "**.ln_2", "**.ln_f"), _GATHERED),
+        **dict.fromkeys(("**.h.*.attn.c_proj", "**.h.*.mlp.c_proj"), _SCATTERED),
     },
     "gpt_neox": {
         "**.layers.0": Scatter(),
-        **dict.fromkeys(("**.input_layernorm", "**.post_attention_layernorm", "**.final_layer_norm"), _JOINED),
-        **dict.fromkeys(("**.attention.dense", "**.mlp.dense_4h_to_h"), Row(sequence=True)),
+        **dict.fromkeys(
+            ("**.input_layernorm", "**.post_attention_layernorm", "**.final_layer_norm"), _GATHERED
+        ),
+        **dict.fromkeys(("**.attention.dense", "**.mlp.dense_4h_to_h"), _SCATTERED),
     },
 }
 
 
 def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
-    """Returns the table for a model of transformers: the rules of its family that match something in it. With
-    `sequence_parallel` what lies between the halves of the blocks is split along the
-    sequence, which tp must divide. Raises ValueError for a module without such a table, and where a dropout would draw
-    the same mask for the tokens of every rank."""
+    """Returns the table for a model of transformers: the rules of its family that match something
+    in it. With `sequence_parallel` activations between the halves of the blocks are split along the
+    sequence, which tp must divide. Raises ValueError for a module without such a table."""
     config = getattr(module, "config", None)
-    family = getattr(config, "model_type", None)
-    if not isinstance(family, str) or family not in FAMILIES:
+    family = getattr(config, "model_type", "")
+    if family not in FAMILIES:
+        model = f"{type(module).__name__} (model_type {family!r})"
         nearest = get_close_matches(str(family), FAMILIES, 1)
+        like = f", or that of {nearest[0]}, families.FAMILIES[{nearest[0]!r}]" if nearest else ""
         raise ValueError(
-            f"tensor_parallelize: there is no table for {type(module).__name__}"
-            f"{f' (model_type {family!r})' if family else ''}, only for {', '.join(sorted(FAMILIES))}; give one as "
-            'rules, such as {"blocks.*.up": "column", "blocks.*.down": "row"}'
-            f"{f', or that of {nearest[0]}, families.FAMILIES[{nearest[0]!r}]' if nearest else ''}"
+            f"tensor_parallelize: there is no table for {model}, only for "
+            f"{', '.join(sorted(FAMILIES))}; give one as rules, such as "
+            f'{{"blocks.*.up": "column", "blocks.*.down": "row"}}{like}'
         )
-    rules = {**FAMILIES[family], **(_falcon_attention(config) if family == "falcon" else {})}
+    rules = dict(FAMILIES[family])
+    if family == "falcon":
+        rules |= _falcon_attention(config)
+    modules = {name: each for name, each in module.named_modules() if name}
     if sequence_parallel:
         if family not in SEQUENCE_FAMILIES:
             known = ", ".join(sorted(SEQUENCE_FAMILIES))
-            raise ValueError(f"sequence_parallel: there is no such table for {family}, only for {known}; leave it out")
-        dropouts = (name for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
-        if name := next(dropouts, None):
-            words = "set it to 0 in the config, or leave sequence_parallel out"
-            raise ValueError(f"{name}: this dropout would drop the same of each rank's tokens; {words}")
+            words = f"there is no such table for {family}, only for {known}; leave it out"
+            raise ValueError(f"sequence_parallel: {words}")
+        for name, each in modules.items():
+            if isinstance(each, nn.Dropout) and each.p > 0:
+                raise ValueError(
+                    f"{name}: this dropout cannot be used with sequence parallelism, because every "
+                    "rank would drop the same tokens; set it to 0 in the config, or leave "
+                    "sequence_parallel out"
+                )
         rules |= SEQUENCE_FAMILIES[family]
-    names = [name for name, _ in module.named_modules() if name]
-    return {pattern: style for pattern, style in rules.items() if names_matching(pattern, names)}
+    return {pattern: style for pattern, style in rules.items() if names_matching(pattern, modules)}
 
 
 def _falcon_attention(config: object) -> _Table:
-    """Returns the rules of Falcon's fused product, of which there are three forms."""
-    own, fused = "**.self_attention", "**.self_attention.query_key_value"
+    """Returns the rules of Falcon's packed q, k and v, of which there are three forms."""
+    own, packed = "**.self_attention", "**.self_attention.query_key_value"
+    heads = Divide(("num_heads", "num_kv_heads"))
     if getattr(config, "new_decoder_architecture", False):  # q of a group, then its k and v
-        return {own: Divide(("num_heads", "num_kv_heads")), fused: Column(heads="num_kv_heads")}
+        return {own: heads, packed: Column(heads="num_kv_heads")}
     if getattr(config, "multi_query", False):
-        return {own: Divide(("num_heads",)), fused: Column(unit="head_dim", parts=("num_heads", 1, 1))}
-    return {own: Divide(("num_heads", "num_kv_heads")), fused: Column(heads="num_heads")}
+        parts = Column(unit="head_dim", parts=("num_heads", 1, 1))
+        return {own: Divide(("num_heads",)), packed: parts}
+    return {own: heads, packed: Column(heads="num_heads")}

@@ -1,5 +1,6 @@
-"""A model larger than a rank's memory, from the safetensors files of Hugging Face: built without memory for its
-parameters, split over tp, and then filled, each rank reading its own slices of each file and nothing else.
+"""Fills a model that is larger than a rank's memory from the safetensors files of Hugging Face. The
+model is built without memory for its parameters and split over tp; then each rank reads its own
+slices of each file.
 
     with parameters_on_meta():
         model = LlamaForCausalLM(config)
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d.config.yaml_text import plain_name, read_short
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.gradients import like_parameter, local_tensor
-from parallel3d.row_split import shard_rows
+from parallel3d.shard_sizes import shard_rows
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LARGEST_INDEX_BYTES = 64 << 20  # an index has some 100 bytes for each tensor
@@ -32,8 +33,8 @@ _LARGEST_INDEX_BYTES = 64 << 20  # an index has some 100 bytes for each tensor
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built in this block have their parameters on the meta device, without memory and without initial
-    values. Buffers are made as ever, because a file seldom has them (rotary frequencies)."""
+    """Puts the parameters of modules that are built in this block on the meta device. Buffers are
+    built as usual, because a file seldom has them (rotary frequencies)."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -47,103 +48,131 @@ def parameters_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def load_safetensors(
-    module: nn.Module, path: str | Path, *, device: torch.device | str | None = None, prefix: str = ""
+    module: nn.Module,
+    path: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    prefix: str = "",
 ) -> nn.Module:
-    """Fills the parameters and the persistent buffers of `module` from a safetensors file, or from a folder of one or
-    of many with an index, and returns it. What is on the meta device gets memory on `device`; what has memory keeps it.
-    Of a DTensor on the tp axis this rank's slice alone is read; nothing is sent. The file's name of a parameter is
-    `prefix` and the module's; of tied ones either name will do. Values are cast to the parameter's dtype.
+    """Fills the parameters and persistent buffers of a module, and returns it. Call it after
+    `tensor_parallelize` and before `fully_shard`. Nothing is sent.
 
-    Call it after `tensor_parallelize` and before `fully_shard`. Raises CheckpointError where a tensor is missing, is of
-    another shape, or belongs to another model; ValueError for a DTensor of more than one axis."""
-    parameters, persistent = module.named_parameters(remove_duplicate=False), module.state_dict(keep_vars=True)
-    tensors = {**dict(parameters), **{name: each for name, each in persistent.items() if isinstance(each, Tensor)}}
+    Args:
+        module: Tensors on the meta device get memory on `device`, the others keep theirs. Each rank
+            reads only its slice of a DTensor. Values are cast to the tensor's dtype.
+        path: A safetensors file, or a folder of one or many.
+        prefix: Start of the names in the file. Of tied parameters either name will do.
+
+    Raises:
+        CheckpointError: A tensor is missing, left over or of another shape.
+        ValueError: A DTensor is split over more axes than tp.
+    """
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= module.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        names_of.setdefault(id(tensor), []).append(name)
-    with_memory: dict[str, Tensor] = {}
+        if isinstance(tensor, Tensor):
+            names_of.setdefault(id(tensor), []).append(name)
+    made: dict[str, Tensor] = {}
     with ExitStack() as files:
         stored = open_safetensors(Path(path), files)
         for names in names_of.values():
             there = [prefix + name for name in names if prefix + name in stored]
             if not there:
-                raise CheckpointError(f"{path}: has no {prefix}{names[0]}; it is of another model, or needs a prefix")
-            tensor, file = tensors[names[0]], stored[there[0]]
-            values = _own_slice(file, there[0], tensor, path)
+                raise CheckpointError(
+                    f"{path}: has no {prefix}{names[0]}; it is of another model, or needs a prefix"
+                )
+            tensor = tensors[names[0]]
+            values = _own_slice(stored[there[0]], there[0], tensor, path)
             for name in there:
                 del stored[name]
-            if not tensor.is_meta:
+            if tensor.is_meta:
+                filled = like_parameter(tensor, values.to(device or "cpu"))
+                if isinstance(tensor, nn.Parameter):
+                    filled = nn.Parameter(filled, tensor.requires_grad)
+                made |= dict.fromkeys(names, filled)
+            else:
                 local_tensor(tensor).copy_(values)
-                continue
-            made = like_parameter(tensor, values.to(device or "cpu"))
-            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-            with_memory |= dict.fromkeys(names, made)
-    module.load_state_dict(with_memory, strict=False, assign=True)
-    extra = [name for name in stored if name.startswith(prefix)]
-    if extra:
-        raise CheckpointError(f"{path}: {extra[0]} is none of the module's; it is of another model")
-    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if left:
-        raise CheckpointError(
-            f"{path}: has no {left[0]}, a buffer on the meta device; build the model within parameters_on_meta()"
-        )
+    module.load_state_dict(made, strict=False, assign=True)
+    for name in stored:
+        if name.startswith(prefix):
+            raise CheckpointError(f"{path}: {name} is none of the module's; it is of another model")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise CheckpointError(
+                f"{path}: has no {name}, a buffer on the meta device; build the model within "
+                "parameters_on_meta()"
+            )
     return module
 
 
 def open_safetensors(path: Path, files: ExitStack) -> dict[str, Any]:
-    """Opens a safetensors file, or those of a folder, which has an index, one file or several without an index. Returns
-    the file that each tensor is in. No tensor is read yet."""
-
-    def opened(name: Path) -> Any:
-        if not name.is_file():
-            raise ValueError(f"{name.name} is not a file")
-        return files.enter_context(safe_open(name, framework="pt"))
-
+    """Opens a safetensors file, or those of a folder with or without an index. Returns the open
+    file of each tensor. No tensor is read."""
     try:
-        if path.is_dir() and (path / _INDEX).is_file():
-            weight_map = json.loads(read_short(path / _INDEX, "it lists weights", _LARGEST_INDEX_BYTES))["weight_map"]
-            named = {name: opened(path / plain_name(name)) for name in set(weight_map.values())}
-            found = {name: named[file] for name, file in weight_map.items()}
-            held = {file: set(opened_file.keys()) for file, opened_file in named.items()}
-            if absent := [name for name, file in weight_map.items() if name not in held[file]]:
-                raise ValueError(f"{_INDEX} names {absent[0]}, which is not in its file")
-            return found
-        if not path.is_dir() or (path / _SINGLE).is_file():
-            file = opened(path / _SINGLE if path.is_dir() else path)
-            return dict.fromkeys(file.keys(), file)
-        several = sorted(path.glob("*.safetensors"))
-        if not several:
-            raise ValueError("there is no such file in the folder")
-        found = {}
-        for file in map(opened, several):
-            if twice := found.keys() & file.keys():
-                raise ValueError(f"two files have {min(twice)}")
-            found |= dict.fromkeys(file.keys(), file)
-        return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        return _open_files(path, files)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
+def _open_files(path: Path, files: ExitStack) -> dict[str, Any]:
+    paths, listed = [path], None
+    if (path / _INDEX).is_file():
+        text = read_short(path / _INDEX, "it lists weights", _LARGEST_INDEX_BYTES)
+        listed = json.loads(text)["weight_map"]
+        paths = [path / plain_name(name) for name in sorted(set(listed.values()))]
+    elif (path / _SINGLE).is_file():
+        paths = [path / _SINGLE]
+    elif path.is_dir():
+        paths = sorted(path.glob("*.safetensors"))
+        if not paths:
+            raise ValueError("there is no such file in the folder")
+    found: dict[str, Any] = {}
+    for each in paths:
+        if not each.is_file():
+            raise ValueError(f"{each.name} is not a file")
+        file = files.enter_context(safe_open(each, framework="pt"))
+        for name in file.keys():  # noqa: SIM118  # not a dict
+            if name in found:
+                raise ValueError(f"two files have {name}")
+            found[name] = file
+    if listed is None:
+        return found
+    for name in listed:
+        if name not in found:
+            raise ValueError(f"{_INDEX} names {name}, which is not in its file")
+    return {name: found[name] for name in listed}
+
+
 def read_slice(file: Any, name: str, index: Sequence[slice], dtype: torch.dtype) -> Tensor:
-    """Returns a slice of a tensor of an open file, as a tensor of `dtype` with memory of its own: what safetensors
-    gives is a view of the file's own pages, strided as the whole tensor is."""
+    """Returns a slice of a tensor of an open file, with memory of its own: safetensors returns a
+    view of the file's pages."""
     values: Tensor = file.get_slice(name)[tuple(index)] if index else file.get_tensor(name)
     return values.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor:
-    stored = file.get_slice(name)
-    if tuple(stored.get_shape()) != tuple(tensor.shape):
+    shape = file.get_slice(name).get_shape()
+    if tuple(shape) != tuple(tensor.shape):
         raise CheckpointError(
-            f"{path}: {name} is {list(stored.get_shape())} there and {list(tensor.shape)} here; it is of another model"
+            f"{path}: {name} is {list(shape)} there and {list(tensor.shape)} here; it is of "
+            "another model"
         )
     index = [slice(None)] * tensor.ndim
     if isinstance(tensor, DTensor):
-        if tensor.device_mesh.ndim != 1:
+        tp = tensor.device_mesh
+        if tp.ndim != 1:
             raise ValueError(f"{name}: is split over more axes than tp; load before fully_shard")
         (placement,) = tensor.placements
         if isinstance(placement, Shard):
-            tp = tensor.device_mesh
             rows = shard_rows(tensor.shape[placement.dim], tp.get_local_rank(), tp.size())
             index[placement.dim] = slice(rows.start, rows.stop)
     return read_slice(file, name, index, tensor.dtype)

@@ -1,8 +1,10 @@
-"""How a module is split over tp: a table of name patterns, each with a style, for `convert.apply.tensor_parallelize`.
+"""How a module is split over tp: a table of name patterns, each with a style, for
+`convert.apply.tensor_parallelize`.
 
-A pattern is a module's name with `*` for any one part of it and `**` for any number of parts, none included:
-`model.layers.*.mlp.up_proj`, `**.mlp.up_proj`. A style is one of the classes below, or a word: "column", "row",
-"vocab", "replicate". `convert.families` has the tables of transformers' families.
+A pattern is a module's name with `*` for any one part of it and `**` for any number of parts, none
+included: `model.layers.*.mlp.up_proj`, `**.mlp.up_proj`. A style is one of the classes below, or a
+word: "column", "row", "vocab", "replicate". `convert.families` has the tables of transformers'
+families.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from typing import Literal
 class Column:
     """A linear layer whose output features are split; what follows works on this rank's.
 
-    `unit` names an attribute of the parent module: how many features stay together (`head_dim`: whole heads).
-    `heads` names one that counts the pieces that stay together, whatever they hold (q, k and v of each head in turn).
-    `shared` names one that counts the heads that read one of these (`num_key_value_groups`): where tp is a multiple of
-    the heads, each is computed by several ranks from a weight that all keep, and that count shrinks on each.
-    `parts` is for several products that lie side by side in the output features, each of which is split by itself: so
-    many of equal size (q, k and v: 3), or the size of each in units, a number or the name of an attribute that has it.
-    A name may have dots (`config.num_attention_heads`). Of an embedding, the columns are split."""
+    `unit` names an attribute of the parent module: how many features stay together (`head_dim`:
+    whole heads). `heads` names one that counts the pieces that stay together, whatever they hold
+    (q, k and v of each head in turn). `shared` names one that counts the heads that read one of
+    these (`num_key_value_groups`): where tp is a multiple of the heads, each is computed by several
+    ranks from a weight that all keep, and that count shrinks on each. `parts` is for several
+    products that lie side by side in the output features, each of which is split by itself: so many
+    of equal size (q, k and v: 3), or the size of each in units, a number or the name of an
+    attribute that has it. A name may have dots (`config.num_attention_heads`). Of an embedding, the
+    columns are split."""
 
     unit: str | None = None
     heads: str | None = None
@@ -34,41 +38,45 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer whose input features are split, as a column-parallel layer left them; its output is summed over
-    tp, and its bias added once. `sequence`: each rank gets its part of the sequence of that sum."""
+    """A linear layer whose input features are split, as a column-parallel layer left them; its
+    output is summed over tp, and its bias added once. `sequence`: each rank gets its part of the
+    sequence of that sum."""
 
     sequence: bool = False
 
 
 @dataclass(frozen=True)
 class Vocab:
-    """An embedding whose rows are split; tp need not divide them. A subclass may scale what `super().forward` gives."""
+    """An embedding whose rows are split; tp need not divide them. A subclass may scale what
+    `super().forward` gives."""
 
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """The experts of a mixture as transformers 5 has them: parameters [experts, ...], and a forward that is given the
-    tokens, the experts of each and their weights, or, as Llama 4's, the tokens of one expert after the other. Each rank
-    has some of the experts; what they give is summed, or joined."""
+    """The experts of a mixture as transformers 5 has them: parameters [experts, ...], and a forward
+    that is given the tokens, the experts of each and their weights, or, as Llama 4's, the tokens of
+    one expert after the other. Each rank has some of the experts; what they give is summed, or
+    joined."""
 
     count: str = "num_experts"  # the attribute that counts them
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """A module that every rank has whole: what all modules without a rule are, but a linear or an embedding wants to be
-    told. `partial_gradient`: it works on activations that are split over tp (a norm of each head), so its gradient is
-    a sum over tp."""
+    """A module that every rank has whole: what all modules without a rule are, but a linear or an
+    embedding wants to be told. `partial_gradient`: it works on activations that are split over tp
+    (a norm of each head), so its gradient is a sum over tp."""
 
     partial_gradient: bool = False
-    gather_sequence: bool = False  # its input and its own work are a part of the sequence, its output is the whole
+    # its input and its own work are a part of the sequence, its output is the whole
+    gather_sequence: bool = False
 
 
 @dataclass(frozen=True)
 class Enter:
-    """A module inside which column-parallel layers alone read its input (the first argument, or the keyword
-    `argument`): the input's gradient is then summed over tp once, on the way out, and not in each of those layers.
-    `sequence`: the input is a part of the sequence, which is gathered."""
+    """A module inside which column-parallel layers alone read its input (the first argument, or the
+    keyword `argument`): the input's gradient is then summed over tp once, on the way out, and not
+    in each of those layers. `sequence`: the input is a part of the sequence, which is gathered."""
 
     argument: str = "hidden_states"
     sequence: bool = False
@@ -76,17 +84,18 @@ class Enter:
 
 @dataclass(frozen=True)
 class Scatter:
-    """A module that takes its part of the sequence [batch, seq, ...] of an input that is whole: with it sequence
-    parallelism begins. What is not split along the sequence by a rule is whole, positions and masks too."""
+    """A module that takes its part of the sequence [batch, seq, ...] of an input that is whole:
+    with it sequence parallelism begins. What is not split along the sequence by a rule is whole,
+    positions and masks too."""
 
     argument: str = "hidden_states"
 
 
 @dataclass(frozen=True)
 class Divide:
-    """A module whose forward reads these attributes of its own, counts of what is split: each is divided by tp. Of
-    those of `shared` heads a rank keeps one where tp is a multiple of them. An attribute `config.count` is set in a
-    copy of the config, which this module alone has."""
+    """A module whose forward reads these attributes of its own, counts of what is split: each is
+    divided by tp. Of those of `shared` heads a rank keeps one where tp is a multiple of them. An
+    attribute `config.count` is set in a copy of the config, which this module alone has."""
 
     attributes: tuple[str, ...]
     shared: tuple[str, ...] = ()
@@ -103,4 +112,9 @@ def names_matching(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if re.fullmatch(expression, name)]
 
 
-WORDS: dict[Word, Style] = {"column": Column(), "row": Row(), "vocab": Vocab(), "replicate": Replicate()}
+WORDS: dict[Word, Style] = {
+    "column": Column(),
+    "row": Row(),
+    "vocab": Vocab(),
+    "replicate": Replicate(),
+}

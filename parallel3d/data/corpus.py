@@ -1,5 +1,6 @@
-"""A corpus: two streams of token ids, for training and for validation. Text is tokenized at the start, and every
-process holds all of it in memory; files of ids (`data.source: tokens`) are read when their windows are drawn."""
+"""A corpus: two streams of token ids, for training and for validation. Text is tokenized at the
+start, and every process holds all of it in memory; files of ids (`data.source: tokens`) are read
+when their windows are drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from parallel3d.config.recipe import DataConfig
 from parallel3d.data.source import Document, find_documents
-from parallel3d.data.token_files import TokenFiles, open_tokens
+from parallel3d.data.token_files import ShardTokenizer, TokenFiles, open_tokens
 from parallel3d.data.tokenizers import Tokenizer, build_tokenizer
 from parallel3d.data.windows import TokenIds, TokensInMemory, TokenStream
 from parallel3d.errors import ConfigError, DataError
@@ -22,12 +23,13 @@ from parallel3d.errors import ConfigError, DataError
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token ids of the documents, one after the other, each followed by the tokenizer's end of text."""
+    """Token ids of the documents, one after the other, each followed by the end of text."""
 
     train: TokenStream
     validation: TokenStream
-    make_tokenizer: Callable[[], Tokenizer]  # files of ids are trained on where their tokenizer's library is missing
-    document_end: int | None  # the id that ends a document, where attention is to stay within documents
+    # A run on files of ids works without the library of their tokenizer.
+    make_tokenizer: Callable[[], Tokenizer]
+    document_end: int | None  # the id that ends a document, if attention stays within documents
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -36,20 +38,22 @@ class Corpus:
 
 
 def load_corpora(data: DataConfig) -> tuple[Corpus, ...]:
-    """Reads and tokenizes the corpora that `data` names, one for each of its sources, or a single one."""
+    """Loads the corpora that `data` names: one for each of its sources, or a single one."""
     return tuple(load_corpus(each) for each in data.corpora)
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Reads and tokenizes all documents that `config` names, or opens the files of ids. Raises ConfigError and
-    DataError as `find_documents` and `open_tokens` do."""
+    """Reads and tokenizes all documents that `config` names, or opens the files of ids. Raises
+    ConfigError and DataError as `find_documents` and `open_tokens` do."""
     if config.source == "tokens":
         files = open_token_files(config)
-        return Corpus(files.train, files.validation, lambda: tokenizer_of(config, files), document_end(config, files))
+        end = document_end(config, files)
+        return Corpus(files.train, files.validation, lambda: tokenizer_of(config, files), end)
     tokenizer = build_tokenizer(config.tokenizer, config.end_of_text)
-    train, validation = split_documents(find_documents(config), config.validation_fraction)
+    parts = split_documents(find_documents(config), config.validation_fraction)
     end = tokenizer.end_of_text if config.documents == "mask" else None
-    return Corpus(stream_of(train, tokenizer), stream_of(validation, tokenizer), lambda: tokenizer, end)
+    train, validation = (stream_of(part, tokenizer) for part in parts)
+    return Corpus(train, validation, lambda: tokenizer, end)
 
 
 def open_token_files(config: DataConfig) -> TokenFiles:
@@ -58,33 +62,36 @@ def open_token_files(config: DataConfig) -> TokenFiles:
 
 
 def find_tokenizer(config: DataConfig) -> Tokenizer:
-    """Returns the tokenizer of a corpus, without a look at its text. Raises ConfigError and DataError where it is not
-    known or not there any more."""
+    """Returns the tokenizer of a corpus, without a look at its text. Raises ConfigError and
+    DataError where it is not known or not there any more."""
     if config.source == "tokens":
         return tokenizer_of(config, open_token_files(config))
     return build_tokenizer(config.tokenizer, config.end_of_text)
 
 
 def tokenizer_of(config: DataConfig, files: TokenFiles) -> Tokenizer:
-    """Returns the tokenizer that the ids of `files` come from: the folder's own where it has one, else
-    `data.tokenizer`. Raises ConfigError where neither says it, or both do."""
+    """Returns the tokenizer that the ids of `files` come from: the folder's own where it has one,
+    else `data.tokenizer`. Raises ConfigError where neither says it, or both do."""
     own = None if files.header is None else files.header.tokenizer
     if own is None:
         if config.tokenizer == "bytes":
             raise ConfigError(
-                f"data.tokenizer = bytes: data.path = {config.path} does not say what its ids mean, which a sample of "
-                "text needs; try data.tokenizer=tokenizer.json, the path of their tokenizer, or train.sample_tokens=0"
+                f"data.tokenizer = bytes: data.path = {config.path} does not say what its ids "
+                "mean, which a sample of text needs; try data.tokenizer=tokenizer.json, the path "
+                "of their tokenizer, or train.sample_tokens=0"
             )
         return build_tokenizer(config.tokenizer, config.end_of_text)
     if config.tokenizer != "bytes":
         raise ConfigError(
-            f"data.tokenizer = {config.tokenizer}: data.path = {config.path} has a tokenizer of its own; "
-            "leave data.tokenizer out"
+            f"data.tokenizer = {config.tokenizer}: data.path = {config.path} has a tokenizer of "
+            "its own; leave data.tokenizer out"
         )
     if own.file is None:
         return build_tokenizer(own.kind)
     path = os.path.join(os.path.expanduser(config.path or ""), own.file)
-    return build_tokenizer(path, config.end_of_text or own.end_of_text, key=f"data.path = {config.path}, {own.file}")
+    return build_tokenizer(
+        path, config.end_of_text or own.end_of_text, key=f"data.path = {config.path}, {own.file}"
+    )
 
 
 def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMemory:
@@ -97,100 +104,104 @@ def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMe
 
 
 def document_end(config: DataConfig, files: TokenFiles) -> int | None:
-    """Returns the id that ends a document of `files`, or None where documents are joined. Raises ConfigError where
-    attention is to stay within documents and nothing says which id that is."""
+    """Returns the id that ends a document of `files`, or None if documents are joined. Raises
+    ConfigError if attention stays within documents and nothing names that id."""
     if config.documents == "join":
         return None
-    if files.header is not None and files.header.end_of_text is not None:
+    remedy = ""
+    if files.header is None:
+        remedy = "data.tokenizer=tokenizer.json, the path of their tokenizer, or "
+        if config.tokenizer != "bytes":
+            return build_tokenizer(config.tokenizer, config.end_of_text).end_of_text
+    elif files.header.end_of_text is not None:
         return files.header.end_of_text
-    if files.header is None and config.tokenizer != "bytes":
-        return build_tokenizer(config.tokenizer, config.end_of_text).end_of_text
-    would_do = "" if files.header is not None else "data.tokenizer=tokenizer.json, the path of their tokenizer, or "
     raise ConfigError(
         f"data.documents = mask: data.path = {config.path} does not say which id ends a document; "
-        f"try {would_do}data.documents=join"
+        f"try {remedy}data.documents=join"
     )
 
 
 def ids_of(document: Document, tokenizer: Tokenizer) -> TokenIds:
-    """Returns the ids of a document. Raises DataError where it cannot be read, or is no text to `tokenizer`."""
+    """Returns the ids of a document. Raises DataError where it cannot be read, or is no text to
+    `tokenizer`."""
     try:
         return tokenizer.encode(document.read())
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{document.path}: is no text in UTF-8 ({error.reason}); convert it or take it out of the corpus, or try "
-            "data.tokenizer=bytes"
+            f"{document.path}: is no text in UTF-8 ({error.reason}); convert it or take it out of "
+            "the corpus, or try data.tokenizer=bytes"
         ) from None
 
 
 def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool = False) -> None:
-    """Raises ConfigError where a run on `data` could not train or validate (nor show a sample of text, where it is to),
-    DataError for a file that cannot be read. It is called before any worker starts, and reads only as many files of
-    text as fill one window of each part; of files of ids, sizes and what is said of them."""
+    """Raises ConfigError if a run on `data` could not train, validate or show a sample of text, and
+    DataError for a file that cannot be read. It is called before any worker starts. It reads only
+    as many files of text as fill a window of each part, and of files of ids only headers."""
     for index, corpus in enumerate(data.corpora):
         try:
-            _check_corpus(corpus, seq_len=seq_len, vocab=vocab, samples_text=samples_text and not index)
+            _check_corpus(corpus, seq_len, vocab, samples_text=samples_text and index == 0)
         except ConfigError as error:
-            if data.sources:
-                raise ConfigError(str(error).replace("data.path", f"data.sources[{index}].path")) from error
-            raise
+            key = f"data.sources[{index}].path" if data.sources else "data.path"
+            raise ConfigError(str(error).replace("data.path", key)) from error
     if data.source == "tokens":
         _refuse_other_tokenizers(data)
 
 
 def _refuse_other_tokenizers(data: DataConfig) -> None:
-    """Raises ConfigError where the ids of two sources come from tokenizers that are known not to be the same, or where
-    attention is to stay within documents that end with different ids."""
-    opened = [open_token_files(corpus) for corpus in data.corpora]
-    headers = [files.header for files in opened]
-    ends = [document_end(corpus, files) for corpus, files in zip(data.corpora, opened, strict=True)]
-    for index, end in enumerate(ends):
-        if end != ends[0]:
+    """Raises ConfigError if the ids of two sources are known to come from different tokenizers, or
+    if attention stays within documents that end with different ids."""
+    known: list[tuple[str, ShardTokenizer, int | None]] = []
+    for index, corpus in enumerate(data.corpora):
+        name = f"data.sources[{index}].path = {corpus.path}"
+        files = open_token_files(corpus)
+        end = document_end(corpus, files)
+        if index == 0:
+            first_name, first_end = name, end
+        if end != first_end:
             raise ConfigError(
-                f"data.sources[{index}].path = {data.sources[index].path}: its documents end with id {end}, and "
-                f"those of data.sources[0].path = {data.sources[0].path} with {ends[0]}; try data.documents=join"
+                f"{name}: its documents end with id {end}, and those of {first_name} with "
+                f"{first_end}; try data.documents=join"
             )
-    known = [
-        (index, (header.tokenizer.kind, header.tokenizer.sha256, header.end_of_text))
-        for index, header in enumerate(headers)
-        if header and header.tokenizer
-    ]
-    for index, tokenizer in known[1:]:
-        first, own = known[0]
-        if tokenizer != own:
-            raise ConfigError(
-                f"data.sources[{index}].path = {data.sources[index].path}: its ids are from another tokenizer than "
-                f"those of data.sources[{first}].path = {data.sources[first].path}; try tokens that one has made"
-            )
+        if files.header and files.header.tokenizer:
+            tokenizer = replace(files.header.tokenizer, file=None, end_of_text=None)
+            known.append((name, tokenizer, files.header.end_of_text))
+            if known[-1][1:] != known[0][1:]:
+                raise ConfigError(
+                    f"{name}: its ids are from another tokenizer than those of {known[0][0]}; try "
+                    "tokens that one has made"
+                )
 
 
-def _check_corpus(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool) -> None:
+def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: bool) -> None:
     if data.source == "tokens":
         files = open_token_files(data)
         if files.header is not None and files.header.largest_id >= vocab:
             raise ConfigError(
-                f"model.vocab = {vocab}: must be above {files.header.largest_id}, the largest id of data.path = "
-                f"{data.path}; try {_multiple_of_8(files.header.vocab_size)}"
+                f"model.vocab = {vocab}: must be above {files.header.largest_id}, the largest id "
+                f"of data.path = {data.path}; try {_multiple_of_8(files.header.vocab_size)}"
             )
         if samples_text:
-            _refuse_small_vocabulary(tokenizer_of(data, files), f"the tokenizer of data.path = {data.path}", vocab)
+            _refuse_small_vocabulary(
+                tokenizer_of(data, files), f"the tokenizer of data.path = {data.path}", vocab
+            )
         document_end(data, files)
-        tokens_of = len(files.train), len(files.validation)
+        tokens_of: tuple[int, ...] = (len(files.train), len(files.validation))
     else:
         tokenizer = build_tokenizer(data.tokenizer, data.end_of_text)
         _refuse_small_vocabulary(tokenizer, f"data.tokenizer = {data.tokenizer}", vocab)
-        train, validation = split_documents(find_documents(data), data.validation_fraction)
-        tokens_of = _up_to_a_window(train, tokenizer, seq_len), _up_to_a_window(validation, tokenizer, seq_len)
-    for part, tokens, more in (
-        ("training", tokens_of[0], "more text"),
-        ("validation", tokens_of[1], "more text or a larger data.validation_fraction"),
-    ):
+        parts = split_documents(find_documents(data), data.validation_fraction)
+        tokens_of = tuple(_up_to_a_window(part, tokenizer, seq_len) for part in parts)
+    for part, tokens in zip(("training", "validation"), tokens_of, strict=True):
         if tokens <= seq_len:
             corpus = "data.source = stdlib" if data.path is None else f"data.path = {data.path}"
-            would_do = f"train.seq_len={tokens - 1} or less, or {more}" if tokens > 1 else more
+            remedy = "more text"
+            if part == "validation":
+                remedy += " or a larger data.validation_fraction"
+            if tokens > 1:
+                remedy = f"train.seq_len={tokens - 1} or less, or {remedy}"
             raise ConfigError(
-                f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and {corpus} has {tokens} "
-                f"for {part}; try {would_do}"
+                f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and "
+                f"{corpus} has {tokens} for {part}; try {remedy}"
             )
 
 
@@ -223,32 +234,37 @@ class TrainValidationSplit(NamedTuple):
     validation: tuple[Document, ...]
 
 
-def split_documents(documents: Sequence[Document], validation_fraction: float) -> TrainValidationSplit:
-    """Divides `documents` into two parts that are not empty, each in the order of `documents`. The last
-    `validation_fraction` of a single document's bytes is for validation. Raises ConfigError where the fraction is not
-    between 0 and 1.
+def split_documents(
+    documents: Sequence[Document], validation_fraction: float
+) -> TrainValidationSplit:
+    """Divides `documents` into two parts that are not empty, each in the order of `documents`. The
+    last `validation_fraction` of a single document's bytes is for validation. Raises ConfigError
+    where the fraction is not between 0 and 1.
 
-    Each file's own name decides (a hash of it against the fraction), so that a file added to a corpus moves no other
-    across the border, and a run that is resumed on a larger corpus does not validate on what it was trained on. Where
-    few documents leave a part empty, the one whose hash is nearest to the border goes there (the only case where adding
-    a file may move another)."""
+    Each file's own name decides (a hash of it against the fraction), so that a file added to a
+    corpus moves no other across the border, and a run that is resumed on a larger corpus does not
+    validate on what it was trained on. Where few documents leave a part empty, the one whose hash
+    is nearest to the border goes there (the only case where adding a file may move another)."""
     if not 0.0 < validation_fraction < 1.0:
-        raise ConfigError(f"data.validation_fraction = {validation_fraction}: must lie between 0 and 1; try 0.05")
+        raise ConfigError(
+            f"data.validation_fraction = {validation_fraction}: must lie between 0 and 1; try 0.05"
+        )
     if len(documents) == 1:
-        (whole,) = documents
-        size = whole.stop - whole.start
-        border = whole.stop - min(max(round(size * validation_fraction), 1), max(size - 1, 1))
-        return TrainValidationSplit((replace(whole, stop=border),), (replace(whole, start=border),))
-
-    def draw(name: str) -> float:
-        """Returns a number in [0, 1) that depends on the name alone, and is the same on every machine."""
-        digest = hashlib.blake2b(os.fsencode(name), digest_size=6).digest()  # 48 bits: exact in a float
-        return int.from_bytes(digest, "big") / 2**48
-
-    by_draw = sorted((draw(document.name), document.name) for document in documents)
-    chosen = sum(drawn < validation_fraction for drawn, _ in by_draw)
-    validation = {name for _, name in by_draw[: min(max(chosen, 1), len(documents) - 1)]}
+        (only,) = documents
+        size = only.stop - only.start
+        border = only.stop - min(max(round(size * validation_fraction), 1), max(size - 1, 1))
+        return TrainValidationSplit((replace(only, stop=border),), (replace(only, start=border),))
+    draws = sorted((_draw(document.name), document.name) for document in documents)
+    chosen = sum(draw < validation_fraction for draw, _ in draws)
+    chosen = min(max(chosen, 1), len(documents) - 1)
+    validation = {name for _, name in draws[:chosen]}
     return TrainValidationSplit(
         tuple(document for document in documents if document.name not in validation),
         tuple(document for document in documents if document.name in validation),
     )
+
+
+def _draw(name: str) -> float:
+    """Returns a number in [0, 1) that depends only on the name, and is equal on every machine."""
+    digest = hashlib.blake2b(os.fsencode(name), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48  # 48 bits are exact in a float

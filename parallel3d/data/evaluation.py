@@ -6,20 +6,25 @@ from dataclasses import replace
 
 from parallel3d.config.recipe import DataConfig, EvaluationConfig
 from parallel3d.data.corpus import open_token_files, stream_of
-from parallel3d.data.id_files import FileTokens
 from parallel3d.data.source import find_documents
+from parallel3d.data.token_files import FileTokens
 from parallel3d.data.tokenizers import build_tokenizer
 from parallel3d.data.windows import ShuffledWindows, TokenStream
 from parallel3d.errors import ConfigError
 
 
 def evaluation_windows(config: DataConfig, seq_len: int) -> list[ShuffledWindows]:
-    """Reads each evaluation set, and returns its windows in the order of its text. Raises ConfigError where a set is
-    not there or has fewer sequences than are asked for, and DataError for a file that cannot be read."""
-    return [_windows(config, chosen, index, seq_len) for index, chosen in enumerate(config.evaluation)]
+    """Reads each evaluation set, and returns its windows in the order of its text. Raises
+    ConfigError where a set is not there or has fewer sequences than are asked for, and DataError
+    for a file that cannot be read."""
+    return [
+        _windows(config, chosen, index, seq_len) for index, chosen in enumerate(config.evaluation)
+    ]
 
 
-def _windows(config: DataConfig, chosen: EvaluationConfig, index: int, seq_len: int) -> ShuffledWindows:
+def _windows(
+    config: DataConfig, chosen: EvaluationConfig, index: int, seq_len: int
+) -> ShuffledWindows:
     key = f"data.evaluation[{index}]"
     try:
         stream = _whole_stream(config, chosen)
@@ -28,25 +33,34 @@ def _windows(config: DataConfig, chosen: EvaluationConfig, index: int, seq_len: 
     there = (len(stream) - 1) // seq_len
     if there < 1:
         raise ConfigError(
-            f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and {key}.path = "
-            f"{chosen.path} has {len(stream)}; try train.seq_len={max(1, len(stream) - 1)} or less, or more text"
+            f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and "
+            f"{key}.path = {chosen.path} has {len(stream)}; try "
+            f"train.seq_len={max(1, len(stream) - 1)} or less, or more text"
         )
     if chosen.sequences is not None and chosen.sequences > there:
         words = f"{chosen.path} has {there} sequences of train.seq_len = {seq_len} tokens"
-        raise ConfigError(f"{key}.sequences = {chosen.sequences}: {words}; try {there}, or null for all of them")
+        raise ConfigError(
+            f"{key}.sequences = {chosen.sequences}: {words}; try {there}, or null for all of them"
+        )
     return ShuffledWindows(stream, seq_len=seq_len, seed=None)
 
 
 def _whole_stream(config: DataConfig, chosen: EvaluationConfig) -> TokenStream:
-    """Returns all tokens of a set: of files of ids both parts, of text all documents. Raises ConfigError where the ids
-    are not those of the run's own tokenizer."""
-    own = replace(config, source="tokens" if config.source == "tokens" else "text", path=chosen.path)
+    """Returns all tokens of a set: of files of ids both parts, of text all documents. Raises
+    ConfigError where the ids are not those of the run's own tokenizer."""
+    own = replace(
+        config, source="tokens" if config.source == "tokens" else "text", path=chosen.path
+    )
     if own.source == "text":
         return stream_of(find_documents(own), build_tokenizer(config.tokenizer, config.end_of_text))
     files = open_token_files(own)
     trained = config.corpora[0]
     trained_on = open_token_files(trained).header
-    if files.header is not None and trained_on is not None and files.header.tokenizer != trained_on.tokenizer:
+    if (
+        files.header is not None
+        and trained_on is not None
+        and files.header.tokenizer != trained_on.tokenizer
+    ):
         words = f"its ids are of another tokenizer than those of {trained.path}"
         raise ConfigError(f"data.path = {chosen.path}: {words}; tokenize both with the same")
     return FileTokens([*files.train.slices, *files.validation.slices], files.train.dtype)

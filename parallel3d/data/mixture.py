@@ -1,12 +1,15 @@
-"""A mixture: windows of several sources, of which each has its share of a run's samples to within one sample.
+"""A mixture: windows of several sources, of which each has its share of a run's samples to within
+one sample.
 
-The weights of a stage are whole numbers w_i that add up to W. The pattern of W samples has source i w_i times, and it
-repeats, so sample n of the stage is place n % W of its n // W-th repetition: an exact, stateless lookup for any n.
+The weights of a stage are whole numbers w_i that add up to W. The pattern of W samples has source i
+w_i times, and it repeats, so sample n of the stage is place n % W of its n // W-th repetition: an
+exact, stateless lookup for any n.
 
-The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): of the first n
-samples source i has n * w_i / W, to within 1 - 1 / (2k - 2) where k sources have a weight; there is no smaller bound.
-Sample m of source i has a first and a last place beyond which the bound would be broken, and each place in turn takes,
-of the samples that may have it, the one whose last place comes soonest.
+The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32,
+1980): of the first n samples source i has n * w_i / W, to within 1 - 1 / (2k - 2) where k sources
+have a weight; there is no smaller bound. Sample m of source i has a first and a last place beyond
+which the bound would be broken, and each place in turn takes, of the samples that may have it, the
+one whose last place comes soonest.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from numpy.typing import NDArray
 
 from parallel3d.config.mixture import MixtureStage, mixture_stages
 from parallel3d.config.recipe import Recipe
-from parallel3d.data.order import LeftOut
+from parallel3d.data.order import SkippedRanges
 from parallel3d.data.windows import ShuffledWindows, TokenIds, TokenStream, WindowSource
 
 
@@ -30,19 +33,23 @@ class Pattern(NamedTuple):
     """The sources of the samples of a stage, until they repeat."""
 
     source: NDArray[np.int64]  # [W]
-    earlier: NDArray[np.int64]  # [W]: samples of the same source that the pattern has before this one
+    # [W]: samples of the same source that the pattern has before this one
+    earlier: NDArray[np.int64]
 
 
 @cache
 def mixture_pattern(weights: tuple[int, ...]) -> Pattern:
     """Returns the pattern of sources with `weights`, which are whole numbers and not all 0."""
-    period, twice = sum(weights), max(2 * sum(weight > 0 for weight in weights) - 2, 1)  # 2k - 2; a single source: any
+    # 2k - 2; a single source: any
+    period, twice = sum(weights), max(2 * sum(weight > 0 for weight in weights) - 2, 1)
     source = np.repeat(np.arange(len(weights)), weights)
     earlier = np.concatenate([np.arange(weight) for weight in weights])
     share = twice * np.asarray(weights, dtype=np.int64)[source]
-    # Sample m may be the n-th only if m + 1 - n * w / W, by which its source is then ahead, is within the bound ...
+    # Sample m may be the n-th only if m + 1 - n * w / W, by which its source is then ahead, is
+    # within the bound ...
     first = -(-(earlier * twice + 1) * period // share)
-    # ... and it must come before n with which n * w / W - m, by which its source is behind without it, is beyond it.
+    # ... and it must come before n with which n * w / W - m, by which its source is behind without
+    # it, is beyond it.
     last = ((earlier + 1) * twice - 1) * period // share + 1
     coming = np.lexsort((last, first))
     places, waiting, let_in = [], list[tuple[int, int]](), 0
@@ -54,7 +61,7 @@ def mixture_pattern(weights: tuple[int, ...]) -> Pattern:
     return Pattern(source[places], earlier[places])
 
 
-class DrawnFrom(NamedTuple):
+class MixtureDraws(NamedTuple):
     """The places that samples of a mixture are drawn from."""
 
     source: NDArray[np.int64]  # [samples]
@@ -63,8 +70,8 @@ class DrawnFrom(NamedTuple):
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """The source of each sample of a run. A source goes on where it stood when the weights changed, so that its own
-    samples are 0, 1, 2, ... over all `stages`."""
+    """The source of each sample of a run. A source goes on where it stood when the weights changed,
+    so that its own samples are 0, 1, 2, ... over all `stages`."""
 
     stages: tuple[MixtureStage, ...]
 
@@ -78,18 +85,23 @@ class MixtureOrder:
             total += repetitions * np.asarray(weights, dtype=np.int64) + part
         return total
 
-    def of(self, samples: NDArray[np.int64]) -> DrawnFrom:
+    def draws(self, samples: NDArray[np.int64]) -> MixtureDraws:
         """Returns the source of each of `samples`, and which of that source's own samples it is."""
         source, own = np.empty_like(samples), np.empty_like(samples)
-        stage_of = np.searchsorted([stage.first_sample for stage in self.stages], samples, side="right") - 1
+        stage_of = (
+            np.searchsorted([stage.first_sample for stage in self.stages], samples, side="right")
+            - 1
+        )
         for index in np.unique(stage_of):
             (first, weights), here = self.stages[index], stage_of == index
             pattern = mixture_pattern(weights)
             repetition, place = np.divmod(samples[here] - first, len(pattern.source))
             source[here] = chosen = pattern.source[place]
-            before = self.drawn(first)[chosen] + repetition * np.asarray(weights, dtype=np.int64)[chosen]
+            before = (
+                self.drawn(first)[chosen] + repetition * np.asarray(weights, dtype=np.int64)[chosen]
+            )
             own[here] = before + pattern.earlier[place]
-        return DrawnFrom(source, own)
+        return MixtureDraws(source, own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,37 +117,46 @@ class Mixture:
         return sum(source.windows for source in self.sources)
 
     def draw(self, samples: NDArray[np.int64]) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's global order."""
-        drawn = self.order.of(samples)
-        parts = [(drawn.source == index, self.sources[index]) for index in np.unique(drawn.source)]
-        windows = [(here, source.draw(drawn.sample[here])) for here, source in parts]
-        ids = np.empty((len(samples), windows[0][1].shape[1]), dtype=np.result_type(*(part for _, part in windows)))
-        for here, part in windows:
-            ids[here] = part
+        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's
+        global order."""
+        drawn = self.order.draws(samples)
+        parts, places = [], []
+        for index in np.unique(drawn.source):
+            places.append(np.flatnonzero(drawn.source == index))
+            parts.append(self.sources[index].draw(drawn.sample[places[-1]]))
+        ids: TokenIds = np.concatenate(parts)[np.argsort(np.concatenate(places))]
         return ids
 
 
 def training_windows(recipe: Recipe, streams: Sequence[TokenStream]) -> WindowSource:
-    """Returns what a run of the recipe draws from the training parts of its corpora, one stream or one a source."""
-    return _mix(streams, mixture_stages(recipe), seq_len=recipe.train.seq_len, seed=recipe.train.seed)
+    """Returns what a run of the recipe draws from the training parts of its corpora, one stream or
+    one a source."""
+    return _mix(
+        streams, mixture_stages(recipe), seq_len=recipe.train.seq_len, seed=recipe.train.seed
+    )
 
 
 def validation_windows(recipe: Recipe, streams: Sequence[TokenStream]) -> WindowSource:
-    """Returns what a run validates on: the validation parts of its corpora, with the weights of the first stage. They
-    are the same for every seed of the run."""
+    """Returns what a run validates on: the validation parts of its corpora, with the weights of the
+    first stage. They are the same for every seed of the run."""
     return _mix(streams, mixture_stages(recipe)[:1], seq_len=recipe.train.seq_len, seed=0)
 
 
-def _mix(streams: Sequence[TokenStream], stages: tuple[MixtureStage, ...], *, seq_len: int, seed: int) -> WindowSource:
+def _mix(
+    streams: Sequence[TokenStream], stages: tuple[MixtureStage, ...], *, seq_len: int, seed: int
+) -> WindowSource:
     sources = tuple(ShuffledWindows(stream, seq_len=seq_len, seed=seed) for stream in streams)
-    return Mixture(sources, MixtureOrder(stages)) if len(sources) > 1 else sources[0]
+    if len(sources) == 1:
+        return sources[0]
+    return Mixture(sources, MixtureOrder(stages))
 
 
-def drawn_by_source(recipe: Recipe, steps: int, left_out: LeftOut) -> dict[str, int]:
-    """Returns how many sequences the first `steps` steps draw from each of `data.sources`, by name, without those that
-    they draw none from. It is empty where the recipe has no sources."""
+def drawn_by_source(recipe: Recipe, steps: int, left_out: SkippedRanges) -> dict[str, int]:
+    """Returns how many sequences the first `steps` steps draw from each of `data.sources`, by name,
+    without those that they draw none from. It is empty where the recipe has no sources."""
     order, sequences = MixtureOrder(mixture_stages(recipe)), recipe.batch_sizes.before(steps)
     drawn = order.drawn(left_out.end(sequences))
     for passed in left_out.before(sequences):
         drawn -= order.drawn(passed.last + 1) - order.drawn(passed.first)
-    return {source.label: int(count) for source, count in zip(recipe.data.sources, drawn, strict=False) if count}
+    labels = [source.label for source in recipe.data.sources]
+    return {label: int(count) for label, count in zip(labels, drawn, strict=False) if count}

@@ -1,16 +1,19 @@
-"""The order of samples: sample i lies in epoch i // windows, at a place of that epoch's permutation of the windows.
+"""The order of samples: sample i lies in epoch i // windows, at a place of that epoch's permutation
+of the windows.
 
-The order is a pure function of (seed, i), so a run resumes at any step and in any layout by arithmetic. A small cipher
-computes it a sample at a time: a table for 10^9 windows would be 8 GB in every process and tens of seconds at every
-epoch, and numpy's `permutation` may change with its version.
+The order is a pure function of (seed, i), so a run resumes at any step and in any layout by
+arithmetic. A small cipher computes it a sample at a time: a table for 10^9 windows would be 8 GB in
+every process and tens of seconds at every epoch, and numpy's `permutation` may change with its
+version.
 
-A run that leaves samples out (`LeftOut`) trains on the order without them: the same arithmetic over a short list.
+A run that skips samples (`SkippedRanges`) trains on the order without them.
 
-The cipher is the generalized Feistel network of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA
-2002): a window is a cell of a grid of `wide` columns; each round turns every row, or every column, by an amount that is
-hashed from the row's (column's) number, which can be undone, so the whole is a bijection. A grid has up to `wide` cells
-too many; a walk that meets one of those goes on until it is back among the windows ("cycle walking").
-The hash is the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+The cipher is the generalized Feistel network of Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains" (CT-RSA 2002): a window is a cell of a grid of `wide` columns; each round turns every row,
+or every column, by an amount that is hashed from the row's (column's) number, which can be undone,
+so the whole is a bijection. A grid has up to `wide` cells too many; a walk that meets one of those
+goes on until it is back among the windows ("cycle walking"). The hash is the output function of
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -26,39 +29,44 @@ from parallel3d.config.recipe import SequenceRange
 
 Uint64s = NDArray[np.uint64]
 
-ROUNDS = 24  # all permutations of 2 to 7 windows are then equally likely by a chi-squared test of 100,000 (12: not yet)
+# all permutations of 2 to 7 windows are then equally likely by a chi-squared test of 100,000 (12:
+# not yet)
+ROUNDS = 24
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """The samples that a run leaves out, as ranges that ascend and do not touch. The sequences 0, 1, 2, ... of the run
-    are the samples that are not among them, in their order, whatever the layout."""
+class SkippedRanges:
+    """The samples that a run skips, as ranges that ascend and do not touch. The sequences 0, 1, 2,
+    ... of the run are the other samples in their order, whatever the layout."""
 
     ranges: tuple[SequenceRange, ...] = ()
 
     @classmethod
-    def of(cls, ranges: Iterable[SequenceRange]) -> LeftOut:
-        """Returns what ranges in any order, which may overlap, leave out together."""
+    def merge(cls, ranges: Iterable[SequenceRange]) -> SkippedRanges:
+        """Merges ranges in any order, which may overlap."""
         merged: list[SequenceRange] = []
         for each in sorted(ranges, key=lambda each: each.first):
             if merged and each.first <= merged[-1].last + 1:
-                each = SequenceRange(first=merged[-1].first, last=max(each.last, merged.pop().last))
+                before = merged.pop()
+                each = SequenceRange(first=before.first, last=max(each.last, before.last))
             merged.append(each)
         return cls(tuple(merged))
 
     def samples(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the sample that each of the run's `sequences` is."""
-        left_out = np.cumsum([0, *(each.last - each.first + 1 for each in self.ranges)])
-        kept_before = [each.first - before for each, before in zip(self.ranges, left_out.tolist(), strict=False)]
-        return sequences + left_out[np.searchsorted(kept_before, sequences, side="right")]
+        samples = sequences.copy()
+        for each in self.ranges:
+            samples[samples >= each.first] += each.last - each.first + 1
+        return samples
 
     def before(self, sequences: int) -> tuple[SequenceRange, ...]:
-        """Returns the ranges that lie before or among the first `sequences` sequences of the run."""
+        """Returns the ranges before or among the first `sequences` sequences of the run."""
         return tuple(each for each in self.ranges if each.last < self.end(sequences))
 
     def end(self, sequences: int) -> int:
-        """Returns the number of samples up to the last of the first `sequences` sequences, with those left out."""
+        """Returns the number of samples up to the last of the first `sequences` sequences, with
+        those skipped."""
         return self.span(0, sequences).last + 1 if sequences else 0
 
     def span(self, begin: int, end: int) -> SequenceRange:
@@ -67,9 +75,12 @@ class LeftOut:
         return SequenceRange(first=first, last=last)
 
 
-def window_order(samples: NDArray[np.int64], *, windows: int, seed: int | None) -> NDArray[np.int64]:
-    """Returns the window of each of `samples` (global indices, `[count]`); where `seed` is None, in the corpus's order.
-    Each epoch (`windows` consecutive samples from a multiple of `windows`) holds every window once."""
+def window_order(
+    samples: NDArray[np.int64], *, windows: int, seed: int | None
+) -> NDArray[np.int64]:
+    """Returns the window of each of `samples` (global indices, `[count]`); where `seed` is None, in
+    the corpus's order. Each epoch (`windows` consecutive samples from a multiple of `windows`)
+    holds every window once."""
     epoch, place = np.divmod(samples, windows)
     if seed is None:
         return place

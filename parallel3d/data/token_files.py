@@ -1,44 +1,57 @@
-"""Token ids in files: a folder of flat shards with a `tokens.json`, written and read, or Megatron's data set.
+"""Token ids in files, as two streams: a folder of shards with a `tokens.json`, or Megatron's data
+set. Both are read and written here.
 
-A shard `train-00000.bin` is little-endian ids, one document after the other, each followed by the end of text;
-`train-00000.documents.bin` has the place of each document's first id, as uint64. In both formats all ids of a part are
-one stream.
+A shard `train-00000.bin` is little-endian ids, one document after the other, each followed by the
+end of text; `train-00000.documents.bin` has the place of each document's first id, as uint64.
+Megatron's ids are in PREFIX.bin. PREFIX.idx is a header, the lengths of sequences (int32), their
+places in bytes (int64), and the sequences at which documents begin and the last one ends (int64).
+
+Ids are read by position into the batch's own array. No file is mapped, so a process's memory does
+not grow with what it has read.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
+import weakref
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self, TypeVar, get_origin, get_type_hints
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-from parallel3d.config.yaml_text import plain_name, shown
-from parallel3d.data import megatron
-from parallel3d.data.id_files import FileSlice, FileTokens, IdWriter, check_size, open_regular
+from parallel3d.config.yaml_text import plain_name
 from parallel3d.data.windows import TokenIds
 from parallel3d.errors import DataError
 
 TOKENS_JSON, TOKENIZER_JSON = "tokens.json", "tokenizer.json"
-FORMAT = 1
 Part = Literal["train", "validation"]
-T = TypeVar("T")
-_LARGEST_JSON_BYTES = 64 << 20  # a tokens.json has some 100 bytes for each shard
+PARTS: tuple[Part, ...] = ("train", "validation")
+PlainName = Annotated[str, AfterValidator(plain_name)]  # of a file in the same folder
+_OPEN_FILES = 64  # a corpus may have more shards than a process may open
 _CHUNK = 1 << 23  # ids that are checked at a time
+# Megatron's magic, version, code of the ids' type, numbers of sequences and of document borders
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """One file of ids, as `tokens.json` describes it."""
 
-    file: str
+    file: PlainName
     tokens: int
     documents: int
     crc32: int  # the checksum of the file's bytes
@@ -48,25 +61,25 @@ class Shard:
 class ShardTokenizer:
     """The tokenizer that the ids come from: `bytes`, or a tokenizer.json beside the shards."""
 
-    kind: str
-    file: str | None = None
+    kind: Literal["bytes", "json"]
+    file: PlainName | None = None
     sha256: str | None = None  # the file's
-    end_of_text: str | None = None  # the token after each document, where the file's own tokens do not tell
+    end_of_text: str | None = None  # the token after each document, if the file does not tell
 
-    def check(self) -> None:
-        """Raises ValueError for what could lead to a file outside the folder."""
-        if self.file is not None:
-            plain_name(self.file)
-        elif self.kind != "bytes":
-            raise ValueError(f"a tokenizer of the kind {shown(self.kind)} needs a file")
+    @property
+    def label(self) -> str:
+        return f"{self.file or self.kind} {self.sha256 or ''}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokensJson:
-    """What `tokens.json` holds."""
+    """The content of `tokens.json`."""
 
-    format: int = FORMAT
-    dtype: str  # uint16 or uint32
+    # strict for the classes above, too
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    format: Literal[1] = 1
+    dtype: Literal["uint16", "uint32"]
     vocab_size: int
     largest_id: int
     end_of_text: int | None  # the id after each document
@@ -74,60 +87,98 @@ class TokensJson:
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
 
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.train + self.validation
+
     def write(self, folder: Path) -> None:
-        """Writes `tokens.json`, whole or not at all. It is written last: a folder without it is not done."""
+        """Writes `tokens.json`, complete or not at all. It is written last: a folder without it is
+        incomplete."""
         partial = folder / f"{TOKENS_JSON}.partial"
         with partial.open("w") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.write("\n")
+            file.write(json.dumps(asdict(self), indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
         partial.replace(folder / TOKENS_JSON)
 
     @classmethod
     def read(cls, folder: Path) -> TokensJson:
-        """Reads `tokens.json`. Raises DataError where it is missing, or not what this version writes."""
+        """Reads `tokens.json`. Raises DataError if it is missing, or not what this version
+        writes."""
         path = folder / TOKENS_JSON
         try:
-            with open(path, opener=open_regular) as file:
-                if os.fstat(file.fileno()).st_size > _LARGEST_JSON_BYTES:
-                    raise ValueError("it is larger than that of any data set")
-                found = json.load(file)
-            if found["format"] != FORMAT:
-                said = shown(found["format"])
-                raise DataError(f"{path}: format {said}, this version reads {FORMAT}; write the folder anew")
-            for part in ("train", "validation"):
-                found[part] = tuple(_record(Shard, shard) for shard in found[part])
-            if found["tokenizer"] is not None:
-                found["tokenizer"] = _record(ShardTokenizer, found["tokenizer"])
-            header = _record(cls, found)
-            for shard in (*header.train, *header.validation):
-                plain_name(shard.file)
-            if header.tokenizer is not None:
-                header.tokenizer.check()
-            if header.dtype not in ("uint16", "uint32"):
-                raise DataError(f"{path}: dtype {header.dtype}: must be uint16 or uint32; write the folder anew")
+            header: TokensJson = TypeAdapter(cls).validate_json(path.read_bytes())
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); make the folder with parallel3d-data"
             ) from error
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise DataError(f"{path}: is damaged ({error}); write the folder anew") from error
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            key = ".".join(map(str, fault["loc"]))
+            reason = f"{key}: {fault['msg']}".removeprefix(": ")
+            raise DataError(f"{path}: is damaged ({reason}); write the folder anew") from error
         return header
 
 
-def _record(kind: type[T], found: dict[str, object]) -> T:
-    """Returns the dataclass that a JSON object describes. Raises ValueError for a value of another type."""
-    for name, hint in get_type_hints(kind).items():
-        wanted = get_origin(hint) if get_origin(hint) is tuple else hint
-        if name in found and (isinstance(found[name], bool) or not isinstance(found[name], wanted)):
-            raise ValueError(f"{name} = {shown(found[name])}: is of another type")
-    return kind(**found)
+@dataclass(frozen=True)
+class FileSlice:
+    """The ids `first` to `first + tokens` of a file."""
+
+    path: Path
+    tokens: int
+    first: int = 0
+
+
+class FileTokens:
+    """The stream of ids of several files, one after the other. Only what `read` returns is in
+    memory."""
+
+    def __init__(self, slices: Sequence[FileSlice], dtype: np.dtype[np.integer]) -> None:
+        self.slices, self.dtype = tuple(slices), dtype
+        self._starts = [0, *accumulate(each.tokens for each in slices)]
+        self._open = lru_cache(_OPEN_FILES)(_Descriptor)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, starts: NDArray[np.int64], length: int) -> TokenIds:
+        """Returns `length` tokens from each of `starts`, as `[starts, length]`; a run may cross
+        from one file into the next. Raises DataError for a file that cannot be read."""
+        found = np.empty((len(starts), length), self.dtype)
+        for row, start in zip(found, starts.tolist(), strict=True):
+            at, filled = bisect_right(self._starts, start) - 1, 0
+            while filled < length:
+                place = start + filled - self._starts[at]
+                tokens = min(length - filled, self.slices[at].tokens - place)
+                self._fill(row[filled : filled + tokens], self.slices[at], place)
+                filled, at = filled + tokens, at + 1
+        return found
+
+    def _fill(self, ids: TokenIds, source: FileSlice, place: int) -> None:
+        """Fills `ids` with those of `source` from `place` on."""
+        at = (source.first + place) * self.dtype.itemsize
+        try:
+            count = os.preadv(self._open(source.path).number, [ids.data.cast("B")], at)
+        except OSError as error:
+            raise _unreadable(source.path, error) from error
+        if count < ids.nbytes:
+            raise DataError(
+                f"{source.path}: shrank below {at + ids.nbytes} bytes while it was read; start the "
+                "run again"
+            )
+
+
+class _Descriptor:
+    """A file that is open for reading until nothing refers to this object."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """The two streams that a path names. `header` is None for Megatron's files, which do not say it."""
+    """The two streams that a path names. `header` is None for Megatron's files."""
 
     train: FileTokens
     validation: FileTokens
@@ -135,17 +186,15 @@ class TokenFiles:
 
 
 def open_tokens(path: Path, validation_fraction: float) -> TokenFiles:
-    """Opens a folder with a `tokens.json`, or Megatron's files with the prefix `path`, of whose documents the last
-    `validation_fraction` are for validation. Only headers and sizes are read. Raises DataError where a file is missing
-    or not as long as it has to be."""
+    """Opens a folder with a `tokens.json`, or Megatron's files with the prefix `path`, of whose
+    documents the last `validation_fraction` are for validation. Only headers and sizes are read.
+    Raises DataError if a file is missing or has another size."""
     if not path.is_dir():
-        slices, dtype = megatron.split(path, validation_fraction)
-        train, validation = (FileTokens([part], dtype) for part in slices)
-        return TokenFiles(train, validation, None)
+        return _open_megatron(path, validation_fraction)
     header = TokensJson.read(path)
     dtype = np.dtype(header.dtype).newbyteorder("<")
-    for shard in (*header.train, *header.validation):
-        check_size(path / shard.file, shard.tokens * dtype.itemsize)
+    for shard in header.shards:
+        _check_size(path / shard.file, shard.tokens * dtype.itemsize)
     train, validation = (
         FileTokens([FileSlice(path / shard.file, shard.tokens) for shard in shards], dtype)
         for shards in (header.train, header.validation)
@@ -153,60 +202,166 @@ def open_tokens(path: Path, validation_fraction: float) -> TokenFiles:
     return TokenFiles(train, validation, header)
 
 
+def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
+    path = Path(f"{prefix}.bin")
+    if not path.exists():
+        raise DataError(
+            f"{prefix}: is no folder of tokens, and there is no {path}; try a folder with a "
+            "tokens.json"
+        )
+    index = MegatronIndex.read(prefix)
+    _check_size(path, index.tokens * index.dtype.itemsize)
+    documents = len(index.borders) - 1
+    # As with a single file of text, the end of a single document is for validation.
+    border = index.tokens - max(round(index.tokens * validation_fraction), 1)
+    if documents > 1:
+        held_out = min(max(round(documents * validation_fraction), 1), documents - 1)
+        border = index.start_of(int(index.borders[documents - held_out]))
+    train, validation = FileSlice(path, border), FileSlice(path, index.tokens - border, border)
+    return TokenFiles(FileTokens([train], index.dtype), FileTokens([validation], index.dtype), None)
+
+
+def _check_size(path: Path, size_bytes: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if found != size_bytes:
+        raise DataError(
+            f"{path}: has {found} bytes and must have {size_bytes}; copy it again, or write it anew"
+        )
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path}: cannot be read ({error.strerror}); make it readable, or name another data.path"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronIndex:
+    """PREFIX.idx. Its tables are mapped, so only what is used of them is read."""
+
+    path: Path
+    dtype: np.dtype[np.integer]
+    lengths: NDArray[np.integer]  # of each sequence, in ids
+    places: NDArray[np.integer]  # of each sequence's first id in PREFIX.bin, in bytes
+    borders: NDArray[np.integer]  # the first sequence of each document, and the end of the last
+
+    @classmethod
+    def read(cls, prefix: Path) -> MegatronIndex:
+        """Raises DataError for another file, or one that is shorter than its header says."""
+        path = Path(f"{prefix}.idx")
+        try:
+            content = np.memmap(path, dtype=np.uint8, mode="r")
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        except ValueError:  # an empty file
+            content = np.empty(0, np.uint8)  # type: ignore[assignment]
+        raw = content[: _HEADER.size].tobytes()
+        if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
+            raise DataError(
+                f"{path}: is no index of Megatron's; give the path of PREFIX.bin and PREFIX.idx as "
+                "PREFIX"
+            )
+        _, version, code, sequences, borders = _HEADER.unpack(raw)
+        if version != 1 or code not in _DTYPES:
+            raise DataError(
+                f"{path}: version {version}, type of ids {code}; version 1 of an integer type can "
+                "be read"
+            )
+        tables = [content[_HEADER.size :]]
+        for size in (4 * sequences, 8 * sequences, 8 * borders):
+            tables[-1:] = [tables[-1][:size], tables[-1][size:]]
+        if len(tables[2]) < 8 * borders or borders < 2 or not sequences:
+            raise DataError(
+                f"{path}: has not the {sequences} sequences that it says; build it anew"
+            )
+        lengths, places = tables[0].view("<i4"), tables[1].view("<i8")
+        dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
+        return cls(path, dtype, lengths, places, tables[2].view("<i8"))
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in PREFIX.bin."""
+        return self.start_of(len(self.lengths))
+
+    def start_of(self, sequence: int) -> int:
+        """Returns the place of a sequence's first token; after the last sequence, the end."""
+        if sequence == len(self.lengths):
+            return self.start_of(sequence - 1) + int(self.lengths[-1])
+        return int(self.places[sequence]) // self.dtype.itemsize
+
+    def faults(self) -> Iterator[str]:
+        """Reads the tables, and yields a line for each fault."""
+        ends = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
+        follows = bool((self.places[1:] == ends[:-1]).all())
+        if self.places[0] != 0 or not follows or self.lengths.min() < 0:
+            yield f"{self.path}: its sequences do not follow each other in the .bin file"
+        first, last = self.borders[0], self.borders[-1]
+        if first != 0 or last != len(self.lengths) or (np.diff(self.borders) < 0).any():
+            count = len(self.lengths)
+            yield f"{self.path}: the borders of its documents must rise from 0 to {count}"
+
+
 def verify(path: Path) -> Iterator[str]:
-    """Reads all that `path` names, and yields a line for each fault in it: a checksum, an id or a document's border
-    that is not what it should be. Raises DataError where the path cannot be opened at all."""
-    if not path.is_dir():
-        yield from megatron.verify(path)
+    """Reads all that `path` names, and yields a line for each fault in it: a checksum, an id or a
+    document's border that is not what it should be. Raises DataError if the path cannot be
+    opened."""
+    header = open_tokens(path, 0.05).header
+    if header is None:
+        yield from MegatronIndex.read(path).faults()
         return
-    header = open_tokens(path, 0.0).header
-    assert header is not None
     largest = 0
-    for shard in (*header.train, *header.validation):
-        faults, found = verify_shard(path, shard, header)
+    for shard in header.shards:
+        faults, found = _verify_shard(path, shard, header)
         largest = max(largest, found)
         yield from faults
     if largest != header.largest_id:
-        yield f"{path / TOKENS_JSON}: largest_id = {header.largest_id}, and the largest id of the shards is {largest}"
+        yield (
+            f"{path / TOKENS_JSON}: largest_id = {header.largest_id}, and the largest id of the "
+            f"shards is {largest}"
+        )
 
 
-def verify_shard(folder: Path, shard: Shard, header: TokensJson) -> tuple[list[str], int]:
+def _verify_shard(folder: Path, shard: Shard, header: TokensJson) -> tuple[list[str], int]:
     """Returns a line for each fault in one shard and its documents, and the shard's largest id."""
     path, faults = folder / shard.file, list[str]()
     if not shard.tokens:
         return [f"{path}: holds no ids"], 0
     ids = np.memmap(path, dtype=np.dtype(header.dtype).newbyteorder("<"), mode="r")
-    crc, largest = 0, 0
+    crc = largest = 0
     for at in range(0, len(ids), _CHUNK):
         chunk = np.ascontiguousarray(ids[at : at + _CHUNK])
         crc, largest = zlib.crc32(chunk.data, crc), max(largest, int(chunk.max()))
     if crc != shard.crc32:
         faults.append(
-            f"{path}: crc32 is {crc}, tokens.json has {shard.crc32}: the file has changed since it was written"
+            f"{path}: crc32 is {crc}, tokens.json has {shard.crc32}: the file has changed since it "
+            "was written"
         )
     if largest >= header.vocab_size:
-        faults.append(f"{path}: token id {largest}, the vocabulary has ids 0 to {header.vocab_size - 1}")
+        faults.append(
+            f"{path}: token id {largest}, the vocabulary has ids 0 to {header.vocab_size - 1}"
+        )
     starts_path = documents_path(path)
     try:
         starts = np.fromfile(starts_path, dtype="<u8")
     except OSError as error:
         return [*faults, f"{starts_path}: cannot be read ({error.strerror})"], largest
-    if len(starts) != shard.documents or not _are_borders(starts, len(ids)):
-        faults.append(f"{starts_path}: must be {shard.documents} rising places from 0 to below {len(ids)}")
+    borders = np.append(starts, len(ids)).astype(np.int64)
+    if len(starts) != shard.documents or borders[0] != 0 or (np.diff(borders) <= 0).any():
+        faults.append(
+            f"{starts_path}: must be {shard.documents} rising places from 0 to below {len(ids)}"
+        )
     elif header.end_of_text is not None:
-        ends = np.append(starts[1:], len(ids)).astype(np.int64) - 1
-        wrong = np.flatnonzero(ids[ends] != header.end_of_text)
+        ends = ids[borders[1:] - 1]
+        wrong = np.flatnonzero(ends != header.end_of_text)
         if len(wrong):
             faults.append(
-                f"{path}: document {wrong[0]} ends with id {ids[ends[wrong[0]]]} and not with the end of text, "
-                f"{header.end_of_text} ({len(wrong)} such documents)"
+                f"{path}: document {wrong[0]} ends with id {ends[wrong[0]]} and not with the end "
+                f"of text, {header.end_of_text} ({len(wrong)} such documents)"
             )
     return faults, largest
-
-
-def _are_borders(starts: NDArray[np.integer], tokens: int) -> bool:
-    """Tells whether `starts` rise from 0 to below `tokens`."""
-    return len(starts) > 0 and starts[0] == 0 and starts[-1] < tokens and bool((starts[1:] > starts[:-1]).all())
 
 
 def documents_path(shard: Path) -> Path:
@@ -214,21 +369,76 @@ def documents_path(shard: Path) -> Path:
     return shard.with_suffix(".documents.bin")
 
 
-class ShardWriter(IdWriter):
-    """Writes one shard of a folder and the places of its documents; `shard` then describes it."""
+class IdWriter(AbstractContextManager["IdWriter"]):
+    """Writes documents, each with its end of text, into a file of ids."""
 
-    @property
-    def shard(self) -> Shard:
-        """The shard's entry in `tokens.json`."""
-        return Shard(file=self.path.name, tokens=self.tokens, documents=len(self.starts), crc32=self.crc32)
+    def __init__(self, path: Path, *, dtype: str, vocab_size: int) -> None:
+        self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
+        self.tokens = self.crc32 = self.largest_id = 0
+        self.starts = array("q")
+        self._limit = min(vocab_size - 1, np.iinfo(self.dtype).max)
+        self._file = path.open("wb")
 
-    def _write_documents(self) -> None:
-        documents_path(self.path).write_bytes(np.array(self.starts, dtype="<u8").tobytes())
+    def add(self, ids: TokenIds, lengths: NDArray[np.integer]) -> None:
+        """Appends documents of these lengths. Raises DataError for an id that the vocabulary or the
+        type of the ids does not have."""
+        starts = np.cumsum(lengths) - lengths
+        wrong = np.flatnonzero((ids < 0) | (ids > self._limit))
+        if len(wrong):
+            document = np.searchsorted(starts, wrong[0], side="right") - 1
+            raise DataError(
+                f"{self.path}: token id {ids[wrong[0]]} of document "
+                f"{len(self.starts) + document}: ids are 0 to {self._limit}"
+            )
+        raw = ids.astype(self.dtype).tobytes()
+        self._file.write(raw)
+        self.starts.extend((self.tokens + starts).tolist())
+        self.tokens += len(ids)
+        self.crc32 = zlib.crc32(raw, self.crc32)
+        self.largest_id = max(self.largest_id, int(ids.max()))
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        self._file.close()
+
+    def close(self) -> None:
+        """Completes the file, and writes the one with the places of the documents."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.write_documents()
+
+    def write_documents(self) -> None:
+        starts = np.array(self.starts, dtype="<u8")
+        documents_path(self.path).write_bytes(starts.tobytes())
 
 
-class FolderWriter:
-    """Writes a folder of tokens: `add` documents to its parts, and a shard that reaches `shard_tokens` is closed for
-    the next one. `tokens.json` comes last, so a folder that an error or a kill left is not taken for a whole one."""
+class MegatronWriter(IdWriter):
+    """Writes PREFIX.bin and PREFIX.idx as Megatron's own builder does, a document per sequence;
+    `path` is PREFIX.bin."""
+
+    def write_documents(self) -> None:
+        code = {name: code for code, name in _DTYPES.items()}[self.dtype.name]
+        starts = np.array(self.starts, dtype="<i8")
+        lengths = np.diff(np.append(starts, self.tokens))
+        if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
+            raise DataError(
+                f"{self.path}: a document of {lengths.max()} tokens; Megatron's index counts to "
+                "2^31 - 1"
+            )
+        with self.path.with_suffix(".idx").open("wb") as file:
+            borders = len(starts) + 1
+            file.write(_HEADER.pack(_MAGIC, 1, code, len(starts), borders))
+            file.write(lengths.astype("<i4").tobytes())
+            file.write((starts * self.dtype.itemsize).tobytes())
+            file.write(np.arange(borders, dtype="<i8").tobytes())
+
+
+class FolderWriter(AbstractContextManager["FolderWriter"]):
+    """Writes a folder of tokens: `add` documents to its parts, and a shard that reaches
+    `shard_tokens` is closed for the next one. `tokens.json` comes last, so a folder that an error
+    or a kill left does not count as complete."""
 
     def __init__(
         self,
@@ -239,49 +449,47 @@ class FolderWriter:
         tokenizer: ShardTokenizer | None = None,
         shard_tokens: int = 1 << 30,
     ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.shard_tokens = folder, shard_tokens
         self.vocab_size, self.end_of_text, self.tokenizer = vocab_size, end_of_text, tokenizer
-        self.dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self._writers: dict[Part, list[ShardWriter]] = {"train": [], "validation": []}  # the last of each is open
-        self._open = {part: ExitStack() for part in self._writers}
+        self.dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._writers: dict[Part, list[IdWriter]] = {part: [] for part in PARTS}
 
-    def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return self
-
-    def add(self, part: Part, document: TokenIds) -> None:
-        """Appends a document to `part`. Raises DataError for an id beyond the vocabulary."""
-        self._writer(part).add(document)
-
-    def add_ended(self, part: Part, ids: TokenIds, lengths: NDArray[np.integer]) -> None:
-        """Appends documents of these lengths to `part`, whose ends of text are among `ids` already."""
-        self._writer(part).add_ended(ids, lengths)
-
-    def _writer(self, part: Part) -> ShardWriter:
-        """Returns the writer of the shard that a part's next documents go to."""
+    def add(self, part: Part, ids: TokenIds, lengths: NDArray[np.integer]) -> None:
+        """Appends documents of these lengths, each with its end of text, to `part`. Raises
+        DataError for an id beyond the vocabulary."""
         writers = self._writers[part]
         if not writers or writers[-1].tokens >= self.shard_tokens:
-            self._open[part].close()
+            for full in writers[-1:]:
+                full.close()
             path = self.folder / f"{part}-{len(writers):05}.bin"
-            writer = ShardWriter(path, dtype=self.dtype, vocab_size=self.vocab_size, end_of_text=self.end_of_text)
-            writers.append(self._open[part].enter_context(writer))
-        return writers[-1]
+            writers.append(IdWriter(path, dtype=self.dtype, vocab_size=self.vocab_size))
+        writers[-1].add(ids, lengths)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for shards in self._open.values():
-            shards.__exit__(kind, error, traceback)
+    def __exit__(self, kind: object, *_: object) -> None:
+        for writers in self._writers.values():
+            for last in writers[-1:]:
+                last.__exit__(kind)
         if kind is not None:
             return
-        train, validation = (tuple(writer.shard for writer in writers) for writers in self._writers.values())
-        header = TokensJson(
+        train, validation = (tuple(map(_describe, self._writers[part])) for part in PARTS)
+        writers = self._writers["train"] + self._writers["validation"]
+        TokensJson(
             dtype=self.dtype,
             vocab_size=self.vocab_size,
-            largest_id=max((writer.largest_id for writers in self._writers.values() for writer in writers), default=0),
+            largest_id=max((writer.largest_id for writer in writers), default=0),
             end_of_text=self.end_of_text,
             tokenizer=self.tokenizer,
             train=train,
             validation=validation,
-        )
-        header.write(self.folder)
+        ).write(self.folder)
+
+
+def _describe(writer: IdWriter) -> Shard:
+    """Returns the entry of a shard in `tokens.json`."""
+    return Shard(
+        file=writer.path.name,
+        tokens=writer.tokens,
+        documents=len(writer.starts),
+        crc32=writer.crc32,
+    )

@@ -1,5 +1,5 @@
-"""Tokenizers: text to ids and back. `bytes` is built in, fits any text and needs no vocabulary file; a tokenizer.json
-is read by the library `tokenizers`."""
+"""Tokenizers: text to ids and back. `bytes` is built in, fits any text and needs no vocabulary
+file; a tokenizer.json is read by the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from parallel3d.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import tokenizers
 
-# The names that published tokenizers give the end of a text, in the order in which they are looked for.
+# The names that published tokenizers give the end of a text, in the order in which they are looked
+# for.
 END_OF_TEXT_MARKS = (
     *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|endofdocument|>"),
     *("</s>", "<eos>", "<|eos|>", "[EOS]"),
@@ -41,14 +42,15 @@ class Tokenizer(Protocol):
         """The id that ends every document; `encode` never gives it."""
 
     def encode(self, text: bytes | str) -> TokenIds:
-        """Returns the ids of `text` (UTF-8 where it is bytes), `[ids]`. Text that spells the mark of an end stays
-        text."""
+        """Returns the ids of `text` (UTF-8 where it is bytes), `[ids]`. Text that spells the mark
+        of an end stays text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Returns the ids of each of `texts`."""
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """Returns the text of `ids`, where ids without a meaning are allowed: a sample always prints."""
+        """Returns the text of `ids`, where ids without a meaning are allowed: a sample always
+        prints."""
 
     def files_for_transformers(self) -> dict[str, bytes]:
         """Returns the files, by their names, that give transformers this tokenizer."""
@@ -65,7 +67,8 @@ class ByteTokenizer:
 
     vocab_size: int = 257
     end_of_text: int = 256
-    end_of_text_mark: str = "<|end_of_text|>"  # how `decode` shows it: a reader of a sample wants to see the border
+    # how `decode` shows it: a reader of a sample wants to see the border
+    end_of_text_mark: str = "<|end_of_text|>"
 
     def encode(self, text: bytes | str) -> NDArray[np.uint16]:
         """Returns the bytes of `text` as ids; they need not be UTF-8."""
@@ -76,23 +79,34 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """Returns the text of `ids`. Broken UTF-8 and ids that a padded vocabulary adds become U+FFFD."""
+        """Returns the text of `ids`. Broken UTF-8 and ids that a padded vocabulary adds become
+        U+FFFD."""
         flat = np.asarray(ids, dtype=np.int64).ravel()
         is_byte = (flat >= 0) & (flat < 256)
-        raw = np.where(is_byte, flat, 0xFF).astype(np.uint8)  # 0xFF occurs in no UTF-8 text, so it decodes to U+FFFD
+        # 0xFF occurs in no UTF-8 text, so it decodes to U+FFFD
+        raw = np.where(is_byte, flat, 0xFF).astype(np.uint8)
         ends = np.flatnonzero(flat == self.end_of_text)
         pieces = np.split(raw, ends)
-        texts = [pieces[0], *(piece[1:] for piece in pieces[1:])]  # each later piece begins with the end_of_text
-        return self.end_of_text_mark.join(piece.tobytes().decode(errors="replace") for piece in texts)
+        # each later piece begins with the end_of_text
+        texts = [pieces[0], *(piece[1:] for piece in pieces[1:])]
+        return self.end_of_text_mark.join(
+            piece.tobytes().decode(errors="replace") for piece in texts
+        )
 
     def files_for_transformers(self) -> dict[str, bytes]:
         """Returns a byte-level BPE without merges, whose ids are the bytes."""
-        # Byte-level BPEs spell a byte by a letter that can be printed: itself, or the next one from U+0100 on.
+        # Byte-level BPEs spell a byte by a letter that can be printed: itself, or the next one from
+        # U+0100 on.
         printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
         others = iter(range(0x100, 0x200))
         vocabulary = {chr(byte if byte in printed else next(others)): byte for byte in range(256)}
         mark = self.end_of_text_mark
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        byte_level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
         end = {"id": self.end_of_text, "content": mark, "special": True, "normalized": False}
         tokenizer = {
             "version": "1.0",
@@ -106,8 +120,8 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class JsonTokenizer:
-    """A tokenizer.json. It adds no special tokens of its own, such as a beginning of text, and cuts and pads nothing,
-    whatever the file says of them."""
+    """A tokenizer.json. It adds no special tokens of its own, such as a beginning of text, and cuts
+    and pads nothing, whatever the file says of them."""
 
     path: Path
     vocab_size: int
@@ -116,12 +130,15 @@ class JsonTokenizer:
     library: tokenizers.Tokenizer = field(repr=False, compare=False)
 
     def encode(self, text: bytes | str) -> TokenIds:
-        """Returns the ids of `text`. Parts of a character at either end of bytes, where a file was cut in two, are left
-        out. Raises UnicodeDecodeError for other bytes that are no UTF-8."""
+        """Returns the ids of `text`. Parts of a character at either end of bytes, where a file was
+        cut in two, are left out. Raises UnicodeDecodeError for other bytes that are no UTF-8."""
         if isinstance(text, bytes):
             whole_from = next((at for at, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
             text = codecs.getincrementaldecoder("utf-8")().decode(text[whole_from:])
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=ids_dtype(self.vocab_size))
+        return np.array(
+            self.library.encode(text, add_special_tokens=False).ids,
+            dtype=ids_dtype(self.vocab_size),
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Returns the ids of each of `texts`, on all cores unless TOKENIZERS_PARALLELISM=false."""
@@ -130,13 +147,16 @@ class JsonTokenizer:
         return [np.array(each.ids, dtype=dtype) for each in found]
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """Returns the text of `ids`, special tokens by their names. Ids beyond the vocabulary are left out."""
+        """Returns the text of `ids`, special tokens by their names. Ids beyond the vocabulary are
+        left out."""
         flat = np.asarray(ids, dtype=np.int64).ravel()
-        return self.library.decode(flat[(flat >= 0) & (flat < self.vocab_size)].tolist(), skip_special_tokens=False)
+        return self.library.decode(
+            flat[(flat >= 0) & (flat < self.vocab_size)].tolist(), skip_special_tokens=False
+        )
 
     def files_for_transformers(self) -> dict[str, bytes]:
-        """Returns the file itself and those that published tokenizers have beside it. Raises DataError where the file
-        cannot be read."""
+        """Returns the file itself and those that published tokenizers have beside it. Raises
+        DataError where the file cannot be read."""
         files = _tokenizer_config(self.library.id_to_token(self.end_of_text) or "")
         try:
             beside = (self.path.with_name(name) for name in TOKENIZER_FILES[1:])
@@ -146,15 +166,23 @@ class JsonTokenizer:
             raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
 
 
-# A tokenizer.json, and what published tokenizers have next to it, which readers of the slower form need.
+# A tokenizer.json, and what published tokenizers have next to it, which readers of the slower form
+# need.
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+    ),
     *("merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 
 
 def _tokenizer_config(end_of_text: str) -> dict[str, bytes]:
-    """Returns the file that tells transformers which class reads a tokenizer.json, and what ends a text."""
+    """Returns the file that tells transformers which class reads a tokenizer.json, and what ends a
+    text."""
     said = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end_of_text,
@@ -164,21 +192,23 @@ def _tokenizer_config(end_of_text: str) -> dict[str, bytes]:
 
 
 def import_extra(library: str, needed_by: str, or_else: str = "") -> Any:
-    """Imports a library of the extra `data`. Raises ConfigError, with the line that installs it, where it is missing;
-    `needed_by` begins the error, and `or_else` names a way without the library."""
+    """Imports a library of the extra `data`. Raises ConfigError, with the line that installs it,
+    where it is missing; `needed_by` begins the error, and `or_else` names a way without the
+    library."""
     try:
         return import_module(library)
     except ImportError:
         instead = f", or {or_else}" if or_else else ""
         raise ConfigError(
-            f"{needed_by}: needs the library {library.partition('.')[0]}; try pip install 'parallel3d[data]', "
-            f"in a clone pip install -e '.[data]'{instead}"
+            f"{needed_by}: needs the library {library.partition('.')[0]}; try pip install "
+            f"'parallel3d[data]', in a clone pip install -e '.[data]'{instead}"
         ) from None
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-    """Returns the tokenizer.json of a byte-level BPE (GPT-2's) that is trained on `texts`: 256 bytes, an end of text,
-    and merges until there are `vocab_size` ids or nothing is left to merge. Equal texts give equal files."""
+    """Returns the tokenizer.json of a byte-level BPE (GPT-2's) that is trained on `texts`: 256
+    bytes, an end of text, and merges until there are `vocab_size` ids or nothing is left to merge.
+    Equal texts give equal files."""
     library = import_extra("tokenizers", "a BPE")
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -195,20 +225,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def build_tokenizer(
-    name: str, mark: str | None = None, *, key: str = "data.tokenizer", mark_key: str = "data.end_of_text"
+    name: str,
+    mark: str | None = None,
+    *,
+    key: str = "data.tokenizer",
+    mark_key: str = "data.end_of_text",
 ) -> Tokenizer:
-    """Returns the tokenizer `name`: bytes, or the path of a tokenizer.json. `mark` is the token of that file that ends
-    a document; None: the first of END_OF_TEXT_MARKS among its special tokens. `key` and `mark_key` are what
-    a user has set, for the errors. Raises ConfigError for a tokenizer that is not there, cannot be read, or has no such
-    token."""
+    """Returns the tokenizer `name`: bytes, or the path of a tokenizer.json. `mark` is the token of
+    that file that ends a document; None: the first of END_OF_TEXT_MARKS among its special tokens.
+    `key` and `mark_key` are what a user has set, for the errors. Raises ConfigError for a tokenizer
+    that is not there, cannot be read, or has no such token."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(name))
     if not path.is_file():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise ConfigError(
-            f"{key} = {name}: must be bytes or the path of a tokenizer.json, and there is no such file{where}; "
-            "try bytes"
+            f"{key} = {name}: must be bytes or the path of a tokenizer.json, and there is no such "
+            f"file{where}; try bytes"
         )
     library_module = import_extra("tokenizers", f"{key} = {name}", or_else="bytes")
     try:
@@ -216,17 +250,20 @@ def build_tokenizer(
         library = library_module.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare exceptions
         raise ConfigError(
-            f"{key} = {name}: cannot be read as a tokenizer.json ({error}); try the file that tokenizers saves"
+            f"{key} = {name}: cannot be read as a tokenizer.json ({error}); try the file that "
+            "tokenizers saves"
         ) from None
     vocabulary = library.get_vocab(with_added_tokens=True)
-    special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+    special = {
+        token.content for token in library.get_added_tokens_decoder().values() if token.special
+    }
     if mark is None:
         mark = next((each for each in END_OF_TEXT_MARKS if each in special), None)
         if mark is None:
             known = ", ".join(sorted(special)[:8]) or "none at all"
             raise ConfigError(
-                f"{key} = {name}: its special tokens ({known}) have no end of text that is known, which ends every "
-                f"document; try {mark_key}=TOKEN, a token of that file"
+                f"{key} = {name}: its special tokens ({known}) have no end of text that is known, "
+                f"which ends every document; try {mark_key}=TOKEN, a token of that file"
             )
     if mark not in vocabulary:
         tries = ", ".join(sorted(special)[:8]) or "one of its tokens"

@@ -1,6 +1,8 @@
-"""A stream of token ids, and its windows in the order of a run's samples: what a loader draws its sequences from.
+"""A stream of token ids, and its windows in the order of a run's samples: what a loader draws its
+sequences from.
 
-A window is `seq_len + 1` tokens at stride `seq_len`: the inputs are its first `seq_len` tokens, the labels its last.
+A window is `seq_len + 1` tokens at stride `seq_len`: the inputs are its first `seq_len` tokens, the
+labels its last.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class WindowSource(Protocol):
         ...
 
     def draw(self, samples: NDArray[np.int64]) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's global order. It is a
-        function of the numbers alone, whatever was drawn before."""
+        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's
+        global order. It is a function of the numbers alone, whatever was drawn before."""
         ...
 
 
@@ -61,8 +63,9 @@ class TokensInMemory:
 
 @dataclass(frozen=True, eq=False)
 class ShuffledWindows:
-    """The windows of one stream, each once an epoch, shuffled by `seed` (None: in the stream's order). Past the last
-    window the samples go on with the next epoch. Raises DataError where the stream is shorter than one window."""
+    """The windows of one stream, each once an epoch, shuffled by `seed` (None: in the stream's
+    order). Past the last window the samples go on with the next epoch. Raises DataError where the
+    stream is shorter than one window."""
 
     stream: TokenStream
     _: KW_ONLY
@@ -72,8 +75,8 @@ class ShuffledWindows:
     def __post_init__(self) -> None:
         if self.windows < 1:
             raise DataError(
-                f"the corpus has {len(self.stream)} tokens, fewer than train.seq_len + 1 = {self.seq_len + 1}; "
-                "try a smaller train.seq_len or more text"
+                f"the corpus has {len(self.stream)} tokens, fewer than train.seq_len + 1 = "
+                f"{self.seq_len + 1}; try a smaller train.seq_len or more text"
             )
 
     @property
@@ -82,6 +85,7 @@ class ShuffledWindows:
         return (len(self.stream) - 1) // self.seq_len
 
     def draw(self, samples: NDArray[np.int64]) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's global order."""
+        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's
+        global order."""
         windows = window_order(samples, windows=self.windows, seed=self.seed)
         return self.stream.read(windows * self.seq_len, self.seq_len + 1)

@@ -1,1 +1,2 @@
-"""Numbers that go wrong, and whose fault it is: the rank, its place on the mesh, and the parameter."""
+"""Numbers that go wrong, and whose fault it is: the rank, its place on the mesh, and the
+parameter."""

@@ -1,10 +1,12 @@
-"""Compares tensors that several ranks hold, each for itself, and that must stay the same to the bit on all of them.
+"""Compares tensors that several ranks hold, each for itself, and that must stay the same to the bit
+on all of them.
 
-They are a replica's parameters and optimizer states, on each axis of the data dimension that does not split them, the
-parameters that tp does not split (norms, biases, keys and values of more ranks than heads), and a tied weight at both
-ends of a pipeline. Each gets the same values and adds the same sums, so that a difference is a fault: of memory, of a
-processor, of a link, or of a program that draws or computes on each rank for itself. What no other rank holds, as all
-that FULL_SHARD splits, cannot be compared with anything.
+They are a replica's parameters and optimizer states, on each axis of the data dimension that does
+not split them, the parameters that tp does not split (norms, biases, keys and values of more ranks
+than heads), and a tied weight at both ends of a pipeline. Each gets the same values and adds the
+same sums, so that a difference is a fault: of memory, of a processor, of a link, or of a program
+that draws or computes on each rank for itself. What no other rank holds, as all that FULL_SHARD
+splits, cannot be compared with anything.
 """
 
 from __future__ import annotations
@@ -19,21 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.diagnosis.suspects import place_in_model
+from parallel3d.diagnosis.nonfinite import place_in_model
 from parallel3d.errors import ReplicaError
 from parallel3d.launch.failure import any_ranks
-from parallel3d.layers.agreement import differ, fingerprint
+from parallel3d.layers.replica_check import differ, fingerprint
 from parallel3d.mesh import Axis
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
-# A rank's host, and of each of its tensors that differ the name, the ranks that must hold it alike, the fingerprint.
-Told = tuple[str, Sequence[tuple[str, tuple[int, ...], int]]]
-States = Mapping[torch.Tensor, Mapping[str, Tensor]]  # the optimizer states of each parameter by their names
+# the host of a rank, and of each of its tensors that differ the name and the fingerprint
+Differences = tuple[str, Sequence[tuple[str, int]]]
+# the optimizer states of each parameter by their names
+States = Mapping[torch.Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensors of this rank by their names in a checkpoint, of which every rank of an axis has an equal copy."""
+    """Tensors of this rank by their names in a checkpoint, of which every rank of an axis has an
+    equal copy."""
 
     axis: Axis
     tensors: Mapping[str, Tensor]
@@ -49,8 +53,11 @@ def tensors_of(parameters: Sequence[LocalParameter], states: States) -> dict[str
     return named
 
 
-def copies_of(parameters: Sequence[LocalParameter], states: States, axes: Mapping[str, Axis]) -> list[Copies]:
-    """Returns what every axis of the mesh must hold alike; of a weight that this rank has twice, the first."""
+def copies_of(
+    parameters: Sequence[LocalParameter], states: States, axes: Mapping[str, Axis]
+) -> list[Copies]:
+    """Returns what every axis of the mesh must hold alike; of a weight that this rank has twice,
+    the first."""
     found = []
     for name, axis in axes.items():
         repeated = [p for p in parameters if name in p.repeated_over and not p.is_copy]
@@ -60,49 +67,59 @@ def copies_of(parameters: Sequence[LocalParameter], states: States, axes: Mappin
 
 
 def refuse_differences(
-    copies: Sequence[Copies], parallel: ParallelConfig, device: torch.device, *, when: str, advice: str
+    copies: Sequence[Copies],
+    parallel: ParallelConfig,
+    device: torch.device,
+    *,
+    when: str,
+    advice: str,
 ) -> None:
-    """Raises ReplicaError, on all ranks alike, where copies differ: it names the tensor and the ranks. Every rank calls
-    it. A rank reads each tensor once, and sends 16 bytes of it over an axis and one number over all ranks."""
+    """Raises ReplicaError, on all ranks alike, if copies differ: it names the tensor and the ranks.
+    Every rank calls it. A rank reads each tensor once, and sends 16 bytes of it over an axis and
+    one number over all ranks."""
     if dist.get_world_size() == 1:
         return
     tensors = {id(tensor): tensor for each in copies for tensor in each.tensors.values()}
     numbers = {key: fingerprint(tensor).to(device) for key, tensor in tensors.items()}
     any_differs, differing = torch.zeros((), dtype=torch.int64, device=device), []
     for each in copies:
-        differing.append(differ(torch.stack([numbers[id(tensor)] for tensor in each.tensors.values()]), each.axis))
+        own = torch.stack([numbers[id(tensor)] for tensor in each.tensors.values()])
+        differing.append(differ(own, each.axis))
         any_differs += differing[-1].any()
     dist.all_reduce(any_differs, op=dist.ReduceOp.MAX)
-    if any_differs.item():
-        own = [
-            (name, tuple(dist.get_process_group_ranks(each.axis.group)), int(numbers[id(tensor)]))
-            for each, which in zip(copies, differing, strict=True)
-            for (name, tensor), is_other in zip(each.tensors.items(), which.tolist(), strict=True)
-            if is_other
-        ]
-        everyone = [(socket.gethostname(), own)] * dist.get_world_size()
-        dist.all_gather_object(everyone, everyone[0])
-        raise ReplicaError(f"{when}: {_describe(everyone, parallel)}; {advice}")
+    if not any_differs.item():
+        return
+    found = []
+    for each, which in zip(copies, differing, strict=True):
+        for (name, tensor), differs in zip(each.tensors.items(), which.tolist(), strict=True):
+            if differs:
+                found.append((name, int(numbers[id(tensor)])))
+    everyone: list[Differences] = [(socket.gethostname(), found)] * dist.get_world_size()
+    dist.all_gather_object(everyone, everyone[0])
+    raise ReplicaError(f"{when}: {_describe(everyone, parallel)}; {advice}")
 
 
-def _describe(everyone: Sequence[Told], parallel: ParallelConfig) -> str:
-    """Returns which tensor differs on which ranks. A wrong weight spoils what comes before it in the model by the
-    gradients that it passes on, so that the last one in the model is the first that was wrong."""
-    found: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-    for rank, (_, own) in enumerate(everyone):
-        for name, ranks, number in own:
-            found.setdefault((name, ranks), {})[rank] = number
-    names = list(dict.fromkeys(name for name, _ in found))
-    name = max(names, key=lambda each: (not each.startswith("optimizer."), place_in_model(each), -names.index(each)))
-    held: dict[int, int] = {}  # the number of every rank that must hold the tensor as the first of them does
-    for (each, _), numbers in found.items():
-        if each == name and (not held or held.keys() & numbers.keys()):
-            held |= numbers
-    (usual, most), (_, second), *_ = Counter(held.values()).most_common()
-    odd = sorted(rank for rank, number in held.items() if number != usual)
-    named = odd if most > second else sorted(held)
-    places = "; ".join(f"rank {rank}: {everyone[rank][0]}, {parallel.coordinates(rank)}" for rank in named[:4])
-    where = f"is not the same on {any_ranks(named)} ({places}), and one of them is wrong"
-    if most > second:
-        where = f"on {any_ranks(odd)} ({places}) is not what it is on {any_ranks(sorted({*held} - {*odd}))}"
-    return f"{name} {where}" + (f"; {len(names) - 1} more tensors differ" if len(names) > 1 else "")
+def _describe(everyone: Sequence[Differences], parallel: ParallelConfig) -> str:
+    """Names the tensor that went wrong first and its ranks. A wrong weight spoils what comes before
+    it in the model by its gradients, so the last one in the model was the first."""
+    held: dict[str, dict[int, int]] = {}  # fingerprints by name and rank
+    for rank, (_, found) in enumerate(everyone):
+        for name, number in found:
+            held.setdefault(name, {})[rank] = number
+
+    def blame(name: str) -> tuple[bool, int]:
+        return not name.startswith("optimizer."), place_in_model(name)
+
+    name = max(held, key=blame)
+    (usual, most), (_, second), *_ = Counter(held[name].values()).most_common()
+    is_known = most > second
+    same = sorted(rank for rank, number in held[name].items() if number == usual)
+    odd = sorted(held[name].keys() - {*same}) if is_known else sorted(held[name])
+    places = "; ".join(
+        f"rank {rank}: {everyone[rank][0]}, {parallel.coordinates(rank)}" for rank in odd[:4]
+    )
+    where = f"is not the same on {any_ranks(odd)} ({places}), and one of them is wrong"
+    if is_known:
+        where = f"on {any_ranks(odd)} ({places}) is not what it is on {any_ranks(same)}"
+    more = f"; {len(held) - 1} more tensors differ" if len(held) > 1 else ""
+    return f"{name} {where}{more}"

@@ -1,12 +1,14 @@
-"""Exchange of small tensors between the ranks of a process group on one host: every rank reads what every rank wrote.
+"""Exchange of small tensors between the ranks of a process group on one host: every rank reads what
+every rank wrote.
 
-On CPUs a gloo collective costs about a millisecond of processor time however small it is, and ten where a host has
-more ranks than cores (docs/performance.md): more than a small layer's whole work. Here a rank writes its tensor into a
-slot that the others can read, tells each of them so by one byte through a pipe, and reads theirs.
+On CPUs a gloo collective costs about a millisecond of processor time however small it is, and ten
+where a host has more ranks than cores (docs/performance.md): more than a small layer's whole work.
+Here a rank writes its tensor into a slot that the others can read, tells each of them so by one
+byte through a pipe, and reads theirs.
 
-[Note: slots] A slot is written again SLOTS exchanges later. A rank has at most IN_FLIGHT exchanges open, so when it
-opens number k + SLOTS it has finished k + IN_FLIGHT, for which it has heard from every rank that opened that one, and
-so had finished k: nobody still reads the slot.
+[Note: slots] A slot is written again SLOTS exchanges later. A rank has at most IN_FLIGHT exchanges
+open, so when it opens number k + SLOTS it has finished k + IN_FLIGHT, for which it has heard from
+every rank that opened that one, and so had finished k: nobody still reads the slot.
 """
 
 from __future__ import annotations
@@ -26,20 +28,22 @@ from torch import Tensor
 from parallel3d.host_memory.segment import Segment, own_folder, reserve
 from parallel3d.torch_private import timeout_ms
 
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+
 SLOT_BYTES = 2**20
 SLOTS = 4
 IN_FLIGHT = 2
 _LOOK_MS = 1000  # how often a wait asks whether it has lasted too long
 
-# What a group's ranks have agreed on lives as long as the group, whose class takes no attributes. Every layer asks for
-# the exchange of its group, and all ranks open it once.
+# What a group's ranks have agreed on lives as long as the group, whose class takes no attributes.
+# Every layer asks for the exchange of its group, and all ranks open it once.
 _EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, SharedExchange | None] = WeakKeyDictionary()
 
 
 def exchange_of(group: dist.ProcessGroup) -> SharedExchange | None:
-    """Returns the exchange of a group, which all of its ranks make at once when they first ask for it. All ranks get
-    None where they are on several hosts, where a host has no memory to share, or where the group has no other processes
-    (torch's "fake" backend)."""
+    """Returns the exchange of a group, which all of its ranks make at once when they first ask for
+    it. All ranks get None where they are on several hosts, where a host has no memory to share, or
+    where the group has no other processes (torch's "fake" backend)."""
     if group not in _EXCHANGES:
         _EXCHANGES[group] = None if dist.get_backend(group) == "fake" else _open_exchange(group)
     return _EXCHANGES[group]
@@ -48,13 +52,17 @@ def exchange_of(group: dist.ProcessGroup) -> SharedExchange | None:
 def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
     exchange, rank, size = None, dist.get_rank(group), dist.get_world_size(group)
     with own_folder("cpu") as folder:
-        mine: Path | None = None  # stays None where something fails, and then all ranks agree on no exchange
+        # stays None where something fails, and then all ranks agree on no exchange
+        mine: Path | None = None
         others = [other for other in range(size) if other != rank]
         if folder is not None:
             with suppress(OSError):
                 reserve(folder / "slots", SLOTS * SLOT_BYTES, map(str, others))
                 own = Segment(folder / "slots")
-                hears = {other: own.open_pipe(str(other), os.O_RDONLY | os.O_NONBLOCK) for other in others}
+                hears = {
+                    other: own.open_pipe(str(other), os.O_RDONLY | os.O_NONBLOCK)
+                    for other in others
+                }
                 mine = folder / "slots"
         offers: list[tuple[str, Path | None]] = [("", None)] * size
         dist.all_gather_object(offers, (socket.gethostname(), mine), group=group)
@@ -67,23 +75,32 @@ def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
 
 
 class SharedExchange:
-    """The slots of all ranks of a group, and the pipes between them. Every rank opens the same exchanges in the same
-    order. `segments[r]` is rank r's; in `hears[r]` that rank tells this one that it has written."""
+    """The slots of all ranks of a group, and the pipes between them. Every rank opens the same
+    exchanges in the same order. `segments[r]` is rank r's; in `hears[r]` that rank tells this one
+    that it has written."""
 
     def __init__(
-        self, segments: list[Segment], rank: int, hears: dict[int, int], group: ref[dist.ProcessGroup]
+        self,
+        segments: list[Segment],
+        rank: int,
+        hears: dict[int, int],
+        group: ref[dist.ProcessGroup],
     ) -> None:
         self._segments, self._rank, self._hears = segments, rank, hears
-        # Both ends are open, so that the end of a process closes its own: its peers then read nothing, and know.
+        # Both ends are open, so that the end of a process closes its own: its peers then read
+        # nothing, and know.
         self._tells = [segments[other].open_pipe(str(rank), os.O_WRONLY) for other in hears]
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
         self._group = group  # whose time-out may change
         self._opened, self._finished = 0, 0
 
     def start(self, x: Tensor) -> Callable[[], list[Tensor]]:
-        """Publishes `x`, contiguous and at most SLOT_BYTES. The returned function waits for the others and gives what
-        every rank has published, in the order of ranks, as memory that stays as it is until two exchanges later."""
-        assert self._opened - self._finished < IN_FLIGHT, "more exchanges open than there are slots for"
+        """Publishes `x`, contiguous and at most SLOT_BYTES. The returned function waits for the
+        others and gives what every rank has published, in the order of ranks, as memory that stays
+        as it is until two exchanges later."""
+        assert self._opened - self._finished < IN_FLIGHT, (
+            "more exchanges open than there are slots for"
+        )
         slot = self._opened % SLOTS
         views = self._views.get((slot, x.dtype, x.shape))
         if views is None:
@@ -103,8 +120,8 @@ class SharedExchange:
         return finish
 
     def _hear(self, rank: int, pipe: int) -> None:
-        """Waits for the next byte of a rank. Raises ConnectionError where the rank is gone, TimeoutError where it does
-        not answer in time."""
+        """Waits for the next byte of a rank. Raises ConnectionError where the rank is gone,
+        TimeoutError where it does not answer in time."""
         try:
             heard = os.read(pipe, 1)
         except BlockingIOError:

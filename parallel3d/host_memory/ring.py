@@ -1,11 +1,12 @@
 """One-way links between two processes of a host, through a ring in memory that they share.
 
-A send over gloo costs about 60 microseconds of processor time however small it is (docs/performance.md), more than a
-small stage's own work. Here the sender copies into the ring and writes a header of a few bytes into a pipe; the
-receiver, which sleeps on that pipe, copies out and returns a byte, which frees the place in the ring.
+A send over gloo costs about 60 microseconds of processor time however small it is
+(docs/performance.md), more than a small stage's own work. Here the sender copies into the ring and
+writes a header of a few bytes into a pipe; the receiver, which sleeps on that pipe, copies out and
+returns a byte, which frees the place in the ring.
 
-Nothing blocks a sender: a message that finds no room waits in the sender's own queue, and goes out whenever the rank
-sends, receives or waits.
+Nothing blocks a sender: a message that finds no room waits in the sender's own queue, and goes out
+whenever the rank sends, receives or waits.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from torch import Tensor
 from parallel3d.host_memory import segment
 from parallel3d.host_memory.segment import Segment
 
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+
 RING_BYTES = 4 * 2**20
-LARGEST_BYTES = RING_BYTES // 4  # the most of a message; a larger one takes the backend, which copies meanwhile
+# the most of a message; a larger one takes the backend, which copies meanwhile
+LARGEST_BYTES = RING_BYTES // 4
 ALIGNMENT = 64  # bytes, of each tensor in a message
 _MOST_IN_RING = 1024  # messages
 _HEADER = struct.Struct("<16sII")
@@ -34,11 +38,13 @@ _HEADERS, _CREDITS = "headers", "credits"
 
 
 class PeerLostError(ConnectionError):
-    """The process at the other end of a link has closed it, has ended, or does not answer in time."""
+    """The process at the other end of a link has closed it, has ended, or does not answer in
+    time."""
 
 
 class Header(NamedTuple):
-    """What the sender says of a message: a tag of at most 16 bytes, and where the message lies in the ring."""
+    """What the sender says of a message: a tag of at most 16 bytes, and where the message lies in
+    the ring."""
 
     tag: bytes
     start: int
@@ -60,8 +66,8 @@ def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 class Outgoing(Segment):
-    """The sender's end of a link to rank `peer`. The receiver opens its end first, because a pipe for writing needs a
-    reader."""
+    """The sender's end of a link to rank `peer`. The receiver opens its end first, because a pipe
+    for writing needs a reader."""
 
     def __init__(self, folder: Path, peer: int) -> None:
         super().__init__(folder)
@@ -81,12 +87,14 @@ class Outgoing(Segment):
         return bool(self._queue)
 
     def send(self, tag: bytes, tensors: Sequence[Tensor]) -> None:
-        """Sends a message of at most LARGEST_BYTES, or queues it. Raises PeerLostError where the receiver is gone."""
+        """Sends a message of at most LARGEST_BYTES, or queues it. Raises PeerLostError where the
+        receiver is gone."""
         self._queue.append((tag, tensors))
         self.flush()
 
     def flush(self) -> None:
-        """Sends the messages that there is room for. Raises PeerLostError where the receiver is gone."""
+        """Sends the messages that there is room for. Raises PeerLostError where the receiver is
+        gone."""
         while self._queue:
             tag, tensors = self._queue[0]
             starts, nbytes = layout(tensors)
@@ -102,8 +110,8 @@ class Outgoing(Segment):
                 raise PeerLostError(f"pipeline rank {self.peer} has gone") from None
 
     def _place(self, size: int) -> int | None:
-        """Returns where a message is to lie, in one piece, so that the end of the ring may stay empty. None means that
-        there is no room yet."""
+        """Returns where a message is to lie, in one piece, so that the end of the ring may stay
+        empty. None means that there is no room yet."""
         if self._in_ring:
             with suppress(BlockingIOError):
                 returned = os.read(self.credits, _MOST_IN_RING)
@@ -113,7 +121,11 @@ class Outgoing(Segment):
                     self._in_ring.popleft()
         if not self._in_ring:
             self._next = 0  # the same memory again and again, which the caches then hold
-        start, taken = (self._next, size) if self._next + size <= RING_BYTES else (0, size + RING_BYTES - self._next)
+        start, taken = (
+            (self._next, size)
+            if self._next + size <= RING_BYTES
+            else (0, size + RING_BYTES - self._next)
+        )
         if sum(self._in_ring) + taken > RING_BYTES or len(self._in_ring) >= self._most_in_ring:
             return None
         self._in_ring.append(taken)
@@ -128,12 +140,13 @@ class Incoming(Segment):
         super().__init__(folder)
         self.peer = peer
         self.headers = self.open_pipe(_HEADERS, os.O_RDONLY | os.O_NONBLOCK)
-        self._credits = self.open_pipe(_CREDITS, os.O_RDWR)  # a pipe for writing alone would wait for the sender
+        # a pipe for writing alone would wait for the sender
+        self._credits = self.open_pipe(_CREDITS, os.O_RDWR)
         self._unread = b""
 
     def poll(self) -> Header | None:
-        """Returns the next message's header, after which `read` takes the message; None where nothing has come yet.
-        Raises PeerLostError where the sender is gone."""
+        """Returns the next message's header, after which `read` takes the message; None where
+        nothing has come yet. Raises PeerLostError where the sender is gone."""
         if not self._unread:
             try:
                 self._unread = os.read(self.headers, _HEADER.size * _MOST_IN_RING)
@@ -146,7 +159,8 @@ class Incoming(Segment):
         return header
 
     def read(self, header: Header, into: Sequence[Tensor]) -> None:
-        """Copies the message into tensors of the shapes that were sent, and gives its place in the ring back."""
+        """Copies the message into tensors of the shapes that were sent, and gives its place in the
+        ring back."""
         for start, tensor in zip(layout(into)[0], into, strict=True):
             tensor.copy_(self.view(header.start + start, tensor))
         os.write(self._credits, b"\0")

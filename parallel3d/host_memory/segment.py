@@ -1,8 +1,10 @@
-"""A segment: memory that processes of one host share, with pipes beside it that tell them when to read.
+"""A segment: memory that processes of one host share, with pipes beside it that tell them when to
+read.
 
-A segment is a folder of one file and some named pipes. One process reserves it, others open it, and then the folder is
-removed: what is open stays usable, and nothing is left behind, however the processes end. A pipe whose other end was
-closed reads as empty, so that the end of a process wakes everyone who waits for it.
+A segment is a folder of one file and some named pipes. One process reserves it, others open it, and
+then the folder is removed: what is open stays usable, and nothing is left behind, however the
+processes end. A pipe whose other end was closed reads as empty, so that the end of a process wakes
+everyone who waits for it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+
 MEMORY_FOLDER = Path("/dev/shm")  # a file system in memory
 _MEMORY, _PREFIX = "memory", "parallel3d-"
 _NEW_S = 60.0
@@ -28,9 +32,10 @@ _NEW_S = 60.0
 
 @contextmanager
 def own_folder(device_type: str) -> Iterator[Path | None]:
-    """Makes a folder in memory for this process's segments, which is removed at the end of the block: by then all
-    others must have opened what they need. It is None where tensors on this type of device cannot be shared, and where
-    the memory of this host takes no files: it may be full, read-only or missing."""
+    """Makes a folder in memory for this process's segments, which is removed at the end of the
+    block: by then all others must have opened what they need. It is None where tensors on this type
+    of device cannot be shared, and where the memory of this host takes no files: it may be full,
+    read-only or missing."""
     folder = None
     if device_type == "cpu":
         with suppress(OSError):
@@ -47,7 +52,8 @@ def own_folder(device_type: str) -> Iterator[Path | None]:
 
 
 def _remove_leftovers() -> None:
-    """Removes the folders whose makers were killed, whose locks nobody holds. One that is new may not be locked yet."""
+    """Removes the folders whose makers were killed, whose locks nobody holds. One that is new may
+    not be locked yet."""
     for folder in MEMORY_FOLDER.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another process holds it, or has removed it
             if time.time() - folder.stat().st_mtime > _NEW_S:
@@ -57,7 +63,8 @@ def _remove_leftovers() -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which the kernel frees when this process ends. Raises OSError if another holds it."""
+    """Holds the lock of a folder, which the kernel frees when this process ends. Raises OSError if
+    another holds it."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,8 +74,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:
-    """Makes a segment. Raises OSError where there is no room for it: memory that is only promised would end the process
-    when it is first written."""
+    """Makes a segment. Raises OSError where there is no room for it: memory that is only promised
+    would end the process when it is first written."""
     folder.mkdir()
     with (folder / _MEMORY).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -88,8 +95,8 @@ class Segment:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
     def open_pipe(self, name: str, mode: int) -> int:
-        """Opens one of the segment's pipes and returns its descriptor. A reader opens it first, without blocking; a
-        writer would wait for the reader."""
+        """Opens one of the segment's pipes and returns its descriptor. A reader opens it first,
+        without blocking; a writer would wait for the reader."""
         pipe = os.open(self._folder / name, mode)
         self._pipes.append(pipe)
         return pipe

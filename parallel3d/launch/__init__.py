@@ -1,1 +1,2 @@
-"""Starting workers on this host, how they meet, what a failure tells the user, and the folder of a run."""
+"""Starting workers on this host, how they meet, what a failure tells the user, and the folder of a
+run."""

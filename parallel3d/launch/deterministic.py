@@ -10,16 +10,18 @@ from typing import Any
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Lets torch use deterministic algorithms alone for a block, if they are wanted: attention's kernels and sums by
-    index then take their deterministic backwards, and an operator that has none raises RuntimeError. Enter the block
-    before CUDA is used, because cuBLAS reads its workspace's size from the environment when it starts."""
+    """Lets torch use deterministic algorithms alone for a block, if they are wanted: attention's
+    kernels and sums by index then take their deterministic backwards, and an operator that has none
+    raises RuntimeError. Enter the block before CUDA is used, because cuBLAS reads its workspace's
+    size from the environment when it starts."""
     import torch
 
     if not wanted:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    memory: Any = torch.utils.deterministic  # its one attribute is made by hand, which mypy does not see
+    # its one attribute is made by hand, which mypy does not see
+    memory: Any = torch.utils.deterministic
     fills, was_on = memory.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     memory.fill_uninitialized_memory = False  # nothing here reads memory before it is written

@@ -1,7 +1,8 @@
 """The device of each rank, and where every rank runs, as all tell each other when they meet.
 
-A rank takes a GPU wherever it sees one. Whether each rank has one of its own is known only when all have met: a
-launcher may show each rank every GPU of its host, or only the rank's own one, which then is every rank's first."""
+A rank takes a GPU wherever it sees one. Whether each rank has one of its own is known only when all
+have met: a launcher may show each rank every GPU of its host, or only the rank's own one, which
+then is every rank's first."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import any_ranks
 
@@ -33,27 +33,33 @@ class Place:
 
     host: str
     pid: int
-    pid_namespace: str = ""  # a process id means something to processes of the same host and namespace alone
+    # a process id means something to processes of the same host and namespace alone
+    pid_namespace: str = ""
     gpu: str = ""  # names one GPU among those of all hosts; "" for a rank on the CPU
     problem: str = ""  # why the rank has no device
 
     @classmethod
-    def of_this_process(cls, device: torch.device, problem: str = "", environ: Mapping[str, str] = os.environ) -> Place:
-        """Returns the place of this process, which computes on `device`, or cannot for the reason in `problem`."""
+    def of_this_process(
+        cls, device: torch.device, problem: str = "", environ: Mapping[str, str] = os.environ
+    ) -> Place:
+        """Returns the place of this process, which computes on `device`, or cannot for the reason
+        in `problem`."""
         host, namespace, gpu = socket.gethostname(), "", ""
         with suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
         if device.type == "cuda":
             import torch
 
-            # NCCL refuses two ranks of one host on one GPU, and NCCL_HOSTID is how to tell it that they are on two.
-            gpu = f"{environ.get('NCCL_HOSTID', host)}/{torch.cuda.get_device_properties(device).uuid}"
+            # NCCL refuses two ranks of one host on one GPU, and NCCL_HOSTID is how to tell it that
+            # they are on two.
+            gpu = f"{environ.get('NCCL_HOSTID', host)}/{torch.cuda.get_device_properties(device).uuid}"  # noqa: E501
         return cls(host=host, pid=os.getpid(), pid_namespace=namespace, gpu=gpu, problem=problem)
 
 
 def choose_device(wanted: DeviceName, local_rank: int) -> torch.device:
-    """Returns the device of this rank, which is number `local_rank` on its host: a GPU where it sees one, else the CPU.
-    Raises ConfigError where it sees none and one is wanted, or is there and hidden."""
+    """Returns the device of this rank, which is number `local_rank` on its host: a GPU where it
+    sees one, else the CPU. Raises ConfigError where it sees none and one is wanted, or is there and
+    hidden."""
     import torch
 
     is_built_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
@@ -63,10 +69,16 @@ def choose_device(wanted: DeviceName, local_rank: int) -> torch.device:
 
 
 def gpu_index(
-    wanted: DeviceName, local_rank: int, *, gpus: int, has_hidden: bool, environ: Mapping[str, str] = os.environ
+    wanted: DeviceName,
+    local_rank: int,
+    *,
+    gpus: int,
+    has_hidden: bool,
+    environ: Mapping[str, str] = os.environ,
 ) -> int | None:
-    """Returns which of the `gpus` that a process sees it takes, or None for the CPU. `has_hidden` says that its host
-    has GPUs that the process may not see; an empty CUDA_VISIBLE_DEVICES hides them on purpose."""
+    """Returns which of the `gpus` that a process sees it takes, or None for the CPU. `has_hidden`
+    says that its host has GPUs that the process may not see; an empty CUDA_VISIBLE_DEVICES hides
+    them on purpose."""
     if wanted == "cpu":
         return None
     if gpus:
@@ -75,40 +87,35 @@ def gpu_index(
     if wanted == "auto" and (not has_hidden or visible in ("", "-1")):
         return None
     sees = "" if visible is None else f" (CUDA_VISIBLE_DEVICES = {visible})"
-    has = "this host has GPUs, and torch sees none of them" if has_hidden else "torch sees no GPU here"
+    has = (
+        "this host has GPUs, and torch sees none of them"
+        if has_hidden
+        else "torch sees no GPU here"
+    )
     raise ConfigError(
-        f"train.device = {wanted}: {has}{sees}; ask the launcher for a GPU for each worker, or use train.device=cpu"
+        f"train.device = {wanted}: {has}{sees}; ask the launcher for a GPU for each worker, or use "
+        "train.device=cpu"
     )
 
 
 def has_gpu_files() -> bool:
-    """Returns whether there is a file of any GPU, of CUDA, ROCm, WSL or a Jetson; True where this is not Linux."""
+    """Returns whether there is a file of any GPU, of CUDA, ROCm, WSL or a Jetson; True where this
+    is not Linux."""
     names = ("nvidia[0-9]*", "kfd", "dxg", "nvmap")
     return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in names)
 
 
 def refuse_without_torch(wanted: DeviceName) -> None:
-    """Raises ConfigError where a GPU is wanted and there is no file of one: torch would take seconds to say so."""
+    """Raises ConfigError where a GPU is wanted and there is no file of one: torch would take
+    seconds to say so."""
     if wanted == "cuda" and not has_gpu_files():
         gpu_index(wanted, 0, gpus=0, has_hidden=False)
 
 
-def may_refuse_the_device(wanted: DeviceName) -> bool:
-    """True if `check_devices`, which has to import torch, may find that this host has no such device."""
-    return wanted == "cuda" or (wanted == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
-
-
-def check_devices(recipe: Recipe, place: object) -> None:
-    """Raises ConfigError where this host alone is to run all ranks, and has no device for each. One process checks it
-    for all, before a worker of the run starts; its own place is of no account."""
-    wanted = recipe.train.device
-    ranks = range(recipe.parallel.world_size)
-    check_places([Place.of_this_process(choose_device(wanted, rank)) for rank in ranks], wanted)
-
-
 def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:
-    """Tells all ranks where this one runs and returns the places of all, by rank. Raises what the store does where a
-    rank does not come in the store's time, on rank 0 with the ranks that are missing."""
+    """Tells all ranks where this one runs and returns the places of all, by rank. Raises what the
+    store does where a rank does not come in the store's time, on rank 0 with the ranks that are
+    missing."""
     store.set(f"place/{rank}", json.dumps(asdict(own)))
     if rank == 0:
         try:
@@ -121,8 +128,8 @@ def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -
 
 
 def check_places(places: Sequence[Place], wanted: DeviceName) -> None:
-    """Raises ConfigError, on all ranks alike, where a rank has no device, some ranks have a GPU and others none, or
-    several have the same one."""
+    """Raises ConfigError, on all ranks alike, where a rank has no device, some ranks have a GPU and
+    others none, or several have the same one."""
     tries = "train.device=cpu"
     in_trouble = [rank for rank, place in enumerate(places) if place.problem]
     if in_trouble:
@@ -132,8 +139,8 @@ def check_places(places: Sequence[Place], wanted: DeviceName) -> None:
     without = [rank for rank, place in enumerate(places) if not place.gpu]
     if 0 < len(without) < len(places):
         raise ConfigError(
-            f"train.device = {wanted}: {any_ranks(without)} ({places[without[0]].host}) see no GPU, and the others do; "
-            f"ask the launcher for a GPU for each worker, or use {tries}"
+            f"train.device = {wanted}: {any_ranks(without)} ({places[without[0]].host}) see no "
+            f"GPU, and the others do; ask the launcher for a GPU for each worker, or use {tries}"
         )
     ranks_of = defaultdict(list)
     for rank, place in enumerate(places):
@@ -143,19 +150,21 @@ def check_places(places: Sequence[Place], wanted: DeviceName) -> None:
             host = places[ranks[0]].host
             own = len({place.gpu for place in places if place.host == host})
             raise ConfigError(
-                f"train.device = {wanted}: {any_ranks(ranks)} share one GPU of {host}, and each needs its own; start "
-                f"at most {own} worker{'s' * (own > 1)} there, or use {tries}"
+                f"train.device = {wanted}: {any_ranks(ranks)} share one GPU of {host}, and each "
+                f"needs its own; start at most {own} worker{'s' * (own > 1)} there, or use {tries}"
             )
 
 
 def tp_warning(places: Sequence[Place], tp: int) -> str | None:
-    """Returns a line for the user where the ranks of a tp group, which are neighbours, are on several hosts."""
+    """Returns a line for the user where the ranks of a tp group, which are neighbours, are on
+    several hosts."""
     for first in range(0, len(places), tp):
         hosts = {place.host for place in places[first : first + tp]}
         if len(hosts) > 1:
             on_one = max(sum(place.host == host for place in places) for host in hosts)
             return (
-                f"parallel.tp = {tp}: ranks {first} to {first + tp - 1} are on {len(hosts)} hosts, and tp sends in "
-                f"every layer; a host has {on_one} of the workers: try a parallel.tp that divides them"
+                f"parallel.tp = {tp}: ranks {first} to {first + tp - 1} are on {len(hosts)} hosts, "
+                f"and tp sends in every layer; a host has {on_one} of the workers: try a "
+                "parallel.tp that divides them"
             )
     return None

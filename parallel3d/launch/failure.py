@@ -1,4 +1,5 @@
-"""The record of a failed rank, the choice of the failure that caused the others, and the line that reports it."""
+"""The record of a failed rank, the choice of the failure that caused the others, and the line that
+reports it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError, SaveError, printable
 from parallel3d.launch.signals import ignore_stop_signals
@@ -21,12 +22,14 @@ from parallel3d.launch.signals import ignore_stop_signals
 _LONGEST_TRACEBACK = 20_000  # characters; a report must fit into a pipe at once
 # gloo, NCCL and the store use these words when a peer has gone.
 _LOST_PEER = re.compile(
-    r"gloo|nccl|connection (was )?(closed|reset|refused|aborted)|broken pipe|tim(ed|e) ?out|peer|process group.*abort",
+    r"gloo|nccl|connection (was )?(closed|reset|refused|aborted)|broken pipe|tim(ed|e) ?out|peer"
+    r"|process group.*abort",
     re.I,
 )
 _LOST_PEER_CLASSES = ("DistError", "ConnectionError", "TimeoutError")
 _ABORT_S = 5.0  # an abort of NCCL's communicators that takes longer never ends
-_RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # what torch calls the path of a flight record, without the rank
+# what torch calls the path of a flight record, without the rank
+_RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,8 @@ class Failure:
     host: str = field(default_factory=socket.gethostname)
     exit_status: int = RankError.exit_status
     traceback: str = ""
-    died: bool = False  # the process ended, or hangs, without a report, and `message` says what happened to it
+    # the process ended, or hangs, without a report, and `message` says what happened to it
+    died: bool = False
     foreseen: bool = False  # the error is a Parallel3dError, whose message needs no traceback
     secondary: bool = False  # the failure is only the consequence of a lost peer
     at: float = field(default_factory=time.monotonic)  # a clock that the processes of a host share
@@ -63,18 +67,29 @@ class Failure:
             secondary=is_lost_peer(error),
         )
 
+    def traceback_for_user(self, *, verbose: bool) -> str:
+        """Returns the traceback to print below the line. Errors of the user and losses of a peer
+        need none."""
+        is_wanted = verbose or not (self.foreseen or self.secondary)
+        return "\n" + self.traceback.rstrip() if is_wanted and self.traceback else ""
+
     def with_record(self, run_dir: str | None) -> Failure:
-        """Returns this failure with the file of NCCL's flight record in its message, where the rank has written one."""
+        """Returns this failure with the file of NCCL's flight record in its message, where the rank
+        has written one."""
         record = Path(f"{_record_prefix(run_dir)}{self.rank}")
-        return replace(self, message=f"{self.message}; NCCL's flight record: {record}") if record.exists() else self
+        if not record.exists():
+            return self
+        return replace(self, message=f"{self.message}; NCCL's flight record: {record}")
 
     def line(self) -> str:
         """Returns the line that says which rank failed, and how."""
-        return f"rank {self.rank} ({self.host}, {self.coordinates}){' ' if self.died else ': '}{self.message}"
+        separator = " " if self.died else ": "
+        return f"rank {self.rank} ({self.host}, {self.coordinates}){separator}{self.message}"
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """True if an exception says that another rank has gone or stayed silent, and nothing about this rank."""
+    """True if an exception says that another rank has gone or stayed silent, and nothing about this
+    rank."""
     if isinstance(error, Parallel3dError):
         return isinstance(error, RankError | RendezvousError)
     if any(cls.__name__ in _LOST_PEER_CLASSES for cls in type(error).__mro__):
@@ -85,22 +100,26 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that caused the others: the earliest that is not about a lost peer. A process that was
-    aborted may have aborted for the loss of a peer or for a reason of its own: it is the cause where no other failure
-    is, and ranks merely say that they have lost a peer."""
+    """Returns the failure that caused the others: the earliest that is not about a lost peer. A
+    process that was aborted may have aborted for the loss of a peer or for a reason of its own: it
+    is the cause where no other failure is, and ranks merely say that they have lost a peer."""
     return min(failures, key=lambda failure: (failure.secondary, not failure.died, failure.at))
 
 
 def print_error(message: str) -> None:
-    """Writes `error: ...` on stderr, further lines of the message below its first. Of a word that fills a page, such as
-    an argument that is a whole file, the beginning and the end are shown."""
-    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", printable(message))
+    """Writes `error: ...` on stderr, with the further lines of the message below the first. Cuts
+    long words and long lines in the middle: a value of a file may fill pages."""
+    message = re.sub(
+        r"\S{400,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", printable(message)
+    )
+    message = re.sub(r".{1900,}", lambda line: f"{line[0][:1500]} ... {line[0][-300:]}", message)
     with suppress(OSError):  # a full disk leaves the exit status as it is
         print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
 
 
 class _Output:
-    """Passes text on to stdout or stderr, and keeps the error of a write that fails. Later text is dropped."""
+    """Passes text on to stdout or stderr, and keeps the error of a write that fails. Later text is
+    dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -120,13 +139,14 @@ class _Output:
             act(*text)
         except OSError as error:
             self.error = error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # Python flushes again when it ends
+            # Python flushes again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 @contextmanager
 def writing_output() -> Iterator[None]:
-    """Writes what the block prints, and ignores errors of stderr. Raises SaveError at the end of the block if stdout
-    could not be written."""
+    """Writes what the block prints, and ignores errors of stderr. Raises SaveError at the end of
+    the block if stdout could not be written."""
     if sys.stdout is None:  # the next file that is opened would get its descriptor
         raise SaveError("stdout: it is closed; try > /dev/null")
     with open(os.devnull, "w") as nowhere:  # gets the descriptor of stderr if that is closed
@@ -138,19 +158,25 @@ def writing_output() -> Iterator[None]:
             finally:
                 stdout.flush()
                 if stdout.error is not None:
-                    raise SaveError(f"stdout: cannot be written: {stdout.error.strerror}") from stdout.error
+                    raise SaveError(
+                        f"stdout: cannot be written: {stdout.error.strerror}"
+                    ) from stdout.error
 
 
 def any_ranks(ranks: Sequence[int]) -> str:
     """Returns the ranks in words, a long list cut short: `rank 3`, `ranks 0 and 4`."""
-    named = [str(rank) for rank in ranks[:8]] + ["others"] * (len(ranks) > 8)
-    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named = [*map(str, ranks[:8]), "others"] if len(ranks) > 8 else [*map(str, ranks)]
+    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
 def record_flights(run_dir: str | None, rank: int) -> None:
-    """Has NCCL keep its last operations and write them into `run_dir` when one of them times out, unless the user's
-    environment says otherwise. torch reads these variables when it makes a process group."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # operations of a rank, the last few steps; 0 turns it off
+    """Has NCCL keep its last operations and write them into `run_dir` when one of them times out,
+    unless the user's environment says otherwise. torch reads these variables when it makes a
+    process group."""
+    # operations of a rank, the last few steps; 0 turns it off
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault(_RECORD_FILE, _record_prefix(run_dir))
     if run_dir is not None:
@@ -159,14 +185,17 @@ def record_flights(run_dir: str | None, rank: int) -> None:
 
 
 def _record_prefix(run_dir: str | None) -> str:
-    return os.environ.get(_RECORD_FILE) or str(Path(run_dir or ".").absolute() / "nccl_flight_record_rank_")
+    return os.environ.get(_RECORD_FILE) or str(
+        Path(run_dir or ".").absolute() / "nccl_flight_record_rank_"
+    )
 
 
-def end_process(exit_status: int) -> None:
+def end_process(exit_status: int) -> NoReturn:
     """Ends this process at once after a failure that has been told.
 
-    No process group is destroyed, because NCCL's wait for work of peers that has no end; they are aborted. Exit
-    handlers are left out for the same reason. What peers wait for closes with the process."""
+    No process group is destroyed, because NCCL's wait for work of peers that has no end; they are
+    aborted. Exit handlers are left out for the same reason. What peers wait for closes with the
+    process."""
     ignore_stop_signals()
     with suppress(OSError, ValueError):  # nobody reads any more
         sys.stdout.flush()

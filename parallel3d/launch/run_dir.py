@@ -1,5 +1,5 @@
-"""The folder of a run: what is checked before the first worker starts, what rank 0 writes when the run begins, and the
-outcome that closes the folder after the last worker has ended."""
+"""The folder of a run: what is checked before the first worker starts, what rank 0 writes when the
+run begins, and the outcome that closes the folder after the last worker has ended."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from parallel3d.launch.failure import Failure
 from parallel3d.launch.run_lock import RunLock
 from parallel3d.launch.signals import STOP_SIGNALS
 
-STEP_FOLDERS = f"step_{'[0-9]' * 8}*"  # the names of checkpoints; other programs have step_5.partial
-# The files of a run that must not mix with those of the next one. Without metrics.jsonl config.yaml may be another's.
+# the names of checkpoints; other programs have step_5.partial
+STEP_FOLDERS = f"step_{'[0-9]' * 8}*"
+# The files of a run that must not mix with those of the next one. Without metrics.jsonl config.yaml
+# may be another's.
 _RUN_FILES = (
     *(
         f"checkpoints/{STEP_FOLDERS}",
@@ -53,46 +55,56 @@ class RunOutcome:
 
     @property
     def status(self) -> str:
-        """`done`, `preempted` (SIGTERM or SIGHUP, and saved), `stopped` (another signal, or not saved) or `failed`."""
+        """`done`, `preempted` (SIGTERM or SIGHUP, and saved), `stopped` (another signal, or not
+        saved) or `failed`."""
         known = {0: "done", PreemptedError.exit_status: "preempted"}
         known |= {128 + signum: "stopped" for signum in STOP_SIGNALS}
         return known.get(self.exit_status, "failed")
 
     @classmethod
     def of(cls, failure: Failure) -> RunOutcome:
-        return cls(exit_status=failure.exit_status, rank=failure.rank, reason=failure.line().partition("\n")[0])
+        return cls(
+            exit_status=failure.exit_status,
+            rank=failure.rank,
+            reason=failure.line().partition("\n")[0],
+        )
 
     def write(self, run_dir: str | None) -> None:
-        """Writes `outcome.json`, if the folder exists. The outcome of a run that this start has not continued stays."""
+        """Writes `outcome.json` if the run has a folder. Keeps the outcome of a run that this start
+        has not resumed."""
+        if run_dir is None:
+            return
         path = Path(run_dir or ".") / "outcome.json"
-        if run_dir is None or (path.exists() and holds_run(path.parent)):
+        if path.exists() and holds_run(path.parent):
             return
         outcome = {"status": self.status, **asdict(self)}
-        with suppress(OSError):  # the run is over, and its error (such as a full disk) has been reported
+        # the run is over, and its error (such as a full disk) has been reported
+        with suppress(OSError):
             _write(path, json.dumps(outcome, indent=2) + "\n")
 
 
 def check_compiler() -> None:
-    """Raises ConfigError where there is no C++ compiler, which `torch.compile` needs for its kernels on a CPU and for
-    their launchers on a GPU."""
+    """Raises ConfigError where there is no C++ compiler, which `torch.compile` needs for its
+    kernels on a CPU and for their launchers on a GPU."""
     named = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(named) is None:
         raise ConfigError(
-            f"train.compile = true: torch.compile needs a C++ compiler, and there is no {named} on PATH; install it, "
-            "name another in CXX, or try train.compile=false"
+            f"train.compile = true: torch.compile needs a C++ compiler, and there is no {named} on "
+            "PATH; install it, name another in CXX, or try train.compile=false"
         )
 
 
 @contextmanager
 def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[RunLock]:
-    """Makes the folder of a run where there is none, and holds its lock for a block. Raises RunLockedError where
-    another run holds it, and ConfigError where the folder cannot be had."""
+    """Makes the folder of a run where there is none, and holds its lock for a block. Raises
+    RunLockedError where another run holds it, and ConfigError where the folder cannot be had."""
     try:
         lock = RunLock(Path(run_dir), is_restart=is_restart)
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(
-            f"run_dir = {shown(str(run_dir))}: cannot be written ({cause}); try another, such as run_dir=/tmp/run"
+            f"run_dir = {shown(str(run_dir))}: cannot be written ({cause}); try another, such as "
+            "run_dir=/tmp/run"
         ) from error
     with lock:
         yield lock
@@ -101,34 +113,37 @@ def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[RunLock
 def holds_run(run_dir: Path) -> bool:
     """True if a run has left metrics or checkpoints in a folder."""
     metrics = run_dir / "metrics.jsonl"
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any(run_dir.glob(f"checkpoints/{STEP_FOLDERS}"))
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any(
+        run_dir.glob(f"checkpoints/{STEP_FOLDERS}")
+    )
 
 
 def check_run_dir(recipe: Recipe) -> None:
-    """Raises ConfigError if `run_dir` has a file that a run would overwrite and that no run has written, or if it holds
-    another run than the one whose checkpoint `checkpoint.resume` names."""
+    """Raises ConfigError if `run_dir` has a file that a run would overwrite and that no run has
+    written, or if it holds another run than the one whose checkpoint `checkpoint.resume` names."""
     run_dir, resume = Path(recipe.run_dir or "."), recipe.checkpoint.resume
     if foreign := _foreign_file(run_dir):
         raise ConfigError(
-            f"run_dir = {shown(str(run_dir))}: a run would overwrite the {foreign} there, which no run has written; "
-            "try a folder of its own, such as run_dir=runs/mine"
+            f"run_dir = {shown(str(run_dir))}: a run would overwrite the {foreign} there, which no "
+            "run has written; try a folder of its own, such as run_dir=runs/mine"
         )
     is_own = Path(resume).resolve().parent == (run_dir / "checkpoints").resolve()
     if resume not in ("none", "auto") and holds_run(run_dir) and not is_own:
         raise ConfigError(
-            f"checkpoint.resume = {resume}: is of another run than that in run_dir = {shown(str(run_dir))}; try a new "
-            "run_dir, or checkpoint.resume=auto to continue the run that is there"
+            f"checkpoint.resume = {resume}: is of another run than that in run_dir = "
+            f"{shown(str(run_dir))}; try a new run_dir, or checkpoint.resume=auto to continue the "
+            "run that is there"
         )
 
 
 def _foreign_file(run_dir: Path) -> str | None:
-    """Returns the name of a file that a run would overwrite and that no run has written. A config.yaml without anything
-    else of a run is a recipe."""
-    there = [name for name in _MARKS if os.path.lexists(run_dir / name)]
-    ours = [name for name in there if _has_mark(run_dir / name, _MARKS[name])]
-    if "config.yaml" in ours and (len(there) > 1 or holds_run(run_dir)):
-        return None
-    return next((name for name in there if name == "config.yaml" or name not in ours), None)
+    """Returns the name of a file that a run would overwrite and that no run has written. In a
+    folder without metrics and checkpoints, config.yaml is a recipe of the user."""
+    for name, mark in _MARKS.items():
+        if os.path.lexists(run_dir / name) and not _has_mark(run_dir / name, mark):
+            return name
+    has_begun = (run_dir / "metrics.jsonl").exists() or holds_run(run_dir)
+    return None if has_begun or not (run_dir / "config.yaml").exists() else "config.yaml"
 
 
 def _has_mark(path: Path, mark: bytes) -> bool:
@@ -141,11 +156,11 @@ def _has_mark(path: Path, mark: bytes) -> bool:
 
 
 def begin_run(recipe: Recipe) -> list[str]:
-    """Makes `run_dir` the folder of this run, once nothing can refuse it any more: writes `config.yaml` and removes the
-    outcome of an earlier start. Returns lines for the user.
+    """Makes `run_dir` the folder of this run, once nothing can refuse it any more: writes
+    `config.yaml` and removes the outcome of an earlier start. Returns lines for the user.
 
-    A run that resumes nothing never mixes with an earlier one, whose files move to `<run_dir>.1` (or the next free
-    number). Raises SaveError if the folder cannot be written."""
+    A run that resumes nothing never mixes with an earlier one, whose files move to `<run_dir>.1`
+    (or the next free number). Raises SaveError if the folder cannot be written."""
     run_dir, notes = Path(recipe.run_dir or "."), []
     with writing(run_dir):
         if recipe.checkpoint.resume == "none" and holds_run(run_dir):
@@ -153,7 +168,9 @@ def begin_run(recipe: Recipe) -> list[str]:
             free = (named.with_name(f"{named.name}.{number}") for number in itertools.count(1))
             earlier = next(path for path in free if not path.exists())
             _move_run(run_dir, earlier)
-            notes.append(f"{run_dir} held an earlier run, which is now {earlier} (checkpoint.resume = none)")
+            notes.append(
+                f"{run_dir} held an earlier run, which is now {earlier} (checkpoint.resume = none)"
+            )
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "metrics.jsonl").touch()  # with it config.yaml counts as a run's
         (run_dir / "outcome.json").unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""Signals as requests to a run: SIGTERM (a time limit nears, a machine is taken back), SIGHUP (its terminal has gone)
-and SIGINT (Ctrl-C) ask it to save and end, SIGUSR1 to save and go on. Each training step sums the requests over the
-mesh, so a signal to any one worker counts for all ranks after the same step."""
+"""Signals as requests to a run: SIGTERM (a time limit nears, a machine is taken back), SIGHUP (its
+terminal has gone) and SIGINT (Ctrl-C) ask it to save and end, SIGUSR1 to save and go on. Each
+training step sums the requests over the mesh, so a signal to any one worker counts for all ranks
+after the same step."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def signal_name(signum: int) -> str:
 
 @dataclass
 class StopRequest:
-    """Set by signals in this process; polled once a step. Launchers may send a signal again, so a further one changes
-    nothing: what ends a run at once at a second Ctrl-C is its launcher."""
+    """Set by signals in this process; polled once a step. Launchers may send a signal again, so a
+    further one changes nothing: what ends a run at once at a second Ctrl-C is its launcher."""
 
     signum: int = 0  # the signal that asks for an end; 0 before any
     wants_save: bool = False  # SIGUSR1 has come since the last save that answered it
@@ -43,11 +44,12 @@ class StopRequest:
 def catch_stop_signals(
     grace_s: float | None = None, too_late: Callable[[int], Exception] | None = None
 ) -> Iterator[StopRequest]:
-    """Turns the signals into a request, from here to the end of the block; in another thread than the main one never.
-    A signal that this process ignores, as nohup or a shell's & has it, stays ignored.
+    """Turns the signals into a request, from here to the end of the block; in another thread than
+    the main one never. A signal that this process ignores, as nohup or a shell's & has it, stays
+    ignored.
 
-    Where `grace_s` after the first signal that asks for an end the request is not answered, what `too_late` makes of
-    the signal is raised in the main thread."""
+    Where `grace_s` after the first signal that asks for an end the request is not answered, what
+    `too_late` makes of the signal is raised in the main thread."""
     request = StopRequest()
 
     def hear(signum: int, frame: FrameType | None) -> None:
@@ -70,7 +72,8 @@ def catch_stop_signals(
 
 
 def ignore_stop_signals() -> None:
-    """Lets this process, which has failed, say so to the end: a launcher that sees a peer end sends SIGTERM to all."""
+    """Lets this process, which has failed, say so to the end: a launcher that sees a peer end sends
+    SIGTERM to all."""
     if threading.current_thread() is threading.main_thread():
         for each in STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
@@ -78,10 +81,11 @@ def ignore_stop_signals() -> None:
 
 @contextmanager
 def handled(
-    signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | signal.Handlers
+    signals: Iterable[signal.Signals],
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers,
 ) -> Iterator[None]:
-    """Has `handler` handle these signals to the end of the block. Python delivers signals to the main thread only, so
-    in another thread nothing changes."""
+    """Has `handler` handle these signals to the end of the block. Python delivers signals to the
+    main thread only, so in another thread nothing changes."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.signal(signum, handler) for signum in (signals if is_main else ())}
     try:

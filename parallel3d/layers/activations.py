@@ -1,9 +1,10 @@
-"""What transformer blocks keep of their forward for their backward, to the byte: the formula beside the layers that it
-is of. A test compares it with what autograd saves. No torch here.
+"""What transformer blocks keep of their forward for their backward, to the byte: the formula beside
+the layers that it is of. A test compares it with what autograd saves. No torch here.
 
-After Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for the pre-norm blocks of models/ with attention by a
-tiled kernel. Bytes of a microbatch of t = B S tokens, a number taking e bytes, and w = max(e, 4) where a norm or a
-softmax computes with it; n = tp, r = n with sequence parallelism, else 1:
+After Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for the pre-norm blocks of models/
+with attention by a tiled kernel. Bytes of a microbatch of t = B S tokens, a number taking e bytes,
+and w = max(e, 4) where a norm or a softmax computes with it; n = tp, r = n with sequence
+parallelism, else 1:
 
     each of two RMSNorms   its input e D, inverse root mean square w, output (the next product's input) e D
                            by operators of torch (CPUs): input w D, normalised input w D, w, and output e D     t / r
@@ -22,8 +23,9 @@ softmax computes with it; n = tp, r = n with sequence parallelism, else 1:
     dropout                two masks of a byte: 2 D                                                             t / r
     whole block recomputed its input e D, nothing else                                                          t / r
 
-where ranks outnumber key-value heads, G = n. What is one for all blocks is not counted: rotary tables, dropout's key.
-"""
+where ranks outnumber key-value heads, G = n. What is one for all blocks is not counted: rotary
+tables, dropout's key.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from parallel3d.config.recipe import BlockRecompute
 
 @dataclass(frozen=True, kw_only=True)
 class BlockActivations:
-    """One microbatch [batch, seq] of a block on one tp rank. `fused_norm`: as GPUs' kernels of norms keep it."""
+    """One microbatch [batch, seq] of a block on one tp rank. `fused_norm`: as GPUs' kernels of
+    norms keep it."""
 
     batch: int
     seq: int
@@ -55,43 +58,59 @@ class BlockActivations:
     attention: AttentionKernel = AttentionKernel("cpu")
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
-        """Returns the bytes that one block keeps."""
+        """Returns the bytes that one block saves."""
         tokens, e = self.batch * self.seq, self.item_bytes
-        outside = tokens // self.tp if self.sequence_parallel else tokens  # tokens outside attention and MLP
+        # tokens outside attention and MLP
+        outside = tokens // self.tp if self.sequence_parallel else tokens
         if recompute == "full":
             return outside * self.hidden * e
-        norm = self.norm_bytes(self.hidden) + e * self.hidden
-        between = outside * (2 * norm + (2 * self.hidden if self.dropout else 0))
-        mlp = tokens * ((4 if self.gated else 2) * self.ffn_hidden // self.tp * e)
-        return (
-            between
-            + mlp
-            + tokens * (self._attention_bytes(recompute) + self.head_norm_bytes)
-            + self.seq**2 * (recompute == "none" and self.attention.name == "scores")
-        )
+        masks = 2 * self.hidden if self.dropout else 0
+        between = outside * (2 * (self.norm_bytes(self.hidden) + e * self.hidden) + masks)
+        matrices = 4 if self.gated else 2
+        mlp = tokens * (matrices * self.ffn_hidden // self.tp * e)
+        attention = tokens * (self._attention_bytes(recompute) + self.head_norm_bytes)
+        has_causal_mask = recompute == "none" and self.attention.name == "scores"
+        return between + mlp + attention + (self.seq**2 if has_causal_mask else 0)
 
     def _attention_bytes(self, recompute: BlockRecompute) -> int:
-        """The bytes that attention keeps of one token."""
-        dim, heads, kernel, e = self.head_dim, self.heads // self.tp, self.attention, self.item_bytes
-        groups = heads if kernel.repeats_heads and recompute == "none" else max(self.kv_heads // self.tp, 1)
+        """Returns the bytes that attention saves of one token."""
+        dim, kernel, e, wide = (
+            self.head_dim,
+            self.attention,
+            self.item_bytes,
+            max(self.item_bytes, 4),
+        )
+        heads, groups = self.heads // self.tp, max(self.kv_heads // self.tp, 1)
+        if recompute != "none":
+            return e * (heads + 2 * groups) * dim + e * heads * dim
+        if kernel.repeats_heads:
+            groups = heads
         inputs, wide = e * (heads + 2 * groups) * dim, max(e, 4)
-        if recompute == "none" and kernel.kept_bytes:
-            inputs = 3 * heads * dim * (wide if kernel.name == "math" else e)
-        softmax = heads * (kernel.kept_bytes * self.seq or wide) * (recompute == "none")
-        pieces = e * heads * dim * (kernel.in_pieces and recompute == "none")
-        return inputs + e * heads * dim + pieces + softmax
+        if kernel.kept_bytes:
+            item = wide if kernel.name == "math" else e
+            inputs = 3 * heads * dim * item
+        softmax = heads * (kernel.kept_bytes * self.seq or wide)
+        copies = 2 if kernel.in_pieces else 1
+        outputs = copies * e * heads * dim
+        return inputs + outputs + softmax
 
     def bytes_of_blocks(self, blocks: range, recompute: BlockRecompute, *, every: int = 1) -> int:
-        """Returns the bytes that the blocks of one stage keep, given by their indices in the whole model. One block in
-        `every` is recomputed as `recompute` says, the others are not."""
-        return sum(self.bytes(recompute if index % every == 0 else "none") for index in blocks)
+        """Returns the bytes that the blocks of one stage keep, given by their indices in the whole
+        model. One block in `every` is recomputed as `recompute` says, the others are not."""
+        recomputed = len([index for index in blocks if index % every == 0])
+        others = len(blocks) - recomputed
+        return recomputed * self.bytes(recompute) + others * self.bytes("none")
 
     def norm_bytes(self, features: int) -> int:
-        """Returns the bytes that a norm keeps of a vector of so many features, beside its output."""
+        """Returns the bytes that a norm keeps of a vector of so many features, beside its
+        output."""
         kept, wide = features * self.item_bytes, max(self.item_bytes, 4)
         if self.layer_norm:
-            return kept + 2 * (wide if self.fused_norm else self.item_bytes)
-        return (kept if self.fused_norm else 2 * features * wide) + wide
+            item = wide if self.fused_norm else self.item_bytes
+            return kept + 2 * item
+        if self.fused_norm:
+            return kept + wide
+        return 2 * features * wide + wide
 
     @property
     def head_norm_bytes(self) -> int:

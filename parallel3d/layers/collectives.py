@@ -1,9 +1,11 @@
-"""Collectives over one axis of the mesh, on plain tensors, without autograd: what the layers' backward passes call.
+"""Collectives over one axis of the mesh, on plain tensors, without autograd: what the layers'
+backward passes call.
 
-An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis is. `start_*` return
-at once a function that waits for the result, the same bits on every rank. Small tensors of CPUs on one host go
-through `host_memory.exchange`, all others through the backend. Under `torch.compile` all of them are torch's functional
-collectives, which a compiler can put into its graph and overlap.
+An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis
+is. `start_*` return at once a function that waits for the result, the same bits on every rank.
+Small tensors of CPUs on one host go through `host_memory.exchange`, all others through the backend.
+Under `torch.compile` all of them are torch's functional collectives, which a compiler can put into
+its graph and overlap.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from parallel3d.host_memory.exchange import SLOT_BYTES, exchange_of
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import functional_collectives as functional
 
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+
 Wait = Callable[[], Tensor]
 
 SEQUENCE_DIM = 1  # activations are [batch, seq, hidden]
@@ -31,8 +35,8 @@ _functional_scatter = getattr(functional, "reduce_scatter_single", functional.re
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Wait:
-    """Starts the sum of x over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank ((n - 1) times x
-    where small)."""
+    """Starts the sum of x over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank
+    ((n - 1) times x where small)."""
     if axis.size == 1:
         return lambda: x
     if is_compiling():
@@ -45,8 +49,8 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Wait:
 
 
 def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
-    """Starts to gather [..., d / n, ...] -> [..., d, ...], joined along `dim`, which is not negative. Sends (n - 1)
-    times x per rank."""
+    """Starts to gather [..., d / n, ...] -> [..., d, ...], joined along `dim`, which is not
+    negative. Sends (n - 1) times x per rank."""
     if axis.size == 1:
         return lambda: x
     if is_compiling():
@@ -61,13 +65,14 @@ def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
-    """Starts to sum [..., d, ...] -> this rank's [..., d / n, ...] of the sum; `dim` is not negative. Sends (n - 1) / n
-    of x per rank."""
+    """Starts to sum [..., d, ...] -> this rank's [..., d / n, ...] of the sum; `dim` is not
+    negative. Sends (n - 1) / n of x per rank."""
     if axis.size == 1:
         return lambda: x
     if is_compiling():
         return lambda: _functional_scatter(x.contiguous(), "sum", dim, _group(axis))
-    stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()  # no copy where batch = 1
+    # no copy where batch = 1
+    stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if parts := _start_exchange(stacked, axis):
         return lambda: _sum([part[axis.rank] for part in parts()])
     out = torch.empty_like(stacked[0])
@@ -76,8 +81,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait
 
 
 def start_all_to_all(x: Tensor, axis: Axis) -> Wait:
-    """Starts to send x[r] of [n, ...] to rank r, for what the ranks have sent here, in their order. Sends (n - 1) / n
-    of x per rank ((n - 1) times x where small)."""
+    """Starts to send x[r] of [n, ...] to rank r, for what the ranks have sent here, in their order.
+    Sends (n - 1) / n of x per rank ((n - 1) times x where small)."""
     if axis.size == 1:
         return lambda: x
     if is_compiling():
@@ -111,14 +116,14 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_partial(x: Tensor, axis: Axis, *, scattered: bool) -> Tensor:
-    """Returns the sum of x over the axis, or with `scattered` this rank's part of it along the sequence; `x` may be
-    overwritten."""
+    """Returns the sum of x over the axis, or with `scattered` this rank's part of it along the
+    sequence; `x` may be overwritten."""
     return reduce_scatter(x, axis) if scattered else all_reduce(x, axis)
 
 
 def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
-    """Returns the sum of `x` over all ranks of `axes`, reduced axis by axis, because gloo is slow in a group of many
-    ranks."""
+    """Returns the sum of `x` over all ranks of `axes`, reduced axis by axis, because gloo is slow
+    in a group of many ranks."""
     for axis in axes.values():
         x = all_reduce(x, axis)
     return x
@@ -143,14 +148,16 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 
 def _joined(parts: Tensor, axis: Axis, dim: int) -> Tensor:
-    """[n b, ..., d / n, ...] -> [b, ..., d, ...]; no copy where the dims before `dim` are of size 1."""
-    stacked = parts.unflatten(0, (axis.size, len(parts) // axis.size))  # no -1, which an empty one leaves open
+    """[n b, ..., d / n, ...] -> [b, ..., d, ...]; no copy where the dims before `dim` are of size
+    1."""
+    # no -1, which an empty one leaves open
+    stacked = parts.unflatten(0, (axis.size, len(parts) // axis.size))
     return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _start_exchange(x: Tensor, axis: Axis) -> Callable[[], list[Tensor]] | None:
-    """Starts to send a tensor through shared memory; the function that is returned gives every rank's. Returns None
-    where it goes through the backend."""
+    """Starts to send a tensor through shared memory; the function that is returned gives every
+    rank's. Returns None where it goes through the backend."""
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES:
         return None
     exchange = exchange_of(_group(axis))
@@ -165,8 +172,8 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def after(work: dist.Work | None, x: Tensor, *sent: Tensor) -> Tensor:
-    """Returns x when the work is done, which is None where this rank takes no part. The tensors `sent` live until
-    then."""
+    """Returns x when the work is done, which is None where this rank takes no part. The tensors
+    `sent` live until then."""
     if work is not None:
         work.wait()
     return x

@@ -1,22 +1,26 @@
 """Where a backward puts the gradient of a parameter, and when.
 
-Parameters are DTensors on the tp axis (`layers.parameter`). The layers' autograd functions take the parameter itself,
-compute with `local_tensor(parameter)`, and give its gradient back by `accumulate_or_return`.
+Parameters are DTensors on the tp axis (`layers.parameter`). The layers' autograd functions take the
+parameter itself, compute with `local_tensor(parameter)`, and give its gradient back by
+`accumulate_or_return`.
 
-[Note: fused gradients] By default a layer's gradient goes through autograd like any other, and under `torch.compile`
-always. Where the trainer sets `fused_gradients`, the backward pass adds it to `.grad` in place, with no copy of the
-weight's size per microbatch (Megatron's gradient accumulation fusion), and a gradient that is partial over tp stays so
-until `training.update` sums all of them in one collective a step. Where a parameter has a `main_grad` (Megatron's name)
-the backward adds to that instead: a plain tensor of the shape of this rank's part, usually float32 where the parameter
-has 16 bits. It belongs to whoever set it (`sharding.buckets`), who also moves there what autograd gives other
-parameters. Autograd's hooks on the parameter do not fire then.
+[Note: fused gradients] By default a layer's gradient goes through autograd like any other, and
+under `torch.compile` always. Where the trainer sets `fused_gradients`, the backward pass adds it to
+`.grad` in place, with no copy of the weight's size per microbatch (Megatron's gradient accumulation
+fusion), and a gradient that is partial over tp stays so until `training.update` sums all of them in
+one collective a step. Where a parameter has a `main_grad` (Megatron's name) the backward adds to
+that instead: a plain tensor of the shape of this rank's part, usually float32 where the parameter
+has 16 bits. It belongs to whoever set it (`sharding.buckets`), who also moves there what autograd
+gives other parameters. Autograd's hooks on the parameter do not fire then.
 
-[Note: delayed gradients] A zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) splits a backward: it computes the
-gradient of a layer's input first, for which the stage before waits, and that of its weight later, for which nobody
-waits. Before the second product a layer asks `DelayedGradients.delay`: where the runtime runs the first half alone, the
-work is kept, with the two tensors that it multiplies, and is done in the second half; else the layer does it at once.
-So no forward is computed again, the graph and all other activations are freed in the first half, and activation
-recompute happens once. All other gradients (a norm's, an embedding's) are computed in the first half.
+[Note: delayed gradients] A zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) splits a
+backward: it computes the gradient of a layer's input first, for which the stage before waits, and
+that of its weight later, for which nobody waits. Before the second product a layer asks
+`DelayedGradients.delay`: where the runtime runs the first half alone, the work is kept, with the
+two tensors that it multiplies, and is done in the second half; else the layer does it at once. So
+no forward is computed again, the graph and all other activations are freed in the first half, and
+activation recompute happens once. All other gradients (a norm's, an embedding's) are computed in
+the first half.
 """
 
 from __future__ import annotations
@@ -29,28 +33,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
-from parallel3d.torch_private import is_compiled, is_in_function_transform
+from parallel3d.torch_private import is_compiled
 
 Work = Callable[[], object]
 
 
 class DelayedGradients:
-    """The weight gradients that the layers of one stage delay. Its layers share it, so that every thread in which
-    autograd runs their backward sees it."""
+    """The weight gradients that the layers of one stage delay. Its layers share it, so that every
+    thread in which autograd runs their backward sees it."""
 
     def __init__(self) -> None:
         self._works: list[Work] | None = None
 
     @contextmanager
     def collecting(self) -> Iterator[list[Work]]:
-        """Collects the weight gradients of the backwards in this block, to be called once each, in order."""
+        """Collects the weight gradients of the backwards in this block, to be called once each, in
+        order."""
         before, self._works = self._works, []
         try:
             yield self._works
@@ -58,7 +62,8 @@ class DelayedGradients:
             self._works = before
 
     def delay(self, work: Work) -> bool:
-        """Takes the work of a layer's second half, or returns False: the layer then does it at once."""
+        """Takes the work of a layer's second half, or returns False: the layer then does it at
+        once."""
         if self._works is None:
             return False
         self._works.append(work)
@@ -66,29 +71,23 @@ class DelayedGradients:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Returns the plain tensor behind a parameter or a gradient. Call it where gradients are off, as in the forward and
-    the backward of an autograd function."""
+    """Returns the plain tensor behind a parameter or a gradient. Call it where gradients are off,
+    as in the forward and the backward of an autograd function."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def refuse_function_transforms() -> None:
-    """Raises RuntimeError inside a transform of `torch.func`, which cannot follow a layer's collectives."""
-    if not is_compiling() and is_in_function_transform():
-        raise RuntimeError(
-            "torch.func.grad, vmap and their kin cannot follow a tensor-parallel layer; use loss.backward() or "
-            "torch.autograd.grad, with torch.func.functional_call if parameters are given"
-        )
-
-
-def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
-    """Returns a rank's part `local` as the DTensor of the shape and strides of `whole`. Nothing is sent."""
+def as_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor
+) -> DTensor:
+    """Returns a rank's part `local` as the DTensor of the shape and strides of `whole`. Nothing is
+    sent."""
     shape, stride = whole.shape, whole.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
-    """Returns `local`, of the shape of this rank's part, in the form of `parameter`: as a DTensor with the same layout,
-    or as it is."""
+    """Returns `local`, of the shape of this rank's part, in the form of `parameter`: as a DTensor
+    with the same layout, or as it is."""
     if not isinstance(parameter, DTensor):
         return local
     return as_dtensor(local, parameter.device_mesh, parameter.placements, parameter)
@@ -101,9 +100,10 @@ def accumulated_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    """Adds grad_out^T x, of [tokens, out] and [tokens, in], to `total` [out, in], which may be wider: on an NVIDIA GPU
-    by the product itself, which sums in float32, so that nothing is rounded or written twice. Other devices have no
-    such product, and round it to the dtype of its factors first."""
+    """Adds grad_out^T x, of [tokens, out] and [tokens, in], to `total` [out, in], which may be
+    wider: on an NVIDIA GPU by the product itself, which sums in float32, so that nothing is rounded
+    or written twice. Other devices have no such product, and round it to the dtype of its factors
+    first."""
     if total.dtype == x.dtype:
         total.addmm_(grad_out.t(), x)
     elif total.is_cuda and total.dtype == torch.float32 and has_wide_product(x.device, x.dtype):
@@ -114,9 +114,11 @@ def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
 
 @cache
 def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether a GPU's matrix product of factors of `dtype` can be added to a float32 total. It tries one, once,
-    because no version number tells: AMD's GPUs have none, and a torch may know the operator and refuse such a total."""
-    total, factor = torch.zeros(16, 16, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
+    """Returns whether a GPU's matrix product of factors of `dtype` can be added to a float32 total.
+    It tries one, once, because no version number tells: AMD's GPUs have none, and a torch may know
+    the operator and refuse such a total."""
+    total = torch.zeros(16, 16, device=device)
+    factor = total.to(dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):
@@ -125,12 +127,18 @@ def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def accumulate_or_return(
-    parameter: Tensor, local: Tensor, *, fused: bool, rows: slice | None = None, axis: Axis | None = None
+    parameter: Tensor,
+    local: Tensor,
+    *,
+    fused: bool,
+    rows: slice | None = None,
+    axis: Axis | None = None,
 ) -> Tensor | None:
-    """Returns what a backward pass returns for `parameter`, whose local gradient is `local`: None where gradients are
-    fused, after adding it to the total; else the gradient in the parameter's own form. If this rank used some `rows` of
-    a replicated parameter, `local` is theirs: the gradient is partial, stays so where gradients are fused, and else is
-    summed over `axis`. A frozen parameter gets no gradient."""
+    """Returns what a backward pass returns for `parameter`, whose local gradient is `local`: None
+    where gradients are fused, after adding it to the total; else the gradient in the parameter's
+    own form. If this rank used some `rows` of a replicated parameter, `local` is theirs: the
+    gradient is partial, stays so where gradients are fused, and else is summed over `axis`. A
+    frozen parameter gets no gradient."""
     if not parameter.requires_grad:
         return None
     total = accumulated_gradient(parameter) if fused else None
@@ -143,35 +151,50 @@ def accumulate_or_return(
         local = whole if fused or axis is None else all_reduce(whole, axis)
     if not fused:
         return like_parameter(parameter, local)
-    # The dtype in which gradients add up, which `fully_shard` sets from torch 2.15 on; None takes any dtype.
+    # The dtype in which gradients add up, which `fully_shard` sets from torch 2.15 on; None takes
+    # any dtype.
     parameter.grad = like_parameter(parameter, local.to(parameter.grad_dtype or local.dtype))
     return None
 
 
 def accumulate_or_return_product(
-    weight: Tensor, grad_out: Tensor, x: Tensor, *, fused: bool, delayed: DelayedGradients | None = None
+    weight: Tensor,
+    grad_out: Tensor,
+    x: Tensor,
+    *,
+    fused: bool,
+    delayed: DelayedGradients | None = None,
 ) -> Tensor | None:
-    """Does `accumulate_or_return` for a weight [out, in] whose gradient is grad_out^T x, of [tokens, out] and
-    [tokens, in]: where gradients are fused, the matrix multiplication itself adds the product, now or delayed."""
+    """Does `accumulate_or_return` for a weight [out, in] whose gradient is grad_out^T x, of
+    [tokens, out] and [tokens, in]: where gradients are fused, the matrix multiplication itself adds
+    the product, now or delayed."""
     if not weight.requires_grad:
         return None
-    # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows where it comes from.
+    # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows where
+    # it comes from.
     kept = grad_out.detach(), x.detach()
-    if fused and delayed and delayed.delay(lambda: accumulate_or_return_product(weight, *kept, fused=True)):
-        return None
-    if fused and (total := accumulated_gradient(weight)) is not None:
+    if fused and delayed is not None:
+        work = partial(accumulate_or_return_product, weight, *kept, fused=True)
+        if delayed.delay(work):
+            return None
+    total = accumulated_gradient(weight) if fused else None
+    if total is not None:
         add_product(total, grad_out, x)
         return None
     return accumulate_or_return(weight, grad_out.t().mm(x), fused=fused)
 
 
 def delay_weight_gradients(module: nn.Module) -> DelayedGradients:
-    """Lets the layers below a module, `nn.Linear`s among them, delay their weights' gradients, and returns what
-    collects them. It changes no result and no name. What is compiled stays as it is: its backward is one piece, which
-    is done in the first half. A second call returns the same object."""
-    layers = [part for part in _eager_modules(module) if hasattr(part, "delayed") or type(part) is nn.Linear]
-    known = (found for part in layers if isinstance(found := getattr(part, "delayed", None), DelayedGradients))
-    delayed = next(known, None) or DelayedGradients()
+    """Lets the layers below a module, `nn.Linear`s among them, delay their weights' gradients, and
+    returns what collects them. It changes no result and no name. What is compiled stays as it is:
+    its backward is one piece, which is done in the first half. A second call returns the same
+    object."""
+    layers, delayed = [], DelayedGradients()
+    for part in _eager_modules(module):
+        if hasattr(part, "delayed") or type(part) is nn.Linear:
+            layers.append(part)
+            known = getattr(part, "delayed", None)
+            delayed = known if isinstance(known, DelayedGradients) else delayed
     for part in layers:
         if type(part) is nn.Linear and "forward" not in vars(part):
             part.forward = partial(_delaying_forward, part, delayed)  # type: ignore[method-assign]
@@ -188,7 +211,8 @@ def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _delaying_forward(linear: nn.Linear, delayed: DelayedGradients, x: Tensor) -> Tensor:
-    """Computes a linear layer. With a weight that is not a plain leaf, or under autocast, it is torch's own."""
+    """Computes a linear layer. With a weight that is not a plain leaf, or under autocast, it is
+    torch's own."""
     weight, bias = linear.weight, linear.bias
     is_plain = weight.is_leaf and weight.requires_grad and not isinstance(weight, DTensor)
     if not is_plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
@@ -201,7 +225,9 @@ class _DelayingLinear(Function):
     """x [..., in], weight [out, in], bias [out] -> [..., out]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, delayed: DelayedGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, delayed: DelayedGradients
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.has_bias, ctx.delayed = weight, bias is not None, delayed
         return F.linear(x, weight, bias)
@@ -211,8 +237,10 @@ class _DelayingLinear(Function):
         (x,), weight = ctx.saved_tensors, ctx.weight
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         # Detached, so that what is delayed does not keep the graph.
-        flat_grad, flat_x = grad.detach().reshape(-1, grad.shape[-1]), x.detach().reshape(-1, x.shape[-1])
+        flat_grad = grad.detach().reshape(-1, grad.shape[-1])
+        flat_x = x.detach().reshape(-1, x.shape[-1])
         grad_bias = flat_grad.sum(0) if ctx.has_bias else None
-        if ctx.delayed.delay(lambda: accumulate_or_return_product(weight, flat_grad, flat_x, fused=True)):
+        work = partial(accumulate_or_return_product, weight, flat_grad, flat_x, fused=True)
+        if ctx.delayed.delay(work):
             return grad_x, None, grad_bias, None
         return grad_x, flat_grad.t() @ flat_x, grad_bias, None

@@ -1,8 +1,9 @@
 """Normalisation. Its weights are small and whole on every rank.
 
-x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`: then each tp rank sees other tokens,
-and the gradients of weight and bias are summed over tp. They are, too, with `over_heads`, where each rank normalises
-other heads [..., heads / tp, head_dim] (q/k norm). Nothing else is sent.
+x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`: then each tp rank
+sees other tokens, and the gradients of weight and bias are summed over tp. They are, too, with
+`over_heads`, where each rank normalises other heads [..., heads / tp, head_dim] (q/k norm). Nothing
+else is sent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, Pointwise, ones, zeros
+from parallel3d.layers.parameter import (
+    Initializer,
+    LayerTp,
+    ParallelModule,
+    ParameterSpec,
+    Pointwise,
+    ones,
+    zeros,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -19,7 +28,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Returns (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, of each vector along the last dim."""
+    """Returns (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, of each vector along the last
+    dim."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
@@ -29,7 +39,13 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
     weight: nn.Parameter
 
     def __init__(
-        self, hidden: int, *, eps: float = 1e-5, tp: LayerTp = None, over_heads: bool = False, init: Initializer = ones
+        self,
+        hidden: int,
+        *,
+        eps: float = 1e-5,
+        tp: LayerTp = None,
+        over_heads: bool = False,
+        init: Initializer = ones,
     ) -> None:
         super().__init__(tp)
         self.eps, self.normalized_shape, self.elementwise_affine = eps, (hidden,), True

@@ -1,52 +1,57 @@
-"""What every layer here shares: its placement, and parameters that are DTensors on the tp axis, computed with as plain
-tensors.
+"""What every layer here shares: its context, and parameters that are DTensors on the tp axis,
+computed with as plain tensors.
 
-A parameter is laid over the tp axis at rest, so that `fully_shard` composes with it and a state dict knows the global
-tensor; but no DTensor takes part in arithmetic, because its dispatch costs more than a small layer's work
-(`layers.gradients`).
+A parameter is laid over the tp axis at rest, so that `fully_shard` composes with it and a state
+dict knows the global tensor; but no DTensor takes part in arithmetic, because its dispatch costs
+more than a small layer's work (`layers.gradients`).
 
-[Note: initial weights] They do not depend on the layout. Each parameter's global tensor is made of tiles of a fixed
-size, and each tile is drawn on the CPU in float32 from a generator seeded by (seed, the parameter's global name, the
-tile's place). A rank draws the tiles that its part lies in and no others. So every layout, and every device, starts
-from the same model, and to start takes the less time and memory, the more ranks share the model.
+[Note: initial weights] They do not depend on the layout. Each parameter's global tensor is made of
+tiles of a fixed size, and each tile is drawn on the CPU in float32 from a generator seeded by
+(seed, the parameter's global name, the tile's place). A rank draws the tiles that its part lies in
+and no others. So every layout, and every device, starts from the same model, and to start takes the
+less time and memory, the more ranks share the model.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel3d.layers.collectives import all_reduce
-from parallel3d.layers.gradients import DelayedGradients, accumulate_or_return, as_dtensor, local_tensor
+from parallel3d.layers.gradients import DelayedGradients, as_dtensor
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
     reduce_from_region,
     reduce_scatter_from_region,
 )
-from parallel3d.layers.split_module import SplitModule, draw, draw_dtensors_whole, refuse_another_draw
+from parallel3d.layers.sharded_module import (
+    LocalParameter,
+    ShardedModule,
+    draw,
+    draw_dtensors_whole,
+    refuse_another_draw,
+)
 from parallel3d.mesh import Axis
-from parallel3d.row_split import shard_rows
+from parallel3d.shard_sizes import shard_rows
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParallelContext:
     """The mesh and the memory of a layer's parameters.
 
-    `tp` is the tensor-parallel axis, a one-dimensional mesh; None means one device and no communication, by the same
-    code. `sequence_parallel` splits the activations between the layers along the sequence, too: all layers of a block
-    have it, or none. `device` and `dtype` are torch's defaults where they are None.
+    `tp` is the tensor-parallel axis, a one-dimensional mesh; None means one device and no
+    communication, by the same code. `sequence_parallel` splits the activations between the layers
+    along the sequence, too: all layers of a block have it, or none. `device` and `dtype` are
+    torch's defaults where they are None.
     """
 
     tp: DeviceMesh | None = None
@@ -55,30 +60,37 @@ class Placement:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, tp: LayerTp) -> Placement:
-        """The placement that a layer's `tp` argument means: a mesh alone leaves everything else at its default."""
-        return tp if isinstance(tp, Placement) else cls(tp)
+    def of(cls, tp: LayerTp) -> ParallelContext:
+        """The context that a layer's `tp` argument means: a mesh alone leaves everything else at
+        its default."""
+        return tp if isinstance(tp, ParallelContext) else cls(tp)
 
 
-LayerTp = Placement | DeviceMesh | None
-Pointwise = Callable[..., Tensor]  # what a layer computes without a product; `parallelize.compile_pieces` compiles it
+Placement = ParallelContext  # its name in earlier versions
+LayerTp = ParallelContext | DeviceMesh | None
+# what a layer computes without a product; `parallelize.compile_pieces` compiles it
+Pointwise = Callable[..., Tensor]
 Initializer = Callable[[Tensor, torch.Generator | None], object]
-TILE_COLUMNS, TILE_NUMBERS = 512, 2**16  # the most of a tile; other values make other weights of the same seed
+# the most of a tile; other values make other weights of the same seed
+TILE_COLUMNS, TILE_NUMBERS = 512, 2**16
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter's global shape, the dim that tp splits (None: every rank has it whole), and how it starts."""
+    """A parameter's global shape, the dim that tp splits (None: every rank has it whole), and how
+    it starts."""
 
     shape: tuple[int, ...]
     dim: int | None
     init: Initializer
     _: KW_ONLY
-    partial_gradient: bool = False  # each tp rank computes a summand of the gradient (norms under sequence parallelism)
+    # each tp rank computes a summand of the gradient (norms under sequence parallelism)
+    partial_gradient: bool = False
     uneven: bool = False  # the last rank may have fewer rows: a vocabulary
 
     def local_part(self, full: Tensor, axis: Axis) -> Tensor:
-        """Returns this tp rank's part of the global tensor, a view: the rows of `row_split.shard_rows`."""
+        """Returns this tp rank's part of the global tensor, a view: the rows of
+        `shard_sizes.shard_rows`."""
         if self.dim is None:
             return full
         rows = shard_rows(self.shape[self.dim], axis.rank, axis.size)
@@ -89,118 +101,128 @@ class ParameterSpec:
         return self.init(whole, None)
 
     def box(self, tp: Axis, shards: Axis | None = None) -> tuple[range, range]:
-        """Returns the rows and the columns of this tp rank's part in the global tensor as a matrix, where all dims but
-        the first are columns: all of the part's rows, or those of one of the data `shards` where they share them."""
+        """Returns the rows and columns of this tp rank's part in the global tensor as a matrix,
+        whose columns are all dims but the first. Data `shards` share the rows of the part."""
         rows, columns = range(self.shape[0]), range(math.prod(self.shape[1:]))
-        if self.dim is not None:
-            assert self.dim < 2, "a later dim is no range of columns"
-            own, numbers = shard_rows(self.shape[self.dim], tp.rank, tp.size), math.prod(self.shape[self.dim + 1 :])
-            rows, columns = (
-                (own, columns) if self.dim == 0 else (rows, columns[own.start * numbers : own.stop * numbers])
-            )
+        if self.dim == 0:
+            rows = shard_rows(self.shape[0], tp.rank, tp.size)
+        elif self.dim is not None:
+            assert self.dim == 1, "a later dim is no range of columns"
+            own, inner = shard_rows(self.shape[1], tp.rank, tp.size), math.prod(self.shape[2:])
+            columns = columns[own.start * inner : own.stop * inner]
         if shards is not None:
             own = shard_rows(len(rows), shards.rank, shards.size)
             rows = rows[own.start : own.stop]
         return rows, columns
 
 
-class ParallelModule(SplitModule):
-    """Base of the layers. `tp` is the tensor-parallel axis, or a `Placement` that says more than the axis; None means
-    one device and no communication."""
+class ParallelModule(ShardedModule):
+    """Base of the layers. `tp` is the tensor-parallel axis or a `ParallelContext`; None means one
+    device and no communication."""
 
     def __init__(self, tp: LayerTp) -> None:
         nn.Module.__init__(self)  # not that of the layer of torch's that this one is a kind of
-        self.placement = Placement.of(tp)
-        self.tp, self.sequence_parallel = self.placement.tp, self.placement.sequence_parallel
+        self.context = ParallelContext.of(tp)
+        self.tp, self.sequence_parallel = self.context.tp, self.context.sequence_parallel
         self.axis = Axis.of(self.tp)
         self.fused_gradients = False
         self.delayed: DelayedGradients | None = None  # where a schedule splits the backward
         self.specs: dict[str, ParameterSpec] = {}
 
     def add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
-        """Registers a parameter with its initial values, drawn whole from the default generator and then cut: equal
-        seeds on all ranks give the same global tensor for any tp. On the meta device nothing is drawn. Without a spec
-        the name is registered as None, as torch does for a bias that a layer does not have.
+        """Registers a parameter with its initial values, drawn whole from the default generator and
+        then cut: equal seeds on all ranks give the same global tensor for any tp. On the meta
+        device nothing is drawn. Without a spec the name is registered as None, as torch does for a
+        bias that a layer does not have.
 
-        Raises ValueError where tp does not divide the dim that is split, and on all tp ranks where a parameter that
-        each of them holds whole was not drawn alike: their fingerprints are compared, 16 bytes over tp.
+        Raises ValueError where tp does not divide the dim that is split, and on all tp ranks where
+        a parameter that each of them holds whole was not drawn alike: their fingerprints are
+        compared, 16 bytes over tp.
         """
         if spec is None:
             self.register_parameter(name, None)
             return
-        n, size = self.axis.size, spec.shape[spec.dim or 0]
-        if spec.dim is not None and (len(shard_rows(size, n - 1, n)) == 0 if spec.uneven else size % n):
-            raise ValueError(
-                f"{type(self).__name__}.{name} {list(spec.shape)}: dim {spec.dim} of size {size} "
-                f"cannot be split over tp = {n}; a multiple of {n} would do"
-            )
-        full = torch.empty(spec.shape, device=self.placement.device, dtype=self.placement.dtype)
+        n, label = self.axis.size, f"{type(self).__name__}.{name}"
+        if spec.dim is not None:
+            size = spec.shape[spec.dim]
+            fits = len(shard_rows(size, n - 1, n)) > 0 if spec.uneven else size % n == 0
+            if not fits:
+                raise ValueError(
+                    f"{label} {list(spec.shape)}: dim {spec.dim} of size {size} cannot be split "
+                    f"over tp = {n}; a multiple of {n} would do"
+                )
+        full = torch.empty(spec.shape, device=self.context.device, dtype=self.context.dtype)
         if not full.is_meta:
             with torch.no_grad():
                 spec.start(full)
             if self.tp is not None and spec.dim is None and spec.init not in (ones, zeros):
-                label = f"{type(self).__name__}.{name}"
                 refuse_another_draw(label, full, self.axis, self.tp.device_type)
         local = spec.local_part(full, self.axis).clone()
         self.specs[name] = spec
         self.register_parameter(name, nn.Parameter(self.on_axis(local, spec, full)))
 
     def reset_parameters(self) -> None:
-        """Draws the initial values again, as `add_parameter` has: after `to_empty`, a reset of all layers in the order
-        of the model gives what building it with the same seed gives. A parameter that is tied is drawn by each of its
-        layers, and the last one's draw stays, as with torch's own layers."""
+        """Draws the initial values again, as `add_parameter` has: after `to_empty`, a reset of all
+        layers in the order of the model gives what building it with the same seed gives. A
+        parameter that is tied is drawn by each of its layers, and the last one's draw stays, as
+        with torch's own layers."""
         for name, spec in self.specs.items():
             draw(self.get_parameter(name), spec.start)
 
     def on_axis(self, local: Tensor, spec: ParameterSpec, full: Tensor) -> Tensor:
-        """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one rank."""
+        """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one
+        rank."""
         if self.tp is None or self.axis.size == 1:
             return local
         draw_dtensors_whole()
-        return as_dtensor(local, self.tp, [Replicate() if spec.dim is None else Shard(spec.dim)], full)
+        placement = Replicate() if spec.dim is None else Shard(spec.dim)
+        return as_dtensor(local, self.tp, [placement], full)
 
     def replicated(self, name: str) -> Any:
-        """Returns a replicated parameter as a plain tensor for autograd, or None where the layer has none. Backward:
-        its gradient, summed over tp where it is partial (at once, or left to the end of the step:
-        [Note: fused gradients])."""
+        """Returns a replicated parameter as a plain tensor for autograd, or None. Backward: its
+        gradient, summed over tp if it is partial (at once, or at the end of the step: [Note: fused
+        gradients])."""
         parameter = getattr(self, name)
         if not isinstance(parameter, DTensor):
             return parameter
         if is_compiling():
             return self.traced(name)
-        sum_over = self.axis if self.specs[name].partial_gradient and not self.fused_gradients else None
-        return _Replicated.apply(parameter, sum_over, self.fused_gradients)
+        is_partial = self.specs[name].partial_gradient and not self.fused_gradients
+        return LocalParameter.apply(
+            parameter, self.axis if is_partial else None, self.fused_gradients
+        )
 
     def traced(self, name: str) -> Any:
-        """Returns this rank's part of a parameter as `torch.compile` can follow it, or None where the layer has none:
-        by torch's own conversion, whose gradient is the parameter's. A partial gradient is summed as by
-        `replicated`."""
+        """Returns this rank's part of a parameter for `torch.compile`, or None."""
         parameter = getattr(self, name)
         if not isinstance(parameter, DTensor):
             return parameter
-        if self.specs[name].partial_gradient and not self.fused_gradients:
-            return copy_to_region(parameter.to_local(), self.axis)
-        return parameter.to_local()
+        local = parameter.to_local()
+        is_partial = self.specs[name].partial_gradient and not self.fused_gradients
+        return copy_to_region(local, self.axis) if is_partial else local
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gives x to column-parallel products: gathers it along the sequence where that is split."""
-        return all_gather_to_region(x, self.axis) if self.sequence_parallel else copy_to_region(x, self.axis)
+        """Gives x to column-parallel layers, gathered if its sequence is split."""
+        enter = all_gather_to_region if self.sequence_parallel else copy_to_region
+        return enter(x, self.axis)
 
     def leave(self, y: Tensor) -> Tensor:
-        """Sums what row-parallel products leave on each rank, and splits it along the sequence again."""
-        return reduce_scatter_from_region(y, self.axis) if self.sequence_parallel else reduce_from_region(y, self.axis)
+        """Sums the output of row-parallel layers, and splits its sequence again."""
+        leave = reduce_scatter_from_region if self.sequence_parallel else reduce_from_region
+        return leave(y, self.axis)
 
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
-    """Sets for all layers and converted modules below `module` whether their backwards add up gradients: [Note: fused
-    gradients]."""
+    """Sets for all layers and converted modules below `module` whether their backwards add up
+    gradients: [Note: fused gradients]."""
     for part in module.modules():
-        if isinstance(part, SplitModule):
-            part.fused_gradients = on
+        if isinstance(part, ShardedModule):
+            part.fuse_gradients(on)
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
-    """Yields the global name and the spec of every parameter below `module`; of a tied one the first name alone."""
+    """Yields the global name and the spec of every parameter below `module`; of a tied one the
+    first name alone."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         if not isinstance(part, ParallelModule):
@@ -209,26 +231,7 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
             parameter = getattr(part, name)
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield f"{prefix}.{name}" if prefix else name, spec
-
-
-def added_in_place(parameter: Tensor) -> Any:
-    """Returns this rank's part of a parameter for autograd, to whose gradient the backward adds in place."""
-    return _Replicated.apply(parameter, None, True)
-
-
-class _Replicated(Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sum_over: Axis | None, fused: bool) -> Tensor:
-        ctx.parameter, ctx.sum_over, ctx.fused = parameter, sum_over, fused
-        local = local_tensor(parameter)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        if ctx.sum_over is not None:
-            grad = all_reduce(grad.clone(), ctx.sum_over)  # cloned: others may hold the gradient, too
-        return accumulate_or_return(ctx.parameter, grad, fused=ctx.fused), None, None
+                yield f"{prefix}.{name}".removeprefix("."), spec
 
 
 @dataclass(frozen=True)
@@ -257,10 +260,13 @@ def zeros(tensor: Tensor, generator: torch.Generator | None) -> object:
 
 
 @torch.no_grad()
-def initial_part(spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Axis | None = None) -> Tensor:
-    """Returns what a rank's part of the parameter of this global name starts from, float32 on the CPU: its part over
-    `tp`, and of that the rows of one of the data `shards` where they share them. An initializer that is not of this
-    module may depend on the shape, and fills the whole tensor, which is then cut."""
+def initial_part(
+    spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Axis | None = None
+) -> Tensor:
+    """Returns what a rank's part of the parameter of this global name starts from, float32 on the
+    CPU: its part over `tp`, and of that the rows of one of the data `shards` where they share them.
+    An initializer that is not of this module may depend on the shape, and fills the whole tensor,
+    which is then cut."""
     rows, columns = spec.box(tp, shards)
     height, width = tile_height, tile_width = spec.shape[0], math.prod(spec.shape[1:])
     if isinstance(spec.init, Normal) or spec.init in (ones, zeros):
@@ -273,54 +279,48 @@ def initial_part(spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Ax
             digest = hashlib.blake2b(f"{seed}/{name}{place}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
             tile = torch.empty(len(down), len(across))
-            spec.init(tile.view(spec.shape) if tile.numel() == height * width else tile, generator)
+            is_full = tile.numel() == height * width
+            spec.init(tile.view(spec.shape) if is_full else tile, generator)
             part[to_rows, to_columns] = tile[from_rows, from_columns]
+    if len(spec.shape) == 1:
+        return part.view(-1)
     inner = spec.shape[2:]
-    return part.view(len(rows), len(columns) // math.prod(inner), *inner) if len(spec.shape) > 1 else part.view(-1)
+    return part.view(len(rows), len(columns) // math.prod(inner), *inner)
 
 
 def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, slice]]:
-    """Yields the tiles along a dim of `size` that `own` lies in: the tile, what `own` has of it, and where in `own`."""
+    """Yields the tiles along a dim of `size` that `own` lies in: the tile, what `own` has of it,
+    and where in `own`."""
     for start in range(own.start - own.start % step, own.stop, step) if own else ():
         first, end = max(own.start, start), min(own.stop, start + step)
-        within, of_own = slice(first - start, end - start), slice(first - own.start, end - own.start)
+        within, of_own = (
+            slice(first - start, end - start),
+            slice(first - own.start, end - own.start),
+        )
         yield range(start, min(start + step, size)), within, of_own
 
 
 def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Returns the initial global tensor of every parameter by its (first) global name, for references and tests.
-    `module` may be on the meta device."""
-    return {name: initial_part(spec, name, seed, Axis.of(None)) for name, spec in named_specs(module)}
-
-
-def set_initializers(module: nn.Module, initializers: Mapping[str, Initializer]) -> None:
-    """Replaces the initializers of the parameters whose global names match a pattern (`layers.*.mlp.down.weight`); the
-    last match holds. It changes no value: call it before `initialize`. Raises ValueError for a pattern that matches
-    nothing."""
-    names = [name for name, _ in named_specs(module)]
-    for pattern, init in initializers.items():
-        matches = [name for name in names if fnmatchcase(name, pattern)]
-        if not matches:
-            raise ValueError(f"set_initializers: {pattern!r} matches none of {', '.join(names[:8])}, ...")
-        for name in matches:
-            owner, _, attribute = name.rpartition(".")
-            part = module.get_submodule(owner)
-            assert isinstance(part, ParallelModule)
-            part.specs[attribute] = replace(part.specs[attribute], init=init)
+    """Returns the initial global tensor of every parameter by its (first) global name, for
+    references and tests. `module` may be on the meta device."""
+    return {
+        name: initial_part(spec, name, seed, Axis.of(None)) for name, spec in named_specs(module)
+    }
 
 
 def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None:
-    """Gives every parameter its initial values, on `device`, from the meta device or another: this rank's part of one
-    tensor at a time is drawn, so that a model larger than the memory can be built. Tied parameters stay tied. Nothing
-    is sent. Call it before `fully_shard`; `parallelize` fills a model that is already sharded."""
+    """Gives every parameter its initial values on `device`, from the meta device or another. Each
+    rank draws its part of one tensor at a time. Tied parameters stay tied. Nothing is sent. Call it
+    before `fully_shard`."""
     made: dict[int, nn.Parameter] = {}
     for prefix, part in module.named_modules():
         if not isinstance(part, ParallelModule):
             continue
         for attribute, spec in part.specs.items():
-            old = part.get_parameter(attribute)
+            old, name = part.get_parameter(attribute), f"{prefix}.{attribute}".removeprefix(".")
             if id(old) not in made:
-                local = initial_part(spec, f"{prefix}.{attribute}" if prefix else attribute, seed, part.axis)
-                local, whole = local.to(device=device, dtype=old.dtype), torch.empty(spec.shape, device="meta")
-                made[id(old)] = nn.Parameter(part.on_axis(local, spec, whole), requires_grad=old.requires_grad)
+                local = initial_part(spec, name, seed, part.axis)
+                full = torch.empty(spec.shape, device="meta")
+                own = part.on_axis(local.to(device=device, dtype=old.dtype), spec, full)
+                made[id(old)] = nn.Parameter(own, requires_grad=old.requires_grad)
             setattr(part, attribute, made[id(old)])

@@ -1,5 +1,5 @@
-"""Positions of tokens: learned embeddings, positions within packed documents, and rotary embeddings with the scalings
-that stretch their frequencies to longer contexts.
+"""Positions of tokens: learned embeddings, positions within packed documents, and rotary embeddings
+with the scalings that stretch their frequencies to longer contexts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from torch.nn import functional as F
 
 from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers.loss import wide_dtype
-from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, Pointwise, normal
+from parallel3d.layers.parameter import (
+    Initializer,
+    LayerTp,
+    ParallelModule,
+    ParameterSpec,
+    Pointwise,
+    normal,
+)
 
 
 class LearnedPositions(ParallelModule, nn.Embedding):
-    """x + weight[position] (GPT-2). x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`:
-    each tp rank then adds those of its tokens, and the weight's gradient is summed over tp. Else nothing is sent.
+    """x + weight[position] (GPT-2). x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with
+    `sequence_parallel`: each tp rank then adds those of its tokens, and the weight's gradient is
+    summed over tp. Else nothing is sent.
 
     `positions` [batch, seq], of the whole sequence on every rank: 0, 1, ... where it is not given.
     Raises ValueError where the sequence is longer than `longest`.
@@ -32,7 +40,9 @@ class LearnedPositions(ParallelModule, nn.Embedding):
     padding_idx = max_norm = None
     norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
-    def __init__(self, longest: int, hidden: int, *, tp: LayerTp = None, init: Initializer = normal(0.02)) -> None:
+    def __init__(
+        self, longest: int, hidden: int, *, tp: LayerTp = None, init: Initializer = normal(0.02)
+    ) -> None:
         super().__init__(tp)
         self.longest = self.num_embeddings = longest
         self.embedding_dim = hidden
@@ -40,29 +50,39 @@ class LearnedPositions(ParallelModule, nn.Embedding):
         self.add_parameter("weight", spec)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        own, parts = x.shape[1], self.axis.size if self.sequence_parallel else 1
-        length, first = own * parts, own * (self.axis.rank if self.sequence_parallel else 0)
+        own, parts, rank = x.shape[1], 1, 0
+        if self.sequence_parallel:
+            parts, rank = self.axis.size, self.axis.rank
+        length, first = own * parts, own * rank
         if length > self.longest:
-            raise ValueError(f"LearnedPositions: a sequence of {length} tokens, and there are {self.longest} positions")
+            raise ValueError(
+                f"LearnedPositions: a sequence of {length} tokens, and there are {self.longest} "
+                "positions"
+            )
         weight = self.replicated("weight")
         if positions is None:
             return x + weight[first : first + own]
         # Looked up in float32, in which the gradients of equal positions then add up.
-        return x + F.embedding(positions[:, first : first + own], weight.to(wide_dtype(weight))).to(x.dtype)
+        return x + F.embedding(positions[:, first : first + own], weight.to(wide_dtype(weight))).to(
+            x.dtype
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
-    """The documents that the sequences [batch, seq] of a microbatch are packed of. A document ends with its sequence at
-    the latest. Make them once a batch where the ids are, on the host: their lengths must not be asked of a GPU."""
+    """The documents that the sequences [batch, seq] of a microbatch are packed of. A document ends
+    with its sequence at the latest. Make them once a batch where the ids are, on the host: their
+    lengths must not be asked of a GPU."""
 
     lengths: tuple[int, ...]  # tokens of each document, in order over the batch
-    starts: Tensor  # int32 [documents + 1]: the first of its batch * seq tokens for each document, and their number
+    # int32 [documents + 1]: the first of its batch * seq tokens for each document, and their number
+    starts: Tensor
     positions: Tensor  # int64 [batch, seq]: each token's place in its own document
 
     @classmethod
     def starting(cls, is_start: Tensor) -> PackedDocuments:
-        """Returns the documents that start where `is_start` [batch, seq] is True, and at each sequence's start."""
+        """Returns the documents that start where `is_start` [batch, seq] is True, and at each
+        sequence's start."""
         is_start = is_start.clone()
         is_start[:, 0] = True
         place = torch.arange(is_start.shape[1], device=is_start.device).expand(is_start.shape)
@@ -72,12 +92,14 @@ class PackedDocuments:
 
     @classmethod
     def ended_by(cls, end_of_text: int, ids: Tensor) -> PackedDocuments:
-        """Returns the documents of ids [batch, seq] of which each ends with `end_of_text`, which belongs to it."""
+        """Returns the documents of ids [batch, seq] of which each ends with `end_of_text`, which
+        belongs to it."""
         return cls.starting(F.pad(ids[:, :-1] == end_of_text, (1, 0)))
 
     @classmethod
     def numbered(cls, documents: Tensor) -> PackedDocuments:
-        """Returns the documents whose numbers [batch, seq] are equal and adjacent within a document."""
+        """Returns the documents whose numbers [batch, seq] are equal and adjacent within a
+        document."""
         return cls.starting(F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedDocuments:
@@ -86,14 +108,17 @@ class PackedDocuments:
 
 
 def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Returns the frequencies [head_dim / 2] of rotary positions for a context that is longer than the one before.
+    """Returns the frequencies [head_dim / 2] of rotary positions for a context that is longer than
+    the one before.
 
-    llama3, of Llama 3.1: a frequency that makes at most `low_freq_factor` turns in the context before is divided by
-    `factor`, one that makes at least `high_freq_factor` stays, those between are blended. (Dubey et al. 2024, arXiv
-    2407.21783, names no formula; this is that of Meta's llama-models, models/llama3/model.py, `apply_scaling`.)
+    llama3, of Llama 3.1: a frequency that makes at most `low_freq_factor` turns in the context
+    before is divided by `factor`, one that makes at least `high_freq_factor` stays, those between
+    are blended. (Dubey et al. 2024, arXiv 2407.21783, names no formula; this is that of Meta's
+    llama-models, models/llama3/model.py, `apply_scaling`.)
 
-    yarn (Peng et al. 2023, arXiv 2309.00071, section 3): those that turn less than `beta_slow` times are divided, those
-    that turn more than `beta_fast` times stay, those between are blended linearly by their index."""
+    yarn (Peng et al. 2023, arXiv 2309.00071, section 3): those that turn less than `beta_slow`
+    times are divided, those that turn more than `beta_fast` times stay, those between are blended
+    linearly by their index."""
     context = scaling.original_max_positions
     if scaling.type == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -112,59 +137,68 @@ def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor
 
 
 def magnitude_of(scaling: RopeScaling) -> float:
-    """Returns the factor by which queries and keys grow: yarn's `attention_factor`, or else 0.1 ln(factor) + 1."""
+    """Returns the factor by which queries and keys grow: yarn's `attention_factor`, or else 0.1
+    ln(factor) + 1."""
     if scaling.type == "llama3":
         return 1.0
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.attention_factor is None else scaling.attention_factor
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries and keys by angles that grow with the position: dims i and i + K / 2 by position * theta^(-2i / K),
-    that frequency changed by `scaling` where there is one (Su et al. 2021, arXiv 2104.09864, in the half-split form of
-    Hugging Face's Llama).
+    """Turns queries and keys by angles that grow with the position: dims i and i + K / 2 by
+    position * theta^(-2i / K), that frequency changed by `scaling` where there is one (Su et al.
+    2021, arXiv 2104.09864, in the half-split form of Hugging Face's Llama).
 
-    Angles and arithmetic are float32 (of float64 queries float64), rounded once to the dtype of x. The table of angles
-    is no part of a state dict. It is made for the longest sequence yet: by `make_table`, which whoever compiles the
-    layers calls before them, or on first use.
+    Angles and arithmetic are float32 (of float64 queries float64), rounded once to the dtype of x.
+    The table of angles is no part of a state dict. It is made for the longest sequence yet: by
+    `make_table`, which whoever compiles the layers calls before them, or on first use.
     """
 
-    def __init__(self, head_dim: int, *, theta: float = 10_000.0, scaling: RopeScaling | None = None) -> None:
+    def __init__(
+        self, head_dim: int, *, theta: float = 10_000.0, scaling: RopeScaling | None = None
+    ) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         self._table: tuple[Tensor, Tensor] | None = None
         self.pointwise: Pointwise = turned
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq, and 0, 1, ... where
-        they are not given. Returns the same shape and dtype."""
+        """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq,
+        and 0, 1, ... where they are not given. Returns the same shape and dtype."""
         cos, sin = self.make_table(x.shape[1], x)
         if len(cos) > x.shape[1]:
             cos, sin = cos[: x.shape[1]], sin[: x.shape[1]]
         return self.pointwise(x, cos, sin, positions)
 
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [at least `length`, 1, head_dim] for tensors as wide as `like`, on its device; sin is
-        negative for the first half, which gets the second's."""
-        table, dtype = self._table, wide_dtype(like)
-        if table is None or len(table[0]) < length or table[0].device != like.device or table[0].dtype != dtype:
-            exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32) / self.head_dim
-            frequencies, magnitude = self.theta**-exponents, 1.0
-            if self.scaling is not None:
-                frequencies = stretched(frequencies, self.theta, self.scaling)
-                magnitude = magnitude_of(self.scaling)
-            positions = torch.arange(length, device=like.device, dtype=torch.float32)
-            angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
-            signs = torch.full((self.head_dim,), magnitude, device=like.device)
-            signs[: self.head_dim // 2] *= -1.0
-            table = (angles.cos() * magnitude).to(dtype), (angles.sin() * signs).to(dtype)
-            if not is_compiling():  # a graph that keeps something is another graph the next time
-                self._table = table
+        """Returns cos and sin [at least `length`, 1, head_dim] for tensors as wide as `like`, on
+        its device; sin is negative for the first half, which gets the second's."""
+        table, device, dtype = self._table, like.device, wide_dtype(like)
+        if table is not None:
+            cos = table[0]
+            if len(cos) >= length and cos.device == device and cos.dtype == dtype:
+                return table
+        places = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
+        frequencies, magnitude = self.theta ** -(places / self.head_dim), 1.0
+        if self.scaling is not None:
+            frequencies = stretched(frequencies, self.theta, self.scaling)
+            magnitude = magnitude_of(self.scaling)
+        positions = torch.arange(length, device=device, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
+        signs = torch.full((self.head_dim,), magnitude, device=device)
+        signs[: self.head_dim // 2] *= -1.0
+        table = (angles.cos() * magnitude).to(dtype), (angles.sin() * signs).to(dtype)
+        if not is_compiling():  # a graph that keeps something is another graph the next time
+            self._table = table
         return table
 
 
 class _Turn(Function):
-    """x cos + (x with its halves swapped) sin, for x narrower than the table, or positions. Its backward turns back, by
-    -sin. Autograd's own would round each of the two products, and keep each token's row of the table in every block."""
+    """x cos + (x with its halves swapped) sin, for x narrower than the table, or positions. Its
+    backward turns back, by -sin. Autograd's own would round each of the two products, and keep each
+    token's row of the table in every block."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
@@ -177,7 +211,9 @@ class _Turn(Function):
         return turn(grad, cos, sin, positions, -1.0), None, None, None
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: float = 1.0) -> Tensor:
+def turn(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: float = 1.0
+) -> Tensor:
     """Computes in the dtype of the table, and of it makes one tensor of x's shape alone."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]

@@ -1,8 +1,10 @@
-"""Regions change how a tensor lies over the tp axis: six functions, each with the collective that is its conjugate in
-the backward. Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3: its f and g) and sequence parallelism
-(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2: its g and its conjugate).
+"""Regions change how a tensor lies over the tp axis: functions, each with the collective that
+is its conjugate in the backward. Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3: its
+f and g) and sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2: its g and
+its conjugate).
 
-Shapes: d is the size of the dim named by `dim`, n = tp. *whole*: the same on every rank. *partial*: a summand on each.
+Shapes: d is the size of the dim named by `dim`, n = tp. *whole*: the same on every rank. *partial*:
+a summand on each.
 
     function                       forward                             backward
     copy_to_region                 whole x -> x                        partial gradients -> their sum, all-reduced
@@ -11,15 +13,17 @@ Shapes: d is the size of the dim named by `dim`, n = tp. *whole*: the same on ev
     gather_from_region             parts [d / n] -> [d], all-gathered  whole gradient [d] -> own part [d / n]
     all_gather_to_region           parts [d / n] -> [d], all-gathered  partial [d] -> own part of the sum
     reduce_scatter_from_region     partial [d] -> own part of the sum  parts [d / n] -> [d], all-gathered
+    all_to_all_of_region           x[r] goes to rank r                 gradients go back likewise
 
-Own part of the sum: by reduce-scatter. `gather_from_region` is for what every rank then computes alike,
-`all_gather_to_region` for what each uses in another way (a column-parallel layer); taking one for the other gives
-gradients n times too large or too small.
+Own part of the sum: by reduce-scatter. `gather_from_region` is for what every rank then computes
+alike, `all_gather_to_region` for what each uses in another way (a column-parallel layer); taking
+one for the other gives gradients n times too large or too small.
 
-An all-reduce sends 2 (n - 1) / n of its tensor per rank, a reduce-scatter (n - 1) / n of its input, an all-gather
-(n - 1) times its input. `tp` may be the mesh, an `Axis` already looked up, or None; with None or one rank nothing is
-sent. Safe under `torch.compile`. The linear layers compute with the same collectives, but hide them behind products.
-"""
+An all-reduce sends 2 (n - 1) / n of its tensor per rank, a reduce-scatter (n - 1) / n of its input,
+an all-gather (n - 1) times its input. `tp` may be the mesh, an `Axis` already looked up, or None;
+with None or one rank nothing is sent. Safe under `torch.compile`. The linear layers compute with
+the same collectives, but hide them behind products.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -31,11 +35,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import DeviceMesh
 
-from parallel3d.layers.collectives import SEQUENCE_DIM, all_reduce, gather, reduce_scatter
+from parallel3d.layers.collectives import (
+    SEQUENCE_DIM,
+    all_reduce,
+    all_to_all,
+    gather,
+    reduce_scatter,
+)
 from parallel3d.mesh import Axis
 
 Tp = DeviceMesh | Axis | None
-Change = Callable[[Tensor, Axis, int], Tensor]  # changes how a tensor lies over the axis; the number is the dim
+# changes how a tensor lies over the axis; the number is the dim
+Change = Callable[[Tensor, Axis, int], Tensor]
 
 
 def copy_to_region(x: Tensor, tp: Tp) -> Tensor:
@@ -49,7 +60,8 @@ def reduce_from_region(x: Tensor, tp: Tp) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
-    """Takes this rank's [..., d / n, ...] of [..., d, ...]. Raises ValueError where tp does not divide d."""
+    """Takes this rank's [..., d / n, ...] of [..., d, ...]. Raises ValueError where tp does not
+    divide d."""
     return _apply(x, tp, dim, forward=_own_part, backward=gather, divides=True)
 
 
@@ -59,17 +71,25 @@ def gather_from_region(x: Tensor, tp: Tp, dim: int = -1) -> Tensor:
 
 
 def all_gather_to_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
-    """All-gathers [..., d / n, ...] -> [..., d, ...], along the sequence before a column-parallel layer."""
+    """All-gathers [..., d / n, ...] -> [..., d, ...], along the sequence before a column-parallel
+    layer."""
     return _apply(x, tp, dim, forward=gather, backward=reduce_scatter)
 
 
 def reduce_scatter_from_region(x: Tensor, tp: Tp, dim: int = SEQUENCE_DIM) -> Tensor:
-    """Reduce-scatters [..., d, ...] -> this rank's [..., d / n, ...] of the sum over tp, along the sequence after a
-    row-parallel layer. Raises ValueError where tp does not divide d."""
+    """Reduce-scatters [..., d, ...] -> this rank's [..., d / n, ...] of the sum over tp, along the
+    sequence after a row-parallel layer. Raises ValueError where tp does not divide d."""
     return _apply(x, tp, dim, forward=reduce_scatter, backward=gather, divides=True)
 
 
-def _apply(x: Tensor, tp: Tp, dim: int, *, forward: Change, backward: Change, divides: bool = False) -> Tensor:
+def all_to_all_of_region(x: Tensor, tp: Tp) -> Tensor:
+    """Sends x[r] of [n, ...] to rank r, and returns what the ranks sent here, in their order."""
+    return _apply(x, tp, 0, forward=_all_to_all, backward=_all_to_all)
+
+
+def _apply(
+    x: Tensor, tp: Tp, dim: int, *, forward: Change, backward: Change, divides: bool = False
+) -> Tensor:
     axis = tp if isinstance(tp, Axis) else Axis.of(tp)
     if axis.size == 1:
         return x
@@ -81,7 +101,9 @@ def _apply(x: Tensor, tp: Tp, dim: int, *, forward: Change, backward: Change, di
 
 class _Region(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, forward: Change, backward: Change) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, dim: int, forward: Change, backward: Change
+    ) -> Tensor:
         ctx.axis, ctx.dim, ctx.change = axis, dim, backward
         return forward(x, axis, dim)
 
@@ -92,6 +114,10 @@ class _Region(Function):
 
 def _alias(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.view_as(x)  # a function's output must not be its input
+
+
+def _all_to_all(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return all_to_all(x, axis)
 
 
 def _sum(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -1,13 +1,16 @@
-"""Muon over sharded parameters: momentum whose matrix is made nearly orthogonal before it is stepped along.
+"""Muon over sharded parameters: momentum whose matrix is made nearly orthogonal before it is
+stepped along.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, "Muon is scalable for LLM training", arXiv
-2502.16982, for the rate's adjustment, weight decay and dividing the work. The arithmetic is that of torch.optim.Muon:
-the update of a sharded matrix is the one that the whole matrix has in one process, to the bit.
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, "Muon is scalable for LLM
+training", arXiv 2502.16982, for the rate's adjustment, weight decay and dividing the work. The
+arithmetic is that of torch.optim.Muon: the update of a sharded matrix is the one that the whole
+matrix has in one process, to the bit.
 
-Every rank of a stage becomes the owner of some matrices, by their cost. One all-to-all sends each part to its matrix's
-owner, and another each owner's result to all that hold a part. A rank sends and receives about as many elements as it
-holds, where gathering every matrix on every rank would have it receive all of them. If replicas hold the same parts,
-the owner takes the nearest and sends its result to all, so that replicas share the work.
+Every rank of a stage becomes the owner of some matrices, by their cost. One all-to-all sends each
+part to its matrix's owner, and another each owner's result to all that hold a part. A rank sends
+and receives about as many elements as it holds, where gathering every matrix on every rank would
+have it receive all of them. If replicas hold the same parts, the owner takes the nearest and sends
+its result to all, so that replicas share the work.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig
 from parallel3d.mesh import Axis
-from parallel3d.optimizers.rounding import apply
+from parallel3d.optimizers.low_precision import apply_update
 from parallel3d.optimizers.step_bytes import owners_of, rounds
-from parallel3d.row_split import shard_rows
+from parallel3d.shard_sizes import shard_rows
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.sharding.settings import joined_axis
 
@@ -38,22 +41,30 @@ _EPSILON = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps matrices. The momentum is split as its parameter is. Two all-to-alls over the ranks of the stage gather
-    what is to be made orthogonal and scatter the result; each sends this rank's part in `ns_dtype`. A learning rate
-    schedule multiplies the run's rate by the group's `lr_ratio`. `state` must have "momentum_buffer" of each parameter
-    before the first step. Every rank of `mesh` builds it, of a `resolved` config."""
+    """Steps matrices. The momentum is split as its parameter is. Two all-to-alls over the ranks of
+    the stage gather what is to be made orthogonal and scatter the result; each sends this rank's
+    part in `ns_dtype`. A learning rate schedule multiplies the run's rate by the group's
+    `lr_ratio`. `state` must have "momentum_buffer" of each parameter before the first step. Every
+    rank of `mesh` builds it, of a `resolved` config."""
 
-    def __init__(self, matrices: Sequence[LocalParameter], mesh: DeviceMesh, config: OptimizerConfig) -> None:
-        assert config.momentum is not None and config.nesterov is not None and config.ns_steps is not None
-        assert config.lr_adjust is not None and config.ns_dtype is not None
+    def __init__(
+        self, matrices: Sequence[LocalParameter], mesh: DeviceMesh, config: OptimizerConfig
+    ) -> None:
+        assert config.momentum is not None and config.nesterov is not None
+        assert config.ns_steps is not None and config.ns_dtype is not None
+        assert config.lr_adjust is not None
         lr_ratio = 1.0 if config.muon_lr is None else config.muon_lr / config.lr
         defaults = {"lr": config.lr, "lr_ratio": lr_ratio, "weight_decay": config.weight_decay}
-        super().__init__([matrix.local for matrix in matrices], defaults | {"momentum": config.momentum})
+        defaults["momentum"] = config.momentum
+        super().__init__([matrix.local for matrix in matrices], defaults)
         self._matrices, self._nesterov = matrices, config.nesterov
-        self._ns_steps, self._ns_dtype, self._lr_adjust = config.ns_steps, DTYPES[config.ns_dtype], config.lr_adjust
+        self._ns_steps, self._ns_dtype = config.ns_steps, DTYPES[config.ns_dtype]
+        self._lr_adjust = config.lr_adjust
         self._stage = joined_axis(mesh, STAGE_AXES, "stage")
         self._tp, shards = mesh["tp"].size(), mesh["dp_shard"].size()
-        self._shards = {matrix: 1 if "dp_shard" in matrix.part.repeated_over else shards for matrix in matrices}
+        self._shards = {
+            matrix: 1 if "dp_shard" in matrix.part.repeated_over else shards for matrix in matrices
+        }
         self._exchanges: dict[tuple[LocalParameter, ...], MatrixExchange] = {}  # one for each round
 
     @torch.no_grad()
@@ -69,26 +80,32 @@ class Muon(torch.optim.Optimizer):
         return math.prod(matrix.spec.shape) / ways
 
     def _step_together(self, matrices: tuple[LocalParameter, ...], group: dict[str, Any]) -> None:
-        """Steps some matrices. Each tensor is dropped as early as can be: together they are as large as the gradients
-        of the matrices, and the iteration makes several of the size of each matrix that this rank owns."""
+        """Steps some matrices. Each tensor is dropped as early as can be: together they are as
+        large as the gradients of the matrices, and the iteration makes several of the size of each
+        matrix that this rank owns."""
         if matrices not in self._exchanges:
             ranks, tp, shards = self._stage.size, self._tp, self._shards
-            parts = [parts_of_ranks(m.spec.shape, m.spec.dim, ranks, tp, shards[m]) for m in matrices]
+            parts = [
+                parts_of_ranks(m.spec.shape, m.spec.dim, ranks, tp, shards[m]) for m in matrices
+            ]
             shapes = [matrix.spec.shape for matrix in matrices]
             self._exchanges[matrices] = MatrixExchange(self._stage, parts, shapes)
         exchange = self._exchanges[matrices]
-        wholes = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
-        for at in range(len(wholes)):
-            wholes[at] = orthogonalize(wholes[at], self._ns_steps)
+        full = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
+        for index in range(len(full)):
+            full[index] = orthogonalize(full[index], self._ns_steps)
         like = self._matrices[0].local.new_empty(0, dtype=self._ns_dtype)
-        updates = exchange.scatter(wholes, like)
-        del wholes
+        updates = exchange.scatter(full, like)
+        del full
         for matrix, update in zip(matrices, updates, strict=True):
             rate = group["lr"] * adjustment(self._lr_adjust, matrix.spec.shape)
-            apply(matrix.local, update.float().mul_(rate), decay=group["lr"] * group["weight_decay"])
+            apply_update(
+                matrix.local, update.float().mul_(rate), decay=group["lr"] * group["weight_decay"]
+            )
 
     def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
-        """Moves the momentum buffer on; returns what is to be made orthogonal, this rank's part of it."""
+        """Moves the momentum buffer on; returns what is to be made orthogonal, this rank's part of
+        it."""
         local = matrix.local
         assert local.grad is not None
         gradient = local.grad.float()
@@ -100,13 +117,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Takes a matrix [rows, columns] of singular value decomposition U S V^T and returns nearly U V^T, with singular
-    values between about 0.7 and 1.2: `steps` of the quintic Newton-Schulz iteration (Jordan et al. 2024), in the dtype
-    of `matrix`."""
+    """Takes a matrix [rows, columns] of singular value decomposition U S V^T and returns nearly U
+    V^T, with singular values between about 0.7 and 1.2: `steps` of the quintic Newton-Schulz
+    iteration (Jordan et al. 2024), in the dtype of `matrix`."""
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=_EPSILON)  # the Frobenius norm is at least the largest singular value
+    # the Frobenius norm is at least the largest singular value
+    x = x / x.norm().clamp(min=_EPSILON)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -114,10 +132,13 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def adjustment(rule: str, shape: Sequence[int]) -> float:
-    """Returns the factor of a matrix's rate. `original` is Jordan's sqrt(rows / columns), at least 1. `match_rms_adamw`
-    is 0.2 sqrt(the longer side), which makes updates as large as AdamW's (arXiv 2502.16982, section 2.2)."""
+    """Returns the factor of a matrix's rate. `original` is Jordan's sqrt(rows / columns), at least
+    1. `match_rms_adamw` is 0.2 sqrt(the longer side), which makes updates as large as AdamW's
+    (arXiv 2502.16982, section 2.2)."""
     rows, columns = shape
-    return math.sqrt(max(1.0, rows / columns)) if rule == "original" else 0.2 * math.sqrt(max(rows, columns))
+    if rule == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
 class SubMatrix(NamedTuple):
@@ -134,88 +155,104 @@ class SubMatrix(NamedTuple):
 
     def of(self, matrix: Tensor) -> Tensor:
         """Returns a view of this rectangle."""
-        return matrix[self.first_row : self.first_row + self.rows, self.first_column : self.first_column + self.columns]
+        return matrix[
+            self.first_row : self.first_row + self.rows,
+            self.first_column : self.first_column + self.columns,
+        ]
 
 
 @lru_cache(maxsize=256)
-def parts_of_ranks(shape: tuple[int, ...], dim: int | None, ranks: int, tp: int, shards: int) -> Sequence[SubMatrix]:
-    """Returns the part of a matrix of `shape` that each of the ranks of a stage holds, tp innermost, then dp_shard. tp
-    splits `dim` evenly (None: every tp rank has the whole), and `shards` data ranks split the rows of that; a part may
-    have no rows. Nothing is sent, because all ranks are placed and cut alike."""
+def parts_of_ranks(
+    shape: tuple[int, ...], dim: int | None, ranks: int, tp: int, shards: int
+) -> Sequence[SubMatrix]:
+    """Returns the part of a matrix of `shape` that each of the ranks of a stage holds, tp
+    innermost, then dp_shard. tp splits `dim` evenly (None: every tp rank has the whole), and
+    `shards` data ranks split the rows of that; a part may have no rows. Nothing is sent, because
+    all ranks are placed and cut alike."""
     rows, columns = shape
-    own_rows, own_columns = rows // tp if dim == 0 else rows, columns // tp if dim == 1 else columns
+    if dim == 0:
+        rows //= tp
+    elif dim == 1:
+        columns //= tp
     parts = []
     for rank in range(ranks):
-        of_tp, own = rank % tp, shard_rows(own_rows, rank // tp % shards, shards)
-        first_row, first_column = of_tp * own_rows * (dim == 0), of_tp * own_columns * (dim == 1)
-        parts.append(SubMatrix(first_row + own.start, first_column, len(own), own_columns))
+        tp_rank = rank % tp
+        own = shard_rows(rows, rank // tp % shards, shards)
+        first_row = tp_rank * rows if dim == 0 else 0
+        first_column = tp_rank * columns if dim == 1 else 0
+        parts.append(SubMatrix(first_row + own.start, first_column, len(own), columns))
     return parts
 
 
 class MatrixExchange:
-    """How some matrices of `shapes` travel between the ranks of `stage`. `parts[matrix][rank]` is the part that a rank
-    holds. The owner of a matrix gets the parts of the whole from its givers."""
+    """Sends parts of some matrices to their owners, and results back. `parts[matrix][rank]` is the
+    part that a rank of `stage` holds. The givers of a matrix are the ranks that send their part."""
 
-    def __init__(self, stage: Axis, parts: Sequence[Sequence[SubMatrix]], shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, stage: Axis, parts: Sequence[Sequence[SubMatrix]], shapes: Sequence[tuple[int, ...]]
+    ) -> None:
         self._stage, self._parts, self._shapes = stage, parts, shapes
-        self._owned: list[list[int]] = [[] for _ in range(stage.size)]
+        self._owners = owners_of(shapes, stage.size)
+        self._owned = [m for m, owner in enumerate(self._owners) if owner == stage.rank]
         self._givers = []
-        for matrix, owner in enumerate(owners_of(shapes, stage.size)):
-            self._owned[owner].append(matrix)
-            self._givers.append(nearest_holders(parts[matrix], owner, shapes[matrix]))
+        for m, owner in enumerate(self._owners):
+            self._givers.append(nearest_holders(parts[m], owner, shapes[m]))
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Takes this rank's part of each matrix; returns the whole of each matrix that this rank owns."""
+        """Takes this rank's part of each matrix; returns the full matrices that it owns."""
         if self._stage.group is None:
             return list(parts)
-        me, own = self._stage.rank, self._owned[self._stage.rank]
-        given = [[matrix for matrix in own if rank in self._givers[matrix]] for rank in range(self._stage.size)]
-        sent = [[parts[matrix] for matrix in owned if me in self._givers[matrix]] for owned in self._owned]
-        expected = [[self._parts[matrix][rank] for matrix in some] for rank, some in enumerate(given)]
-        received = self._exchange(sent, expected, parts[0])
-        wholes = {matrix: parts[0].new_empty(self._shapes[matrix]) for matrix in own}
-        for rank, some in enumerate(given):
-            for matrix, part in zip(some, received[rank], strict=True):
-                self._parts[matrix][rank].of(wholes[matrix]).copy_(part)
-        return list(wholes.values())
+        me = self._stage.rank
+        sent = [(owner, parts[m]) for m, owner in enumerate(self._owners) if me in self._givers[m]]
+        expected = sorted((giver, m) for m in self._owned for giver in self._givers[m])
+        boxes = [(giver, self._parts[m][giver]) for giver, m in expected]
+        received = self._all_to_all(sent, boxes, parts[0])
+        full = {m: parts[0].new_empty(self._shapes[m]) for m in self._owned}
+        for (giver, m), part in zip(expected, received, strict=True):
+            self._parts[m][giver].of(full[m]).copy_(part)
+        return list(full.values())
 
-    def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """Takes the whole of each matrix that this rank owns; returns its part of each matrix, of the dtype and device
-        of `like`."""
+    def scatter(self, full: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Takes the full matrices that this rank owns; returns its part of each matrix, of the
+        dtype and device of `like`."""
         if self._stage.group is None:
-            return list(wholes)
-        me, own = self._stage.rank, self._owned[self._stage.rank]
-        sent = [
-            [self._parts[matrix][to].of(whole) for matrix, whole in zip(own, wholes, strict=True)]
-            for to in range(self._stage.size)
-        ]
-        received = self._exchange(sent, [[self._parts[matrix][me] for matrix in some] for some in self._owned], like)
-        parts: dict[int, Tensor] = {}
-        for some, arrived in zip(self._owned, received, strict=True):
-            parts |= dict(zip(some, arrived, strict=True))
-        return [parts[matrix] for matrix in range(len(self._shapes))]
+            return list(full)
+        sent = []
+        for m, matrix in zip(self._owned, full, strict=True):
+            sent += [(rank, part.of(matrix)) for rank, part in enumerate(self._parts[m])]
+        expected = sorted((owner, m) for m, owner in enumerate(self._owners))
+        boxes = [(owner, self._parts[m][self._stage.rank]) for owner, m in expected]
+        received = self._all_to_all(sent, boxes, like)
+        parts = {m: part for (_, m), part in zip(expected, received, strict=True)}
+        return [parts[m] for m in range(len(self._shapes))]
 
-    def _exchange(self, sent: list[list[Tensor]], expected: list[list[SubMatrix]], like: Tensor) -> list[list[Tensor]]:
-        """Runs an all-to-all: `sent[rank]` goes to each rank, and the parts `expected[rank]` come from it."""
-        flat = torch.cat([part.reshape(-1) for to_rank in sent for part in to_rank] or [like.new_empty(0)])
-        sizes = [sum(part.elements for part in from_rank) for from_rank in expected]
+    def _all_to_all(
+        self, sent: list[tuple[int, Tensor]], expected: list[tuple[int, SubMatrix]], like: Tensor
+    ) -> list[Tensor]:
+        """Sends each tensor to its rank, in order. `expected` are the ranks and the boxes of the
+        parts that come, by rank."""
+        sent_sizes, sizes = [0] * self._stage.size, [0] * self._stage.size
+        for rank, part in sent:
+            sent_sizes[rank] += part.numel()
+        for rank, box in expected:
+            sizes[rank] += box.elements
+        ordered = sorted(sent, key=lambda each: each[0])
+        flat = torch.cat([like.new_empty(0), *(part.reshape(-1) for _, part in ordered)])
         out = flat.new_empty(sum(sizes))
-        sent_sizes = [sum(part.numel() for part in to_rank) for to_rank in sent]
         dist.all_to_all_single(out, flat, sizes, sent_sizes, group=self._stage.group)
-        received = []
-        for chunk, parts in zip(out.split(sizes), expected, strict=True):
-            pieces = chunk.split([part.elements for part in parts])
-            received.append([piece.view(part.rows, part.columns) for piece, part in zip(pieces, parts, strict=True)])
-        return received
+        pieces = out.split([box.elements for _, box in expected])
+        boxes = [box for _, box in expected]
+        return [piece.view(box.rows, box.columns) for piece, box in zip(pieces, boxes, strict=True)]
 
 
-def nearest_holders(parts: Sequence[SubMatrix], owner: int, shape: tuple[int, ...]) -> frozenset[int]:
-    """Returns the ranks whose parts make the whole matrix. If several ranks hold the same part, the one nearest to the
-    matrix's owner is taken."""
+def nearest_holders(
+    parts: Sequence[SubMatrix], owner: int, shape: tuple[int, ...]
+) -> frozenset[int]:
+    """Returns the ranks whose parts make the whole matrix. If several ranks hold the same part, the
+    one nearest to the matrix's owner is taken."""
     holders: dict[SubMatrix, int] = {}
     for rank in sorted(range(len(parts)), key=lambda rank: abs(rank - owner)):
         if parts[rank].elements:
             holders.setdefault(parts[rank], rank)
-    rows, columns = shape
-    assert sum(part.elements for part in holders) == rows * columns, f"{list(holders)} are not all of {shape}"
+    assert sum(part.elements for part in holders) == math.prod(shape)
     return frozenset(holders.values())

@@ -1,8 +1,9 @@
-"""How an optimizer divides work that makes large temporary tensors, a few parameters at a time and each whole matrix on
-one of the ranks, and the bytes that the optimizers keep and make in a step. No torch: the planner computes with both.
+"""How an optimizer divides work that makes large temporary tensors, a few parameters at a time and
+each whole matrix on one of the ranks, and the bytes that the optimizers keep and make in a step. No
+torch: the planner computes with both.
 
-A step makes most for one parameter, one group of parameters or one round of matrices. The formula of an optimizer says
-what its file beside this one does.
+A step makes most for one parameter, one group of parameters or one round of matrices. The formula
+of an optimizer says what its file beside this one does.
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ from heapq import heapreplace
 from typing import TypeVar
 
 ROUND_ELEMENTS = 2**25  # in one round, of the parts of one rank
-WIDE_ELEMENTS = 2**26  # over all ranks, of the parameters that `rounding` widens at a time
 
 T = TypeVar("T")
 
 
-def rounds(items: Iterable[T], elements_of: Callable[[T], float], *, most: int = ROUND_ELEMENTS) -> Iterator[list[T]]:
-    """Yields a few items at a time, about `most` elements, so that a step's temporary tensors take little memory. All
-    ranks get the same rounds if they give the same items and `elements_of`."""
+def rounds(items: Iterable[T], elements_of: Callable[[T], float]) -> Iterator[list[T]]:
+    """Yields a few items at a time, about `ROUND_ELEMENTS`, so that a step's temporary tensors take
+    little memory. All ranks get the same rounds if they give the same items and `elements_of`."""
     found: list[T] = []
     elements = 0.0
     for item in items:
         found.append(item)
         elements += elements_of(item)
-        if elements >= most:
+        if elements >= ROUND_ELEMENTS:
             yield found
             found, elements = [], 0.0
     if found:
@@ -49,9 +49,10 @@ def runs(items: Iterable[T], elements_of: Callable[[T], int], *, most: int) -> I
 
 
 def assign_by_cost(costs: Sequence[float], ranks: int) -> list[int]:
-    """Returns the rank of each item. The dearest items are assigned first, each to the rank with the lowest cost so far
-    (the first of several)."""
-    loads = [(0.0, rank) for rank in range(min(ranks, len(costs)))]  # a heap; more ranks would get nothing
+    """Returns the rank of each item. The dearest items are assigned first, each to the rank with
+    the lowest cost so far (the first of several)."""
+    # a heap; more ranks would get nothing
+    loads = [(0.0, rank) for rank in range(min(ranks, len(costs)))]
     owners = [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         load, owners[item] = loads[0]
@@ -65,73 +66,28 @@ def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
 
 
 def orthogonalize_cost(shape: Sequence[int]) -> float:
-    """Returns half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short, long], one of
-    [short, short] by [short, short]."""
+    """Returns half the FLOPs of a step of Muon's iteration: two products of [short, short] by
+    [short, long], one of [short, short] by [short, short]."""
     short, long = sorted(shape)
     return float(short * short * (2 * long + short))
 
 
-@dataclass(frozen=True)
-class SteppedPart:
-    """A rank's part of one parameter: its numbers, the `columns` of a matrix (1 for a vector), and the numbers of the
-    parameter on all data ranks of this tp rank."""
-
-    numel: int
-    columns: int
-    whole: int
-
-
-def narrow_step_bytes(is_sgd: bool, *, state_bytes: int, master_bytes: int, rounds_stochastically: bool) -> float:
-    """Bytes that AdamW, or SGD, makes for each number of the parameter that it steps. torch's AdamW steps in place, and
-    its SGD makes the change. Where states are of another dtype than the parameter, `rounding` first widens
-    to float32 what is narrower: two states, or one of SGD; or the parameter and its gradient."""
-    is_narrow = master_bytes == 2 and not rounds_stochastically
-    is_mixed = state_bytes != master_bytes
-    change = (2.0 if is_narrow and not is_mixed else 4.0) if is_sgd else 0.0
-    if master_bytes == 4:
-        return change + is_mixed * (4.0 if is_sgd else 8.0)
-    return change + 8.0 * (is_narrow and is_mixed)
-
-
-def adafactor_state_bytes(parts: Iterable[SteppedPart]) -> int:
-    """Bytes of Adafactor's float32 states: of a matrix a mean for each row here and each column, of a vector as many as
-    it has."""
-    return 4 * sum(part.numel if part.columns == 1 else part.numel // part.columns + part.columns for part in parts)
-
-
-def adafactor_step_bytes(parts: Iterable[SteppedPart], *, shards: int, is_narrow: bool) -> float:
-    """The float32 updates of a round; with 16-bit parameters (`is_narrow`) also the gradients, widened, and then one
-    parameter after the other."""
-    each = sorted(parts, key=lambda part: part.columns == 1)  # matrices first
-    sizes = ([part.numel for part in some] for some in rounds(each, lambda part: part.whole / shards))
-    return max((sum(some) * (8 if is_narrow else 4) + 4 * is_narrow * max(some) for some in sizes), default=0.0)
-
-
-def rounded_step_bytes(
-    parts: Iterable[SteppedPart], *, tp: int, shards: int, states: int, step_bytes: float | None
-) -> float:
-    """A step of bf16 parameters in float32 (`rounding`): a group of them is widened with its gradients and
-    its `states` of 16 bits, then stepped, which makes `step_bytes` for each number of one of them (None: as Adafactor),
-    then rounded one after the other."""
-    wide, rounding = 8 + 2 * states, 10  # bytes of a number; the noise, its sum with the wide number, and the result
-    most = 0.0
-    for group in rounds(parts, lambda part: part.whole * tp, most=WIDE_ELEMENTS):
-        sizes = [part.numel for part in group]
-        left = float(wide * sum(sizes))
-        if step_bytes is None:
-            most = max(most, left + adafactor_step_bytes(group, shards=shards, is_narrow=False))
-        else:
-            most = max(most, left + step_bytes * max(sizes))
-        for size in sizes:
-            most = max(most, left + rounding * size)
-            left -= wide * size
-    return most
+def elementwise_step_bytes(*, is_sgd: bool, state_bytes: int, master_bytes: int) -> float:
+    """Bytes that a step of AdamW or SGD makes for each element of the largest parameter. torch's
+    AdamW steps in place, and its SGD makes the change. States of another dtype than the parameter
+    are stepped in float32 (`low_precision`), for which the narrower of the two are widened."""
+    if state_bytes == master_bytes:
+        return float(master_bytes) if is_sgd else 0.0
+    change = 4.0 if is_sgd else 0.0
+    if master_bytes == 2:
+        return change + 8.0  # the parameter and its gradient
+    return change + (4.0 if is_sgd else 8.0)  # the states
 
 
 @dataclass(frozen=True)
 class MuonMatrix:
-    """A matrix that the ranks of a stage hold together: its whole shape, the ranks that hold different parts of it, and
-    this rank's numbers."""
+    """A matrix that the ranks of a stage hold together: its whole shape, the ranks that hold
+    different parts of it, and this rank's numbers."""
 
     rows: int
     columns: int
@@ -158,37 +114,49 @@ class MuonCosts:
 
 
 @lru_cache(maxsize=1024)
-def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonCosts, is_narrow: bool) -> float:
-    """Bytes at most on the first of the `ranks` of a stage, which owns the dearest matrix of each round. It counts all
-    of a rank's parts as sent. `is_narrow`: parameters of 16 bits."""
+def muon_step_bytes(
+    matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonCosts, is_narrow: bool
+) -> float:
+    """Bytes at most on the first of the `ranks` of a stage, which owns the dearest matrix of each
+    round. It counts all of a rank's parts as sent. `is_narrow`: parameters of 16 bits."""
     item, most = step.item_bytes, 0.0
     has_copy = item < 4 or step.nesterov or step.state_bytes < 4
     for some in _matrix_rounds(matrices):
         own, largest = sum(matrix.own for matrix in some), max(matrix.own for matrix in some)
-        wide = 4.0 * largest * (step.nesterov + is_narrow + (step.state_bytes < 4))  # the momentum's temporaries
-        parts = float(item * own * has_copy)  # what is to be made orthogonal of this rank's matrices
+        # the momentum's temporaries
+        wide = 4.0 * largest * (step.nesterov + is_narrow + (step.state_bytes < 4))
+        # what is to be made orthogonal of this rank's matrices
+        parts = float(item * own * has_copy)
         applying = (4.0 * (item < 4) + 4.0 * is_narrow) * largest
         owners = owners_of([matrix.shape for matrix in some], ranks)
         owned = [matrix for matrix, owner in zip(some, owners, strict=True) if owner == 0]
-        iterating = max((item * (2 * matrix.numel + 2 * min(matrix.shape) ** 2) for matrix in owned), default=0)
+        iterating = max(
+            (item * (2 * matrix.numel + 2 * min(matrix.shape) ** 2) for matrix in owned), default=0
+        )
         if ranks == 1:
             most = max(most, parts + max(wide, iterating, applying))
             continue
         whole = item * sum(matrix.numel for matrix in owned)
-        results = sum(item * matrix.numel * ranks / matrix.parts for matrix in owned)  # for all that hold a part
+        # for all that hold a part
+        results = sum(item * matrix.numel * ranks / matrix.parts for matrix in owned)
         exchanging = parts + whole + max(item * own, whole)
         scattering = whole + results + max(results, item * own)
-        most = max(most, parts + wide, exchanging, whole + iterating, scattering, item * own + applying)
+        most = max(
+            most, parts + wide, exchanging, whole + iterating, scattering, item * own + applying
+        )
     return most
 
 
 @lru_cache(maxsize=1024)
 def busiest_shapes(matrices: tuple[MuonMatrix, ...], *, ranks: int) -> tuple[tuple[int, int], ...]:
-    """The shapes of the matrices that are made orthogonal one after the other: of each round its busiest rank's."""
+    """The shapes of the matrices that are made orthogonal one after the other: of each round its
+    busiest rank's."""
     found: list[tuple[int, int]] = []
     for some in _matrix_rounds(matrices):
         owned: dict[int, list[tuple[int, int]]] = {}
-        for matrix, owner in zip(some, owners_of([matrix.shape for matrix in some], ranks), strict=True):
+        for matrix, owner in zip(
+            some, owners_of([matrix.shape for matrix in some], ranks), strict=True
+        ):
             owned.setdefault(owner, []).append(matrix.shape)
         found += max(owned.values(), key=lambda shapes: sum(map(orthogonalize_cost, shapes)))
     return tuple(found)

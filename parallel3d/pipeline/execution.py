@@ -1,4 +1,5 @@
-"""One run of a schedule on one rank: what each action takes, computes and gives, in the order of the schedule."""
+"""One run of a schedule on one rank: what each action takes, computes and gives, in the order of
+the schedule."""
 
 from __future__ import annotations
 
@@ -24,35 +25,54 @@ Tensors = tuple[Tensor, ...]
 Microbatches = Tensor | Sequence[Any]  # a tensor [microbatches, ...], or one entry per microbatch
 
 
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "backward of the input",
+    Kind.WEIGHT: "backward of the weights",
+}
+
+
 class StageError(RuntimeError):
-    """A stage, or what it takes and gives, failed on this rank; the cause is the error that it raised."""
+    """A stage, or what it takes and gives, failed on this rank; the cause is the error that it
+    raised."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A slice of the model on this rank, and three calls by which the data dimension follows its backwards:
-    `before_backward(last)` comes before each backward and says whether the stage's gradients are complete after it;
-    `after_weights(last)` comes after the second half of each split backward and says the same; `drop_gradients()`
-    throws away the gradients of `PipelineRuntime.warm_up`, which without it puts back those that were there."""
+    """A slice of the model on this rank, and three calls by which the data dimension follows its
+    backwards: `before_backward(last)` comes before each backward and says whether the stage's
+    gradients are complete after it; `after_weights(last)` comes after the second half of each split
+    backward and says the same; `drop_gradients()` throws away the gradients of
+    `PipelineRuntime.warm_up`, which without it puts back those that were there."""
 
     module: nn.Module
     before_backward: Callable[[bool], None] = lambda last: None
     after_weights: Callable[[bool], None] = lambda last: None
     drop_gradients: Callable[[], None] | None = None
-    delayed: DelayedGradients | None = None  # set by the runtime of a schedule that splits the backward
+    # set by the runtime of a schedule that splits the backward
+    delayed: DelayedGradients | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The microbatches of a run: `inputs[m]` goes to the first stage, a tensor or a tuple of them,
+    `labels[m]` to the loss, `keywords[m]` to every stage's forward."""
+
+    inputs: Microbatches | None
+    labels: Microbatches | None
+    keywords: Sequence[Mapping[str, Any]] | None
 
 
 @dataclass
-class Execution:
-    """Carries out one rank's actions of a schedule. `stages` are this rank's by their index in the model. Without
-    `loss_fn` the last stage's outputs are collected."""
+class ScheduleExecutor:
+    """Carries out one rank's actions of a schedule. `stages` are this rank's by their index in the
+    model. Without `loss_fn` the last stage's outputs are collected."""
 
     schedule: Schedule
     stages: Mapping[int, Stage]
     transport: Transport
-    inputs: Microbatches | None  # `inputs[m]` goes to the first stage, a tensor or a tuple of them
-    labels: Microbatches | None  # `labels[m]` is what the loss compares the last stage's output with
-    keywords: Sequence[Mapping[str, Any]] | None  # `keywords[m]` goes to every stage's forward by name
+    batch: Batch
     loss_fn: LossFunction | None
     recorder: Recorder | None
     loss: Tensor | None = None  # the sum over microbatches, on the last stage's rank
@@ -61,14 +81,18 @@ class Execution:
     def __post_init__(self) -> None:
         self._rank, self._last_stage = self.transport.links.rank, self.schedule.stages - 1
         self._handed_over: dict[Action, Tensors] = {}  # between two stages of this rank
-        # What a forward leaves for its backward, by (stage, microbatch): the inputs that get a gradient, and the
-        # outputs' places in the graph (the last stage's is the loss). The outputs themselves are not kept.
-        self._alive: dict[tuple[int, int], tuple[Tensors, Sequence[GradientEdge | Tensor | None]]] = {}
-        self._weights: dict[tuple[int, int], list[Work]] = {}  # second halves of backwards, until they are done
+        # What a forward leaves for its backward, by (stage, microbatch): the inputs that get a
+        # gradient, and the outputs' places in the graph (the last stage's is the loss). The outputs
+        # themselves are not kept.
+        self._alive: dict[
+            tuple[int, int], tuple[Tensors, Sequence[GradientEdge | Tensor | None]]
+        ] = {}
+        # second halves of backwards, until they are done
+        self._weights: dict[tuple[int, int], list[Work]] = {}
 
     def run(self) -> None:
-        """Does all actions of this rank, in order. Raises StageError where something fails here and RankError where it
-        fails on another rank; both say where."""
+        """Does all actions of this rank, in order. Raises StageError where something fails here and
+        RankError where it fails on another rank; both say where."""
         actions, at, recorder = self.schedule.ranks[self._rank], 0, self.recorder
         try:
             for at, action in enumerate(actions):  # noqa: B007  # read by the error below
@@ -76,7 +100,7 @@ class Execution:
                 start = None if recorder is None else recorder.now()
                 match action.kind:
                     case Kind.FORWARD:
-                        module, keywords = self.stages[action.stage].module, self.keywords
+                        module, keywords = self.stages[action.stage].module, self.batch.keywords
                         named = {} if keywords is None else keywords[action.microbatch]
                         made = self._after_forward(action, taken, module(*taken, **named))
                     case Kind.WEIGHT:
@@ -88,18 +112,27 @@ class Execution:
                     recorder.add(action, start, recorder.now())
                 if made is not None:
                     self._give(action, made)
-                del taken, made  # so that their memory is free before the next action waits for its input
+                # so that their memory is free before the next action waits for its input
+                del taken, made
                 self.transport.action_issued()
             self.transport.finish()
         except Exception as error:
             self._fail(error, actions, at)
 
+    @property
+    def total_loss(self) -> Tensor:
+        """The sum of the microbatches' losses, float64; 0 without the last stage."""
+        if self.loss is not None:
+            return self.loss
+        return torch.zeros((), dtype=torch.float64, device=self.transport.device)
+
     def _take(self, action: Action) -> Tensors:
-        """What another stage has made for the action; for the first stage's forward, the microbatch."""
+        """What another stage has made for the action; for the first stage's forward, the
+        microbatch."""
         stage, kind, microbatch = action
         if kind is Kind.FORWARD and stage == 0:
-            assert self.inputs is not None
-            return _as_tuple(self.inputs[microbatch])
+            assert self.batch.inputs is not None
+            return _as_tuple(self.batch.inputs[microbatch])
         if kind is Kind.WEIGHT or (kind is not Kind.FORWARD and stage == self._last_stage):
             return ()
         giver = stage - 1 if kind is Kind.FORWARD else stage + 1
@@ -121,17 +154,18 @@ class Execution:
             self.transport.send(taker, made)
 
     def _after_forward(self, action: Action, inputs: Tensors, output: Any) -> Tensors | None:
-        """Keeps what the backward needs. Returns the outputs for the next stage, or None after the last stage, whose
-        output goes to the loss. Raises ValueError where a stage's outputs are not what its boundary declares."""
+        """Keeps what the backward needs. Returns the outputs for the next stage, or None after the
+        last stage, whose output goes to the loss. Raises ValueError where a stage's outputs are not
+        what its boundary declares."""
         stage, _, microbatch = action
         trains = self.schedule.trains
         received = self.transport.crossings[stage - 1].forward.specs if stage > 0 else ()
-        kept = tuple(x for x, spec in zip(inputs, received, strict=False) if spec.has_gradient) if trains else ()
+        kept = tuple(x for x, spec in zip(inputs, received, strict=False) if spec.has_gradient)
         if stage == self._last_stage:
             if self.loss_fn is None:
                 self.outputs.append(output)
                 return None
-            labels = self.labels
+            labels = self.batch.labels
             loss = self.loss_fn(output, None if labels is None else labels[microbatch])
             own = loss.detach().double()  # a dtype that ranks without the last stage know, too
             self.loss = own if self.loss is None else self.loss + own
@@ -140,15 +174,19 @@ class Execution:
             return None
         outputs, specs = _as_tuple(output), self.transport.crossings[stage].forward.specs
         if len(outputs) != len(specs):
-            raise ValueError(f"the stage gives {len(outputs)} tensors, and its boundary declares {len(specs)}")
+            raise ValueError(
+                f"the stage gives {len(outputs)} tensors, and its boundary declares {len(specs)}"
+            )
         for at, (tensor, spec) in enumerate(zip(outputs, specs, strict=True)):
             given = TensorSpec.like(tensor)
             if (given.shape, given.dtype) != (spec.shape, spec.dtype):
-                raise ValueError(f"the stage's output {at} is {given}, and its boundary declares {spec}")
+                raise ValueError(
+                    f"the stage's output {at} is {given}, and its boundary declares {spec}"
+                )
             if tensor.requires_grad and not spec.has_gradient:
                 raise ValueError(
-                    f"the stage's output {at} needs a gradient, and its boundary declares that none comes back; detach "
-                    "it, or declare requires_grad=True"
+                    f"the stage's output {at} needs a gradient, and its boundary declares that "
+                    "none comes back; detach it, or declare requires_grad=True"
                 )
         if trains:
             returning = [y for y, spec in zip(outputs, specs, strict=True) if spec.has_gradient]
@@ -157,8 +195,8 @@ class Execution:
         return tuple(y.detach() for y in outputs)
 
     def _backward(self, action: Action, grads: Tensors) -> Tensors | None:
-        """Differentiates a stage's microbatch, wholly or in its input alone. Returns the gradients of the inputs for
-        the stage before, or None from the first stage."""
+        """Differentiates a stage's microbatch, wholly or in its input alone. Returns the gradients
+        of the inputs for the stage before, or None from the first stage."""
         stage, kind, microbatch = action
         inputs, roots = self._alive.pop((stage, microbatch))
         is_split = kind is Kind.INPUT
@@ -176,7 +214,8 @@ class Execution:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
 
     def _backward_weights(self, action: Action) -> None:
-        """Does the second half of a split backward: the products that the first half has delayed."""
+        """Does the second half of a split backward: the products that the first half has
+        delayed."""
         works = self._weights.pop((action.stage, action.microbatch))[::-1]
         with torch.no_grad():
             while works:  # popped before it is called, so that its tensors are freed with it
@@ -184,12 +223,13 @@ class Execution:
         self.stages[action.stage].after_weights(action in self.schedule.last_backwards)
 
     def _fail(self, error: Exception, actions: Sequence[Action], at: int) -> NoReturn:
-        """Tells the other ranks, and raises the error with the rank, the stage and the action where it came up."""
+        """Tells the other ranks, and raises the error with the rank, the stage and the action where
+        it came up."""
         links, action = self.transport.links, actions[at]
-        kinds = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
         place = (
-            f"rank {dist.get_rank()} (pipeline rank {links.rank} of {links.size}), stage {action.stage}, microbatch "
-            f"{action.microbatch}, {kinds[action.kind]} ({action}, action {at + 1} of {len(actions)})"
+            f"rank {dist.get_rank()} (pipeline rank {links.rank} of {links.size}), stage "
+            f"{action.stage}, microbatch {action.microbatch}, {_WORDS[action.kind]} ({action}, "
+            f"action {at + 1} of {len(actions)})"
         )
         if isinstance(error, PeerLostError):
             first_failure = links.failure_message()
@@ -202,12 +242,16 @@ class Execution:
 
 
 def _differentiate(roots: Sequence[GradientEdge | Tensor | None], grads: Tensors) -> None:
-    """Adds to `.grad` of parameters and inputs. `grads` are the gradients of the roots, empty where the root is a loss.
-    A root that needs no gradient is None."""
-    pairs = [(root, grad) for root, grad in zip(roots, grads or (None,) * len(roots), strict=True) if root is not None]
-    if pairs:
-        starts: Any = [root for root, _ in pairs]  # torch takes tensors and edges mixed, and declares one kind
-        torch.autograd.backward(starts, [grad for _, grad in pairs])
+    """Adds to `.grad` of parameters and inputs. `grads` are the gradients of the roots, empty where
+    the root is a loss. A root that needs no gradient is None."""
+    starts: list[Any] = []  # torch takes tensors and edges mixed, and declares one kind
+    gradients: list[Tensor | None] = []
+    for root, grad in zip(roots, grads or (None,) * len(roots), strict=True):
+        if root is not None:
+            starts.append(root)
+            gradients.append(grad)
+    if starts:
+        torch.autograd.backward(starts, gradients)
 
 
 def _as_tuple(value: Any) -> Tensors:

@@ -1,10 +1,12 @@
-"""How the ranks of one pipeline reach each other: shared memory, process groups, and the message of a failure.
+"""How the ranks of one pipeline reach each other: shared memory, process groups, and the message of
+a failure.
 
-Each way from one rank to another has a process group of its own. A GPU works off what a group was given in order, so
-with one group for both directions two ranks that each send first would wait for each other for ever. And NCCL connects
-two ranks at their first message, for which each of them stops until the other comes: so all ranks make their groups in
-one order, and send something small through each as soon as it is made. On one host without GPUs no group is made until
-a message is too large for the shared memory; often none is.
+Each way from one rank to another has a process group of its own. A GPU works off what a group was
+given in order, so with one group for both directions two ranks that each send first would wait for
+each other for ever. And NCCL connects two ranks at their first message, for which each of them
+stops until the other comes: so all ranks make their groups in one order, and send something small
+through each as soon as it is made. On one host without GPUs no group is made until a message is too
+large for the shared memory; often none is.
 """
 
 from __future__ import annotations
@@ -30,24 +32,30 @@ from parallel3d.host_memory.segment import own_folder
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.torch_private import default_store, group_of, timeout_ms
 
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+
 Way = tuple[int, int]  # source rank, target rank
 
 
 class Links:
-    """Connects the ranks of a pipeline along one placement of stages. All ranks make their links at once. Raises
-    ScheduleError on all ranks where their schedules differ."""
+    """Connects the ranks of a pipeline along one placement of stages. All ranks make their links at
+    once. Raises ScheduleError on all ranks where their schedules differ."""
 
     def __init__(self, pp: DeviceMesh, schedule: Schedule, device: torch.device) -> None:
         self.rank, self.size = (pp.get_local_rank(), pp.size()) if pp.size() > 1 else (0, 1)
         self.incoming: dict[int, Incoming] = {}
         self.outgoing: dict[int, Outgoing] = {}
-        self.shared: frozenset[Way] = frozenset()  # the ways of all ranks that go through shared memory
+        # the ways of all ranks that go through shared memory
+        self.shared: frozenset[Way] = frozenset()
         self._pipeline = pp.get_group() if self.size > 1 else None
         self._ways, self._device = _ways(schedule), device
-        self._groups: dict[Way, tuple[dist.ProcessGroup, int]] = {}  # this rank's ways, with the other end's rank in it
-        self.name = f"parallel3d/{secrets.token_hex(8)}"  # the first rank's on all ranks, and no other pipeline's
+        # this rank's ways, with the other end's rank in it
+        self._groups: dict[Way, tuple[dist.ProcessGroup, int]] = {}
+        # the first rank's on all ranks, and no other pipeline's
+        self.name = f"parallel3d/{secrets.token_hex(8)}"
         self._is_closed = False
-        self._failure_key = ""  # where the ranks leave the message of the first failure; "" where there are no others
+        # where the ranks leave the message of the first failure; "" where there are no others
+        self._failure_key = ""
         self._timeout_ms: Callable[[], int] = int
         if self.size > 1:
             self._meet(pp.get_group(), schedule, device)
@@ -55,12 +63,17 @@ class Links:
             self.open_groups()
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
-        """Every target makes the memory of its links and tells all ranks where it is; then both ends open it."""
-        self._timeout_ms = partial(timeout_ms, pipeline, device)  # which changes after the first step
+        """Every target makes the memory of its links and tells all ranks where it is; then both
+        ends open it."""
+        # which changes after the first step
+        self._timeout_ms = partial(timeout_ms, pipeline, device)
         with own_folder(device.type) as folder:
             mine: dict[Way, Path] = {}
-            for source, target in [way for way in self._ways if way[1] == self.rank and folder is not None]:
-                with suppress(OSError):  # where there is no room, the backend carries this way's messages
+            for source, target in [
+                way for way in self._ways if way[1] == self.rank and folder is not None
+            ]:
+                # where there is no room, the backend carries this way's messages
+                with suppress(OSError):
                     assert folder is not None
                     path = folder / f"{source}-{target}"
                     reserve(path)
@@ -72,23 +85,33 @@ class Links:
             dist.all_gather_object(offers, own, group=pipeline)
             hosts, names, digests, links = zip(*offers, strict=True)
             if len(set(digests)) > 1:
-                raise ScheduleError(f"schedule {schedule.name}: the ranks of the pipeline do not have the same one")
+                raise ScheduleError(
+                    f"schedule {schedule.name}: the ranks of the pipeline do not have the same one"
+                )
             self.name = self._failure_key = names[0]
             for source, target in self._ways:
                 if (source, target) in links[target] and hosts[source] == hosts[target]:
                     self.shared |= {(source, target)}
                     if source == self.rank:
                         self.outgoing[target] = Outgoing(links[target][source, target], target)
-            self.incoming = {source: link for source, link in incoming.items() if (source, self.rank) in self.shared}
+            self.incoming = {
+                source: link
+                for source, link in incoming.items()
+                if (source, self.rank) in self.shared
+            }
             dist.barrier(pipeline)  # all have opened what is now removed
 
     def open_groups(self) -> None:
-        """Makes and connects the backend's groups, when all ranks of the pipeline come to need them. Of two ranks that
-        meet for a way, each has already been at its earlier ways: so no circle of ranks waits for each other."""
+        """Makes and connects the backend's groups, when all ranks of the pipeline come to need
+        them. Of two ranks that meet for a way, each has already been at its earlier ways: so no
+        circle of ranks waits for each other."""
         if self._groups or self._pipeline is None:
             return
         ranks, device = dist.get_process_group_ranks(self._pipeline), self._device
-        timeout, first_message = timedelta(milliseconds=self._timeout_ms()) or None, torch.zeros(1, device=device)
+        timeout, first_message = (
+            timedelta(milliseconds=self._timeout_ms()) or None,
+            torch.zeros(1, device=device),
+        )
         for source, target in self._ways:
             if self.rank in (source, target):
                 name = f"{self.name} {source} to {target}"
@@ -96,14 +119,20 @@ class Links:
                 group = group_of(ends, "pipeline", name=name, device=device, timeout=timeout)
                 other = ranks[target if self.rank == source else source]
                 self._groups[source, target] = group, dist.get_group_rank(group, other)
-                work = self.isend(first_message, target) if self.rank == source else self.irecv(first_message, source)
+                work = (
+                    self.isend(first_message, target)
+                    if self.rank == source
+                    else self.irecv(first_message, source)
+                )
                 assert work is not None
                 work.wait()
-        # A rank that failed at once would close its end while another still connects, which then waits for ever.
+        # A rank that failed at once would close its end while another still connects, which then
+        # waits for ever.
         dist.barrier(self._pipeline)
 
     def isend(self, tensor: Tensor, target: int) -> dist.Work | None:
-        """Starts to send a tensor by the backend. Raises PeerLostError where the other end has gone."""
+        """Starts to send a tensor by the backend. Raises PeerLostError where the other end has
+        gone."""
         group, other = self._groups[self.rank, target]
         try:
             return dist.isend(tensor, group=group, group_dst=other)
@@ -111,8 +140,8 @@ class Links:
             raise PeerLostError(f"nothing more from pipeline rank {target}: {error}") from error
 
     def irecv(self, tensor: Tensor, source: int) -> dist.Work | None:
-        """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError where the other end has
-        gone."""
+        """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError where
+        the other end has gone."""
         group, other = self._groups[source, self.rank]
         try:
             return dist.irecv(tensor, group=group, group_src=other)
@@ -120,19 +149,22 @@ class Links:
             raise PeerLostError(f"nothing more from pipeline rank {source}: {error}") from error
 
     def complete(self, work: dist.Work, peer: int) -> None:
-        """Waits for a transfer by the backend. Raises PeerLostError where pipeline rank `peer` has gone or stays
-        silent."""
+        """Waits for a transfer by the backend. Raises PeerLostError where pipeline rank `peer` has
+        gone or stays silent."""
         try:
             if self._device.type == "cuda":
-                work.wait()  # the stream waits, and NCCL's watchdog knows the limit; told one, it would stop the host
+                # the stream waits, and NCCL's watchdog knows the limit; told one, it would stop the
+                # host
+                work.wait()
             else:
-                work.wait(timedelta(milliseconds=self._timeout_ms()))  # gloo's messages know only their group's first
+                # gloo's messages know only their group's first
+                work.wait(timedelta(milliseconds=self._timeout_ms()))
         except RuntimeError as error:
             raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
 
     def wait(self, link: Incoming) -> Header:
-        """Waits for the next header of a link. Meanwhile messages that wait to be sent go out as room comes free.
-        Raises PeerLostError where the other end has gone or stays silent."""
+        """Waits for the next header of a link. Meanwhile messages that wait to be sent go out as
+        room comes free. Raises PeerLostError where the other end has gone or stays silent."""
         while (header := link.poll()) is None:
             self._sleep([link.headers])
         return header
@@ -143,7 +175,8 @@ class Links:
                 self._sleep([])
 
     def _sleep(self, pipes: list[int]) -> None:
-        """Sleeps until one of `pipes` can be read, or room comes free for a message that waits to be sent."""
+        """Sleeps until one of `pipes` can be read, or room comes free for a message that waits to
+        be sent."""
         sleeper = select.poll()
         for pipe in pipes:
             sleeper.register(pipe, select.POLLIN)
@@ -158,10 +191,13 @@ class Links:
     def check_open(self) -> None:
         """Raises RankError where an earlier run has failed, here or on another rank."""
         if self._is_closed:
-            raise RankError(f"this pipeline has failed: {self.failure_message() or 'see the first error'}")
+            raise RankError(
+                f"this pipeline has failed: {self.failure_message() or 'see the first error'}"
+            )
 
     def fail(self, message: str) -> None:
-        """Tells the other ranks: leaves them a message, then closes everything that they may wait for."""
+        """Tells the other ranks: leaves them a message, then closes everything that they may wait
+        for."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -170,7 +206,8 @@ class Links:
         for link in (*self.incoming.values(), *self.outgoing.values()):
             link.close()
         for group, _ in self._groups.values():
-            if dist.get_backend(group) == "gloo":  # NCCL's would wait for its peers: there the launcher ends them
+            # NCCL's would wait for its peers: there the launcher ends them
+            if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
 
     def failure_message(self) -> str | None:
@@ -184,8 +221,9 @@ Connect = Callable[[DeviceMesh, Schedule, torch.device], Links]
 
 
 class OfflineLinks(Links):
-    """Stands in for the links of a rank whose pipeline has no other processes (a dry run in torch's "fake" process
-    group). All messages go through the groups, as on GPUs, and a failure is told to nobody."""
+    """Stands in for the links of a rank whose pipeline has no other processes (a dry run in torch's
+    "fake" process group). All messages go through the groups, as on GPUs, and a failure is told to
+    nobody."""
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         pass

@@ -1,13 +1,16 @@
-"""Cutting a model into pipeline stages. A parameter of a stage keeps the name that it has in the whole model.
+"""Cutting a model into pipeline stages. A parameter of a stage keeps the name that it has in the
+whole model.
 
-`cut` removes the other stages' parts from the project's own models, whose attributes are the blocks (`layers`, a
-ModuleDict keyed by the block's index in the whole model) and what comes before (`embed`) and after (`norm`, `head`).
+`cut` removes the other stages' parts from the project's own models, whose attributes are the blocks
+(`layers`, a ModuleDict keyed by the block's index in the whole model) and what comes before
+(`embed`) and after (`norm`, `head`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,8 @@ LAST_PARTS = ("norm", "head")
 
 @dataclass(frozen=True)
 class BlockRange:
-    """The blocks first <= i < end of the whole model, and whether the embedding or the head go with them."""
+    """The blocks first <= i < end of the whole model, and whether the embedding or the head go with
+    them."""
 
     first: int
     end: int
@@ -32,11 +36,15 @@ class BlockRange:
     @property
     def parts(self) -> set[str]:
         """The names of the model's parts, beside its blocks, that go with them."""
-        return {*(FIRST_PARTS if self.is_first_stage else ()), *(LAST_PARTS if self.is_last_stage else ())}
+        return {
+            *(FIRST_PARTS if self.is_first_stage else ()),
+            *(LAST_PARTS if self.is_last_stage else ()),
+        }
 
 
 def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
-    """Returns the blocks of each stage, from how many blocks each stage has (`schedules.balance`)."""
+    """Returns the blocks of each stage, from how many blocks each stage has
+    (`schedules.balance`)."""
     starts = (0, *cut_points(sizes))
     last = len(sizes) - 1
     return [
@@ -58,22 +66,35 @@ def cut(model: nn.Module, blocks: BlockRange) -> nn.Module:
 
 
 def names_of(blocks: BlockRange, names: Iterable[str]) -> set[str]:
-    """Returns the subset of the model's parameter names that belongs to a stage."""
-    tops = {*blocks.parts, *(f"layers.{index}" for index in range(blocks.first, blocks.end))}
-    return {name for name in names if tops & {name.split(".")[0], ".".join(name.split(".")[:2])}}
+    """Returns the model's parameter names that belong to a stage."""
+    own = {*blocks.parts, *(f"layers.{index}" for index in range(blocks.first, blocks.end))}
+    found = set()
+    for name in names:
+        top, _, rest = name.partition(".")
+        if top in own or f"{top}.{rest.partition('.')[0]}" in own:
+            found.add(name)
+    return found
 
 
 def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
-    """Raises ValueError where a parameter of the model would be on no stage, or on two."""
-    kept = [name for blocks in ranges for name in names_of(blocks, names)]
-    if sorted(kept) != sorted(names):
-        lost, doubled = sorted(names - set(kept)), sorted({name for name in kept if kept.count(name) > 1})
-        raise ValueError(f"the stages lose {lost[:4]} and have twice {doubled[:4]} of the model's parameters")
+    """Raises ValueError if a parameter of the model would be on no stage, or on two."""
+    _check_each_once(names, [name for blocks in ranges for name in names_of(blocks, names)])
+
+
+def _check_each_once(names: set[str], kept: Sequence[str]) -> None:
+    doubled = {name for name in kept if kept.count(name) > 1}
+    lost = names - set(kept)
+    if lost or doubled:
+        raise ValueError(
+            f"the stages leave out {sorted(lost)[:4]} and have twice {sorted(doubled)[:4]} of the "
+            "model's parameters"
+        )
 
 
 def shared_by_ends(model: nn.Module, ranges: Sequence[BlockRange]) -> set[str]:
-    """Returns the first name of each parameter that the first and the last stage share. Raises ConfigError if any other
-    stages share a parameter, because only these two sum their gradients."""
+    """Returns the first name of each parameter that the first and the last stage share. Raises
+    ConfigError if any other stages share a parameter, because only these two sum their
+    gradients."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -84,49 +105,54 @@ def shared_by_ends(model: nn.Module, ranges: Sequence[BlockRange]) -> set[str]:
             shared.add(aliases[0])
         elif len(stages) > 1:
             raise ConfigError(
-                f"parallel.pp * parallel.virtual_stages = {len(ranges)}: {' and '.join(aliases)} are one parameter on "
-                f"the stages {' and '.join(map(str, stages))}; only the first and the last stage can share one; set "
-                "parallel.pp=1, or parallel.stage_boundaries that keep these modules on one stage"
+                f"parallel.pp * parallel.virtual_stages = {len(ranges)}: {' and '.join(aliases)} "
+                f"are one parameter on the stages {' and '.join(map(str, stages))}; only the first "
+                "and the last stage can share one; set parallel.pp=1, or parallel.stage_boundaries "
+                "that keep these modules on one stage"
             )
     return shared
 
 
 def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.Sequential]:
-    """Cuts a Sequential into its stages. `boundaries` are the indices of the first module of each stage but the first.
-    Raises ValueError where a stage would be empty."""
+    """Cuts a Sequential into its stages. `boundaries` are the indices of the first module of each
+    stage but the first. Raises ValueError where a stage would be empty."""
     return cut_by_names(model, [name for name, _ in model.named_children()], boundaries)
 
 
-def cut_by_names(model: nn.Module, names: Sequence[str], boundaries: Sequence[int]) -> list[nn.Sequential]:
-    """Cuts a model into stages if its forward calls the modules `names` one after the other, such as ["embed",
-    "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before gives, one tensor or a tuple. Raises
-    ValueError if a stage would be empty, or a parameter of the model is in none of the modules, in two, or on two
-    stages."""
-    ends = [*boundaries, len(names)]
-    starts = [0, *boundaries]
-    if any(start >= end for start, end in zip(starts, ends, strict=True)):
-        raise ValueError(f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules")
-    parts = [(name, model.get_submodule(name)) for name in names]
-    held = [f"{name}.{inner}" for name, part in parts for inner, _ in part.named_parameters(remove_duplicate=False)]
-    missing = sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - set(held))
-    doubled = sorted({name for name in held if held.count(name) > 1})
-    if missing or doubled:
-        raise ValueError(f"the modules {list(names)} leave out {missing[:4]} and have twice {doubled[:4]}")
-    stages: list[nn.Sequential] = [Chain(model, names[start:end]) for start, end in zip(starts, ends, strict=True)]
+def cut_by_names(
+    model: nn.Module, names: Sequence[str], boundaries: Sequence[int]
+) -> list[nn.Sequential]:
+    """Cuts a model into stages if its forward calls the modules `names` one after the other, such
+    as ["embed", "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before
+    gives, one tensor or a tuple. Raises ValueError if a stage would be empty, or a parameter of the
+    model is in none of the modules, in two, or on two stages."""
+    ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(names)))]
+    if not all(ranges):
+        raise ValueError(
+            f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules"
+        )
+    stages: list[nn.Sequential] = [Chain(model, names[own.start : own.stop]) for own in ranges]
+    held = []
+    for name in names:
+        own_names = model.get_submodule(name).named_parameters(name, remove_duplicate=False)
+        held += [parameter for parameter, _ in own_names]
+    _check_each_once({name for name, _ in model.named_parameters(remove_duplicate=False)}, held)
     held_before: dict[nn.Parameter, str] = {}
     for stage in stages:
         own = {parameter: name for name, parameter in stage.named_parameters()}
         for parameter in own.keys() & held_before.keys():
             raise ValueError(
-                f"{own[parameter]} and {held_before[parameter]} are one parameter on two stages, where each copy would "
-                "learn something else; keep their modules on one stage, or give each its own parameter"
+                f"{own[parameter]} and {held_before[parameter]} are one parameter on two stages, "
+                "where each copy would learn something else; keep their modules on one stage, or "
+                "give each its own parameter"
             )
         held_before |= own
     return stages
 
 
 class Chain(nn.Sequential):
-    """Calls modules of a model one after the other and keeps the names that they have in the model."""
+    """Calls modules of a model one after the other and keeps the names that they have in the
+    model."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -150,8 +176,9 @@ class Chain(nn.Sequential):
 
 @torch.no_grad()
 def boundaries_of(stages: Sequence[nn.Module], *example: Tensor) -> list[Boundary]:
-    """Finds what crosses between the stages of a model, from a forward of an example microbatch through all of them; on
-    the meta device this costs nothing. Floating-point tensors are assumed to need a gradient."""
+    """Finds what crosses between the stages of a model, from a forward of an example microbatch
+    through all of them; on the meta device this costs nothing. Floating-point tensors are assumed
+    to need a gradient."""
     values: tuple[Tensor, ...] = example
     boundaries = []
     for stage in stages[:-1]:

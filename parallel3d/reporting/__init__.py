@@ -1,1 +1,2 @@
-"""What a run tells the outside of its steps: metrics, the line or bar on a terminal, dashboards and profiles."""
+"""What a run tells the outside of its steps: metrics, the line or bar on a terminal, dashboards and
+profiles."""

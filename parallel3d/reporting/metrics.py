@@ -36,27 +36,35 @@ class StepMetrics:
     data_wait_s: float = 0.0  # the part of step_time_s that waits for a batch, on the worst rank
     tokens_per_s: float
     tokens_per_s_per_device: float
-    mfu: float | None  # the share of the device's dense peak that was used; None where the peak is not known
+    # the share of the device's dense peak that was used; None where the peak is not known
+    mfu: float | None
     peak_memory_bytes: int  # on the worst rank: CUDA's tensors, or the process on a CPU
-    peak_reserved_bytes: int | None = None  # on the worst rank: what CUDA's allocator has taken for them; None on a CPU
-    slowest_rank: int | None = None  # the rank whose own work takes longest, without its waits for peers
+    # on the worst rank: what CUDA's allocator has taken for them; None on a CPU
+    peak_reserved_bytes: int | None = None
+    # the rank whose own work takes longest, without its waits for peers
+    slowest_rank: int | None = None
     slowest_ratio: float | None = None  # ... and how many times that of the median of its peers
     val_loss: float | None = None  # of the part of the run's own data that is kept for validation
-    set_losses: Mapping[str, float] = field(default_factory=dict)  # of the other evaluation sets, by their names
+    # of the other evaluation sets, by their names
+    set_losses: Mapping[str, float] = field(default_factory=dict)
     loss_scale: float | None = None  # the scale in this step; None where the precision is not fp16
     spikes: int = 0  # steps since the start of the run whose loss or gradient norm stood out
     rollbacks: int = 0  # how often the run has gone back to a checkpoint because of them
-    skipped_steps: int = 0  # steps since the start of the run that were left out: not finite, or refused
+    # steps since the start of the run that were left out: not finite, or refused
+    skipped_steps: int = 0
 
     @property
     def scalars(self) -> dict[str, float | None]:
-        """The numbers of the line by their keys, each evaluation with its perplexity. A number that is not finite, such
-        as a skipped step's norm, is None, because JSON has no infinity."""
+        """The numbers of the line by their keys, each evaluation with its perplexity. A number that
+        is not finite, such as a skipped step's norm, is None, because JSON has no infinity."""
         own = {name: value for name, value in vars(self).items() if name != "set_losses"}
         own["val_perplexity"] = None if self.val_loss is None else perplexity(self.val_loss)
         for name, loss in self.set_losses.items():
             own |= {f"val_loss/{name}": loss, f"val_perplexity/{name}": perplexity(loss)}
-        return {key: value if value is not None and math.isfinite(value) else None for key, value in own.items()}
+        return {
+            key: value if value is not None and math.isfinite(value) else None
+            for key, value in own.items()
+        }
 
 
 def perplexity(loss: float) -> float:
@@ -65,10 +73,10 @@ def perplexity(loss: float) -> float:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes from, or goes back to,
-    are dropped: the file is replaced by a new one that is whole. Where it has lines that are no metrics, the old file
-    is kept beside it, and `note` says so. Each new line is handed on to `also` as well, and each step that the run goes
-    back to to `also_back`."""
+    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes
+    from, or goes back to, are dropped: the file is replaced by a new one that is whole. Where it
+    has lines that are no metrics, the old file is kept beside it, and `note` says so. Each new line
+    is handed on to `also` as well, and each step that the run goes back to to `also_back`."""
 
     def __init__(
         self,
@@ -79,7 +87,8 @@ class MetricsFile:
         also_back: Callable[[int], None] | None = None,
     ) -> None:
         self._path, self._also, self._also_back, self.note = path, also, also_back, ""
-        self.history = self._without_lines_after(resumed_step)  # the lines of the steps that the run goes on from
+        # the lines of the steps that the run goes on from
+        self.history = self._without_lines_after(resumed_step)
 
     def go_back(self, step: int) -> None:
         """Drops the lines of the steps after `step`."""
@@ -95,15 +104,19 @@ class MetricsFile:
         lines = [_read_line(line) for line in whole]
         kept = [line for line in lines if line is not None and (line["step"] or 0) <= step]
         if None in lines:
-            taken = (path.with_name(f"{path.name}.damaged.{number}") for number in itertools.count(1))
+            taken = (
+                path.with_name(f"{path.name}.damaged.{number}") for number in itertools.count(1)
+            )
             aside = next(each for each in taken if not each.exists())
             with writing(aside):
                 shutil.copyfile(path, aside)
             bad = lines.index(None) + 1
             self.note = (
-                f"{path}: line {bad} is no line of metrics; the file is kept as {aside}, without such lines here"
+                f"{path}: line {bad} is no line of metrics; the file is kept as {aside}, without "
+                "such lines here"
             )
-        partial = path.with_name(f".{path.name}.{os.getpid()}")  # no name that somebody else's file may have
+        # no name that somebody else's file may have
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
         with writing(path):
             partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
             partial.replace(path)
@@ -126,7 +139,8 @@ def _read_line(line: str) -> dict[str, float | None] | None:
 
 
 class Stopwatch:
-    """Adds up the time of the blocks that it times, until it is read: steps, but not validation or checkpoints."""
+    """Adds up the time of the blocks that it times, until it is read: steps, but not validation or
+    checkpoints."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -140,15 +154,16 @@ class Stopwatch:
         self._blocks += 1
 
     def read(self) -> tuple[float, int]:
-        """Returns the seconds and the number of blocks since the last reading, and starts again from 0."""
+        """Returns the seconds and the number of blocks since the last reading, and starts again
+        from 0."""
         read, self._seconds, self._blocks = (self._seconds, self._blocks), 0.0, 0
         return read
 
 
 @dataclass(frozen=True)
 class StepClocks:
-    """The clocks of a rank's steps: their time, the part of it that waits for a batch, the rank's own work, and the
-    part of that for which its thread ran."""
+    """The clocks of a rank's steps: their time, the part of it that waits for a batch, the rank's
+    own work, and the part of that for which its thread ran."""
 
     whole: Stopwatch
     data: Stopwatch
@@ -173,15 +188,21 @@ def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> fl
     )
 
 
-def known_peak(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> tuple[float | None, list[str]]:
-    """Returns the peak FLOP/s of one device, of which MFU is the share, or None and for a GPU a line that says why."""
+def known_peak(
+    recipe: Recipe, device: torch.device, peak_of: PeakOf
+) -> tuple[float | None, list[str]]:
+    """Returns the peak FLOP/s of one device, of which MFU is the share, or None and for a GPU a
+    line that says why."""
     if recipe.logging.peak_tflops is not None:
         return recipe.logging.peak_tflops * 1e12, []
     if device.type != "cuda":
         return None, []
     name = torch.cuda.get_device_name(device)
     peak = peak_of(name, recipe.train.precision)
-    unknown = f"no MFU: no hardware file lists {name!r} in its cuda_names; logging.peak_tflops=989.4 would say its peak"
+    unknown = (
+        f"no MFU: no hardware file lists {name!r} in its cuda_names; logging.peak_tflops=989.4 "
+        "would say its peak"
+    )
     return peak, [] if peak else [unknown]
 
 
@@ -191,8 +212,8 @@ def gpu_bytes(device: torch.device) -> int | None:
 
 
 def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Returns the most memory that this process has held: CUDA's tensors, and what its allocator has taken for them; on
-    a CPU the resident set, and 0."""
+    """Returns the most memory that this process has held: CUDA's tensors, and what its allocator
+    has taken for them; on a CPU the resident set, and 0."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     units = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes there, KiB elsewhere

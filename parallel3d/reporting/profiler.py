@@ -1,5 +1,5 @@
-"""Profiles of some steps by torch.profiler, as traces that Perfetto and TensorBoard open, and pictures of a GPU's
-memory. What only a GPU can run of this has not been run yet."""
+"""Profiles of some steps by torch.profiler, as traces that Perfetto and TensorBoard open, and
+pictures of a GPU's memory. What only a GPU can run of this has not been run yet."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from parallel3d.errors import writing
 
 
 class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
-    """Records the steps of `logging.profile_steps` on this rank, if it is one of `logging.profile_ranks`, and the
-    memory of a GPU where the run ends for want of it. Files go to `folder`."""
+    """Records the steps of `logging.profile_steps` on this rank, if it is one of
+    `logging.profile_ranks`, and the memory of a GPU where the run ends for want of it. Files go to
+    `folder`."""
 
-    def __init__(self, config: LoggingConfig, folder: Path, *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, config: LoggingConfig, folder: Path, *, rank: int, device: torch.device
+    ) -> None:
         is_wanted = config.profile_steps is not None and rank in config.profile_ranks
         self._steps = config.profile_steps if is_wanted else None
         self._folder, self._rank, self._device = folder, rank, device
@@ -32,18 +35,24 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
             yield
             return
         if self._profile is None:
-            activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} if self._device.type == "cuda" else None
+            activities = (
+                {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+                if self._device.type == "cuda"
+                else None
+            )
             self._profile = profile(activities=activities or {ProfilerActivity.CPU})
             self._profile.start()
         with record_function(f"step {step}"):
             yield
 
     def end_after(self, step: int) -> str | None:
-        """Writes the trace if `step` was the window's last, and returns a line for the user about it."""
+        """Writes the trace if `step` was the window's last, and returns a line for the user about
+        it."""
         if self._profile is None or self._steps is None or step < self._steps[1]:
             return None
         self._profile.stop()
-        path = self._folder / f"rank_{self._rank}.{step:08d}.pt.trace.json.gz"  # TensorBoard looks for this ending
+        # TensorBoard looks for this ending
+        path = self._folder / f"rank_{self._rank}.{step:08d}.pt.trace.json.gz"
         with writing(path):
             path.parent.mkdir(exist_ok=True)
             self._profile.export_chrome_trace(str(path))
@@ -59,8 +68,11 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
             self._profile.stop()
 
     def _write_memory(self, when: str) -> None:
-        """Writes what the GPU's allocator holds, as docs.pytorch.org/memory_viz opens it; nothing on a CPU."""
+        """Writes what the GPU's allocator holds, as docs.pytorch.org/memory_viz opens it; nothing
+        on a CPU."""
         if self._device.type == "cuda":
             self._folder.mkdir(parents=True, exist_ok=True)
             snapshot = {"segments": torch.cuda.memory_snapshot(), "device_traces": []}
-            (self._folder / f"rank_{self._rank}.{when}.memory.pickle").write_bytes(pickle.dumps(snapshot))
+            (self._folder / f"rank_{self._rank}.{when}.memory.pickle").write_bytes(
+                pickle.dumps(snapshot)
+            )

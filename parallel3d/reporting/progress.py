@@ -1,4 +1,5 @@
-"""The progress of a run on stderr: a line for each measured step, and on a terminal a live bar below them."""
+"""The progress of a run on stderr: a line for each measured step, and on a terminal a live bar
+below them."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from typing import TextIO
 from parallel3d.errors import printable
 from parallel3d.reporting.metrics import StepMetrics
 
-_LEAST_NEEDED = ("mem", "eta", "lr", "grad", "scale", "mfu", "tok/s")  # metrics.jsonl has all of them
+# metrics.jsonl has all of them
+_LEAST_NEEDED = ("mem", "eta", "lr", "grad", "scale", "mfu", "tok/s")
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows the progress of a run; this one shows nothing, on the ranks that do not speak. Close it before anything
-    else is printed."""
+    """Shows the progress of a run; this one shows nothing, on the ranks that do not speak. Close it
+    before anything else is printed."""
 
     def say(self, text: str) -> None:
         """Shows a line."""
@@ -32,8 +34,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
 
 def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
-    """Opens the display of a run of `steps` of which `done` are done: none unless this rank `speaks`, and a bar where
-    stderr is a terminal that can redraw it. Rich leaves colours out where NO_COLOR is set."""
+    """Opens the display of a run of `steps` of which `done` are done: none unless this rank
+    `speaks`, and a bar where stderr is a terminal that can redraw it. Rich leaves colours out where
+    NO_COLOR is set."""
     if not speaks:
         return ProgressDisplay()
     can_redraw = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -41,8 +44,8 @@ def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
 
 
 def describe(metrics: StepMetrics, steps: int, columns: int) -> str:
-    """Returns the line of a step: `step 20/300  loss 3.1234  grad 0.812  lr 1.00e-03  8,192 tok/s  eta 1:10`. Leaves
-    out the fields of `_LEAST_NEEDED` as far as the line is longer than `columns`."""
+    """Returns the line of a step, such as `step 20/300  loss 3.1234  grad 0.812  eta 1:10`. Leaves
+    out fields of `_LEAST_NEEDED` while the line is longer than `columns`."""
     fields = {"step": f"step {metrics.step}/{steps}", "loss": f"loss {metrics.loss:.4f}"}
     if metrics.val_loss is not None:
         fields["val"] = f"val {metrics.val_loss:.4f}"
@@ -78,7 +81,8 @@ class Lines(ProgressDisplay):
         self._steps, self._stream = steps, stream
 
     def say(self, text: str) -> None:
-        """Prints a text. What cannot be printed, to a file on a full disk or a reader that has gone, ends no run."""
+        """Prints a text. What cannot be printed, to a file on a full disk or a reader that has
+        gone, ends no run."""
         with suppress(OSError):
             print(printable(text), file=self._stream, flush=True)
 
@@ -87,7 +91,8 @@ class Lines(ProgressDisplay):
 
 
 class Bar(Lines):
-    """Shows a live bar below the lines on a terminal. The lines stay and scroll; the bar is gone when the run is."""
+    """Shows a live bar below the lines on a terminal. The lines stay and scroll; the bar is gone
+    when the run is."""
 
     def __init__(self, steps: int, done: int, stream: TextIO) -> None:
         from rich import progress  # 0.3 s that a run into a file does not pay
@@ -112,7 +117,9 @@ class Bar(Lines):
     def measured(self, metrics: StepMetrics) -> None:
         super().measured(metrics)
         left = clock((self._steps - metrics.step) * metrics.step_time_s)
-        self._bar.update(self._task, description=f"loss {metrics.loss:.4f}  eta {left}", refresh=True)
+        self._bar.update(
+            self._task, description=f"loss {metrics.loss:.4f}  eta {left}", refresh=True
+        )
 
     def __enter__(self) -> Bar:
         self._bar.start()

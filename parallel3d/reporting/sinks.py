@@ -1,9 +1,10 @@
-"""Dashboards beside metrics.jsonl: each is fed the very lines of that file, from a thread of its own, and none of them
-can stop or slow a run. What one has lost, `parallel3d-train replay` sends again.
+"""Dashboards beside metrics.jsonl: each is fed the very lines of that file, from a thread of its
+own, and none of them can stop or slow a run. What one has lost, `parallel3d-train replay` sends
+again.
 
-Where steps are trained again after a crash or a rollback, TensorBoard drops what it had of them, and MLflow takes the
-later value. The history of Weights & Biases only grows, so that the value of the first time stays: a replay is a new
-run there."""
+Where steps are trained again after a crash or a rollback, TensorBoard drops what it had of them,
+and MLflow takes the later value. The history of Weights & Biases only grows, so that the value of
+the first time stays: a replay is a new run there."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from uuid import uuid4
 
 from parallel3d.config.recipe import Recipe, SinkName
 
-Line = Mapping[str, Any]  # one line of metrics.jsonl: a number, or None where there is none, by its name
+# one line of metrics.jsonl: a number, or None where there is none, by its name
+Line = Mapping[str, Any]
 _MOST_LINES_WAITING = 1000  # a sink that is as far behind as this hangs
 _LAST_WAIT_S = 60.0  # for what is still on its way when the run is done
-_WAIT_OF_A_FAILED_RUN_S = 1.0  # ... when it has failed, and its launcher waits for no more than the causes
+# ... when it has failed, and its launcher waits for no more than the causes
+_WAIT_OF_A_FAILED_RUN_S = 1.0
 _MOST_PARAMS_AT_ONCE = 100  # MLflow takes no more in one request
 
 
@@ -42,16 +45,19 @@ class SinkRun:
         name = recipe.logging.run_name or folder.resolve().name
         settings = {key: value for key, value in asdict(recipe).items() if isinstance(value, dict)}
         project = recipe.logging.project
-        return cls(folder=folder, project=project, name=name, settings=settings, resumed_step=resumed_step)
+        return cls(
+            folder=folder, project=project, name=name, settings=settings, resumed_step=resumed_step
+        )
 
     def id_file(self, sink: str) -> Path:
-        """The file that holds the run's id in a sink, so that a resumed run goes on in the same one."""
+        """The file that holds the run's id in a sink, so that a resumed run goes on in the same
+        one."""
         return self.folder / f"{sink}.id"
 
 
 class Sink(Protocol):
-    """Somewhere that metrics go. Its methods are called in this order from one thread; what they raise loses the sink
-    and nothing else."""
+    """Somewhere that metrics go. Its methods are called in this order from one thread; what they
+    raise loses the sink and nothing else."""
 
     def start(self, run: SinkRun) -> None:
         """Imports the library and opens the run, or goes on in it."""
@@ -92,8 +98,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, whose own variables (WANDB_MODE, WANDB_API_KEY, ...) say where it goes. Its files are
-    in `run_dir/wandb`."""
+    """A run of Weights & Biases, whose own variables (WANDB_MODE, WANDB_API_KEY, ...) say where it
+    goes. Its files are in `run_dir/wandb`."""
 
     def start(self, run: SinkRun) -> None:
         import wandb
@@ -123,10 +129,12 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run at MLFLOW_TRACKING_URI, or in files in `run_dir/mlflow` where the variable is not set."""
+    """A run at MLFLOW_TRACKING_URI, or in files in `run_dir/mlflow` where the variable is not
+    set."""
 
     def start(self, run: SinkRun) -> None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without it MLflow 3 refuses the store of files
+        # without it MLflow 3 refuses the store of files
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -139,17 +147,25 @@ class MLflow:
             self._client.update_run(self._id, status="RUNNING")
             return
         experiment = self._client.get_experiment_by_name(run.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        number = (
+            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        )
         self._id = self._client.create_run(number, run_name=run.name).info.run_id
         own_id.write_text(self._id)
-        params = [Param(f"{part}.{key}", str(v)) for part, keys in run.settings.items() for key, v in keys.items()]
+        params = [
+            Param(f"{part}.{key}", str(v))
+            for part, keys in run.settings.items()
+            for key, v in keys.items()
+        ]
         for first in range(0, len(params), _MOST_PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMS_AT_ONCE])
 
     def log(self, line: Line) -> None:
         now_ms = time.time_ns() // 1_000_000
-        metrics = [  # in its store of files val_loss cannot be both a file and the folder of val_loss/books
-            self._metric(name.replace("/", "."), value, now_ms, line["step"]) for name, value in _numbers(line).items()
+        # in its store of files val_loss cannot be both a file and the folder of val_loss/books
+        metrics = [
+            self._metric(name.replace("/", "."), value, now_ms, line["step"])
+            for name, value in _numbers(line).items()
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
@@ -168,9 +184,12 @@ SINKS: dict[SinkName, Callable[[], Sink]] = {
 
 
 class Sinks(AbstractContextManager["Sinks"]):
-    """The sinks of a run, each with its thread. `tell` shows a line to the user, once for each sink that is lost."""
+    """The sinks of a run, each with its thread. `tell` shows a line to the user, once for each sink
+    that is lost."""
 
-    def __init__(self, names: Sequence[SinkName], run: SinkRun, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, names: Sequence[SinkName], run: SinkRun, tell: Callable[[str], None]
+    ) -> None:
         self._tell, self._folder = tell, run.folder
         self._feeders = [_Feeder(name, run) for name in names]
 
@@ -200,8 +219,12 @@ class Sinks(AbstractContextManager["Sinks"]):
         for feeder in self._feeders:
             if feeder.loss and not feeder.is_told:
                 feeder.is_told = True
-                again = f"`parallel3d-train replay {self._folder} {feeder.name}` sends everything again"
-                self._tell(f"logging.sinks: {feeder.name} is lost, the run is not: {feeder.loss}; {again}")
+                again = (
+                    f"`parallel3d-train replay {self._folder} {feeder.name}` sends everything again"
+                )
+                self._tell(
+                    f"logging.sinks: {feeder.name} is lost, the run is not: {feeder.loss}; {again}"
+                )
 
 
 class _Feeder(Thread):
@@ -214,7 +237,8 @@ class _Feeder(Thread):
         self.start()
 
     def offer(self, item: Line | int | bool) -> None:
-        """Puts a line into the queue, or the step that the run goes back to, or at its end whether it has succeeded."""
+        """Puts a line into the queue, or the step that the run goes back to, or at its end whether
+        it has succeeded."""
         try:
             if not self.loss:
                 self._items.put_nowait(item)
@@ -236,12 +260,14 @@ class _Feeder(Thread):
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """Returns the numbers of a line but for its step, which a sink has as the place of the others."""
+    """Returns the numbers of a line but for its step, which a sink has as the place of the
+    others."""
     return {name: value for name, value in line.items() if value is not None and name != "step"}
 
 
 def cause_of(error: BaseException, name: str) -> str:
-    """Returns the error of a sink in one line, with the command that installs a library that is not there."""
+    """Returns the error of a sink in one line, with the command that installs a library that is not
+    there."""
     text = next(iter(str(error).splitlines()), "")
     install = f"; pip install 'parallel3d[{name}]', in a clone pip install -e '.[{name}]'"
     return f"{type(error).__name__}: {text}{install if isinstance(error, ImportError) else ''}"

@@ -1,7 +1,8 @@
-"""How many blocks of a transformer each pipeline stage gets, by what the model's parts cost. No torch here.
+"""How many blocks of a transformer each pipeline stage gets, by what the model's parts cost. No
+torch here.
 
-Costs are the floating-point operations of a token's forward. A backward takes about twice as many for every part, so
-the proportions hold for a whole step. The planner prices stages by the same cut.
+Costs are the floating-point operations of a token's forward. A backward takes about twice as many
+for every part, so the proportions hold for a whole step. The planner prices stages by the same cut.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ class PartCosts:
     head: float
 
     @classmethod
-    def of(cls, *, block_weights: float, hidden: int, query_hidden: int, vocab: int, seq_len: int) -> PartCosts:
-        """Counts operations per token from the weights in a block's matrices. Each weight costs two operations, and
-        causal attention multiplies with half of seq_len keys on average. An embedding is looked up: it reads and writes
-        `hidden` numbers, next to nothing beside a block."""
+    def of(
+        cls, *, block_weights: float, hidden: int, query_hidden: int, vocab: int, seq_len: int
+    ) -> PartCosts:
+        """Counts operations per token from the weights in a block's matrices. Each weight costs two
+        operations, and causal attention multiplies with half of seq_len keys on average. An
+        embedding is looked up: it reads and writes `hidden` numbers, next to nothing beside a
+        block."""
         attention = 2.0 * query_hidden * seq_len
-        return cls(embedding=2.0 * hidden, block=2.0 * block_weights + attention, head=2.0 * hidden * vocab)
+        return cls(
+            embedding=2.0 * hidden, block=2.0 * block_weights + attention, head=2.0 * hidden * vocab
+        )
 
 
 def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
-    """The number of blocks of each stage such that the costliest stage, embedding and head included, costs as little as
-    possible. Each stage but the last has at least one block; the last may be the head alone where the head is costly.
-    Among equal stages those in the middle get a block first. Raises ValueError for more stages than blocks."""
+    """The number of blocks of each stage such that the costliest stage, embedding and head
+    included, costs as little as possible. Each stage but the last has at least one block; the last
+    may be the head alone where the head is costly. Among equal stages those in the middle get a
+    block first. Raises ValueError for more stages than blocks."""
     if stages > blocks:
         raise ValueError(f"{blocks} layers cannot fill {stages} stages")
     sizes = [1] * stages
@@ -44,7 +51,11 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
 
     def priority(stage: int) -> tuple[float, float, int]:
         # Rounded, so that the small cost of an embedding does not change an even cut.
-        return round(sizes[stage] + extra[stage] / costs.block, 2), abs(stage - (stages - 1) / 2), stage
+        return (
+            round(sizes[stage] + extra[stage] / costs.block, 2),
+            abs(stage - (stages - 1) / 2),
+            stage,
+        )
 
     # Giving each block to the cheapest stage is optimal, because all blocks cost the same.
     heap = [priority(stage) for stage in range(stages)]
@@ -67,12 +78,18 @@ def sizes_between(points: Sequence[int], blocks: int) -> list[int]:
 
 
 def faults_of_boundaries(points: Sequence[int], blocks: int, stages: int) -> str | None:
-    """What is wrong with the boundaries that a user gives, or None. The first stage may be the embedding alone and the
-    last the head alone; every stage between them has blocks."""
+    """What is wrong with the boundaries that a user gives, or None. The first stage may be the
+    embedding alone and the last the head alone; every stage between them has blocks."""
     if len(points) != stages - 1:
-        return f"must be {stages - 1} numbers, the first block of each of the {stages} stages but the first"
+        return (
+            f"must be {stages - 1} numbers, the first block of each of the {stages} stages but the "
+            "first"
+        )
     if not all(0 <= point <= blocks for point in points):
         return f"must lie between 0 and model.layers = {blocks}"
     if any(size <= 0 for size in sizes_between(points, blocks)[1:-1]):
-        return "must rise from one to the next: a stage between the first and the last has at least one block"
+        return (
+            "must rise from one to the next: a stage between the first and the last has at least "
+            "one block"
+        )
     return None

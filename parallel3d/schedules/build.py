@@ -1,7 +1,9 @@
-"""A schedule made from its name and its numbers, schedules of forwards alone, and how many forwards a rank has alive.
+"""A schedule made from its name and its numbers, schedules of forwards alone, and how many forwards
+a rank has alive.
 
-A forward is alive from its action until the backward of the same stage and microbatch is done; where the backward is
-split, until its second half is done. A rank's activations are counted by it. No torch here.
+A forward is alive from its action until the backward of the same stage and microbatch is done;
+where the backward is split, until its second half is done. A rank's activations are counted by it.
+No torch here.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from parallel3d.schedules.schedule import Action, Kind, Schedule
 def build_schedule(
     name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1, check: bool = True
 ) -> Schedule:
-    """Builds the schedule of this name. Raises ScheduleError where the numbers do not suit it. Without `check` it is
-    not proved again, which for a builder of this package the tests have done."""
-    traits = _traits_for(name, pp, microbatches, virtual_stages)
+    """Builds the schedule of this name. Raises ScheduleError where the numbers do not suit it.
+    Without `check` it is not proved again, which for a builder of this package the tests have
+    done."""
+    builder = _traits_for(name, pp, microbatches, virtual_stages).builder
     schedule = Schedule(
         name=name,
         placement=placement(name, pp=pp, virtual_stages=virtual_stages),
         microbatches=microbatches,
-        ranks=tuple(tuple(traits.builder(pp, rank, microbatches, virtual_stages)) for rank in range(pp)),
+        ranks=tuple(tuple(builder(pp, rank, microbatches, virtual_stages)) for rank in range(pp)),
     )
     if check:
         check_schedule(schedule)
@@ -37,18 +40,25 @@ def rank_actions(
     name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int = 1
 ) -> tuple[Action, ...]:
     """Returns `build_schedule(...).ranks[rank]` without building the other ranks' actions."""
-    return tuple(_traits_for(name, pp, microbatches, virtual_stages).builder(pp, rank, microbatches, virtual_stages))
+    builder = _traits_for(name, pp, microbatches, virtual_stages).builder
+    return tuple(builder(pp, rank, microbatches, virtual_stages))
 
 
-def _traits_for(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> ScheduleTraits:
-    """Returns the schedule's traits. Raises ScheduleError where its builder does not take these numbers."""
+def _traits_for(
+    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int
+) -> ScheduleTraits:
+    """Returns the schedule's traits. Raises ScheduleError where its builder does not take these
+    numbers."""
     traits = schedule_traits(name)
     if pp < 1 or microbatches < 1:
-        raise ScheduleError(f"schedule {name}: pp = {pp} and {microbatches} microbatches: each must be at least 1")
+        raise ScheduleError(
+            f"schedule {name}: pp = {pp} and {microbatches} microbatches: each must be at least 1"
+        )
     if not traits.stages.allow(virtual_stages):
         least = "at least " if traits.stages.most is None else ""
         raise ScheduleError(
-            f"schedule {name}: {virtual_stages} stages on each rank; it has {least}{traits.stages.least}"
+            f"schedule {name}: {virtual_stages} stages on each rank; it has "
+            f"{least}{traits.stages.least}"
         )
     return traits
 
@@ -56,7 +66,9 @@ def _traits_for(name: ScheduleName, pp: int, microbatches: int, virtual_stages: 
 @lru_cache(maxsize=1024)
 def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """Returns the rank of each stage: round and round, or down and up again."""
-    return _down_and_up(pp) if schedule_traits(name).stages.v_shaped else _round_and_round(pp, virtual_stages)
+    if schedule_traits(name).stages.v_shaped:
+        return _down_and_up(pp)
+    return _round_and_round(pp, virtual_stages)
 
 
 def _round_and_round(pp: int, virtual_stages: int) -> tuple[int, ...]:
@@ -70,14 +82,16 @@ def _down_and_up(pp: int) -> tuple[int, ...]:
 def forward_only(
     *, pp: int, microbatches: int, virtual_stages: int = 1, placement: tuple[int, ...] | None = None
 ) -> Schedule:
-    """Builds a schedule of forwards alone, for evaluation and generation. `placement` is the training schedule's where
-    its stages do not go round and round. For at least pp microbatches no schedule takes fewer steps: v m + p - 1, and
-    2 (m + p - 1) on a V, where the last microbatch has to come up again.
+    """Builds a schedule of forwards alone, for evaluation and generation. `placement` is the
+    training schedule's where its stages do not go round and round. For at least pp microbatches no
+    schedule takes fewer steps: v m + p - 1, and 2 (m + p - 1) on a V, where the last microbatch has
+    to come up again.
     """
     if placement is None:
         placement = _round_and_round(pp, virtual_stages)
     virtual_stages = len(placement) // pp
-    forwards: list[tuple[int, int, int]] = []  # (step, stage, microbatch); no two meet on a rank of a known placement
+    # (step, stage, microbatch); no two meet on a rank of a known placement
+    forwards: list[tuple[int, int, int]] = []
     if placement == _round_and_round(pp, virtual_stages):
         first = 0
         for size in groups(pp, microbatches):
@@ -86,9 +100,11 @@ def forward_only(
                 forwards += [(start + place, stage, first + place) for place in range(size)]
             first += size
     else:
-        # On a V a rank's two stages are an odd number of steps apart, so every second step is free for the other.
+        # On a V a rank's two stages are an odd number of steps apart, so every second step is free
+        # for the other.
         pace = 2 if placement == _down_and_up(pp) else 1
-        forwards = [(pace * m + stage, stage, m) for m in range(microbatches) for stage in range(len(placement))]
+        for m in range(microbatches):
+            forwards += [(pace * m + stage, stage, m) for stage in range(len(placement))]
     ranks: list[Actions] = [[] for _ in range(pp)]
     for _, stage, m in sorted(forwards):
         ranks[placement[stage]].append(Action(stage, Kind.FORWARD, m))
@@ -103,20 +119,26 @@ def forward_only(
     return schedule
 
 
-def live_microbatches(name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """`Schedule.peak_live_microbatches` of one rank, without building a long schedule: the most forwards, each of one
-    of the rank's stages, that are alive at once."""
+def live_microbatches(
+    name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
+) -> int:
+    """`Schedule.peak_live_microbatches` of one rank, without building a long schedule: the most
+    forwards, each of one of the rank's stages, that are alive at once."""
     traits = schedule_traits(name)
     if traits.holds_whole_batch:
         return microbatches * virtual_stages
     if traits.warm_up is not None:
-        return min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, microbatches * virtual_stages)
+        warm_up = traits.warm_up(pp, rank, microbatches, virtual_stages)
+        return min(warm_up + 1, microbatches * virtual_stages)
     return _peaks(name, pp, min(microbatches, 4 * pp), virtual_stages)[rank]
 
 
 @lru_cache(maxsize=1024)
-def first_forwards(name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Returns how many forwards a rank begins with, before any backward: more microbatches than 4 pp change nothing."""
+def first_forwards(
+    name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
+) -> int:
+    """Returns how many forwards a rank begins with, before any backward: more microbatches than 4
+    pp change nothing."""
     few = min(microbatches, 4 * pp)
     actions = rank_actions(name, pp=pp, rank=rank, microbatches=few, virtual_stages=virtual_stages)
     return sum(1 for _ in takewhile(lambda action: action.kind is Kind.FORWARD, actions))
@@ -125,19 +147,27 @@ def first_forwards(name: ScheduleName, *, pp: int, rank: int, microbatches: int,
 def live_with_all_gradients(
     name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
 ) -> int | None:
-    """The most forwards that a rank has alive once each of its stages has had a backward and none its last one: all
-    gradients of the rank are in memory then and none is reduced. None where no such moment comes or is known."""
+    """The most forwards that a rank has alive once each of its stages has had a backward and none
+    its last one: all gradients of the rank are in memory then and none is reduced. None where no
+    such moment comes or is known."""
     traits, (first, _) = schedule_traits(name), group_sizes(pp, microbatches)
-    if microbatches == 1 or (virtual_stages > 1 and (first == microbatches or traits.holds_whole_batch)):
+    if microbatches == 1 or (
+        virtual_stages > 1 and (first == microbatches or traits.holds_whole_batch)
+    ):
         return None
-    backwards = (virtual_stages - 1) * first + 1  # the first group's, down to the first one of the first stage
+    # the first group's, down to the first one of the first stage
+    backwards = (virtual_stages - 1) * first + 1
     left = microbatches * virtual_stages - backwards
     if traits.holds_whole_batch:
         return left
-    return None if traits.warm_up is None else min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, left)
+    if traits.warm_up is None:
+        return None
+    return min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, left)
 
 
 @lru_cache(maxsize=1024)
 def _peaks(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False)
+    schedule = build_schedule(
+        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False
+    )
     return schedule.peak_live_microbatches

@@ -1,6 +1,8 @@
-"""The proof that a schedule can be carried out: every action comes once, on its rank, and no rank waits for ever.
+"""The proof that a schedule can be carried out: every action comes once, on its rank, and no rank
+waits for ever.
 
-Lookups are in flat arrays by stage x microbatches + microbatch, so that half a million actions take some seconds.
+Lookups are in flat arrays by stage x microbatches + microbatch, so that half a million actions take
+some seconds.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ _BIT = {F: 1, B: 2, I: 4, W: 8}
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Proves that the schedule does every forward and every backward (full, or its two halves) once, on the rank that
-    holds the stage, and runs to its end with no rank waiting for what never comes. Raises ScheduleError naming the
-    rank, the first action that is wrong, and why.
+    """Proves that the schedule does every forward and every backward (full, or its two halves)
+    once, on the rank that holds the stage, and runs to its end with no rank waiting for what never
+    comes. Raises ScheduleError naming the rank, the first action that is wrong, and why.
 
-    The proof is one order of all actions that agrees with every rank's own. It is enough for a transport whose sends
-    do not block and whose messages between two ranks arrive in the order in which they were sent.
+    The proof is one order of all actions that agrees with every rank's own. It is enough for a
+    transport whose sends do not block and whose messages between two ranks arrive in the order in
+    which they were sent.
     """
     stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
     if len(schedule.ranks) <= max(placement, default=0):
-        raise ScheduleError(f"schedule {schedule.name}: has {len(schedule.ranks)} ranks, and a stage on another")
+        raise ScheduleError(
+            f"schedule {schedule.name}: has {len(schedule.ranks)} ranks, and a stage on another"
+        )
     done = bytearray(stages * microbatches)  # the bits of the kinds of action
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:

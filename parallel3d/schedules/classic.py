@@ -1,12 +1,14 @@
 """Schedules whose stages go round the ranks: naive, GPipe, 1F1B, breadth-first and the two ZB-H1.
 
-Each builder is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that returns a rank's actions;
-stage s stands on rank s mod pp. In the formulas p is pp, m the microbatches, v the stages per rank, and F and B the
-time of a rank's whole share of the model for one microbatch; the bubble is the idle part of all rank-time.
+Each builder is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that
+returns a rank's actions; stage s stands on rank s mod pp. In the formulas p is pp, m the
+microbatches, v the stages per rank, and F and B the time of a rank's whole share of the model for
+one microbatch; the bubble is the idle part of all rank-time.
 
-ZB-H1 (Qi et al. 2023, arXiv 2401.10241) splits the backward B: the input's gradient (I) comes at once, because the
-stage before waits for it, and the weights' (W) later, where the rank would be idle. A rank that starts its backwards
-earlier delays its weights' gradients for longer, so that all ranks hold as many microbatches as 1F1B's first rank.
+ZB-H1 (Qi et al. 2023, arXiv 2401.10241) splits the backward B: the input's gradient (I) comes at
+once, because the stage before waits for it, and the weights' (W) later, where the rank would be
+idle. A rank that starts its backwards earlier delays its weights' gradients for longer, so that all
+ranks hold as many microbatches as 1F1B's first rank.
 """
 
 from __future__ import annotations
@@ -19,24 +21,30 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
 def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Takes one microbatch at a time through the whole model and back, as a model cut over devices does by itself. The
-    bubble is (p - 1) / p for any m; one microbatch is alive. Pipelines are measured against this baseline."""
+    """Takes one microbatch at a time through the whole model and back, as a model cut over devices
+    does by itself. The bubble is (p - 1) / p for any m; one microbatch is alive. Pipelines are
+    measured against this baseline."""
     stages = range(rank, pp * virtual_stages, pp)
-    there_and_back = [*((stage, F) for stage in stages), *((stage, B) for stage in reversed(stages))]
+    there_and_back = [
+        *((stage, F) for stage in stages),
+        *((stage, B) for stage in reversed(stages)),
+    ]
     return [Action(stage, kind, m) for m in range(microbatches) for stage, kind in there_and_back]
 
 
 def gpipe(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Does all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, section 2.3). The bubble is
-    (p - 1) / (m + p - 1); m microbatches are alive."""
+    """Does all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, section 2.3). The
+    bubble is (p - 1) / (m + p - 1); m microbatches are alive."""
     return [Action(rank, kind, m) for kind in (F, B) for m in range(microbatches)]
 
 
 def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Does one forward and one backward in turn once the pipeline is full (Narayanan et al. 2021, arXiv 2006.09503).
-    The bubble is GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches are alive. With one rank this is
-    gradient accumulation."""
-    return _in_turn(pp, rank, microbatches, 1, warm_up=one_f_one_b_warm_up(pp, rank, microbatches, 1))
+    """Does one forward and one backward in turn once the pipeline is full (Narayanan et al. 2021,
+    arXiv 2006.09503). The bubble is GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches
+    are alive. With one rank this is gradient accumulation."""
+    return _in_turn(
+        pp, rank, microbatches, 1, warm_up=one_f_one_b_warm_up(pp, rank, microbatches, 1)
+    )
 
 
 def one_f_one_b_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
@@ -45,10 +53,10 @@ def one_f_one_b_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: i
 
 
 def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Runs 1F1B over virtual stages: idle time over busy time is (p - 1) / (v m), v times less than 1F1B's, for v times
-    the transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). At most 2 (p - rank - 1) + (v - 1) g + 1
-    forwards are alive, each of a stage that is 1 / v of the rank's share; g is the largest of `groups`, which is p
-    where p divides m."""
+    """Runs 1F1B over virtual stages: idle time over busy time is (p - 1) / (v m), v times less than
+    1F1B's, for v times the transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). At
+    most 2 (p - rank - 1) + (v - 1) g + 1 forwards are alive, each of a stage that is 1 / v of the
+    rank's share; g is the largest of `groups`, which is p where p divides m."""
     warm_up = interleaved_warm_up(pp, rank, microbatches, virtual_stages)
     return _in_turn(pp, rank, microbatches, virtual_stages, warm_up=warm_up)
 
@@ -59,52 +67,64 @@ def interleaved_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: i
 
 
 def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Takes all microbatches through a stage before the rank's next stage (breadth first), so that a stage's parameters
-    are gathered, and its gradients reduced, once a step while other stages compute (Lamy-Poirier 2022, arXiv
-    2211.05953). Idle over busy time is (p - 1) / (v m) for m >= p; all v m forwards are alive. Backwards start with the
-    last microbatch, which frees the newest activations first."""
+    """Takes all microbatches through a stage before the rank's next stage (breadth first), so that
+    a stage's parameters are gathered, and its gradients reduced, once a step while other stages
+    compute (Lamy-Poirier 2022, arXiv 2211.05953). Idle over busy time is (p - 1) / (v m) for m >=
+    p; all v m forwards are alive. Backwards start with the last microbatch, which frees the newest
+    activations first."""
     stages = range(rank, pp * virtual_stages, pp)
     forwards = [Action(stage, F, m) for stage in stages for m in range(microbatches)]
     return forwards + [Action(stage, B, m) for stage, _, m in reversed(forwards)]
 
 
 def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Orders ZB-H1 (arXiv 2401.10241, section 2.1 and table 1): 1F1B with W delayed by `rank` microbatches. Each rank
-    is idle for (p - 1) (F + I - W) / v if W <= F, a third of 1F1B's (p - 1) (F + I + W) / v where the three are equal.
-    At most (v - 1) g + p forwards are alive, with g as in `interleaved_1f1b`; over virtual stages it is the order of
-    torch.distributed.pipelining's ScheduleInterleavedZeroBubble."""
+    """Orders ZB-H1 (arXiv 2401.10241, section 2.1 and table 1): 1F1B with W delayed by `rank`
+    microbatches. Each rank is idle for (p - 1) (F + I - W) / v if W <= F, a third of 1F1B's (p - 1)
+    (F + I + W) / v where the three are equal. At most (v - 1) g + p forwards are alive, with g as
+    in `interleaved_1f1b`; over virtual stages it is the order of torch.distributed.pipelining's
+    ScheduleInterleavedZeroBubble."""
     warm_up = pp - rank - 1 + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
     return _in_turn(pp, rank, microbatches, virtual_stages, warm_up=warm_up, delay=rank)
 
 
 def groups(pp: int, microbatches: int) -> list[int]:
-    """Returns the sizes of the groups that go round together: as even as possible, the larger ones first, and at least
-    pp each where there are as many microbatches. A group smaller than pp makes every rank wait at each turn: with pp 4,
-    v 4 and 9 microbatches a rank is idle for 28 forwards' time in groups of 4, 4 and 1, and for 9 (as with 8
-    microbatches) in groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining."""
+    """Returns the sizes of the groups that go round together: as even as possible, the larger ones
+    first, and at least pp each where there are as many microbatches. A group smaller than pp makes
+    every rank wait at each turn: with pp 4, v 4 and 9 microbatches a rank is idle for 28 forwards'
+    time in groups of 4, 4 and 1, and for 9 (as with 8 microbatches) in groups of 5 and 4. Equal
+    groups give the order of torch.distributed.pipelining."""
     count = max(1, microbatches // pp)
     return [microbatches // count + (group < microbatches % count) for group in range(count)]
 
 
 def group_sizes(pp: int, microbatches: int) -> tuple[int, int]:
-    """Returns the size of the first and of the last of `groups`, by arithmetic: a step may have a million of them."""
+    """Returns the size of the first and of the last of `groups`, by arithmetic: a step may have a
+    million of them."""
     count = max(1, microbatches // pp)
     return -(-microbatches // count), microbatches // count
 
 
 def _in_turn(
-    pp: int, rank: int, microbatches: int, virtual_stages: int, *, warm_up: int, delay: int | None = None
+    pp: int,
+    rank: int,
+    microbatches: int,
+    virtual_stages: int,
+    *,
+    warm_up: int,
+    delay: int | None = None,
 ) -> Actions:
-    """Does `warm_up` forwards, then forwards and backwards in turn, then the backwards that are left; groups of
-    microbatches go round the ranks. With `delay` the backwards are split: each I from number `delay` on is followed by
-    the oldest W that is left."""
+    """Does `warm_up` forwards, then forwards and backwards in turn, then the backwards that are
+    left; groups of microbatches go round the ranks. With `delay` the backwards are split: each I
+    from number `delay` on is followed by the oldest W that is left."""
     forwards: Actions = []
     backwards: list[tuple[int, int]] = []  # (stage, microbatch)
     first = 0
     for size in groups(pp, microbatches):
         for turn in range(virtual_stages):
             forwards += [Action(turn * pp + rank, F, m) for m in range(first, first + size)]
-            backwards += [((virtual_stages - 1 - turn) * pp + rank, m) for m in range(first, first + size)]
+            backwards += [
+                ((virtual_stages - 1 - turn) * pp + rank, m) for m in range(first, first + size)
+            ]
         first += size
     actions = forwards[:warm_up]
     for done, (stage, m) in enumerate(backwards):

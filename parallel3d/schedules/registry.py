@@ -12,7 +12,15 @@ from parallel3d.schedules.classic import Actions
 from parallel3d.schedules.v_shaped import dualpipe_v, zb_v
 
 ScheduleName = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v", "naive"
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zb_h1",
+    "interleaved_zb",
+    "zb_v",
+    "dualpipe_v",
+    "naive",
 ]
 
 
@@ -39,13 +47,17 @@ class ScheduleTraits:
     """What is true of a schedule at any size."""
 
     name: ScheduleName
-    builder: Callable[[int, int, int, int], Actions]  # (pp, rank, microbatches, stages per rank) -> its actions
+    # (pp, rank, microbatches, stages per rank) -> its actions
+    builder: Callable[[int, int, int, int], Actions]
     stages: StagesPerRank = StagesPerRank()
-    warm_up: Callable[[int, int, int, int], int] | None = None  # forwards before one forward, one backward in turn
-    ramp_bubble: bool = False  # idle for (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473, section 2.2)
+    # forwards before one forward, one backward in turn
+    warm_up: Callable[[int, int, int, int], int] | None = None
+    # idle for (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473, section 2.2)
+    ramp_bubble: bool = False
     holds_whole_batch: bool = False  # all forwards of a step come before its first backward
     single_stage: ScheduleName = "1f1b"  # the schedule that stands in where a rank has one stage
-    whole_backward: ScheduleName | None = None  # the schedule that stands in where a backward cannot be split
+    # the schedule that stands in where a backward cannot be split
+    whole_backward: ScheduleName | None = None
 
     @property
     def splits_backward(self) -> bool:
@@ -57,14 +69,26 @@ SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
     traits.name: traits
     for traits in (
         ScheduleTraits("gpipe", classic.gpipe, ramp_bubble=True, holds_whole_batch=True),
-        ScheduleTraits("1f1b", classic.one_f_one_b, warm_up=classic.one_f_one_b_warm_up, ramp_bubble=True),
         ScheduleTraits(
-            "interleaved_1f1b", classic.interleaved_1f1b, _LOOPED, classic.interleaved_warm_up, ramp_bubble=True
+            "1f1b", classic.one_f_one_b, warm_up=classic.one_f_one_b_warm_up, ramp_bubble=True
         ),
-        ScheduleTraits("looped_bfs", classic.looped_bfs, _LOOPED, holds_whole_batch=True, single_stage="gpipe"),
+        ScheduleTraits(
+            "interleaved_1f1b",
+            classic.interleaved_1f1b,
+            _LOOPED,
+            classic.interleaved_warm_up,
+            ramp_bubble=True,
+        ),
+        ScheduleTraits(
+            "looped_bfs", classic.looped_bfs, _LOOPED, holds_whole_batch=True, single_stage="gpipe"
+        ),
         ScheduleTraits("zb_h1", classic.zb_h1, whole_backward="1f1b"),
         ScheduleTraits(
-            "interleaved_zb", classic.zb_h1, _LOOPED, single_stage="zb_h1", whole_backward="interleaved_1f1b"
+            "interleaved_zb",
+            classic.zb_h1,
+            _LOOPED,
+            single_stage="zb_h1",
+            whole_backward="interleaved_1f1b",
         ),
         ScheduleTraits("zb_v", zb_v, _ON_A_V, whole_backward="interleaved_1f1b"),
         ScheduleTraits("dualpipe_v", dualpipe_v, _ON_A_V, whole_backward="interleaved_1f1b"),

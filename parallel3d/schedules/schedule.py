@@ -1,7 +1,8 @@
-"""A pipeline schedule as plain data: for each pipeline rank, the forwards and backwards that it does, in order.
+"""A pipeline schedule as plain data: for each pipeline rank, the forwards and backwards that it
+does, in order.
 
-The runtime executes it and the simulator times it. Sends and receives are not part of it, because they follow from
-which rank holds which stage. No torch here.
+The runtime executes it and the simulator times it. Sends and receives are not part of it, because
+they follow from which rank holds which stage. No torch here.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from parallel3d.errors import ScheduleError
 
 RECEIVES_AHEAD = 2  # receives that the transport posts beyond the one waited for, from each rank
-SENDS_KEPT = 4  # sends to each rank before the oldest is waited for; tests/test_nccl_rules.py shows that all end
+# sends to each rank before the oldest is waited for; tests/test_nccl_rules.py shows that all end
+SENDS_KEPT = 4
 
 
 class Kind(StrEnum):
-    """What an action does. A stage's microbatch has one full backward, or the two halves of it: the input's gradient
-    and later the weights', with other work between them to fill a bubble (Qi et al. 2023, arXiv 2401.10241)."""
+    """What an action does. A stage's microbatch has one full backward, or the two halves of it: the
+    input's gradient and later the weights', with other work between them to fill a bubble (Qi et
+    al. 2023, arXiv 2401.10241)."""
 
     FORWARD = "F"
     BACKWARD = "B"  # both gradients
@@ -30,8 +33,9 @@ class Kind(StrEnum):
 
 
 class Action(NamedTuple):
-    """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0. It is a named tuple because a
-    schedule has hundreds of thousands of them: a frozen dataclass takes 5 times as long to make and 3 times to hash."""
+    """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0. It is a
+    named tuple because a schedule has hundreds of thousands of them: a frozen dataclass takes 5
+    times as long to make and 3 times to hash."""
 
     stage: int
     kind: Kind
@@ -43,15 +47,17 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What each pipeline rank does, in order. `placement[stage]` is the rank that holds the stage; stages count from 0,
-    and two in a row may stand on one rank."""
+    """What each pipeline rank does, in order. `placement[stage]` is the rank that holds the stage;
+    stages count from 0, and two in a row may stand on one rank."""
 
     name: str
     placement: tuple[int, ...]
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     trains: bool = True  # False where there are forwards alone
-    _postable: dict[int, Mapping[Action, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _postable: dict[int, Mapping[Action, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def stages(self) -> int:
@@ -67,9 +73,10 @@ class Schedule:
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
     def feeds(self, action: Action) -> Action | None:
-        """Returns the action, on any rank, that takes what `action` makes: the next stage's forward, or the backward of
-        the stage before, whole or split as the schedule has it. Returns None at the ends of the pipeline, and for the
-        weights' gradients, which stay where they are."""
+        """Returns the action, on any rank, that takes what `action` makes: the next stage's
+        forward, or the backward of the stage before, whole or split as the schedule has it.
+        Returns None at the ends of the pipeline, and for the weights' gradients, which stay
+        where they are."""
         stage, kind, microbatch = action
         if kind is Kind.FORWARD:
             return Action(stage + 1, kind, microbatch) if stage + 1 < self.stages else None
@@ -88,17 +95,21 @@ class Schedule:
         return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """Returns the action that makes the gradient of a stage's input: the full backward, or its first half."""
-        return Action(stage, Kind.INPUT if (stage, microbatch) in self._split else Kind.BACKWARD, microbatch)
+        """Returns the action that makes the gradient of a stage's input: the full backward, or its
+        first half."""
+        return Action(
+            stage, Kind.INPUT if (stage, microbatch) in self._split else Kind.BACKWARD, microbatch
+        )
 
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
-        return frozenset((a.stage, a.microbatch) for actions in self.ranks for a in actions if a.kind is Kind.INPUT)
+        inputs = (a for a in chain.from_iterable(self.ranks) if a.kind is Kind.INPUT)
+        return frozenset((stage, microbatch) for stage, _, microbatch in inputs)
 
     @cached_property
     def transfers(self) -> dict[tuple[int, int], tuple[Action, ...]]:
-        """What is sent from each (source rank, target rank), in the source's order; an item is the action that takes
-        it."""
+        """What is sent from each (source rank, target rank), in the source's order; an item is the
+        action that takes it."""
         transfers: dict[tuple[int, int], list[Action]] = {}
         for source, actions in enumerate(self.ranks):
             for taker in filter(None, map(self.feeds, actions)):
@@ -107,12 +118,15 @@ class Schedule:
         return {ranks: tuple(takers) for ranks, takers in transfers.items()}
 
     def in_order(self) -> Iterator[tuple[int, Action]]:
-        """Yields (rank, action) for all actions of a complete schedule, each after the actions that it needs. Raises
-        ScheduleError where no such order exists, naming where each rank stands and what it waits for."""
+        """Yields (rank, action) for all actions of a complete schedule, each after the actions that
+        it needs. Raises ScheduleError where no such order exists, naming where each rank stands and
+        what it waits for."""
         microbatches, last = self.microbatches, self.stages - 1
-        forward_done, gradient_done = bytearray(self.stages * microbatches), bytearray(self.stages * microbatches)
+        forward_done = bytearray(self.stages * microbatches)
+        gradient_done = bytearray(self.stages * microbatches)
         position = [0] * len(self.ranks)
-        waiting: dict[tuple[bool, int], int] = {}  # (is a forward, its place) -> the rank that waits for it
+        # (is a forward, its place) -> the rank that waits for it
+        waiting: dict[tuple[bool, int], int] = {}
         ready = list(reversed(range(len(self.ranks))))
         while ready:
             rank = ready.pop()
@@ -140,25 +154,30 @@ class Schedule:
                     waiter = waiting.pop((kind is Kind.FORWARD, place), None)
                     if waiter is not None:
                         ready.append(waiter)
-        left = [(rank, actions[at]) for rank, at in enumerate(position) if at < len(actions := self.ranks[rank])]
-        if left:
-            done = {action for actions, at in zip(self.ranks, position, strict=True) for action in actions[:at]}
-            stuck = [
-                f"rank {rank} at {action} waits for {next(need for need in self.needs(action) if need not in done)}"
-                for rank, action in left
-            ]
-            raise ScheduleError(f"schedule {self.name} stops before its end: {'; '.join(stuck)}")
+        if position == [len(actions) for actions in self.ranks]:
+            return
+        done: set[Action] = set()
+        for actions, at in zip(self.ranks, position, strict=True):
+            done.update(actions[:at])
+        stuck = []
+        for rank, (actions, at) in enumerate(zip(self.ranks, position, strict=True)):
+            if at < len(actions):
+                missing = [need for need in self.needs(actions[at]) if need not in done]
+                stuck.append(f"rank {rank} at {actions[at]} waits for {missing[0]}")
+        raise ScheduleError(f"schedule {self.name} stops before its end: {'; '.join(stuck)}")
 
     def postable_after(self, rank: int) -> Mapping[Action, int]:
-        """Returns, for each action of `rank` that takes what another rank sends, how many of this rank's own actions
-        must have been issued before that can come: the data follows from them, whatever way it takes over other ranks.
-        A receive that is posted earlier would stand in the way of its own cause wherever a device works off what it was
-        given before it takes more. It is found once, in one pass over the schedule."""
+        """Returns, for each action of `rank` that takes what another rank sends, how many of this
+        rank's own actions must have been issued before that can come: the data follows from them,
+        whatever way it takes over other ranks. A receive that is posted earlier would stand in the
+        way of its own cause wherever a device works off what it was given before it takes more. It
+        is found once, in one pass over the schedule."""
         if rank not in self._postable:
             found: dict[Action, int] = {}
             count, last, placement = self.microbatches, self.stages - 1, self.placement
-            # How many of the rank's own actions come before all that another rank has done so far, and before each
-            # stage's output and the gradient of its input (by stage x microbatches + microbatch).
+            # How many of the rank's own actions come before all that another rank has done so far,
+            # and before each stage's output and the gradient of its input (by stage x microbatches
+            # + microbatch).
             before = [0] * len(self.ranks)
             outputs, gradients = [0] * (self.stages * count), [0] * (self.stages * count)
             for holder, action in self.in_order():
@@ -180,26 +199,36 @@ class Schedule:
         return self._postable[rank]
 
     def first_of_each_kind(self, rank: int) -> Schedule:
-        """Returns the schedule of a few of the microbatches, in which each stage of a rank does every kind of action
-        that it does in the whole one (a stage may have some backwards whole and others in halves)."""
+        """Returns the schedule of a few of the microbatches, in which each stage of a rank does
+        every kind of action that it does in the whole one (a stage may have some backwards whole
+        and others in halves)."""
         first: dict[tuple[int, Kind], int] = {}
         for stage, kind, microbatch in self.ranks[rank]:
             first.setdefault((stage, kind), microbatch)
         few = set(first.values())
-        return replace(self, ranks=tuple(tuple(a for a in actions if a.microbatch in few) for actions in self.ranks))
+        ranks = []
+        for actions in self.ranks:
+            ranks.append(tuple(action for action in actions if action.microbatch in few))
+        return replace(self, ranks=tuple(ranks))
 
     @cached_property
     def last_backwards(self) -> frozenset[Action]:
-        """The last action of each stage that adds to its weights' gradients, which are complete after it."""
-        last = {a.stage: a for actions in self.ranks for a in actions if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+        """The last action of each stage that adds to its weights' gradients, which are complete
+        after it."""
+        ending = (Kind.BACKWARD, Kind.WEIGHT)
+        last = {a.stage: a for a in chain.from_iterable(self.ranks) if a.kind in ending}
         return frozenset(last.values())
 
     @cached_property
     def peak_live_microbatches(self) -> tuple[int, ...]:
-        """The most forwards, each of one stage, whose activations wait on a rank at once for their backward, or for its
-        second half where the backward is split. One number per rank."""
+        """The most forwards, each of one stage, whose activations wait on a rank at once for their
+        backward, or for its second half where the backward is split. One number per rank."""
         change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
-        return tuple(max(accumulate((change[a.kind] for a in actions), initial=0)) for actions in self.ranks)
+        peaks = []
+        for actions in self.ranks:
+            changes = [change[action.kind] for action in actions]
+            peaks.append(max(accumulate(changes, initial=0)))
+        return tuple(peaks)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(str(action) for action in actions) for actions in self.ranks)

@@ -1,7 +1,7 @@
-"""Schedules on a V: rank r holds stage r on the way down and stage 2 pp - 1 - r on the way up, so that a microbatch
-ends where it began, and the last rank has two stages in a row. Each rank has two stages; the times F, I, W and B are
-those of one stage. Fewer microbatches than an order needs are left out of it: a schedule without all actions of a
-microbatch is still a schedule.
+"""Schedules on a V: rank r holds stage r on the way down and stage 2 pp - 1 - r on the way up, so
+that a microbatch ends where it began, and the last rank has two stages in a row. Each rank has two
+stages; the times F, I, W and B are those of one stage. Fewer microbatches than an order needs are
+left out of it: a schedule without all actions of a microbatch is still a schedule.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
 def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Orders ZB-V (Qi et al. 2024, arXiv 2405.15362; 2023, arXiv 2401.10241, section 6), as ScheduleZBVZeroBubble of
-    torch.distributed.pipelining does. Where F, I and W are equal, no rank is idle between its first and its last
-    action, and at most 2 p forwards of a stage are alive, as much memory as 1F1B's. Rank r starts r steps late, so the
-    bubble is (p - 1) / (6 m + p - 1) for m >= 2 p - 1. With unequal times an order that is fitted to them does better.
+    """Orders ZB-V (Qi et al. 2024, arXiv 2405.15362; 2023, arXiv 2401.10241, section 6), as
+    ScheduleZBVZeroBubble of torch.distributed.pipelining does. Where F, I and W are equal, no rank
+    is idle between its first and its last action, and at most 2 p forwards of a stage are alive, as
+    much memory as 1F1B's. Rank r starts r steps late, so the bubble is (p - 1) / (6 m + p - 1) for
+    m >= 2 p - 1. With unequal times an order that is fitted to them does better.
     """
     down, up, planned = rank, 2 * pp - 1 - rank, max(2 * pp - 1, microbatches)
     order = _OrderWriter()
@@ -49,11 +50,11 @@ def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
 
 def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Orders DualPipe-V (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved as in
-    github.com/deepseek-ai/DualPipe, whose eight steps these are): forwards of one direction stand next to backwards of
-    the other, so that a rank may overlap the communication of one with the compute of the other. 2 p + 1 forwards are
-    alive. Each rank is idle for (p - 1) (F&B + B - 3 W), with F&B a pair's time; where a pair's two actions follow each
-    other, as they are written here, forward first, for (p - 1) (F + I - W) if I <= F. Fewer than 2 p microbatches leave
-    holes.
+    github.com/deepseek-ai/DualPipe, whose eight steps these are): forwards of one direction stand
+    next to backwards of the other, so that a rank may overlap the communication of one with the
+    compute of the other. 2 p + 1 forwards are alive. Each rank is idle for (p - 1) (F&B + B - 3 W),
+    with F&B a pair's time; where a pair's two actions follow each other, as they are written here,
+    forward first, for (p - 1) (F + I - W) if I <= F. Fewer than 2 p microbatches leave holes.
     """
     down, up, behind, planned = rank, 2 * pp - 1 - rank, pp - rank - 1, max(2 * pp, microbatches)
     order = _OrderWriter()
@@ -82,7 +83,8 @@ class _OrderWriter:
     def __init__(self) -> None:
         self.actions: Actions = []
         self._next: Counter[tuple[int, Kind]] = Counter()
-        self._unweighted: deque[tuple[int, int]] = deque()  # stages and microbatches whose I waits for its W
+        # stages and microbatches whose I waits for its W
+        self._unweighted: deque[tuple[int, int]] = deque()
 
     def do(self, *work: tuple[int, Kind]) -> None:
         for stage, kind in work:
@@ -93,7 +95,8 @@ class _OrderWriter:
             self._next[at] += 1
 
     def weigh(self, stage: int | None = None) -> None:
-        """Adds the oldest W that is left, or the oldest one of `stage`; adds nothing if no W is left."""
+        """Adds the oldest W that is left, or the oldest one of `stage`; adds nothing if no W is
+        left."""
         found = next((each for each in self._unweighted if stage is None or each[0] == stage), None)
         if found is not None:
             self._unweighted.remove(found)

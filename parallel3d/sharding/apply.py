@@ -9,8 +9,8 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.rules_layout import replication_error
 from parallel3d.config.sharding_strategies import REPLICATED, ShardingName
-from parallel3d.layers.agreement import differ, fingerprints
 from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.replica_check import differ, fingerprints
 from parallel3d.sharding.bytes import frees_after_forward
 from parallel3d.sharding.fully_sharded import FullyShardedData
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
@@ -29,17 +29,21 @@ def shard(
     average: bool = True,
     options: ShardingOptions | None = None,
 ) -> ShardedData:
-    """Lays `model`, in place, over the axes dp_replicate and dp_shard of `mesh` (one that is missing has size 1). The
-    model must be the same on all data ranks; if it is on the meta device, it is cut before it takes memory.
+    """Lays `model`, in place, over the axes dp_replicate and dp_shard of `mesh` (one that is
+    missing has size 1). The model must be the same on all data ranks; if it is on the meta device,
+    it is cut before it takes memory.
 
-    `wrap` says which modules are gathered or reduced in one go (`units_of`; None: each block). `dtypes` are by default
-    the model's own. Gradients are averaged over the data ranks, or summed without `average`.
+    `wrap` says which modules are gathered or reduced in one go (`units_of`; None: each block).
+    `dtypes` are by default the model's own. Gradients are averaged over the data ranks, or summed
+    without `average`.
 
-    Raises ValueError if there is no such strategy, the mesh has no data axis, or the two do not suit each other, and on
-    all ranks if the model's tensors are not the same on all data ranks.
+    Raises ValueError if there is no such strategy, the mesh has no data axis, or the two do not
+    suit each other, and on all ranks if the model's tensors are not the same on all data ranks.
     """
     if strategy not in get_args(ShardingName):
-        raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(get_args(ShardingName))}")
+        raise ValueError(
+            f"strategy = {strategy!r}: must be one of {', '.join(get_args(ShardingName))}"
+        )
     axes = DataAxes.of(mesh)
     if (error := replication_error(strategy, axes.replicate.size)) is not None:
         raise ValueError(error)
@@ -53,25 +57,31 @@ def shard(
         split = strategy == "SHARD_OPTIMIZER" and axes.shard.size > 1
         return ReplicatedData(model, units, Reduction(axes, dtypes, split, average), options)
     frees_forward = frees_after_forward(strategy, options.gather, options.microbatches)
-    return FullyShardedData(model, units, Reduction(axes, dtypes, True, average), options, frees_forward=frees_forward)
+    return FullyShardedData(
+        model, units, Reduction(axes, dtypes, True, average), options, frees_forward=frees_forward
+    )
 
 
 def _refuse_different_models(model: nn.Module, axes: DataAxes) -> None:
-    """Raises ValueError where data ranks start from different weights. On the meta device nothing is compared."""
-    named = [(name, local_tensor(p.detach())) for name, p in model.named_parameters() if not p.is_meta]
+    """Raises ValueError where data ranks start from different weights. On the meta device nothing
+    is compared."""
+    named = [
+        (name, local_tensor(p.detach())) for name, p in model.named_parameters() if not p.is_meta
+    ]
     if not named or axes.every.size == 1:
         return
     numbers = fingerprints([tensor for _, tensor in named]).to(axes.mesh.device_type)
     for (name, _), differs in zip(named, differ(numbers, axes.every).tolist(), strict=True):
         if differs:
             raise ValueError(
-                f"{name}: starts from other values on another data rank; call torch.manual_seed(0) on every rank "
-                "before the model is built, or load the same checkpoint on all"
+                f"{name}: starts from other values on another data rank; call torch.manual_seed(0) "
+                "on every rank before the model is built, or load the same checkpoint on all"
             )
 
 
 def named_parts(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:
-    """Returns what an optimizer steps on this rank by the names of the model's parameters, a shared one once."""
+    """Returns what an optimizer steps on this rank by the names of the model's parameters, a shared
+    one once."""
     parts = {}
     for name, _ in model.named_parameters():
         owner, _, attribute = name.rpartition(".")

@@ -1,7 +1,8 @@
 """One piece of memory for the gradients of many parameters, and what is sent of it.
 
-Gradients are views into a bucket (`.grad`, and `main_grad` for those that a backward adds itself), so that a microbatch
-adds where the collective will read, one call clears a bucket, and no copy stands between a backward and its all-reduce.
+Gradients are views into a bucket (`.grad`, and `main_grad` for those that a backward adds itself),
+so that a microbatch adds where the collective will read, one call clears a bucket, and no copy
+stands between a backward and its all-reduce.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from parallel3d.sharding.units import Uses
 
 
 class ReplicatedPart:
-    """A parameter that is whole on this rank, and the part of it that the optimizer steps (see `OptimizerPart`): this
-    rank's rows or all, of the parameter itself or of its master copy. Its gradient lies in `memory`, a part of its
-    bucket's. All `uses` of the parameter get its new dtype."""
+    """A parameter that is whole on this rank, and the part of it that the optimizer steps (see
+    `OptimizerPart`): this rank's rows or all, of the parameter itself or of its master copy. Its
+    gradient lies in `memory`, a part of its bucket's. All `uses` of the parameter get its new
+    dtype."""
 
     def __init__(self, uses: Uses, memory: Tensor, bucket: Bucket, reduction: Reduction) -> None:
         self._bucket, self._reduction = bucket, reduction
         value, dtypes = local_tensor(uses[0].parameter.detach()), reduction.dtypes
         if reduction.split and value.ndim == 0:
-            raise ValueError(f"{uses[0].attribute}: a scalar has no rows to split; give it the shape [1]")
+            raise ValueError(
+                f"{uses[0].attribute}: a scalar has no rows to split; give it the shape [1]"
+            )
         if value.dtype != dtypes.compute:
             replace_parameter(uses, uses[0].parameter.to(dtypes.compute))
         self.parameter = uses[0].parameter
@@ -40,14 +44,16 @@ class ReplicatedPart:
         own = reduction.own(value if self.has_master else local_tensor(self.parameter.detach()))
         own = own.to(dtypes.master, copy=True) if self.has_master else own
         self.local = nn.Parameter(own, requires_grad=self.parameter.requires_grad)
-        self.repeated_over = frozenset({"dp_replicate"} if reduction.split else {"dp_replicate", "dp_shard"})
+        self.repeated_over = frozenset(
+            {"dp_replicate"} if reduction.split else {"dp_replicate", "dp_shard"}
+        )
         self.gradient = memory.view(value.shape)
         self.own_gradient = reduction.own(self.gradient)
-        self.attached: Tensor | None = None  # the gradient as the parameter's `.grad`, if it is a view of the bucket
-        self.act: Callable[[], None] | None = None  # steps the parameter in the backward
+        # the gradient as the parameter's `.grad`, if it is a view of the bucket
+        self.attached: Tensor | None = None
 
     def sync_views(self) -> None:
-        if self._bucket.keeps_gradients and self.local.requires_grad:
+        if self.local.requires_grad:
             self.local.grad = self.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
@@ -58,17 +64,14 @@ class ReplicatedPart:
             return as_dtensor(local, mesh["dp_shard"], [Shard(0)], parameter)
         # Rows are cut over tp first, and a tp rank's rows over dp_shard.
         both, device_type = mesh["dp_shard", "tp"], parameter.device_mesh.device_type
-        groups, ranks = [both.get_group("tp"), both.get_group("dp_shard")], both.mesh.t().contiguous()
-        joined = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("tp", "dp_shard"))
+        groups, ranks = (
+            [both.get_group("tp"), both.get_group("dp_shard")],
+            both.mesh.t().contiguous(),
+        )
+        joined = DeviceMesh.from_group(
+            groups, device_type, mesh=ranks, mesh_dim_names=("tp", "dp_shard")
+        )
         return as_dtensor(local, joined, [*parameter.placements, Shard(0)], parameter)
-
-    def when_complete(self, act: Callable[[], None]) -> None:
-        if self._bucket.keeps_gradients:
-            raise RuntimeError(
-                "gradients are kept until clear_gradients(): call shard() with "
-                "options=ShardingOptions(step_in_backward=True)"
-            )
-        self.act = act
 
     @torch.no_grad()
     def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
@@ -79,23 +82,29 @@ class ReplicatedPart:
 
 
 class Bucket:
-    """The gradients of `parts`, which lie in `memory` one after the other. Those of frozen parameters are zeros."""
-
-    keeps_gradients = True  # until they are cleared
+    """The gradients of `parts`, which lie in `memory` one after the other. Those of frozen
+    parameters are zeros."""
 
     def __init__(self, parameters: Sequence[Uses], memory: Tensor, reduction: Reduction) -> None:
         self._memory, self._reduction = memory, reduction
         self._pending: Callable[[], Tensor] | None = None
-        pieces = memory.split([local_tensor(uses[0].parameter.detach()).numel() for uses in parameters])
-        self.parts = [ReplicatedPart(*each, self, reduction) for each in zip(parameters, pieces, strict=True)]
+        pieces = memory.split(
+            [local_tensor(uses[0].parameter.detach()).numel() for uses in parameters]
+        )
+        self.parts = [
+            ReplicatedPart(*each, self, reduction) for each in zip(parameters, pieces, strict=True)
+        ]
         self._trained = [part for part in self.parts if part.local.requires_grad]
         for part in self._trained:
             self._take_in(part)
         if reduction.split:
-            self._packing = Packing([part.gradient.shape for part in self.parts], reduction.axes.shard.size)
+            self._packing = Packing(
+                [part.gradient.shape for part in self.parts], reduction.axes.shard.size
+            )
 
     def _take_in(self, part: ReplicatedPart) -> None:
-        """Lets every backward of a parameter add to the bucket. A gradient of another dtype is moved there."""
+        """Lets every backward of a parameter add to the bucket. A gradient of another dtype is
+        moved there."""
 
         def move(parameter: Tensor) -> None:
             if parameter.grad is not None:
@@ -119,7 +128,9 @@ class Bucket:
             self._pending = start_row_reduction(rows, axes.shard)
         elif axes.every.size > 1:
             sent = self._memory.to(dtype)
-            self._pending = partial(after, dist.all_reduce(sent, group=axes.every.group, async_op=True), sent)
+            self._pending = partial(
+                after, dist.all_reduce(sent, group=axes.every.group, async_op=True), sent
+            )
 
     def finish_reduction(self) -> None:
         """Waits until `own_gradient` of every part is the sum."""
@@ -138,10 +149,13 @@ class Bucket:
             self._packing.unpack_own(total, [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
-        """Starts to give every rank the rows that the optimizer has stepped; returns a function that waits for them."""
+        """Starts to give every rank the rows that the optimizer has stepped; returns a function
+        that waits for them."""
         if not self._reduction.split:
             return lambda: None
-        sent = self._packing.pack_own([part.local for part in self.parts], self.parts[0].parameter.dtype)
+        sent = self._packing.pack_own(
+            [part.local for part in self.parts], self.parts[0].parameter.dtype
+        )
         return start_row_gather(sent, self._reduction.axes.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
@@ -153,71 +167,6 @@ class Bucket:
         for whole, part in zip(wholes, self.parts, strict=True):
             if part.has_master:
                 whole.copy_(part.local)
-
-
-class StepInBackwardBucket(Bucket):
-    """A bucket whose memory exists only while a backward goes through its units, for an optimizer that steps in the
-    backward. It gets its memory with the first gradient of a step, and gives it back after the function that
-    `when_complete` was given for each parameter. There is one backward a step, and its gradients go through autograd.
-
-    `filled` is called when the last gradient has come.
-    """
-
-    keeps_gradients = False
-
-    def __init__(
-        self, parameters: Sequence[Uses], memory: Tensor, reduction: Reduction, filled: Callable[[], None]
-    ) -> None:
-        self._taken: set[ReplicatedPart] = set()  # whose gradient has come in this step
-        self._filled = filled
-        super().__init__(parameters, memory, reduction)
-        self._storage, self._nbytes = memory.untyped_storage(), memory.nbytes
-        self._storage.resize_(0)
-
-    def _take_in(self, part: ReplicatedPart) -> None:
-        @torch.no_grad()
-        def take(parameter: Tensor) -> None:
-            if part in self._taken:
-                raise RuntimeError(
-                    "a second backward in one step, whose first has already stepped this parameter: call "
-                    "clear_gradients() of what shard() gave in each step, and add up microbatches without "
-                    "step_in_backward"
-                )
-            if not self._taken:
-                self._allocate()
-            assert parameter.grad is not None
-            part.gradient.copy_(local_tensor(parameter.grad))
-            parameter.grad = None
-            self._taken.add(part)
-            if len(self._taken) == len(self._trained):
-                self._filled()
-
-        part.parameter.register_post_accumulate_grad_hook(take)
-
-    def _allocate(self) -> None:
-        self._storage.resize_(self._nbytes)
-        self._memory.zero_()
-
-    def clear(self) -> None:
-        self._taken.clear()
-
-    def start_reduction(self) -> None:
-        if not self._storage.nbytes():  # none of its parameters was used
-            self._allocate()
-        super().start_reduction()
-        if self._pending is None:  # one data rank has nobody to wait for
-            self.finish_reduction()
-
-    def finish_reduction(self) -> None:
-        super().finish_reduction()
-        if not self._storage.nbytes():
-            return
-        for part in self._trained:
-            assert part.act is not None
-            part.local.grad = part.own_gradient
-            part.act()
-            part.local.grad = None
-        self._storage.resize_(0)
 
 
 def replace_parameter(uses: Uses, tensor: Tensor) -> None:

@@ -1,34 +1,26 @@
-"""What a strategy costs: the bytes that a rank holds, and the bytes that it sends in a step. No torch.
-
-docs/sharding.md has the formulas as tables. A rank has ceil(R / n) of a parameter's R rows on n ranks, and the last
-ranks have fewer. Where rows are stored and sent, every rank's part is filled up to ceil(R / n) rows. Bytes are those of
-ring algorithms: an all-gather of x bytes on each of n ranks sends (n - 1) x, a reduce-scatter to x bytes the same, an
-all-reduce of x bytes 2 (n - 1) / n x.
-"""
+"""When parameters are freed, and which units share a bucket. The trainer and the planner both use
+it, so it needs no torch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from parallel3d.config.sharding_strategies import FREED_BETWEEN_USES, REPLICATED, Cadence, ShardingName
-from parallel3d.row_split import largest_shard, shard_rows
-
-Shape = tuple[int, ...]
+from parallel3d.config.sharding_strategies import FREED_BETWEEN_USES, Cadence, ShardingName
 
 
 def frees_after_forward(strategy: ShardingName, gather: Cadence, microbatches: int) -> bool:
-    """Returns whether a block's gathered parameters are freed after its forward, and gathered again for its backward.
+    """Returns whether a block's gathered parameters are freed after its forward, and gathered again
+    for its backward.
 
-    `microbatches` are those of a step; a pipeline, which keeps a stage's parameters even for one, counts at least two.
+    `microbatches` are those of a step; a pipeline, which keeps a stage's parameters even for one,
+    counts at least two.
     """
     return strategy in FREED_BETWEEN_USES and (gather == "microbatch" or microbatches == 1)
 
 
 def bucket_borders(numels: Sequence[int], least: int) -> list[range]:
-    """Returns the neighbouring units of each bucket, in order: counted from the last unit, a bucket is full as soon as
-    its units have `least` parameters together."""
+    """Returns the neighbouring units of each bucket, in order: counted from the last unit, a bucket
+    is full as soon as its units have `least` parameters together."""
     borders: list[range] = []
     end = len(numels)
     while end:
@@ -39,87 +31,3 @@ def bucket_borders(numels: Sequence[int], least: int) -> list[range]:
         borders.insert(0, range(begin, end))
         end = begin
     return borders
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataLayout:
-    """How a model lies over the data ranks, seen from one of them."""
-
-    strategy: ShardingName
-    replicate: int = 1
-    shard: int = 1
-    rank: int = 0  # on dp_shard
-    compute_bytes: int = 4
-    master_bytes: int = 4
-    reduce_bytes: int = 4
-    gather: Cadence = "step"
-    reduce: Cadence = "step"
-    microbatches: int = 1
-    is_pipeline: bool = False  # pp > 1: a stage's parameters are then kept even for a single microbatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldBytes:
-    """The bytes on a rank when the optimizer steps."""
-
-    parameters: int  # with master copies
-    gradients: int
-    optimizer: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentBytes:
-    """The bytes that a rank sends in a step over the data axes, by kind of collective."""
-
-    all_gather: float = 0.0
-    reduce_scatter: float = 0.0
-    all_reduce: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.all_gather + self.reduce_scatter + self.all_reduce
-
-
-def held_bytes(shapes: Iterable[Shape], layout: DataLayout, *, states: int = 2) -> HeldBytes:
-    """Returns what a rank holds of parameters of these shapes (this tp rank's parts). The optimizer keeps `states`
-    numbers for each element (AdamW 2)."""
-    shapes = list(shapes)
-    compute, master = layout.compute_bytes, layout.master_bytes
-    whole = sum(math.prod(shape) for shape in shapes)
-    rank, ranks = (0, 1) if layout.strategy == "NO_SHARD" else (layout.rank, layout.shard)
-    own = sum(math.prod(shape[1:]) * len(shard_rows(shape[0], rank, ranks)) for shape in shapes)
-    if layout.strategy in REPLICATED:
-        copies = own * master if compute != master else 0
-        return HeldBytes(parameters=whole * compute + copies, gradients=whole * master, optimizer=own * master * states)
-    filled = _filled(shapes, ranks)
-    return HeldBytes(parameters=filled * master, gradients=filled * master, optimizer=own * master * states)
-
-
-def sent_bytes(rest: Sequence[Shape], blocks: Sequence[Shape], layout: DataLayout) -> SentBytes:
-    """Returns what a rank sends. `blocks` are the shapes of the parameters that are gathered block by block, `rest`
-    those of all others."""
-    replicate, shard = layout.replicate, layout.shard
-    shapes = [*rest, *blocks]
-    if layout.strategy == "NO_SHARD":
-        whole = sum(math.prod(shape) for shape in shapes)
-        return SentBytes(all_reduce=_all_reduce(whole * layout.reduce_bytes, replicate * shard))
-    # How often a step gathers what is not freed after a forward.
-    gathers = layout.microbatches if layout.gather == "microbatch" and layout.strategy not in REPLICATED else 1
-    gathered = gathers * _filled(shapes, shard)
-    if frees_after_forward(layout.strategy, layout.gather, max(1 + layout.is_pipeline, layout.microbatches)):
-        gathered += gathers * _filled(blocks, shard)  # again, for the backward
-    reduced = _filled(shapes, shard)
-    reductions = layout.microbatches if layout.reduce == "microbatch" else 1
-    return SentBytes(
-        all_gather=(shard - 1) * gathered * layout.compute_bytes,
-        reduce_scatter=(shard - 1) * reduced * reductions * layout.reduce_bytes,
-        all_reduce=_all_reduce(reduced * layout.reduce_bytes, replicate),
-    )
-
-
-def _filled(shapes: Iterable[Shape], ranks: int) -> int:
-    return sum(math.prod(shape[1:]) * largest_shard(shape[0], ranks) for shape in shapes)
-
-
-def _all_reduce(size: float, ranks: int) -> float:
-    return 2 * (ranks - 1) / ranks * size

@@ -1,6 +1,7 @@
-"""Counts what is sent: every collective that a block of code starts, by axis and kind (an example: docs/sharding.md).
-The bytes are those that a rank sends in ring algorithms (`sharding.bytes`). Small tensors that processes of one host
-exchange through shared memory are no collectives and are not counted, and neither are point-to-point sends.
+"""Counts what is sent: every collective that a block of code starts, by axis and kind (an example:
+docs/sharding.md). The bytes are those that a rank sends in ring algorithms (`sharding.bytes`).
+Small tensors that processes of one host exchange through shared memory are no collectives and are
+not counted, and neither are point-to-point sends.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _NOT_COUNTED = {"barrier", "monitored_barrier_", "send", "recv_", "recv_any_sour
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts `bytes[axis, kind]`, which this rank has sent, and `calls[axis, kind]`. The axis is the name that the
-    group's axis has on `mesh`, or the group's own description. Raises NotImplementedError at a collective that it does
-    not know, such as those of compiled code."""
+    """Counts `bytes[axis, kind]`, which this rank has sent, and `calls[axis, kind]`. The axis is
+    the name that the group's axis has on `mesh`, or the group's own description. Raises
+    NotImplementedError at a collective that it does not know, such as those of compiled code."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -50,13 +51,16 @@ class CollectiveCounter(TorchDispatchMode):
             group = next(group for arg in args if (group := as_group(arg)) is not None)
             axis, ranks = self._axes.get(group.group_name, group.group_desc), group.size()
             whole = sum(x.nbytes for x in tree_iter(args[which]))
-            self.bytes[axis, kind] += (2 if kind == "all_reduce" else 1) * (ranks - 1) * whole / ranks
+            self.bytes[axis, kind] += (
+                (2 if kind == "all_reduce" else 1) * (ranks - 1) * whole / ranks
+            )
             self.calls[axis, kind] += 1
         return func(*args, **(kwargs or {}))
 
 
 def as_group(arg: Any) -> dist.ProcessGroup | None:
-    """Returns the process group in an argument of one of c10d's operators, or None for any other argument."""
+    """Returns the process group in an argument of one of c10d's operators, or None for any other
+    argument."""
     try:
         group: dist.ProcessGroup = dist.ProcessGroup.unbox(arg)
     except RuntimeError:  # a tensor, a ReduceOp

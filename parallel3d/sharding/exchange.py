@@ -1,8 +1,10 @@
-"""How rows of many tensors travel between data ranks: packed into [ranks, width], reduce-scattered or all-gathered.
+"""How rows of many tensors travel between data ranks: packed into [ranks, width], reduce-scattered
+or all-gathered.
 
-[Note: gloo] gloo's own reduce-scatter takes more processor time than its all-reduce, and its all-gather twice that of
-broadcasts. Between CPUs rows therefore travel by an all-to-all and are summed here, in the order of the ranks, and
-parameters travel by a broadcast from each rank: the same bytes in less than half of the time (docs/sharding.md).
+[Note: gloo] gloo's own reduce-scatter takes more processor time than its all-reduce, and its
+all-gather twice that of broadcasts. Between CPUs rows therefore travel by an all-to-all and are
+summed here, in the order of the ranks, and parameters travel by a broadcast from each rank: the
+same bytes in less than half of the time (docs/sharding.md).
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from torch import Tensor
 
 from parallel3d.layers.collectives import after, start_gather, start_reduce_scatter
 from parallel3d.mesh import Axis
-from parallel3d.row_split import largest_shard
+from parallel3d.shard_sizes import largest_shard
+
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
 
 class Packing:
-    """The layout of tensors of some shapes, each cut by rows over `ranks`, in one tensor [ranks, width]. A rank that
-    has fewer rows than rank 0 has a gap, which is never read."""
+    """The layout of tensors of some shapes, each cut by rows over `ranks`, in one tensor [ranks,
+    width]. A rank that has fewer rows than rank 0 has a gap, which is never read."""
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
         self.ranks = ranks
@@ -31,7 +35,9 @@ class Packing:
     def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Writes whole tensors into a new tensor [ranks, width]."""
         if self._is_even:
-            return torch.cat([tensor.reshape(self.ranks, -1) for tensor in tensors], dim=1).to(dtype)
+            return torch.cat([tensor.reshape(self.ranks, -1) for tensor in tensors], dim=1).to(
+                dtype
+            )
         packed = torch.empty(self.ranks, self.width, dtype=dtype, device=tensors[0].device)
         for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
             for part, place in _blocks(tensor, columns):
@@ -60,9 +66,9 @@ class Packing:
 
 
 def _blocks(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields parts of `tensor` [rows, ...] with their places in `columns` [ranks, width]: first all ranks that have a
-    full share of rows, in one piece, then the rank that has fewer. A copy for each rank would take seconds at hundreds
-    of ranks."""
+    """Yields parts of `tensor` [rows, ...] with their places in `columns` [ranks, width]: first all
+    ranks that have a full share of rows, in one piece, then the rank that has fewer. A copy for
+    each rank would take seconds at hundreds of ranks."""
     rows, row = tensor.shape[0], tensor.shape[1:].numel()
     each = columns.shape[1] // row
     full, few = divmod(rows, each)
@@ -70,12 +76,15 @@ def _blocks(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         shape = (each, *tensor.shape[1:])
         yield tensor[: full * each].view(full, *shape), columns[:full].unflatten(1, shape)
     if few:
-        yield tensor[full * each :], columns[full, : few * row].unflatten(0, (few, *tensor.shape[1:]))
+        yield (
+            tensor[full * each :],
+            columns[full, : few * row].unflatten(0, (few, *tensor.shape[1:])),
+        )
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to sum `rows` [ranks, width] over the axis. Returns a function that waits for this rank's row [width] of
-    the sum."""
+    """Starts to sum `rows` [ranks, width] over the axis. Returns a function that waits for this
+    rank's row [width] of the sum."""
     if dist.get_backend(axis.group) != "gloo":
         pending = start_reduce_scatter(rows, axis, 0)
         return lambda: pending()[0]
@@ -92,14 +101,17 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to gather the rows of all ranks, of which this rank has `own` [width]. Returns a function that waits for
-    [ranks, width]."""
+    """Starts to gather the rows of all ranks, of which this rank has `own` [width]. Returns a
+    function that waits for [ranks, width]."""
     if dist.get_backend(axis.group) != "gloo":
         return start_gather(own[None], axis, 0)
     rows = torch.empty(axis.size, len(own), dtype=own.dtype, device=own.device)
     rows[axis.rank] = own
     sources = enumerate(rows.unbind(0))
-    works = [dist.broadcast(row, group=axis.group, group_src=rank, async_op=True) for rank, row in sources]
+    works = [
+        dist.broadcast(row, group=axis.group, group_src=rank, async_op=True)
+        for rank, row in sources
+    ]
 
     def finish() -> Tensor:
         for work in works:

@@ -18,7 +18,8 @@ from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_grad
 
 
 class ReduceScatterIn:
-    """A reduce-scatter of `fully_shard` that sends `dtype`, whatever the dtype in which gradients are added up."""
+    """A reduce-scatter of `fully_shard` that sends `dtype`, whatever the dtype in which gradients
+    are added up."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -27,17 +28,25 @@ class ReduceScatterIn:
         """Returns memory for what is sent, or for what arrives."""
         return torch.empty(*size, dtype=self._dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
         return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class FullyShardedData(ShardedData):
     """The model over the data ranks where parameters are split at rest.
 
-    With `frees_forward` the parameters are freed after each forward of a unit, and gathered again for its backward: but
-    those of a head stay, because its backward comes next, and tables that are looked up do not come back. Over the
-    replicas gradients are summed in the last backward of a step, whatever `options.reduce` is. `fully_shard` finds the
-    memory that its parameters have got, and waits for gradients at the end of the backward.
+    With `frees_forward` the parameters are freed after each forward of a unit, and gathered again
+    for its backward: but those of a head stay, because its backward comes next, and tables that are
+    looked up do not come back. Over the replicas gradients are summed in the last backward of a
+    step, whatever `options.reduce` is. `fully_shard` finds the memory that its parameters have got,
+    and waits for gradients at the end of the backward.
     """
 
     def __init__(
@@ -51,53 +60,40 @@ class FullyShardedData(ShardedData):
     ) -> None:
         super().__init__(model)
         axes, dtypes = reduction.axes, reduction.dtypes
-        data_mesh = axes.mesh["dp_replicate", "dp_shard"] if axes.replicate.size > 1 else axes.mesh["dp_shard"]
-        summed = torch.promote_types(dtypes.master, dtypes.reduce)  # the dtype in which microbatches are added up
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
-            reduce_dtype=summed if summed != dtypes.compute else None,
-        )
-        if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
-            model.to(dtypes.master)
-        for unit in reversed(units):  # inner ones first
-            if unit.modules:
-                modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-                frees = frees_forward and not unit.has_head
-                fully_shard(modules, mesh=data_mesh, mp_policy=policy, reshard_after_forward=frees)
-        self._root = fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
-        self._heads = [self._root, *_sharded(unit.modules[0] for unit in units if unit.modules and unit.has_head)]
         self._shards = axes.shard
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
         self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-        self._current: bool | None = None  # what `fully_shard` was last told of the backward under way
-        for module in _sharded(model.modules()) if summed != dtypes.reduce else ():
-            module.set_custom_reduce_scatter(ReduceScatterIn(dtypes.reduce))  # type: ignore[arg-type]
-        if not reduction.average:
-            for module in _sharded(model.modules()):
+        # what `fully_shard` was last told of the backward under way
+        self._current: bool | None = None
+        # the dtype in which microbatches are added up
+        summed = torch.promote_types(dtypes.master, dtypes.reduce)
+        if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
+            model.to(dtypes.master)
+        self._root = _shard_units(model, units, reduction, summed, frees_forward=frees_forward)
+        travelling = [unit for unit in units if unit.modules]
+        heads = [unit.modules[0] for unit in travelling if unit.has_head]
+        self._heads = [self._root, *_sharded(heads)]
+        for module in _sharded(model.modules()):
+            if summed != dtypes.reduce:
+                module.set_custom_reduce_scatter(ReduceScatterIn(dtypes.reduce))  # type: ignore[arg-type]
+            if not reduction.average:
                 # A plain sum, which gloo has too, divided by nothing.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # In the backward each unit gathers the next one, which torch finds in the order of the forwards; before the
-        # first unit it would find the last of another microbatch. It gathers what is named instead: the unit itself.
-        travelling = [unit for unit in units if unit.modules]
-        chain = _sharded(unit.modules[0] for unit in travelling)
-        if chain and not travelling[0].has_head:
-            chain[0].set_modules_to_backward_prefetch([chain[0]])
-        if options.prefetch is not None:  # each unit gathers so many ahead in the forward, and as many in the backward
-            depth = options.prefetch
-            for at, module in enumerate(chain):
-                module.set_modules_to_forward_prefetch(chain[at + 1 : at + 1 + depth])
-                if at > 0:
-                    module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
-        for unit, module in zip(travelling, chain, strict=True):
+        _set_prefetch(travelling, options.prefetch)
+        for unit in travelling:
+            (module,) = _sharded(unit.modules[:1])
             module.set_unshard_in_backward(not (frees_forward and unit.is_looked_up))
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
-        return ShardedPart(partial(getattr, module, attribute), self._shards, frozenset({"dp_replicate"}))
+        return ShardedPart(
+            partial(getattr, module, attribute), self._shards, frozenset({"dp_replicate"})
+        )
 
     def before_backward(self, last: bool) -> None:
-        for head in self._heads:  # a loss that has taken over a head's work needs its weight before torch gathers it
+        # a loss that has taken over a head's work needs its weight before torch gathers it
+        for head in self._heads:
             head.unshard()
         self._tell(last)
 
@@ -125,6 +121,46 @@ class FullyShardedData(ShardedData):
     def free_gathered(self) -> None:
         for module in _sharded(self._model.modules()):
             module.reshard()
+
+
+def _shard_units(
+    model: nn.Module,
+    units: Sequence[CommunicationUnit],
+    reduction: Reduction,
+    summed: torch.dtype,
+    *,
+    frees_forward: bool,
+) -> FSDPModule:
+    """Calls `fully_shard` for each unit, inner ones first, and for the model, which it returns."""
+    axes, dtypes = reduction.axes, reduction.dtypes
+    names = ("dp_replicate", "dp_shard") if axes.replicate.size > 1 else "dp_shard"
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
+        reduce_dtype=summed if summed != dtypes.compute else None,
+    )
+    shard = partial(fully_shard, mesh=axes.mesh[names], mp_policy=policy)
+    for unit in reversed(units):
+        if unit.modules:
+            modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+            shard(modules, reshard_after_forward=frees_forward and not unit.has_head)
+    return shard(model, reshard_after_forward=False)
+
+
+def _set_prefetch(units: Sequence[CommunicationUnit], depth: int | None) -> None:
+    """Has each unit gather the next `depth` units ahead, in the forward and the backward pass.
+
+    In the backward pass torch finds the next unit in the order of the forward passes. Before the
+    first unit it would find the last one of another microbatch, so the first unit names itself.
+    """
+    chain = _sharded(unit.modules[0] for unit in units)
+    if chain and not units[0].has_head:
+        chain[0].set_modules_to_backward_prefetch([chain[0]])
+    if depth is None:
+        return
+    for at, module in enumerate(chain):
+        module.set_modules_to_forward_prefetch(chain[at + 1 : at + 1 + depth])
+        if at > 0:
+            module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
 
 
 def _sharded(modules: Iterable[nn.Module]) -> list[FSDPModule]:

@@ -1,5 +1,5 @@
-"""What an optimizer and a training loop see of a sharded model, whatever the strategy: this rank's part of each
-parameter as a plain tensor, and what happens to all parts at the turns of a step.
+"""What an optimizer and a training loop see of a sharded model, whatever the strategy: this rank's
+part of each parameter as a plain tensor, and what happens to all parts at the turns of a step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from parallel3d.mesh import Axis
 
 
 class OptimizerPart(Protocol):
-    """This rank's part of a parameter. The optimizer steps `local`: all rows or this rank's, of the parameter itself or
-    of its master copy where the parameter is kept in fewer bits. A frozen parameter's `local` requires no gradient
-    and gets none. `repeated_over` are the names of the data axes on whose ranks this part is the same."""
+    """This rank's part of a parameter. The optimizer steps `local`: all rows or this rank's, of the
+    parameter itself or of its master copy where the parameter is kept in fewer bits. A frozen
+    parameter's `local` requires no gradient and gets none. `repeated_over` are the names of the
+    data axes on whose ranks this part is the same."""
 
     local: nn.Parameter
     repeated_over: frozenset[str]
@@ -30,24 +31,22 @@ class OptimizerPart(Protocol):
         """Points `local` and `local.grad` at where they are after a backward."""
 
     def distributed(self, local: Tensor) -> Tensor:
-        """Returns a tensor of `local`'s shape as the one that all ranks hold together: a DTensor over the axes that
-        split this part, or itself if none does."""
-
-    def when_complete(self, act: Callable[[], None]) -> None:
-        """Lets each step's one backward call `act` as soon as `local.grad` is the sum over the data ranks, and drop the
-        gradient afterwards. The gradient must go through autograd, because no hook hears of fused gradients
-        (`layers.gradients`)."""
+        """Returns a tensor of `local`'s shape as the one that all ranks hold together: a DTensor
+        over the axes that split this part, or itself if none does."""
 
     def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
-        """Fills this part. `draw` returns the rows of one shard of an axis, of what this tp rank has in all."""
+        """Fills this part. `draw` returns the rows of one shard of an axis, of what this tp rank
+        has in all."""
 
 
 class ShardedPart:
-    """The part of a parameter that its module itself holds between steps (see `OptimizerPart`): sharded by
-    `fully_shard` over `shards`, or whole. `find` looks the parameter up, because `fully_shard` puts another in its
-    place and back."""
+    """The part of a parameter that its module itself holds between steps (see `OptimizerPart`):
+    sharded by `fully_shard` over `shards`, or whole. `find` looks the parameter up, because
+    `fully_shard` puts another in its place and back."""
 
-    def __init__(self, find: Callable[[], Tensor], shards: Axis, repeated_over: frozenset[str]) -> None:
+    def __init__(
+        self, find: Callable[[], Tensor], shards: Axis, repeated_over: frozenset[str]
+    ) -> None:
         self._find, self._shards, self.repeated_over = find, shards, repeated_over
         self.local = nn.Parameter(local_tensor(find().detach()), requires_grad=find().requires_grad)
 
@@ -59,24 +58,15 @@ class ShardedPart:
     def distributed(self, local: Tensor) -> Tensor:
         return like_parameter(self._find(), local)
 
-    def when_complete(self, act: Callable[[], None]) -> None:
-        def take(tensor: Tensor) -> None:
-            """Hands the gradient over. `fully_shard` calls it when it has cut the sum of a unit into its parameters."""
-            assert tensor.grad is not None
-            self.local.data, self.local.grad = local_tensor(tensor.detach()), local_tensor(tensor.grad)
-            act()
-            self.local.grad = tensor.grad = None
-
-        self._find().register_post_accumulate_grad_hook(take)
-
     @torch.no_grad()
     def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
         local_tensor(self._find()).copy_(draw(self._shards))
 
 
 class ShardedData:
-    """What `shard` returns: what a training loop tells the data dimension. `docs/sharding.md` has a loop. This class
-    is one data rank in one precision, where nothing is cut and nothing is sent; the strategies derive from it."""
+    """What `shard` returns: what a training loop tells the data dimension. `docs/sharding.md` has a
+    loop. This class is one data rank in one precision, where nothing is cut and nothing is sent;
+    the strategies derive from it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -89,10 +79,12 @@ class ShardedData:
         return ShardedPart(partial(getattr, module, attribute), Axis.of(None), frozenset())
 
     def before_backward(self, last: bool) -> None:
-        """Is called before each backward and told whether it is the step's last; without a call every one is."""
+        """Is called before each backward and told whether it is the step's last; without a call
+        every one is."""
 
     def after_weights(self, last: bool) -> None:
-        """Is called after the second half of a split backward, which computes the weights' gradients."""
+        """Is called after the second half of a split backward, which computes the weights'
+        gradients."""
 
     def finish_gradients(self) -> None:
         """Is called after the last backward. Gradients are then summed over the data ranks."""
@@ -101,7 +93,8 @@ class ShardedData:
         self._model.zero_grad()
 
     def drop_gradients(self) -> None:
-        """Is called after a warm-up's backwards: their gradients are summed over the data ranks and thrown away."""
+        """Is called after a warm-up's backwards: their gradients are summed over the data ranks and
+        thrown away."""
         self.finish_gradients()
         self.clear_gradients()
 
@@ -109,7 +102,8 @@ class ShardedData:
         """Is called after the optimizer's step. The model then computes with the new values."""
 
     def finish_publish(self) -> None:
-        """Is called before the module's own tensors are read without a forward (`publish_in_forward`)."""
+        """Is called before the module's own tensors are read without a forward
+        (`publish_in_forward`)."""
 
     def free_gathered(self) -> None:
         """Frees the gathered parameters that a forward without a backward leaves behind."""
@@ -117,7 +111,8 @@ class ShardedData:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of a stage on this rank. `name` is global; if the model ties two names, both have the first."""
+    """A parameter of a stage on this rank. `name` is global; if the model ties two names, both have
+    the first."""
 
     name: str
     module: ParallelModule
@@ -135,7 +130,8 @@ class LocalParameter:
         self.part.sync_views()
 
     def distributed(self, local: Tensor) -> Tensor:
-        """Returns `local`, of the shape of `self.local`, as the tensor that all ranks hold together."""
+        """Returns `local`, of the shape of `self.local`, as the tensor that all ranks hold
+        together."""
         return self.part.distributed(local)
 
     @property
@@ -148,9 +144,11 @@ class LocalParameter:
         return math.prod(axes[name].size for name in self.repeated_over)
 
 
-def local_parameters(module: nn.Module, aliases: dict[str, str], data: ShardedData) -> list[LocalParameter]:
-    """Returns the parameters of a stage, each once. `aliases` maps the later names of a shared parameter to its first
-    name in the full model."""
+def local_parameters(
+    module: nn.Module, aliases: dict[str, str], data: ShardedData
+) -> list[LocalParameter]:
+    """Returns the parameters of a stage, each once. `aliases` maps the later names of a shared
+    parameter to its first name in the full model."""
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     found: dict[int, LocalParameter] = {}
     for prefix, owner in module.named_modules():
@@ -158,5 +156,7 @@ def local_parameters(module: nn.Module, aliases: dict[str, str], data: ShardedDa
             name, tensor = f"{prefix}.{attribute}", getattr(owner, attribute)
             if id(tensor) not in found:
                 first, part = aliases.get(name, name), data.part(owner, attribute)
-                found[id(tensor)] = LocalParameter(first, owner, spec, is_copy=first not in held, part=part)
+                found[id(tensor)] = LocalParameter(
+                    first, owner, spec, is_copy=first not in held, part=part
+                )
     return list(found.values())

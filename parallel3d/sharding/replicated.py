@@ -1,27 +1,29 @@
-"""NO_SHARD and SHARD_OPTIMIZER (ZeRO-0 and ZeRO-1): every data rank has whole parameters and whole gradients.
+"""NO_SHARD and SHARD_OPTIMIZER (ZeRO-0 and ZeRO-1): every data rank has whole parameters and whole
+gradients.
 
-[Note: why not DistributedDataParallel] torch has both strategies, and they are written here for the sake of fused
-gradients (`layers.gradients`): a backward of the layers adds a weight's gradient by the matrix product itself, also in
-a wider dtype and also in the second half of a split backward, and autograd's hooks on parameters, on which
-DistributedDataParallel is built, never hear of it. docs/sharding.md compares the times of a step.
+[Note: why not DistributedDataParallel] torch has both strategies, and they are written here for the
+sake of fused gradients (`layers.gradients`): a backward of the layers adds a weight's gradient by
+the matrix product itself, also in a wider dtype and also in the second half of a split backward,
+and autograd's hooks on parameters, on which DistributedDataParallel is built, never hear of it.
+docs/sharding.md compares the times of a step.
 
-Gradients lie in buckets of whole units. A bucket is reduced as soon as the last backward of a step has gone through its
-units, while those before them are still computed. That is noticed at a unit's input: autograd differentiates what was
-made last first, so that the gradient of a module's input is there only when everything in the module has been
-differentiated. It holds for fused gradients and for activation recompute too.
+Gradients lie in buckets of whole units. A bucket is reduced as soon as the last backward of a step
+has gone through its units, while those before them are still computed. That is noticed at a unit's
+input: autograd differentiates what was made last first, so that the gradient of a module's input is
+there only when everything in the module has been differentiated. It holds for fused gradients and
+for activation recompute too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.config.sharding_strategies import usual_bucket_mib
-from parallel3d.sharding.buckets import Bucket, StepInBackwardBucket, replace_parameter
+from parallel3d.sharding.buckets import Bucket, replace_parameter
 from parallel3d.sharding.bytes import bucket_borders
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
@@ -32,11 +34,15 @@ _UNDER_WAY = 2  # buckets at once, because what is sent may be a copy
 
 
 class ReplicatedData(ShardedData):
-    """The model over the data ranks for NO_SHARD, and with `reduction.split` for SHARD_OPTIMIZER. All ranks reduce the
-    buckets in one order, the last bucket first."""
+    """The model over the data ranks for NO_SHARD, and with `reduction.split` for SHARD_OPTIMIZER.
+    All ranks reduce the buckets in one order, the last bucket first."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[CommunicationUnit], reduction: Reduction, options: ShardingOptions
+        self,
+        model: nn.Module,
+        units: Sequence[CommunicationUnit],
+        reduction: Reduction,
+        options: ShardingOptions,
     ) -> None:
         super().__init__(model)
         self._units, self._reduction, self._options = units, reduction, options
@@ -57,35 +63,34 @@ class ReplicatedData(ShardedData):
             self.allocate()
 
     def allocate(self) -> None:
-        """Makes the gradients' memory and the master copies. It is called once a model that was on the meta device has
-        got memory; for any other model it has already been done."""
+        """Makes the gradients' memory and the master copies. It is called once a model that was on
+        the meta device has got memory; for any other model it has already been done."""
         options, dtype = self._options, self._reduction.dtypes.master
         device = self._units[0].parameters[0][0].parameter.device
-        usual = usual_bucket_mib(on_gpu=device.type != "cpu", step_in_backward=options.step_in_backward)
+        usual = usual_bucket_mib(on_gpu=device.type != "cpu")
         least = int((options.bucket_mib or usual) * 2**20) // dtype.itemsize
         borders = bucket_borders([unit.numel for unit in self._units], least)
         grouped = [[self._units[index] for index in border] for border in borders]
         sizes = [sum(unit.numel for unit in units) for units in grouped]
-        # One piece of memory for all buckets, or one for each that it can give back.
-        memory = torch.zeros(0 if options.step_in_backward else sum(sizes), dtype=dtype, device=device)
+        memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self._buckets: list[Bucket] = []
         self._begin(len(grouped))
         for index, units in enumerate(grouped):
             parameters = [uses for unit in units for uses in unit.parameters]
-            if options.step_in_backward:
-                own, filled = torch.empty(sizes[index], dtype=dtype, device=device), partial(self._filled, index)
-                self._buckets.append(StepInBackwardBucket(parameters, own, self._reduction, filled))
-            else:
-                self._buckets.append(Bucket(parameters, memory[: sizes[index]], self._reduction))
-                memory = memory[sizes[index] :]
-                # A bucket with what no module holds is reduced at the end.
-                if self._reduction.axes.every.size > 1 and all(unit.modules for unit in units):
-                    for module in (module for unit in units for module in unit.modules):
-                        module.register_forward_pre_hook(self._watcher(index), with_kwargs=True)
+            self._buckets.append(Bucket(parameters, memory[: sizes[index]], self._reduction))
+            memory = memory[sizes[index] :]
+            # A bucket with what no module holds is reduced at the end.
+            if self._reduction.axes.every.size > 1 and all(unit.modules for unit in units):
+                for module in (module for unit in units for module in unit.modules):
+                    module.register_forward_pre_hook(self._watcher(index), with_kwargs=True)
             if self._arrives_in_forward:
-                for module in (module for unit in units for module in unit.modules or (self._model,)):
+                for module in (
+                    module for unit in units for module in unit.modules or (self._model,)
+                ):
                     module.register_forward_pre_hook(self._waiter(index))
-        self._parts = {id(part.parameter): part for bucket in self._buckets for part in bucket.parts}
+        self._parts = {
+            id(part.parameter): part for bucket in self._buckets for part in bucket.parts
+        }
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         return self._parts[id(getattr(module, attribute))]
@@ -99,16 +104,23 @@ class ReplicatedData(ShardedData):
             self._start_next()
 
     def finish_gradients(self) -> None:
-        """Waits until gradients are summed over the data ranks. Raises RuntimeError if they are not in buckets, or were
-        reduced already."""
+        """Waits until gradients are summed over the data ranks. Raises RuntimeError if they are not
+        in buckets, or were reduced already."""
         self.finish_publish()  # units that no forward has used
-        if not all(part.parameter.grad is part.attached for bucket in self._buckets for part in bucket.parts):
+        if not all(
+            part.parameter.grad is part.attached
+            for bucket in self._buckets
+            for part in bucket.parts
+        ):
             raise RuntimeError(
-                "a gradient is not where it is reduced: clear gradients by clear_gradients() of what shard() gave, and "
-                "not by the model's zero_grad()"
+                "a gradient is not where it is reduced: clear gradients by clear_gradients() of "
+                "what shard() gave, and not by the model's zero_grad()"
             )
         if self._is_reduced:
-            raise RuntimeError("gradients were reduced twice: call clear_gradients() of what shard() gave in each step")
+            raise RuntimeError(
+                "gradients were reduced twice: call clear_gradients() of what shard() gave in each "
+                "step"
+            )
         self.after_weights(last=True)
         for bucket in reversed(self._buckets):
             bucket.finish_reduction()
@@ -122,8 +134,9 @@ class ReplicatedData(ShardedData):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gives every rank the parameters that the others have stepped. With `publish_in_forward` the first bucket is
-        on its way after it, and the units of a bucket wait for theirs when their forward begins."""
+        """Gives every rank the parameters that the others have stepped. With `publish_in_forward`
+        the first bucket is on its way after it, and the units of a bucket wait for theirs when
+        their forward begins."""
         if self._arriving is not None:  # what was published before, which is old now
             self._arriving()
         self._published, self._arriving = 0, self._buckets[0].start_publish()
@@ -135,8 +148,8 @@ class ReplicatedData(ShardedData):
 
     @torch.no_grad()
     def _publish_until(self, end: int) -> None:
-        """Waits until the first `end` buckets have what was published, one after the other in the same order on all
-        ranks, while the bucket after them is under way."""
+        """Waits until the first `end` buckets have what was published, one after the other in the
+        same order on all ranks, while the bucket after them is under way."""
         while self._arriving is not None and self._published < end:
             bucket, rows = self._buckets[self._published], self._arriving()
             self._published += 1
@@ -162,7 +175,8 @@ class ReplicatedData(ShardedData):
         self._next -= 1
 
     def _watcher(self, index: int) -> Any:
-        """Makes the hook that notices a module's forward, and by the gradient of its input its backward."""
+        """Makes the hook that notices a module's forward, and by the gradient of its input its
+        backward."""
 
         def after_backward(grad: Tensor) -> None:
             self._open[index] -= 1
@@ -171,22 +185,26 @@ class ReplicatedData(ShardedData):
 
         @torch.compiler.disable
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # A forward that a checkpoint computes again is left out: its graph is not differentiated by itself.
+            # A forward that a checkpoint computes again is left out: its graph is not
+            # differentiated by itself.
             if not torch.is_grad_enabled() or is_in_backward():
                 return None
             self._open[index] += 1
             for at, x in enumerate(args):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    # The hook of a leaf would be called as soon as the leaf's own gradient is there.
+                    # The hook of a leaf would be called as soon as the leaf's own gradient is
+                    # there.
                     y = x.view_as(x) if x.is_leaf else x
                     y.register_hook(after_backward)
                     return None if y is x else ((*args[:at], y, *args[at + 1 :]), kwargs)
-            return None  # the unit is never closed, and its bucket is reduced when the backward has ended
+            # the unit is never closed, and its bucket is reduced when the backward has ended
+            return None
 
         return before_forward
 
     def _waiter(self, index: int) -> Any:
-        """Makes the hook that waits for a bucket's published parameters before a module's forward."""
+        """Makes the hook that waits for a bucket's published parameters before a module's
+        forward."""
 
         @torch.compiler.disable
         def before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -196,6 +214,10 @@ class ReplicatedData(ShardedData):
 
     def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def cast(x: Any) -> Any:
-            return x.to(self._reduction.dtypes.compute) if isinstance(x, Tensor) and x.is_floating_point() else x
+            return (
+                x.to(self._reduction.dtypes.compute)
+                if isinstance(x, Tensor) and x.is_floating_point()
+                else x
+            )
 
         return tuple(cast(x) for x in args), {name: cast(x) for name, x in kwargs.items()}

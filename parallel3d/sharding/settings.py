@@ -1,4 +1,5 @@
-"""What `shard` is told: dtypes, when parameters and gradients travel, and the axes of the data dimension."""
+"""What `shard` is told: dtypes, when parameters and gradients travel, and the axes of the data
+dimension."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.sharding_strategies import Cadence
 from parallel3d.mesh import Axis
-from parallel3d.row_split import shard_rows
+from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import group_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """`compute` is the dtype of parameters and activations in forward and backward. `master` is what the optimizer
-    steps, what a checkpoint holds and what gradients are added up in. `reduce` is what gradients are sent in.
+    """`compute` is the dtype of parameters and activations in forward and backward. `master` is
+    what the optimizer steps, what a checkpoint holds and what gradients are added up in. `reduce`
+    is what gradients are sent in.
 
-    Where compute and master differ, NO_SHARD and SHARD_OPTIMIZER keep a copy of the parameters in each; the other
-    strategies keep the master's alone and gather from it.
+    Where compute and master differ, NO_SHARD and SHARD_OPTIMIZER keep a copy of the parameters in
+    each; the other strategies keep the master's alone and gather from it.
     """
 
     compute: torch.dtype = torch.float32
@@ -31,10 +33,13 @@ class Dtypes:
 
     @classmethod
     def of(cls, model: nn.Module) -> Dtypes:
-        """Returns the dtype of the model's parameters for all three. Raises ValueError if the parameters differ."""
+        """Returns the dtype of the model's parameters for all three. Raises ValueError if the
+        parameters differ."""
         found = {parameter.dtype for parameter in model.parameters()} or {torch.float32}
         if len(found) > 1:
-            raise ValueError(f"parameters of {', '.join(sorted(map(str, found)))}: say dtypes=Dtypes(...)")
+            raise ValueError(
+                f"parameters of {', '.join(sorted(map(str, found)))}: say dtypes=Dtypes(...)"
+            )
         (dtype,) = found
         return cls(compute=dtype, master=dtype, reduce=dtype)
 
@@ -43,15 +48,16 @@ class Dtypes:
 class ShardingOptions:
     """When parameters and gradients travel, and in what pieces.
 
-    `gather` says whether parameters that are split at rest are kept for all `microbatches` of a step, or freed after
-    each; with ZeRO-3 they are then freed after each forward too, as they always are with one microbatch a step.
-    `reduce` says whether gradients are summed over the data ranks in the last backward of a step, or in each, so that
-    no whole gradients are kept. `prefetch` units are gathered ahead (None: as torch does). `bucket_mib` is the least
-    size of the pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send gradients (None: by the device).
+    `gather` says whether parameters that are split at rest are kept for all `microbatches` of a
+    step, or freed after each; with ZeRO-3 they are then freed after each forward too, as they
+    always are with one microbatch a step. `reduce` says whether gradients are summed over the data
+    ranks in the last backward of a step, or in each, so that no whole gradients are kept.
+    `prefetch` units are gathered ahead (None: as torch does). `bucket_mib` is the least size of the
+    pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send gradients (None: by the
+    device).
 
-    With `step_in_backward` no gradient outlives the function given to `OptimizerPart.when_complete`, and there is one
-    backward a step. With `publish_in_forward` what SHARD_OPTIMIZER's ranks have stepped arrives during the next
-    forward, and whoever reads parameters elsewhere calls `finish_publish` first.
+    With `publish_in_forward` the parameters that SHARD_OPTIMIZER's ranks have stepped arrive during
+    the next forward pass. Call `finish_publish` before you read parameters elsewhere.
     """
 
     gather: Cadence = "step"
@@ -59,7 +65,6 @@ class ShardingOptions:
     microbatches: int = 1
     prefetch: int | None = None
     bucket_mib: float | None = None
-    step_in_backward: bool = False
     publish_in_forward: bool = False
 
 
@@ -74,23 +79,27 @@ class DataAxes:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> DataAxes:
-        """Looks the axes up on a mesh; one that is missing has size 1. All ranks call it: it may make a group. Raises
-        ValueError if both axes are missing."""
+        """Looks the axes up on a mesh; one that is missing has size 1. All ranks call it: it may
+        make a group. Raises ValueError if both axes are missing."""
         names = mesh.mesh_dim_names or ()
         if not {"dp_replicate", "dp_shard"} & {*names}:
             raise ValueError(
-                f"mesh with the axes {list(names)}: one must be called dp_shard or dp_replicate, or no gradient would "
-                "be summed; try init_device_mesh(..., mesh_dim_names=('dp_shard',))"
+                f"mesh with the axes {list(names)}: one must be called dp_shard or dp_replicate, "
+                "or no gradient would be summed; try init_device_mesh(..., "
+                "mesh_dim_names=('dp_shard',))"
             )
-        replicate, shards = (Axis.of(mesh[name] if name in names else None) for name in ("dp_replicate", "dp_shard"))
+        replicate, shards = (
+            Axis.of(mesh[name] if name in names else None) for name in ("dp_replicate", "dp_shard")
+        )
         return cls(mesh, replicate, shards, joined_axis(mesh, ("dp_replicate", "dp_shard"), "data"))
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a model lies over the data ranks, and how gradients are summed over them. With `split` each rank makes its
-    rows of the sum alone (a reduce-scatter over dp_shard, then an all-reduce of the rows over dp_replicate); otherwise
-    every rank makes all of the sum (one all-reduce). With `average` it is divided by the number of data ranks."""
+    """How a model lies over the data ranks, and how gradients are summed over them. With `split`
+    each rank makes its rows of the sum alone (a reduce-scatter over dp_shard, then an all-reduce of
+    the rows over dp_replicate); otherwise every rank makes all of the sum (one all-reduce). With
+    `average` it is divided by the number of data ranks."""
 
     axes: DataAxes
     dtypes: Dtypes
@@ -103,8 +112,11 @@ class Reduction:
 
 
 def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axis:
-    """Returns some axes of a mesh as one, the last of them innermost. All ranks call it: it may make a group."""
-    larger = tuple(name for name in names if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
+    """Returns some axes of a mesh as one, the last of them innermost. All ranks call it: it may
+    make a group."""
+    larger = tuple(
+        name for name in names if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1
+    )
     if len(larger) < 2:
         return Axis.of(mesh[larger[0]] if larger else None)
     ranks = mesh[larger].mesh.flatten().tolist()

@@ -1,7 +1,5 @@
-"""What the pictures of timelines share, the colours and words of actions and the headline, and the Chrome trace.
-
-`draw_text`, `draw_svg` and `draw_trace` each take any number of timelines and set them one above the other on one
-scale, each from its own start, so that a measured run can be compared with its simulation.
+"""What the pictures of timelines share, the colours and words of actions and the headline, and the
+Chrome trace.
 """
 
 from __future__ import annotations
@@ -16,19 +14,18 @@ from parallel3d.timeline.spans import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How a kind of action is shown: a word, two RGB colours for pages, two of 256 colours for terminals. A rank's
-    first, third, ... stages have the first colour of a pair and its other stages the second."""
+    """How a kind of action is shown: a word and two colours. A rank's first, third, ... stages have
+    the first colour and its other stages the second."""
 
     word: str
     rgb: tuple[str, str]
-    ansi: tuple[int, int]
 
 
 LOOKS = {
-    Kind.FORWARD: Look(word="forward", rgb=("#4c78c8", "#8fb0e8"), ansi=(68, 110)),
-    Kind.BACKWARD: Look(word="backward", rgb=("#3f9a5f", "#86c79b"), ansi=(71, 114)),
-    Kind.INPUT: Look(word="input's gradient", rgb=("#2f9aa0", "#7fcacd"), ansi=(37, 80)),
-    Kind.WEIGHT: Look(word="weights' gradient", rgb=("#d09a35", "#e8c583"), ansi=(179, 222)),
+    Kind.FORWARD: Look(word="forward", rgb=("#4c78c8", "#8fb0e8")),
+    Kind.BACKWARD: Look(word="backward", rgb=("#3f9a5f", "#86c79b")),
+    Kind.INPUT: Look(word="input's gradient", rgb=("#2f9aa0", "#7fcacd")),
+    Kind.WEIGHT: Look(word="weights' gradient", rgb=("#d09a35", "#e8c583")),
 }
 
 
@@ -41,19 +38,24 @@ def chunks(timeline: Timeline) -> dict[int, int]:
     return found
 
 
-def kinds(timelines: tuple[Timeline, ...]) -> list[Kind]:
+def kinds(timeline: Timeline) -> list[Kind]:
     """Returns the kinds of actions that occur, in the order of the legend."""
-    there = {span.action.kind for timeline in timelines for span in timeline.spans}
+    there = {span.action.kind for span in timeline.spans}
     return [kind for kind in LOOKS if kind in there]
 
 
 def headline(timeline: Timeline) -> str:
-    return f"{timeline.name}: makespan {timeline.makespan_s:.6g}, bubble {100 * timeline.bubble_fraction:.1f}%"
+    return (
+        f"{timeline.name}: makespan {timeline.makespan_s:.6g}, bubble "
+        f"{100 * timeline.bubble_fraction:.1f}%"
+    )
 
 
 def draw_trace(*timelines: Timeline) -> str:
-    """Draws a Chrome trace (Google's "Trace Event Format"), which https://ui.perfetto.dev and chrome://tracing open. It
-    has a process for each timeline and a thread for each rank; a unit of simulated time is shown as a second."""
+    """Draws a Chrome trace (Google's "Trace Event Format"), which https://ui.perfetto.dev and
+    chrome://tracing open. It has a process for each timeline and a thread for each rank, and each
+    timeline begins at 0, so that a measured one can be compared with its simulation. A unit of
+    simulated time is shown as a second."""
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
         names = [("process_name", 0, headline(timeline))]
@@ -76,4 +78,6 @@ def draw_trace(*timelines: Timeline) -> str:
             for spans in timeline.by_rank
             for span in spans
         ]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
+    return (
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
+    )

@@ -12,8 +12,8 @@ from parallel3d.timeline.spans import Span
 
 
 class Recorder:
-    """Collects (action, start, end) of what a rank computes, without its waits for other ranks. On a GPU the times come
-    from events in the stream, so that recording makes nothing wait."""
+    """Collects (action, start, end) of what a rank computes, without its waits for other ranks. On
+    a GPU the times come from events in the stream, so that recording makes nothing wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
@@ -35,7 +35,8 @@ class Recorder:
         self._marks.append((action, start, end))
 
     def spans(self, rank: int) -> list[Span]:
-        """Returns what was recorded as spans of `rank`, in seconds on this host's clock, `time.perf_counter`."""
+        """Returns what was recorded as spans of `rank`, in seconds on this host's clock,
+        `time.perf_counter`."""
 
         def seconds(mark: Any) -> float:
             if not self._events:
@@ -43,4 +44,6 @@ class Recorder:
             mark.synchronize()
             return self._origin_s + float(self._origin.elapsed_time(mark)) / 1000
 
-        return [Span(rank, action, seconds(start), seconds(end)) for action, start, end in self._marks]
+        return [
+            Span(rank, action, seconds(start), seconds(end)) for action, start, end in self._marks
+        ]

@@ -1,7 +1,9 @@
-"""How long a schedule takes: each action's start and end, from how long each kind takes on each stage. No torch here.
+"""How long a schedule takes: each action's start and end, from how long each kind takes on each
+stage. No torch here.
 
-Ranks do their actions in order, each as soon as its input is there. So one order of all actions that agrees with every
-rank's own holds for any times: it is found once (`action_order`), and a simulation is one pass over it.
+Ranks do their actions in order, each as soon as its input is there. So one order of all actions
+that agrees with every rank's own holds for any times: it is found once (`action_order`), and a
+simulation is one pass over it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ _CODES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 2, Kind.WEIGHT: 3}
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """What one stage takes for one microbatch, in any one unit. The whole backward has its own number, because it may
-    cost less than its two halves; None stands for their sum."""
+    """What one stage takes for one microbatch, in any one unit. The whole backward has its own
+    number, because it may cost less than its two halves; None stands for their sum."""
 
     forward: float = 1.0
     input: float = 1.0
@@ -38,23 +40,27 @@ EQUAL = StageTimes()  # the papers' assumption
 
 @dataclass(frozen=True, kw_only=True)
 class ActionTimes:
-    """How long everything takes. `transfers[s]` is the way between stages s and s + 1, up or down: it delays the action
-    that takes the result and keeps no rank from computing. Between two stages of one rank nothing is transferred."""
+    """How long everything takes. `transfers[s]` is the way between stages s and s + 1, up or down:
+    it delays the action that takes the result and keeps no rank from computing. Between two stages
+    of one rank nothing is transferred."""
 
     stages: tuple[StageTimes, ...]
     transfers: tuple[float, ...]
 
     @classmethod
-    def uniform(cls, stages: int, times: StageTimes = EQUAL, *, transfer: float = 0.0) -> ActionTimes:
+    def uniform(
+        cls, stages: int, times: StageTimes = EQUAL, *, transfer: float = 0.0
+    ) -> ActionTimes:
         """Makes the times of stages that all take the same."""
         return cls(stages=(times,) * stages, transfers=(transfer,) * (stages - 1))
 
 
 @dataclass(frozen=True)
 class ActionOrder:
-    """A schedule's actions, each after the actions that it needs. `steps` are the same as numbers: rank, duration (4 x
-    stage + kind), the slots of the results that the action takes and makes, and the way of what it makes (the stage at
-    the way's upper end; 0 and the number of stages stand for no way)."""
+    """A schedule's actions, each after the actions that it needs. `steps` are the same as numbers:
+    rank, duration (4 x stage + kind), the slots of the results that the action takes and makes, and
+    the way of what it makes (the stage at the way's upper end; 0 and the number of stages stand for
+    no way)."""
 
     actions: tuple[Action, ...]
     steps: tuple[tuple[int, int, int, int, int], ...]
@@ -64,12 +70,14 @@ class ActionOrder:
 
 
 def action_order(schedule: Schedule) -> ActionOrder:
-    """Returns the order in which a schedule is simulated. Raises ScheduleError where the schedule stops before its end
-    (see `check_schedule`, which it is to have passed)."""
-    count, last = schedule.microbatches, schedule.stages - 1
+    """Returns the order in which a schedule is simulated. Raises ScheduleError where the schedule
+    stops before its end (see `check_schedule`, which it is to have passed)."""
+    count = schedule.microbatches
+    last = schedule.stages - 1
     outputs = 2  # slots of the stages' outputs, by stage x microbatches + microbatch
     gradients = outputs + schedule.stages * count  # and of the gradients of their inputs
-    actions, steps = [], []
+    actions = []
+    steps = []
     for rank, action in schedule.in_order():
         stage, kind, microbatch = action
         actions.append(action)
@@ -89,17 +97,28 @@ def action_order(schedule: Schedule) -> ActionOrder:
 
 def durations(stages: Sequence[StageTimes]) -> list[float]:
     """Returns how long every kind of action takes on every stage, at 4 x stage + kind."""
-    return [took for stage in stages for took in (stage.forward, stage.backward, stage.input, stage.weight)]
+    return [
+        took
+        for stage in stages
+        for took in (stage.forward, stage.backward, stage.input, stage.weight)
+    ]
 
 
 def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], float]:
-    """Returns when each step of an order starts, and when the last one ends. Raises ValueError where the times are of
-    another number of stages."""
-    if len(times.stages) != len(order.placement) or len(times.transfers) != len(order.placement) - 1:
-        raise ValueError(f"times of {len(times.stages)} stages for a schedule of {len(order.placement)}")
+    """Returns when each step of an order starts, and when the last one ends. Raises ValueError
+    where the times are of another number of stages."""
+    if (
+        len(times.stages) != len(order.placement)
+        or len(times.transfers) != len(order.placement) - 1
+    ):
+        raise ValueError(
+            f"times of {len(times.stages)} stages for a schedule of {len(order.placement)}"
+        )
     between = zip(order.placement[:-1], order.placement[1:], times.transfers, strict=True)
     delays = [0.0, *(0.0 if one == other else transfer for one, other, transfer in between), 0.0]
-    took, there, clocks = durations(times.stages), [0.0] * order.slots, [0.0] * order.ranks
+    took = durations(times.stages)
+    there = [0.0] * order.slots
+    clocks = [0.0] * order.ranks
     starts = []
     for rank, duration, takes, makes, way in order.steps:
         start = clocks[rank]
@@ -112,21 +131,26 @@ def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], 
 
 
 def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
-    """Times every action: each rank does its actions in order, each as soon as its input is there. Raises ScheduleError
-    where the schedule stops before its end, ValueError where the times are of another number of stages."""
+    """Times every action: each rank does its actions in order, each as soon as its input is there.
+    Raises ScheduleError where the schedule stops before its end, ValueError where the times are of
+    another number of stages."""
     order = action_order(schedule)
     starts, _ = action_starts(order, times)
     took = durations(times.stages)
     spans = tuple(
         Span(rank, action, start, start + took[duration])
-        for action, (rank, duration, _, _, _), start in zip(order.actions, order.steps, starts, strict=True)
+        for action, (rank, duration, _, _, _), start in zip(
+            order.actions, order.steps, starts, strict=True
+        )
     )
-    return Timeline(name=schedule.name, ranks=len(schedule.ranks), stages=schedule.stages, spans=spans)
+    return Timeline(
+        name=schedule.name, ranks=len(schedule.ranks), stages=schedule.stages, spans=spans
+    )
 
 
 def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
-    """Takes the median time of each kind of action on each stage, and no time for transfers: the measured timeline's
-    difference to the simulated one shows what they took."""
+    """Takes the median time of each kind of action on each stage, and no time for transfers: the
+    measured timeline's difference to the simulated one shows what they took."""
     times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
         times[span.action.stage, span.action.kind].append(span.end_s - span.start_s)

@@ -1,4 +1,5 @@
-"""When each action of a schedule was done, as the simulator computes it or as a run measured it. No torch here."""
+"""When each action of a schedule was done, as the simulator computes it or as a run measured it. No
+torch here."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The spans of all ranks, each rank's in the order in which it began them. Simulated times may be in any unit."""
+    """The spans of all ranks, each rank's in the order in which it began them. Simulated times may
+    be in any unit."""
 
     name: str
     ranks: int

@@ -1,9 +1,8 @@
 """Callbacks: what a user's own code sees of a run, and the guard through which it is called.
 
-A `StepHook` (`training.hooks`) takes part in the step on every rank, and its errors end the run. A callback only
-watches: it is called on rank 0 alone, where all of its numbers are known, so it has nothing to agree on with other
-ranks and nobody waits in a collective for it. What it raises is told once and the run goes on. It may ask to end the
-run: rank 0 then votes in the sums of the next step, as for SIGTERM, and all ranks end after that step.
+A callback only watches: it is called on rank 0, outside of all collectives. What it raises is
+reported once and the run goes on. It may ask to end the run: rank 0 then votes in the sums of the
+next step, as for SIGTERM, and all ranks end after that step.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING
 
-from parallel3d.config.named_class import named_class
+from parallel3d.config.import_class import import_class
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
+from parallel3d.watch.heartbeat import phase
 
 if TYPE_CHECKING:  # a wrong recipe is answered without torch
     from parallel3d.reporting.metrics import StepMetrics
-    from parallel3d.training.hooks import StepResult
+    from parallel3d.training.step_result import StepResult
 
 VALIDATION = "validation"  # the evaluation set that is kept back from the run's own data
 
@@ -35,17 +35,20 @@ class RunView:
     recipe: Recipe
     run_dir: Path
     say: Callable[[str], None]  # shows a line beside the run's own
-    history: Sequence[Mapping[str, float | None]] = ()  # the lines of metrics.jsonl that the run goes on from
+    # the lines of metrics.jsonl that the run goes on from
+    history: Sequence[Mapping[str, float | None]] = ()
     step: int = 0  # steps done
     stop_reason: str | None = field(default=None, init=False)
 
     def stop(self, reason: str) -> None:
-        """Asks to end the run after its next step, which is then evaluated and saved as a last step is."""
+        """Asks to end the run after its next step, which is then evaluated and saved as a last step
+        is."""
         self.stop_reason = self.stop_reason or reason
 
 
 class Callback:
-    """Watches a run; override what you need. Steps count from 1, and `run.step` is the last that is done."""
+    """Watches a run; override what you need. Steps count from 1, and `run.step` is the last that is
+    done."""
 
     def __init_subclass__(cls) -> None:
         """Refuses a public method that no run calls, such as `on_step_end`."""
@@ -54,8 +57,8 @@ class Callback:
         for name, value in vars(cls).items():
             if isinstance(value, FunctionType) and not name.startswith("_") and name not in known:
                 raise ConfigError(
-                    f"callback {cls.__name__}.{name}: a run does not call this method; it calls {', '.join(known)}; "
-                    f"try one of them, or _{name} for a helper"
+                    f"callback {cls.__name__}.{name}: a run does not call this method; it calls "
+                    f"{', '.join(known)}; try one of them, or _{name} for a helper"
                 )
 
     def started(self, run: RunView) -> None:
@@ -74,16 +77,17 @@ class Callback:
         """Is called when a checkpoint is whole."""
 
     def rolled_back(self, run: RunView, why: str) -> None:
-        """Is called when the run has gone back to the checkpoint of `run.step`, and `run.history` is that of this step.
-        What a callback was told of later steps is undone."""
+        """Is called when the run has gone back to the checkpoint of `run.step`, and `run.history`
+        is that of this step. What a callback was told of later steps is undone."""
 
     def ended(self, run: RunView, error: BaseException | None) -> None:
-        """Is called after the last step; `error` is what has ended the run before it, such as SIGTERM."""
+        """Is called after the last step; `error` is what has ended the run before it, such as
+        SIGTERM."""
 
 
 class Callbacks:
-    """Calls callbacks in their order, and tells the first exception of each. Without a `run`, which is so on all ranks
-    but the first, nothing is called."""
+    """Calls callbacks in their order, and tells the first exception of each. Without a `run`, which
+    is so on all ranks but the first, nothing is called."""
 
     def __init__(self, callbacks: Sequence[Callback] = (), run: RunView | None = None) -> None:
         self._callbacks = () if run is None else tuple(callbacks)
@@ -112,7 +116,9 @@ class Callbacks:
         finally:
             self.tell("ended", step if self._run is None else self._run.step, error)
 
-    def tell_of_a_rollback(self, step: int, why: str, history: Sequence[Mapping[str, float | None]]) -> None:
+    def tell_of_a_rollback(
+        self, step: int, why: str, history: Sequence[Mapping[str, float | None]]
+    ) -> None:
         """Tells the callbacks that the run has gone back to `step`."""
         if self._run is not None:
             self._run.history = history
@@ -124,21 +130,23 @@ class Callbacks:
             assert self._run is not None
             self._run.step = step
             try:
-                methodcaller(hook, self._run, *seen)(callback)
+                with phase("callback"):
+                    methodcaller(hook, self._run, *seen)(callback)
             except (Exception, SystemExit) as error:
                 if index not in self._told:
                     self._told.add(index)
                     place = traceback.extract_tb(error.__traceback__)[-1]
                     name = f"{type(callback).__module__}:{type(callback).__qualname__}"
                     self._run.say(
-                        f"callback {name} has failed in {hook} after step {step}: {type(error).__name__}: {error} "
-                        f"({place.filename}:{place.lineno}); the run goes on, and further failures are not told"
+                        f"callback {name} has failed in {hook} after step {step}: "
+                        f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}); the "
+                        "run goes on, and further failures are not told"
                     )
 
 
 class EarlyStopping(Callback):
-    """Ends the run when the loss of an evaluation set has not come down by more than `min_delta` in `patience`
-    evaluations. A resumed run counts those of its history."""
+    """Ends the run when the loss of an evaluation set has not come down by more than `min_delta` in
+    `patience` evaluations. A resumed run counts those of its history."""
 
     def __init__(self, of: str, *, patience: int, min_delta: float) -> None:
         self._of, self._patience, self._min_delta = of, patience, min_delta
@@ -163,12 +171,18 @@ class EarlyStopping(Callback):
         if loss < self._lowest - self._min_delta:
             self._lowest, self._waited = loss, 0
         if self._waited >= self._patience:
-            run.stop(f"the loss of {self._of} has not come below {self._lowest:.4f} in {self._waited} evaluations")
+            run.stop(
+                f"the loss of {self._of} has not come below {self._lowest:.4f} in {self._waited} "
+                "evaluations"
+            )
 
 
 def callback_classes(recipe: Recipe) -> list[type[Callback]]:
     """Returns the classes that `train.callbacks` names. Raises ConfigError."""
-    return [named_class("train.callbacks", name, Callback, "parallel3d.Callback") for name in recipe.train.callbacks]
+    return [
+        import_class("train.callbacks", name, Callback, "parallel3d.Callback")
+        for name in recipe.train.callbacks
+    ]
 
 
 def build_callbacks(recipe: Recipe) -> list[Callback]:
@@ -176,5 +190,9 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
     train, stopping = recipe.train, []
     if train.early_stop_patience is not None:
         of = VALIDATION if train.early_stop_set is None else train.early_stop_set
-        stopping = [EarlyStopping(of, patience=train.early_stop_patience, min_delta=train.early_stop_min_delta)]
+        stopping = [
+            EarlyStopping(
+                of, patience=train.early_stop_patience, min_delta=train.early_stop_min_delta
+            )
+        ]
     return [*stopping, *(found() for found in callback_classes(recipe))]

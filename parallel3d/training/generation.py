@@ -15,22 +15,29 @@ from parallel3d.training.trainer import Trainer
 
 
 def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
-    """Returns `sample_prompt` and up to `sample_tokens` tokens after it, fewer where the document ends. It takes one
-    forward of the pipeline for each token. Every rank calls it and gets the same text, whatever the layout."""
+    """Returns `sample_prompt` and up to `sample_tokens` tokens after it, fewer where the document
+    ends. It takes one forward of the pipeline for each token. Every rank calls it and gets the same
+    text, whatever the layout."""
     seq_len, tp, pp = train.seq_len, trainer.axes["tp"], trainer.axes["pp"]
-    ids = [int(i) for i in tokenizer.encode(train.sample_prompt)][-seq_len:] or [tokenizer.end_of_text]
+    ids = [int(i) for i in tokenizer.encode(train.sample_prompt)][-seq_len:] or [
+        tokenizer.end_of_text
+    ]
     prompt_length = len(ids)
     end_of_text = tokenizer.end_of_text if trainer.recipe.data.documents == "mask" else None
-    generator = torch.Generator().manual_seed(train.seed if train.sample_seed is None else train.sample_seed)
+    generator = torch.Generator().manual_seed(
+        train.seed if train.sample_seed is None else train.sample_seed
+    )
     for _ in range(train.sample_tokens):
         window = ids[-seq_len:]
-        # Every window is padded to the length of training, because causal attention does not look ahead.
+        # Every window is padded to the length of training, because causal attention does not look
+        # ahead.
         padded = window + window[-1:] * (seq_len - len(window))
         batch = torch.tensor(padded).view(1, 1, seq_len)
         outputs = trainer.logits(batch, documents_ended_by(end_of_text, batch))
         token = torch.zeros((), dtype=torch.int64, device=trainer.device)
         if outputs:  # this rank has the last stage, and chooses the token
-            logits = start_gather(outputs[0][0, len(window) - 1], tp, dim=0)()  # [vocab / tp] -> [vocab]
+            # [vocab / tp] -> [vocab]
+            logits = start_gather(outputs[0][0, len(window) - 1], tp, dim=0)()
             # Ids beyond the tokenizer's only make the vocabulary divisible.
             token.fill_(draw(logits[: tokenizer.vocab_size].float().cpu(), train, generator))
         if pp.size > 1:
@@ -42,11 +49,13 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
 
 
 def draw(logits: Tensor, train: TrainConfig, generator: torch.Generator) -> int:
-    """Returns a token id, drawn by `logits` [vocab] as `train.sample_*` says: from the `sample_top_k` likeliest tokens,
-    and of them from the fewest whose probabilities, at the temperature, sum to `sample_top_p`."""
+    """Returns a token id, drawn by `logits` [vocab] as `train.sample_*` says: from the
+    `sample_top_k` likeliest tokens, and of them from the fewest whose probabilities, at the
+    temperature, sum to `sample_top_p`."""
     likely, candidates = logits.topk(min(train.sample_top_k, logits.numel()))
     probabilities = (likely / train.sample_temperature).softmax(dim=-1)
     if train.sample_top_p < 1.0:
-        before = probabilities.cumsum(dim=-1) - probabilities  # what all likelier tokens have together
+        # what all likelier tokens have together
+        before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities * (before < train.sample_top_p)
     return int(candidates[torch.multinomial(probabilities, 1, generator=generator)].item())

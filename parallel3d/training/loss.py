@@ -1,44 +1,40 @@
-"""The loss that the trainer differentiates, a microbatch's share of the mean over the global batch, and its scale.
-
-float16 has no number between 0 and 6e-8, and gradients are often smaller: the loss is multiplied by a scale before the
-backward, and the gradients are divided by it after (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). A step
-whose gradients overflow is left out and the scale is lowered; after many good steps it is raised, by the rule of
-torch.amp.GradScaler. All ranks know whether all gradients are finite, so their scales stay equal without being sent."""
+"""The loss that the trainer differentiates: a microbatch's share of the mean over the global
+batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.recipe import LossScaleConfig, Recipe
+from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import TokenLoss, token_losses
 from parallel3d.layers.vocabulary import VocabParallelHead, head_at_end, head_cross_entropy
 from parallel3d.mesh import Axis
-from parallel3d.row_split import largest_shard, shard_rows
+from parallel3d.shard_sizes import largest_shard, shard_rows
 from parallel3d.training.loss_chunks import tokens_at_a_time
-
-SMALLEST = 1.0  # a loss that overflows unscaled has diverged
-LARGEST = 2.0**127  # the largest power of two in float32, in which losses are multiplied
 
 
 class MeanLoss:
     """(output of the last stage, labels) -> sum of the tokens' losses * scale / tokens.
 
-    `tokens` is the nominal number of tokens of the recipe's whole batch; how many of them have a label is known only
-    after the step, and the trainer then corrects loss and gradients by one factor. `scale` is the loss scale of float16
-    training, else 1. The loss has the recipe's label smoothing and z-loss; while `is_plain` is set, which is for
-    validation, it is the cross-entropy alone. If the logits are large, or the recipe asks for it, `use_head` makes the
-    head of the model leave its matmul to the loss, which then computes the logits of `chunk_tokens` tokens at a time. A
-    model that may change the output of its head computes all logits; only the temporaries of the loss come in chunks.
-    Each tp rank may have all logits or its part of them; a model that returns another number raises ConfigError.
+    `tokens` is the nominal number of tokens of the recipe's whole batch; how many of them have a
+    label is known only after the step, and the trainer then corrects loss and gradients by one
+    factor. `scale` is the loss scale of float16 training, else 1. The loss has the recipe's label
+    smoothing and z-loss; while `is_plain` is set, which is for validation, it is the cross-entropy
+    alone. If the logits are large, or the recipe asks for it, `use_head` makes the head of the
+    model leave its matmul to the loss, which then computes the logits of `chunk_tokens` tokens at a
+    time. A model that may change the output of its head computes all logits; only the temporaries
+    of the loss come in chunks. Each tp rank may have all logits or its part of them; a model that
+    returns another number raises ConfigError.
     """
 
-    def __init__(self, recipe: Recipe, tp: DeviceMesh | None, gpu_bytes: float | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, tp: DeviceMesh | None, gpu_bytes: float | None = None
+    ) -> None:
         self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
         self.scale = 1.0
         self.is_plain = False
@@ -52,33 +48,50 @@ class MeanLoss:
         )  # None: the logits of a whole microbatch exist at once
         self._tp, self._vocab = Axis.of(tp), recipe.model.vocab
         self._architecture = recipe.model.architecture
-        self._head: VocabParallelHead | None = None  # the loss receives its output unchanged
-        self._split_head: VocabParallelHead | None = None  # gives each tp rank its part of the vocabulary
+        # the head whose output reaches the loss unchanged
+        self._head: VocabParallelHead | None = None
+        # the head that gives each tp rank its part of the vocabulary
+        self._split_head: VocabParallelHead | None = None
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
         smoothing, z_loss = (0.0, 0.0) if self.is_plain else (self._smoothing, self._z_loss)
         if self._head is not None and self._head.is_deferred:
             assert self.chunk_tokens is not None
             losses = head_cross_entropy(
-                output, labels, self._head, chunk_tokens=self.chunk_tokens, label_smoothing=smoothing, z_loss=z_loss
+                output,
+                labels,
+                self._head,
+                chunk_tokens=self.chunk_tokens,
+                label_smoothing=smoothing,
+                z_loss=z_loss,
             )
         else:
             axis = self._tp if self._is_split(output) else Axis(1, 0, None)
-            if self._head is None:  # the model may have changed the -inf that a head fills up its logits with
+            # the model may have changed the -inf that a head fills up its logits with
+            if self._head is None:
                 output = output[..., : len(shard_rows(self._vocab, axis.rank, axis.size))]
             terms = TokenLoss(
-                axis, self._vocab, label_smoothing=smoothing, z_loss=z_loss, chunk_tokens=self.chunk_tokens
+                axis,
+                self._vocab,
+                label_smoothing=smoothing,
+                z_loss=z_loss,
+                chunk_tokens=self.chunk_tokens,
             )
             # No operation has saved logits that come straight from the head.
             losses = token_losses(output, labels, terms, overwrite_logits=self._head is not None)
         return losses.sum() / (self.tokens / self.scale)
 
     def use_head(self, modules: Iterable[nn.Module]) -> None:
-        """Finds the head among the stages `modules`, and defers it if chunks are wanted and the loss receives its
-        output unchanged. A head with a bias, or whose output is gathered, is not deferred."""
+        """Finds the head among the stages `modules`, and defers it if chunks are wanted and the
+        loss receives its output unchanged. A head with a bias, or whose output is gathered, is not
+        deferred. May be called again."""
         for module in modules:
             for part in module.modules():
-                if isinstance(part, VocabParallelHead) and part.out_features == self._vocab and not part.gather_output:
+                if (
+                    isinstance(part, VocabParallelHead)
+                    and part.out_features == self._vocab
+                    and not part.gather_output
+                ):
                     self._split_head = part
             self._head = head_at_end(module) or self._head
         if self._head is not None and self._head is self._split_head:
@@ -86,40 +99,26 @@ class MeanLoss:
 
     @torch.no_grad()
     def logits(self, output: Tensor) -> Tensor:
-        """Returns this rank's logits [..., vocab / tp] for the last stage's output, or all of them if the model
-        gathers them."""
+        """Returns this rank's logits [..., vocab / tp] for the last stage's output, or all of them
+        if the model gathers them."""
         if self._head is not None and self._head.is_deferred:
             output = self._head.logits(output)
-        return output[..., : largest_shard(self._vocab, self._tp.size)] if self._is_split(output) else output
+        return (
+            output[..., : largest_shard(self._vocab, self._tp.size)]
+            if self._is_split(output)
+            else output
+        )
 
     def _is_split(self, logits: Tensor) -> bool:
         """Returns False if each tp rank has the logits of the full vocabulary."""
         largest, width = largest_shard(self._vocab, self._tp.size), logits.shape[-1]
         is_padded = self._split_head is not None and width == self._split_head.padded_width
         is_split = width == largest or is_padded
-        if not is_split and width < self._vocab:
+        if not is_split and width != self._vocab:
             raise ConfigError(
-                f"model.architecture = {self._architecture}: each tp rank gets {width} logits for a token; "
-                f"with model.vocab = {self._vocab} and parallel.tp = {self._tp.size} it must get {largest}, or all "
-                f"{self._vocab}; try the head VocabParallelHead(config.hidden, config.vocab, tp=placement)"
+                f"model.architecture = {self._architecture}: each tp rank gets {width} logits for "
+                f"a token; with model.vocab = {self._vocab} and parallel.tp = {self._tp.size} it "
+                f"must get {largest}, or all {self._vocab}; try the head "
+                "VocabParallelHead(config.hidden, config.vocab, tp=placement)"
             )
         return is_split
-
-
-@dataclass
-class LossScaler:
-    """The scale of the next step, and how many good steps in a row have had it."""
-
-    config: LossScaleConfig
-    scale: float
-    good_steps: int = 0
-
-    def update(self, *, is_finite: bool) -> None:
-        """Sets the next step's scale; `is_finite` says whether this step's loss and gradients were finite."""
-        self.good_steps = self.good_steps + 1 if is_finite else 0
-        if not is_finite:
-            self.scale *= self.config.backoff
-        elif self.good_steps == self.config.interval:
-            self.good_steps = 0
-            if self.scale * self.config.growth <= LARGEST:
-                self.scale *= self.config.growth

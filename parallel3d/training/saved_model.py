@@ -1,4 +1,5 @@
-"""Evaluates the model of a checkpoint, or writes text with it, in any layout: `parallel3d-train evaluate|generate`."""
+"""Evaluates the model of a checkpoint, or writes text with it, in any layout: `parallel3d-train
+evaluate|generate`."""
 
 from __future__ import annotations
 
@@ -28,22 +29,33 @@ from parallel3d.training.worker import build_loaders
 
 
 @contextmanager
-def _saved_model(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass) -> Iterator[Trainer]:
-    """Holds the model of the checkpoint `checkpoint.resume`, on the ranks of the recipe's layout, for a block."""
+def _saved_model(
+    recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass
+) -> Iterator[Trainer]:
+    """Holds the model of the checkpoint `checkpoint.resume`, on the ranks of the recipe's layout,
+    for a block."""
     with deterministic(recipe.train.deterministic), process_group(recipe, rendezvous) as device:
         refuse(attention_errors(recipe, device_of(device)))
         mesh = build_mesh(recipe.parallel, device.type)
         trainer = Trainer(
-            recipe, mesh=mesh, device=device, model_class=model_class, initialize=False, gpu_bytes=gpu_bytes(device)
+            recipe,
+            mesh=mesh,
+            device=device,
+            model_class=model_class,
+            initialize=False,
+            gpu_bytes=gpu_bytes(device),
         )
         limit_waits(recipe.train.start_timeout_s)
         saved = load_model(trainer, Path(recipe.checkpoint.resume))
-        trainer.step, trainer.tokens = saved.step, saved.tokens
+        trainer.update_progress(step=saved.step, tokens=saved.tokens)
         yield trainer
 
 
-def evaluate_saved(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool) -> None:
-    """Prints the loss of each evaluation set on rank 0, first that of the validation text; every rank calls it."""
+def evaluate_saved(
+    recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool
+) -> None:
+    """Prints the loss of each evaluation set on rank 0, first that of the validation text; every
+    rank calls it."""
     with _saved_model(recipe, rendezvous, model_class) as trainer:
         _, evaluations = build_loaders(recipe, load_corpora(recipe.data), rendezvous.rank)
         losses = {each.name: trainer.evaluate_all(each.batches) for each in evaluations}
@@ -56,15 +68,25 @@ def evaluate_saved(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelCla
     _print(recipe, rendezvous, text, answer if as_json else None)
 
 
-def write_with_saved(recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool) -> None:
-    """Prints a text that the model goes on with, as `train.sample_*` say, on rank 0; every rank calls it."""
+def write_with_saved(
+    recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool
+) -> None:
+    """Prints a text that the model goes on with, as `train.sample_*` say, on rank 0; every rank
+    calls it."""
     with _saved_model(recipe, rendezvous, model_class) as trainer:
         text = generate(trainer, load_corpus(recipe.data.corpora[0]).tokenizer, recipe.train)
     _print(recipe, rendezvous, text, {"step": trainer.step, "text": text} if as_json else None)
 
 
-def _print(recipe: Recipe, rendezvous: Rendezvous, text: str, answer: Mapping[str, object] | None) -> None:
+def _print(
+    recipe: Recipe, rendezvous: Rendezvous, text: str, answer: Mapping[str, object] | None
+) -> None:
     """Prints the text, or the answer as JSON where there is one, on rank 0."""
     if rendezvous.rank == 0:
         text = printable(text) if sys.stdout.isatty() else text
-        print(text if answer is None else json.dumps({"checkpoint": recipe.checkpoint.resume, **answer}), flush=True)
+        print(
+            text
+            if answer is None
+            else json.dumps({"checkpoint": recipe.checkpoint.resume, **answer}),
+            flush=True,
+        )

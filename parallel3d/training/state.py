@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
-from parallel3d.checkpoint.manifest import SavedProgress, in_line
+from parallel3d.checkpoint.manifest import SavedProgress
 from parallel3d.checkpoint.pretrained import load_pretrained
 from parallel3d.checkpoint.start import is_pretrained
 from parallel3d.checkpoint.store import after_resume
 from parallel3d.config.load import to_yaml
+from parallel3d.config.yaml_text import shown
 from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
-from parallel3d.data.order import LeftOut
+from parallel3d.data.order import SkippedRanges
 from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.training.local_sgd import state as replica_state
-from parallel3d.training.local_sgd.state import SavedReplicas
+from parallel3d.training.local_sgd.state import tensors_of_one_replica
 from parallel3d.training.trainer import Trainer
 
 Loaded = TypeVar("Loaded")
@@ -36,94 +36,106 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
     save_tensors(*state_of(trainer), path, to_yaml(trainer.recipe))
 
 
-def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str, Tensor], SavedProgress]:
-    """Returns what a checkpoint of the trainer's step holds, whose validation loss is `val_loss`: tensors by their
-    global names, which share the trainer's memory, and the progress. Every rank calls it."""
-    recipe, local_sgd = trainer.recipe, trainer.local_sgd
-    tensors = replica_state.tensors_to_save(local_sgd, tensors_of(trainer.parameters, trainer.optimizer))
-    progress = SavedProgress(
-        step=trainer.step,
-        tokens=trainer.tokens,
-        seed=recipe.train.seed,
-        global_batch_size=recipe.train.global_batch_size,
-        seq_len=recipe.train.seq_len,
-        parameters=trainer.parameter_count,
-        parallel=asdict(recipe.parallel),
+def state_of(
+    trainer: Trainer, val_loss: float | None = None
+) -> tuple[dict[str, Tensor], SavedProgress]:
+    """Returns what a checkpoint of the trainer's step holds, whose validation loss is `val_loss`:
+    tensors by their global names, which share the trainer's memory, and the progress. Every rank
+    calls it."""
+    recipe, outer_loop = trainer.recipe, trainer.outer_loop
+    tensors, outer = tensors_of(trainer.parameters, trainer.optimizer), None
+    if outer_loop is not None:
+        tensors, outer = outer_loop.save(tensors)
+    progress = replace(
+        trainer.progress,
         sequences=recipe.batch_sizes.before(trainer.step),
-        skip=recipe.data.skip,
-        skipped_by_rollbacks=trainer.skipped_by_rollbacks,
         drawn=drawn_by_source(recipe, trainer.step, trainer.left_out),
-        spikes=trainer.spikes.history,
-        skipped_steps=trainer.skipped_steps,
         val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
-        loss_scale=None if trainer.scaler is None else trainer.scaler.scale,
-        loss_scale_good_steps=0 if trainer.scaler is None else trainer.scaler.good_steps,
-        optimizer=trainer.optimizer.label,
-        local_sgd=None if local_sgd is None else replica_state.saved_replicas(local_sgd),
-        data_fingerprint=trainer.data_fingerprint,
+        local_sgd=outer,
     )
     return tensors, progress
 
 
 def load_trainer(trainer: Trainer, path: Path) -> SavedProgress:
-    """Loads a checkpoint, whatever the layout that saved it; every rank calls it. Raises CheckpointError, with nothing
-    changed, where the checkpoint is damaged, or is of another model, another optimizer, or a run with other batches:
-    the place in the data is a count of sequences, which must mean the same. Returns the progress of that run."""
+    """Loads a checkpoint, whatever the layout that saved it; every rank calls it. Raises
+    CheckpointError, with nothing changed, where the checkpoint is damaged, or is of another model,
+    another optimizer, or a run with other batches: the place in the data is a count of sequences,
+    which must mean the same. Returns the progress of that run."""
     for parameter in trainer.parameters:
         parameter.sync_views()
-    state, local_sgd = tensors_of(trainer.parameters, trainer.optimizer), trainer.local_sgd
+    state, outer_loop = tensors_of(trainer.parameters, trainer.optimizer), trainer.outer_loop
 
     def choose(saved: SavedProgress) -> dict[str, Tensor]:
         _check_same_run(trainer, path, saved)
-        told_of_other_data(trainer, path, saved)
-        return replica_state.tensors_to_load(local_sgd, state, SavedReplicas.read(saved.local_sgd, path))
+        check_data(trainer, path, saved)
+        if outer_loop is None:
+            return tensors_of_one_replica(state, saved.local_sgd)
+        return outer_loop.tensors_to_load(state, saved.local_sgd, path)
 
-    progress = load_tensors(state, path, choose)
+    saved = load_tensors(state, path, choose)
     _copy_to_twins(trainer)
-    trainer.optimizer.set_step(progress.step - progress.skipped_steps)
-    if local_sgd is not None:
-        replica_state.after_loading(local_sgd, SavedReplicas.read(progress.local_sgd, path))
+    trainer.optimizer.set_step(saved.step - saved.skipped_steps)
+    if outer_loop is not None:
+        outer_loop.after_loading(saved.local_sgd, path)
     for data in trainer.data:
         data.publish()
-    trainer.step, trainer.tokens, trainer.skipped_steps = progress.step, progress.tokens, progress.skipped_steps
-    trainer.skipped_by_rollbacks, trainer.spikes.history = progress.skipped_by_rollbacks, progress.spikes
-    if trainer.scaler is not None and progress.loss_scale is not None:
-        trainer.scaler.scale, trainer.scaler.good_steps = progress.loss_scale, progress.loss_scale_good_steps
-    return progress
+    trainer.update_progress(
+        step=saved.step,
+        tokens=saved.tokens,
+        skipped_steps=saved.skipped_steps,
+        skipped_by_rollbacks=saved.skipped_by_rollbacks,
+        spikes=saved.spikes,
+    )
+    if trainer.progress.loss_scale is not None and saved.loss_scale is not None:
+        trainer.update_progress(
+            loss_scale=saved.loss_scale, loss_scale_good_steps=saved.loss_scale_good_steps
+        )
+    return saved
 
 
 def of_rank_0(paths: list[Path]) -> list[Path]:
-    """Returns the paths that rank 0 has found, on all ranks: another run may be saving where they look."""
+    """Returns the paths that rank 0 has found, on all ranks: another run may be saving where they
+    look."""
     box = [paths]
     dist.broadcast_object_list(box)
     return box[0]
 
 
-def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> tuple[SavedProgress, list[str]]:
-    """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's `folder` that are damaged
-    or newer. Returns the progress that was loaded, and lines for the user: what was passed over, and where the run goes
-    on. Raises CheckpointError, with no damaged one renamed, where all are damaged, or one is of another model."""
+def resume_from(
+    trainer: Trainer, checkpoints: list[Path], folder: Path
+) -> tuple[SavedProgress, list[str]]:
+    """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's
+    `folder` that are damaged or newer. Returns the progress that was loaded, and lines for the
+    user: what was passed over, and where the run goes on. Raises CheckpointError, with no damaged
+    one renamed, where all are damaged, or one is of another model."""
     path, progress, lines = first_whole(checkpoints, partial(load_trainer, trainer))
-    lines += told_of_other_data(trainer, path, progress)
+    lines += check_data(trainer, path, progress)
     if dist.get_rank() == 0:
         with writing(folder):
-            lines += after_resume(folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)])
+            lines += after_resume(
+                folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)]
+            )
     begun = trainer.recipe.checkpoint.start_from
-    words = "" if begun is None else f"; it does not start again from checkpoint.start_from = {begun}"
+    words = (
+        "" if begun is None else f"; it does not start again from checkpoint.start_from = {begun}"
+    )
     return progress, [*lines, f"goes on from step {trainer.step} of {path}{words}"]
 
 
 def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
-    """Loads the weights alone of the first of `checkpoints` that is not damaged, as `resume_from` does all of them."""
+    """Loads the weights alone of the first of `checkpoints` that is not damaged, as `resume_from`
+    does all of them."""
     if not checkpoints:
         return []
     path, _, lines = first_whole(checkpoints, partial(load_start, trainer))
     return [*lines, f"starts from the weights of {path}"]
 
 
-def first_whole(checkpoints: list[Path], load: Callable[[Path], Loaded]) -> tuple[Path, Loaded, list[str]]:
-    """Loads the first of `checkpoints` that is not damaged. Returns it, what `load` has returned of it, and a line for
-    each that was passed over."""
+def first_whole(
+    checkpoints: list[Path], load: Callable[[Path], Loaded]
+) -> tuple[Path, Loaded, list[str]]:
+    """Loads the first of `checkpoints` that is not damaged. Returns it, what `load` has returned of
+    it, and a line for each that was passed over."""
     lines: list[str] = []
     for path in checkpoints:
         try:
@@ -136,8 +148,9 @@ def first_whole(checkpoints: list[Path], load: Callable[[Path], Loaded]) -> tupl
 
 
 def load_start(trainer: Trainer, path: Path) -> None:
-    """Loads the weights that a run begins with, those of a checkpoint of any layout or of a folder of transformers;
-    every rank calls it. Raises CheckpointError, with nothing changed, where they are damaged or of another model."""
+    """Loads the weights that a run begins with, those of a checkpoint of any layout or of a folder
+    of transformers; every rank calls it. Raises CheckpointError, with nothing changed, where they
+    are damaged or of another model."""
     if not is_pretrained(path):
         load_model(trainer, path)
         return
@@ -146,14 +159,17 @@ def load_start(trainer: Trainer, path: Path) -> None:
 
 
 def load_model(trainer: Trainer, path: Path) -> SavedProgress:
-    """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and the batches of the
-    run that saved it, and returns how far that run was; every rank calls it. Of replicas that train apart it loads the
-    outer parameters. Raises CheckpointError, with nothing changed, where the checkpoint is damaged or of another model.
+    """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and
+    the batches of the run that saved it, and returns how far that run was; every rank calls it. Of
+    replicas that train apart it loads the outer parameters. Raises CheckpointError, with nothing
+    changed, where the checkpoint is damaged or of another model.
     """
     for parameter in trainer.parameters:
         parameter.sync_views()
     tensors = tensors_of(trainer.parameters, trainer.optimizer)
-    progress = load_tensors({name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}, path)
+    progress = load_tensors(
+        {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}, path
+    )
     _copy_to_twins(trainer)
     _begin(trainer)
     return progress
@@ -161,27 +177,30 @@ def load_model(trainer: Trainer, path: Path) -> SavedProgress:
 
 def _begin(trainer: Trainer) -> None:
     """Has the whole trainer begin with the parameters that were loaded."""
-    if trainer.local_sgd is not None:
-        trainer.local_sgd.begin()
+    if trainer.outer_loop is not None:
+        trainer.outer_loop.begin()
     for data in trainer.data:
         data.publish()
 
 
-def told_of_other_data(trainer: Trainer, path: Path, progress: SavedProgress) -> list[str]:
-    """Raises CheckpointError if the checkpoint's run had other data, or returns a line about it where the recipe allows
-    that. Nothing is compared where either is not known."""
-    then, now = progress.data_fingerprint, trainer.data_fingerprint
+def check_data(trainer: Trainer, path: Path, progress: SavedProgress) -> list[str]:
+    """Raises CheckpointError if the checkpoint's run had other data, or returns a line about it
+    where the recipe allows that. Nothing is compared where either is not known."""
+    then, now = progress.data_fingerprint, trainer.progress.data_fingerprint
     differing = [] if then is None or now is None else differences(then, now)
     if not differing:
         return []
     told = f"{path}: was trained on other data ({'; '.join(differing)})"
     if not trainer.recipe.checkpoint.allow_other_data:
-        raise CheckpointError(f"{told}; resume with the same data, or with checkpoint.allow_other_data=true")
+        raise CheckpointError(
+            f"{told}; resume with the same data, or with checkpoint.allow_other_data=true"
+        )
     return [f"{told}, which checkpoint.allow_other_data allows"]
 
 
 def _copy_to_twins(trainer: Trainer) -> None:
-    """Copies what was loaded of a tied weight that this rank has twice, because the checkpoint has it once."""
+    """Copies what was loaded of a tied weight that this rank has twice, because the checkpoint has
+    it once."""
     first: dict[str, LocalParameter] = {}
     for parameter in trainer.parameters:
         twin = first.setdefault(parameter.name, parameter)
@@ -192,54 +211,71 @@ def _copy_to_twins(trainer: Trainer) -> None:
 
 
 def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> None:
-    """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than this one."""
+    """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than
+    this one."""
     recipe, train = trainer.recipe, trainer.recipe.train
     for key in ("seed", "global_batch_size", "seq_len"):
         then, now = getattr(progress, key), getattr(train, key)
         if then != now:
             raise CheckpointError(
-                f"{path}: was trained with train.{key} = {then}, not {now}; resume with train.{key}={then}"
+                f"{path}: was trained with train.{key} = {then}, not {now}; resume with "
+                f"train.{key}={then}"
             )
     seen, wanted = progress.sequences, recipe.batch_sizes.before(progress.step)
     if seen is not None and seen != wanted:
         raise CheckpointError(
-            f"{path}: has seen {seen} sequences, and this recipe's first {progress.step} steps are {wanted}; resume "
-            "with the train.batch_warmup_start, _increment and _steps that it was trained with"
+            f"{path}: has seen {seen} sequences, and this recipe's first {progress.step} steps are "
+            f"{wanted}; resume with the train.batch_warmup_start, _increment and _steps that it "
+            "was trained with"
         )
-    before, after = (LeftOut.of((*own, *progress.skipped_by_rollbacks)) for own in (progress.skip, recipe.data.skip))
+    before, after = (
+        SkippedRanges.merge((*own, *progress.skipped_by_rollbacks))
+        for own in (progress.skip, recipe.data.skip)
+    )
     if before.before(wanted) != after.before(wanted):
-        shown = ", ".join(f"{{first: {each.first}, last: {each.last}}}" for each in progress.skip)
+        ranges = ", ".join(f"{{first: {each.first}, last: {each.last}}}" for each in progress.skip)
         raise CheckpointError(
-            f"{path}: has left out other sequences below {before.end(wanted)}, where it stands, than this recipe's "
-            f"data.skip does; resume with data.skip=[{shown}], to which you may add what comes later"
+            f"{path}: has left out other sequences below {before.end(wanted)}, where it stands, "
+            f"than this recipe's data.skip does; resume with data.skip=[{ranges}], to which you "
+            "may add what comes later"
         )
     drawn, planned = progress.drawn or {}, drawn_by_source(recipe, progress.step, after)
     if drawn != planned and max(len(drawn), len(planned)) > 1:  # a single corpus may have any name
         raise CheckpointError(
-            f"{path}: has drawn {_in_words(drawn)} sequences, and this recipe's first {progress.step} steps draw "
-            f"{_in_words(planned)}; resume with the data.sources and data.stages that it was trained with, and give "
-            f"other weights as one more of data.stages, from_step: {progress.step + 1}"
+            f"{path}: has drawn {_in_words(drawn)} sequences, and this recipe's first "
+            f"{progress.step} steps draw {_in_words(planned)}; resume with the data.sources and "
+            "data.stages that it was trained with, and give other weights as one more of "
+            f"data.stages, from_step: {progress.step + 1}"
         )
     if progress.optimizer != trainer.optimizer.label:
         raise CheckpointError(
-            f"{path}: has the states of {in_line(progress.optimizer)}, and this run's optimizer is "
-            f"{trainer.optimizer.label}; resume with optimizer.name={in_line(progress.optimizer.partition(' ')[0])} "
-            "and its settings"
+            f"{path}: has the states of {shown(progress.optimizer)}, and this run's optimizer is "
+            f"{trainer.optimizer.label}; resume with "
+            f"optimizer.name={shown(progress.optimizer.partition(' ')[0])} and its settings"
         )
 
 
 def _in_words(drawn: dict[str, int]) -> str:
-    return in_line(" and ".join(f"{count:,} {name}" for name, count in drawn.items())) or "the one corpus'"
+    return (
+        shown(" and ".join(f"{count:,} {name}" for name, count in drawn.items()))
+        or "the one corpus'"
+    )
 
 
-def tensors_of(parameters: Sequence[LocalParameter], optimizer: LocalOptimizer) -> dict[str, Tensor]:
-    """Maps names in a checkpoint to tensors that share the memory of the model and the optimizer. A tied parameter is
-    there once."""
+def tensors_of(
+    parameters: Sequence[LocalParameter], optimizer: LocalOptimizer
+) -> dict[str, Tensor]:
+    """Maps names in a checkpoint to tensors that share the memory of the model and the optimizer. A
+    tied parameter is there once."""
     state: dict[str, Tensor] = {}
     for parameter in parameters:
         name = parameter.name
-        if f"model.{name}" in state:  # a rank on a V has both ends of the pipeline, and a tied weight twice
+        # a rank on a V has both ends of the pipeline, and a tied weight twice
+        if f"model.{name}" in state:
             continue
         state[f"model.{name}"] = parameter.distributed(parameter.local.detach())
-        state |= {f"optimizer.{kind}.{name}": tensor for kind, tensor in optimizer.distributed_states(parameter)}
+        state |= {
+            f"optimizer.{kind}.{name}": tensor
+            for kind, tensor in optimizer.distributed_states(parameter)
+        }
     return state

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.recipe import Recipe, SequenceRange
+from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, Documents, WrongId
-from parallel3d.data.order import LeftOut
+from parallel3d.data.order import SkippedRanges
+from parallel3d.diagnosis.nonfinite import describe_nonfinite
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
-from parallel3d.diagnosis.suspects import name_suspects
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, axes_of, replica_mesh
@@ -25,18 +27,32 @@ from parallel3d.pipeline.links import Connect, Links
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
-from parallel3d.training import hooks
-from parallel3d.training.hooks import StepResult, StepTotals
+from parallel3d.training.guard import Guard
 from parallel3d.training.local_sgd.replicas import LocalSgd
-from parallel3d.training.loss import LossScaler, MeanLoss
-from parallel3d.training.update import Observe, Update, UpdateInBackward, learning_rate
+from parallel3d.training.loss import MeanLoss
+from parallel3d.training.outer_loop import OuterLoop
+from parallel3d.training.step_result import (
+    StepResult,
+    StepTotals,
+    count_labels,
+    refusal_of,
+    refuse_no_labels,
+    refuse_wrong_id,
+)
+from parallel3d.training.update import Observe, Update, learning_rate
+from parallel3d.watch.heartbeat import phase
 
 
 class Trainer:
-    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at once. `connect` makes
-    the links between the ranks of a pipeline. `training.state` saves and loads a trainer. Without `initialize` no
-    weights are drawn: a checkpoint must be loaded before the first step. `gpu_bytes`, the memory of a GPU, decides how
-    much of it the loss takes."""
+    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at
+    once. `training.state` saves and loads a trainer.
+
+    Args:
+        connect: Makes the links between the ranks of a pipeline.
+        initialize: Without it no weights are drawn; load a checkpoint before the first step.
+        gpu_bytes: Memory of a GPU, from which the size of the chunks of the loss follows.
+        data_fingerprint: Identifies the training data in checkpoints.
+    """
 
     def __init__(
         self,
@@ -48,55 +64,79 @@ class Trainer:
         connect: Connect = Links,
         initialize: bool = True,
         gpu_bytes: float | None = None,
+        data_fingerprint: tuple[dict[str, Any], ...] | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
-        self.step = 0  # steps done
-        self.tokens = 0  # labels seen in them
-        self.skipped_by_rollbacks: tuple[SequenceRange, ...] = ()  # sequences left out beside those of data.skip
-        self.skipped_steps = 0  # steps that were left out: their loss or gradient was not finite, or a hook refused it
-        self._own_loss: Tensor | None = None  # this rank's share of the loss of the step under way
-        # What identifies the data that it is trained on (parallel3d/data/fingerprint.py); None: not known.
-        self.data_fingerprint: tuple[dict[str, Any], ...] | None = None
-        replicas = Axis.of(mesh["dp_replicate"])
-        if recipe.local_sgd.sync_every is not None:  # from here on a replica is a run of its own
-            recipe, mesh = recipe.of_one_replica, replica_mesh(mesh)
-        self.mesh, self.axes = mesh, axes_of(mesh)
-        self.loss = MeanLoss(recipe, mesh["tp"], gpu_bytes)
+        # With local SGD each replica is trained like a run of its own.
+        is_apart = recipe.local_sgd.sync_every is not None
+        own_recipe = recipe.of_one_replica
+        self.mesh = replica_mesh(mesh) if is_apart else mesh
+        self.axes = axes_of(self.mesh)
+        self.loss = MeanLoss(own_recipe, self.mesh["tp"], gpu_bytes)
         self._schedules: dict[int, Schedule] = {}  # by the number of microbatches
-        schedule = self.schedule_of(recipe.microbatches)
         parts = parallelize(
-            model_class, recipe, mesh, device, schedule, self.loss, connect=connect, initialize=initialize
+            model_class,
+            own_recipe,
+            self.mesh,
+            device,
+            self.schedule_of(own_recipe.microbatches),
+            self.loss,
+            connect=connect,
+            initialize=initialize,
         )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
-        self.parameters, self.parameter_count, self.tied = parts.parameters, parts.parameter_count, parts.tied
+        self.parameters, self.tied = parts.parameters, parts.tied
+        self.parameter_count = parts.parameter_count
         self.block_weights = block_weights_of(model_class, recipe.model)
         self.loss.use_head(stage.module for stage in parts.stages)
-        in_backward = recipe.optimizer.step_in_backward
-        self.optimizer = build_optimizer(parts.trained, recipe.optimizer, mesh, each=in_backward)
-        update_class = UpdateInBackward if in_backward else Update
-        self.update = update_class(parts, self.optimizer, recipe, mesh)
-        self.scaler = None
-        if recipe.train.precision == "fp16":
-            self.scaler = LossScaler(recipe.loss_scale, scale=recipe.loss_scale.initial)
-        self.local_sgd = None
-        if recipe.local_sgd.sync_every is not None:
-            self.local_sgd = LocalSgd(
-                self.parameters, recipe.local_sgd, replicas=replicas, axes=self.axes, steps=recipe.train.steps
+        self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
+        self.update = Update(parts, self.optimizer, self.mesh)
+        self.guard = Guard(recipe)
+        self.outer_loop: OuterLoop | None = None
+        if is_apart:
+            self.outer_loop = LocalSgd(
+                self.parameters,
+                recipe.local_sgd,
+                replicas=Axis.of(mesh["dp_replicate"]),
+                axes=self.axes,
+                steps=recipe.train.steps,
             )
-        self.spikes = hooks.Spikes(recipe.train, steps_in_backward=in_backward)
-        not_finite = hooks.NonFiniteSteps(self.loss, self.scaler, recipe, self._suspects)
-        self.hooks: list[hooks.StepHook] = [not_finite, self.spikes]
-        if in_backward:
-            self.hooks.append(hooks.CountLabelsFirst(self.loss, self.axes, recipe, self.local_sgd))
-        if self.local_sgd is not None:
-            self.hooks.append(hooks.TrainApart(self.local_sgd))
-        if recipe.train.compare_replicas_every is not None:
-            self.hooks.append(hooks.CompareReplicas(recipe.train.compare_replicas_every, self.compare_replicas))
+        self.progress = SavedProgress(
+            step=0,
+            tokens=0,
+            seed=recipe.train.seed,
+            global_batch_size=recipe.train.global_batch_size,
+            seq_len=recipe.train.seq_len,
+            parameters=parts.parameter_count,
+            parallel=asdict(recipe.parallel),
+            skip=recipe.data.skip,
+            loss_scale=recipe.loss_scale.initial if recipe.train.precision == "fp16" else None,
+            optimizer=self.optimizer.label,
+            data_fingerprint=data_fingerprint,
+        )
 
     @property
-    def left_out(self) -> LeftOut:
+    def step(self) -> int:
+        """Steps done."""
+        return self.progress.step
+
+    @property
+    def tokens(self) -> int:
+        """Labels seen, including those of skipped steps."""
+        return self.progress.tokens
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.progress.skipped_steps
+
+    def update_progress(self, **changes: Any) -> None:
+        """Replaces fields of `progress`."""
+        self.progress = replace(self.progress, **changes)
+
+    @property
+    def left_out(self) -> SkippedRanges:
         """The samples that the run leaves out."""
-        return LeftOut.of((*self.recipe.data.skip, *self.skipped_by_rollbacks))
+        return SkippedRanges.merge((*self.recipe.data.skip, *self.progress.skipped_by_rollbacks))
 
     def train_step(
         self,
@@ -106,98 +146,114 @@ class Trainer:
         observe: Observe | None = None,
         is_asked_to_stop: bool = False,
     ) -> StepResult:
-        """Trains one step on `batch`, this data rank's share of a global batch. `recorder` is told of each action of
-        the schedule. `observe` is called with each parameter when its gradient is complete and before it is scaled and
-        clipped. `is_asked_to_stop` is True if this rank received SIGTERM; the flag is summed over the mesh, so all
-        ranks stop together. Where the loss or the gradient is not finite (in float16: at any loss scale), nothing is
-        changed but where the optimizer steps in the backward, and the step is left out or NonFiniteError raised, as
-        `train.on_nonfinite` says. Raises DataError, with nothing changed, where no rank has a label or any a wrong id.
+        """Trains one step on `batch`, this data rank's share of a global batch. `recorder` is told
+        of each action of the schedule. `observe` is called with each parameter when its gradient is
+        complete and before it is scaled and clipped. `is_asked_to_stop` is True if this rank
+        received SIGTERM; the flag is summed over the mesh, so all ranks stop together. If loss or
+        gradient is not finite (in float16: at any loss scale), weights do not change, and the step
+        is skipped or NonFiniteError raised, as `train.on_nonfinite` says. Raises DataError, with
+        nothing changed, if no rank has a label or any has a wrong id.
         """
-        step, model = self.step + 1, self.recipe.model
+        step, train = self.step + 1, self.recipe.train
+        rate = learning_rate(self.recipe.optimizer, step, train.steps)
         inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
-        rate = learning_rate(self.recipe.optimizer, step, self.recipe.train.steps)
-        keywords = self._documents(batch.documents)
-        if model.dropout or model.attention_dropout:
-            keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, batch.samples))
-            keywords = [{**each, "key": key} for each, key in zip(keywords or [{}] * len(keys), keys, strict=True)]
-        for hook in self.hooks:
-            hook.before_forward(step, labels, batch.wrong_id)
-        self.update.begin(self.step, rate, observe)
-        sizes, schedule = self._sizes(inputs), self.schedule_of(len(inputs))
-        loss = self.pipeline.run(inputs, labels, sizes=sizes, recorder=recorder, keywords=keywords, schedule=schedule)
-        self._own_loss = loss
+        self.loss.scale = self.progress.loss_scale or 1.0
+        self.update.begin(rate, observe)
+        loss = self.pipeline.run(
+            inputs,
+            labels,
+            sizes=self._sizes(inputs),
+            recorder=recorder,
+            keywords=self._keywords(batch),
+            schedule=self.schedule_of(len(inputs)),
+        )
         for data in self.data:
             data.finish_gradients()
         square = self.update.complete()
-        result = self._result(loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop)
-        hooks.refuse_no_labels(step, result.tokens, self.recipe.data.ignore_token_ids)
-        reasons = [reason for hook in self.hooks if (reason := hook.check(step, result)) is not None]
-        result = replace(result, left_out="; ".join(reasons) or None)
+        result = self._sum_over_mesh(
+            loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop
+        )
+        refuse_no_labels(step, result.tokens, self.recipe.data.ignore_token_ids)
+        name_cause = partial(self._describe_nonfinite, loss)
+        result, progress = self.guard.check(step, result, self.progress, name_cause)
         if not result.is_skipped:
-            limit = self.recipe.train.grad_clip
-            clip = 1.0 if limit is None else min(1.0, limit / (result.own_norm + 1e-6))
-            self.update.apply(result.factor * clip)
-        for hook in self.hooks:
-            hook.after_step(step)
+            with phase("optimizer"):
+                self.update.apply(result.factor * clip_factor(result.own_norm, train.grad_clip))
+        if self.outer_loop is not None:
+            self.outer_loop.after_step(step)
         self._publish()
         for data in self.data:
             data.clear_gradients()
-        self.step = step
-        self.tokens += result.tokens
-        self.skipped_steps += result.is_skipped
+        self.progress = replace(
+            progress,
+            step=step,
+            tokens=progress.tokens + result.tokens,
+            skipped_steps=progress.skipped_steps + int(result.is_skipped),
+        )
         return result
 
     def end_early(self) -> None:
-        """Makes the step that is done the run's last: replicas that train apart come together; every rank calls it."""
-        if self.local_sgd is not None:
-            self.local_sgd.merge(self.step)
+        """Makes the completed step the last of the run. Every rank must call it."""
+        if self.outer_loop is not None:
+            self.outer_loop.finish(self.step)
             self._publish()
 
     def compare_replicas(self, when: str) -> None:
-        """Raises ReplicaError, on all ranks, where the parameters or optimizer states of ranks that must hold the same
-        ones differ; every rank calls it. `when` begins the message."""
+        """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
+        that must hold the same. Every rank calls it. `when` begins the message."""
         states = self.optimizer.state
-        copies = [*copies_of(self.parameters, states, self.axes), *self.update.gradients.copies(states)]
-        if self.local_sgd is not None:
-            copies.append(self.local_sgd.copies)
+        copies = copies_of(self.parameters, states, self.axes)
+        copies += self.update.gradients.copies(states)
+        if self.outer_loop is not None:
+            copies.append(self.outer_loop.copies())
         advice = "go on from a checkpoint that is not newer than the last comparison"
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 
     def evaluate(self, batch: Batch) -> float:
-        """Returns the mean cross-entropy over the labels of one global batch, as `evaluate_all` does of several."""
+        """Returns the mean cross-entropy over the labels of one global batch, as `evaluate_all`
+        does of several."""
         return self.evaluate_all([batch])
 
     def evaluate_all(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean cross-entropy over all labels of global batches of any size, of each of which this data rank
-        has its share, without training on them; the same on every rank. Where replicas train apart it is the loss of
-        the outer parameters, which are what the run will leave behind. Raises DataError where no batch has a label, or
-        any rank a wrong id."""
+        """Returns the mean cross-entropy over all labels of global batches of any size, of each of
+        which this data rank has its share, without training on them; the same on every rank. Where
+        replicas train apart it is the loss of the outer parameters, which are what the run will
+        leave behind. Raises DataError where no batch has a label, or any rank a wrong id."""
         results = []
         with self._evaluating():
             for batch in batches:
                 inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
                 keywords = self._documents(batch.documents)
-                loss = self.pipeline.evaluate(inputs, labels, sizes=self._sizes(inputs), keywords=keywords)
+                loss = self.pipeline.evaluate(
+                    inputs, labels, sizes=self._sizes(inputs), keywords=keywords
+                )
                 square = loss.new_zeros((), dtype=torch.float64)
-                results.append(self._result(loss, labels, square, batch.wrong_id))
+                results.append(self._sum_over_mesh(loss, labels, square, batch.wrong_id))
         tokens = sum(result.tokens for result in results)
-        hooks.refuse_no_labels(self.step + 1, tokens, self.recipe.data.ignore_token_ids)
+        refuse_no_labels(self.step + 1, tokens, self.recipe.data.ignore_token_ids)
         return sum(result.loss * (result.tokens / tokens) for result in results)
 
     def logits(self, ids: Tensor, documents: Documents = None) -> list[Tensor]:
-        """Returns this tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids` [microbatches, batch,
-        seq], packed of `documents`, on the ranks of the last stage, and an empty list elsewhere."""
+        """Returns this tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids`
+        [microbatches, batch, seq], packed of `documents`, on the ranks of the last stage, and an
+        empty list elsewhere."""
         with self._evaluating():
             keywords = self._documents(documents)
-            outputs = self.pipeline.forward(self._on_device(ids), sizes=self._sizes(ids), keywords=keywords)
+            outputs = self.pipeline.forward(
+                self._on_device(ids), sizes=self._sizes(ids), keywords=keywords
+            )
             return [self.loss.logits(output) for output in outputs]
 
     def schedule_of(self, microbatches: int) -> Schedule:
-        """The pipeline's schedule for this number of microbatches, of which a warm-up of the batch has several."""
+        """The pipeline's schedule for this number of microbatches, of which a warm-up of the batch
+        has several."""
         if microbatches not in self._schedules:
             layout = self.recipe.parallel
             self._schedules[microbatches] = build_schedule(
-                layout.schedule, pp=layout.pp, microbatches=microbatches, virtual_stages=layout.virtual_stages
+                layout.schedule,
+                pp=layout.pp,
+                microbatches=microbatches,
+                virtual_stages=layout.virtual_stages,
             )
         return self._schedules[microbatches]
 
@@ -205,9 +261,23 @@ class Trainer:
         """Copies a tensor of the host's to a GPU, without waiting if it is in pinned memory."""
         return x.to(self.device, non_blocking=True)
 
+    def _keywords(self, batch: Batch) -> list[dict[str, Any]] | None:
+        """Returns the keyword arguments of the forward pass of each microbatch."""
+        keywords, model = self._documents(batch.documents), self.recipe.model
+        if not (model.dropout or model.attention_dropout):
+            return keywords
+        keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, batch.samples))
+        keywords = keywords or [{}] * len(keys)
+        return [{**each, "key": key} for each, key in zip(keywords, keys, strict=True)]
+
     def _documents(self, documents: Documents) -> list[dict[str, Any]] | None:
-        """What every stage's forward of each microbatch is told of its documents; None where they are joined."""
-        return None if documents is None else [{"documents": each.moved(self._on_device)} for each in documents]
+        """What every stage's forward of each microbatch is told of its documents; None where they
+        are joined."""
+        return (
+            None
+            if documents is None
+            else [{"documents": each.moved(self._on_device)} for each in documents]
+        )
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""
@@ -216,14 +286,15 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Turns dropout, label smoothing and z-loss off, and lets hooks exchange the parameters. Afterwards the
-        parameters are as between steps, which saving and stepping rely on."""
+        """Turns dropout, label smoothing and z-loss off, and lets the outer loop exchange the
+        parameters. Afterwards the parameters are as between steps."""
         self.loss.is_plain = True
         for stage in self.stages:
             stage.module.eval()
-        with ExitStack() as contexts:
-            for hook in self.hooks:
-                contexts.enter_context(hook.evaluating(self._publish))
+        exchanged: AbstractContextManager[None] = nullcontext()
+        if self.outer_loop is not None:
+            exchanged = self.outer_loop.evaluating(self._publish)
+        with exchanged:
             try:
                 yield
             finally:
@@ -233,18 +304,21 @@ class Trainer:
                 for data in self.data:
                     data.free_gathered()
 
-    def _suspects(self) -> str:
-        """Says which rank, and which parameter, has made a loss or a gradient that is not finite."""
-        assert self._own_loss is not None
-        is_apart = self.local_sgd is not None
-        return name_suspects(self._own_loss, self.update.squares(), self.recipe.parallel, replicas_train_apart=is_apart)
+    def _describe_nonfinite(self, loss: Tensor) -> str:
+        """Names the rank and the parameter that produced a non-finite loss or gradient."""
+        return describe_nonfinite(
+            loss,
+            self.update.squares(),
+            self.recipe.parallel,
+            replicas_train_apart=self.outer_loop is not None,
+        )
 
     def _publish(self) -> None:
         """Makes the model compute with what is in `parameters` from now on."""
         for data in self.data:
             data.publish()
 
-    def _result(
+    def _sum_over_mesh(
         self,
         loss: Tensor,
         labels: Tensor,
@@ -254,34 +328,43 @@ class Trainer:
         rate: float = 0.0,
         is_asked_to_stop: bool = False,
     ) -> StepResult:
-        """Sums this rank's loss, labels, share `square` of the squared gradient norm, and votes to stop and to refuse
-        the batch over the mesh, in one all-reduce an axis, and lets the hooks combine the replicas. The loss is equal
-        on all tp ranks, so each adds its share of it. The labels of a data rank are the same along tp, and the ranks
-        between the ends of a pipeline need none, so the first rank of both axes adds them. All arithmetic is on the
-        device, in float64, and all results are read at once: this is where the host waits for a GPU, once a step.
-        Raises DataError, on all ranks, where any has a wrong id."""
+        """Sums this rank's loss, labels, share `square` of the squared gradient norm, and votes to
+        stop and to refuse the batch over the mesh, by one all-reduce per axis. The loss is equal on
+        all tp ranks, so each adds its share. Labels are equal along tp and pp, so the first rank of
+        both axes adds them. All arithmetic is in float64 on the device. Results are read at once:
+        here the host waits for a GPU, once a step. Raises DataError, on all ranks, if any has a
+        wrong id."""
         tp, pp = self.axes["tp"], self.axes["pp"]
-        real = hooks.count_labels(labels) * (tp.rank == 0 and pp.rank == 0)
-        vote = torch.full_like(real, float(is_asked_to_stop))
-        parts = torch.stack((loss.double() / tp.size, square, real, vote, hooks.refusal_of(wrong_id, real)))
-        nominal_loss, total_square, tokens, votes, refusals = all_reduce_over(self.axes, parts).unbind()
-        # The nominal number is a tensor, because torch multiplies a Python number by the divisor's reciprocal.
+        counted = count_labels(labels)
+        if tp.rank or pp.rank:
+            counted = torch.zeros_like(counted)
+        vote = torch.full_like(counted, float(is_asked_to_stop))
+        refusal = refusal_of(wrong_id, counted)
+        own = torch.stack((loss.double() / tp.size, square, counted, vote, refusal))
+        summed = all_reduce_over(self.axes, own)
+        nominal_loss, total_square, tokens, votes, refusals = summed.unbind()
+        # A tensor, not a number: torch would multiply by the reciprocal of the divisor.
         factor = torch.full_like(tokens, self.loss.tokens) / tokens.clamp(min=1.0) / self.loss.scale
-        norm = total_square.sqrt() * factor
-        totals = StepTotals(nominal_loss * factor, norm, tokens, votes, refusals)
-        for hook in self.hooks:
-            totals = hook.combine(totals)
-        read = torch.stack((*totals, factor, norm)).tolist()
-        if read[4] < 0:
-            hooks.refuse_wrong_id(wrong_id, self.recipe.model.vocab)
-        result = StepResult(
-            loss=read[0],
-            grad_norm=read[1],
-            tokens=round(read[2]),
-            is_asked_to_stop=read[3] > 0,
-            factor=read[5],
-            own_norm=read[6],
+        own_norm = total_square.sqrt() * factor
+        totals = StepTotals(nominal_loss * factor, own_norm, tokens, votes, refusals)
+        if self.outer_loop is not None:
+            totals = self.outer_loop.combine(totals)
+        with phase("forward or backward", waits=True):  # for a GPU, and so for other ranks
+            values = torch.stack((*totals, factor, own_norm)).tolist()
+        if values[4] < 0:
+            refuse_wrong_id(wrong_id, self.recipe.model.vocab)
+        return StepResult(
+            loss=values[0],
+            grad_norm=values[1],
+            tokens=round(values[2]),
+            is_asked_to_stop=values[3] > 0,
+            factor=values[5],
+            own_norm=values[6],
             lr=rate,
-            loss_scale=None if self.scaler is None else self.loss.scale,
+            loss_scale=None if self.progress.loss_scale is None else self.loss.scale,
         )
-        return result
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """Returns the factor that clips a gradient of this norm."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

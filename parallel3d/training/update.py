@@ -1,24 +1,22 @@
-"""How a step changes the parameters: the learning rate, the sums and the norm of gradients, and the optimizer's step.
-Everything here works on plain tensors, this rank's part of each parameter."""
+"""How a step changes the parameters: the learning rate, the sums and the norm of gradients, and the
+optimizer's step. Everything here works on plain tensors, this rank's part of each parameter."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.recipe import OptimizerConfig, Recipe
+from parallel3d.config.recipe import OptimizerConfig
 from parallel3d.diagnosis.replicas import Copies, States, tensors_of
 from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis, axes_of
 from parallel3d.optimizers.build import LocalOptimizer
-from parallel3d.optimizers.rounding import step_in_float32
 from parallel3d.parallelize import Parallelized
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.torch_private import foreach_copy_, group_of, norms, scale_
@@ -27,26 +25,26 @@ Observe = Callable[[LocalParameter], None]
 
 
 class Update:
-    """Steps all parameters when the backward is done and the gradients are scaled and clipped. The trainer calls
-    `begin`, `complete` and `apply` in this order in each step, and `apply` only where loss and norm are finite."""
+    """Completes the gradients and steps the optimizer. In each step the trainer calls `begin`,
+    `complete` and, unless the step is skipped, `apply`."""
 
-    def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh) -> None:
+    def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, mesh: DeviceMesh) -> None:
         self.gradients = GradientSync(parts, mesh)
         self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes_of(mesh)
         self._zero = torch.zeros((), dtype=torch.float64, device=parts.pipeline.device)
-        self._rounding_seed = recipe.train.seed if recipe.optimizer.stochastic_rounding else None
-        self._step = 0
         self._observe: Observe | None = None
 
-    def begin(self, step: int, rate: float, observe: Observe | None) -> None:
-        """Prepares the backward of `step`, which counts from 0. `observe` is called with each parameter when its
-        gradient is complete, before anything is done with it."""
-        self._step, self._observe = step, observe
+    def begin(self, rate: float, observe: Observe | None) -> None:
+        """Sets the learning rate. `observe` is called with each parameter when its gradient is
+        complete, before anything is done with it."""
+        self._observe = observe
         for group in self._optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_ratio", 1.0)  # Muon's matrices may have a rate of their own
+            # Muon's matrices may have a rate of their own
+            group["lr"] = rate * group.get("lr_ratio", 1.0)
 
     def complete(self) -> Tensor:
-        """Called when gradients are summed over the data ranks. Returns this rank's share of the squared norm."""
+        """Called when gradients are summed over the data ranks. Returns this rank's share of the
+        squared norm."""
         for parameter in self._parameters:
             parameter.sync_views()
         self.gradients.complete()
@@ -56,63 +54,24 @@ class Update:
         return squared_norm(self._parameters, self._axes) if self._parameters else self._zero
 
     def squares(self) -> list[tuple[LocalParameter, Tensor]]:
-        """Returns the squared norm of each parameter's gradient on this rank, in the order of the model. Call it after
-        `complete`."""
-        return [(parameter, squared_norm([parameter], self._axes)) for parameter in self._parameters]
+        """Returns the squared norm of each parameter's gradient on this rank, in the order of the
+        model. Call it after `complete`."""
+        return [
+            (parameter, squared_norm([parameter], self._axes)) for parameter in self._parameters
+        ]
 
     def apply(self, factor: float) -> None:
         """Steps with the gradients times `factor`."""
         if factor != 1.0 and self._parameters:  # the one time that gradients are multiplied
             scale_([_gradient(parameter) for parameter in self._parameters], factor)
-        self._step_with(self._optimizer, self._parameters)
-
-    def _step_with(self, optimizer: torch.optim.Optimizer, parameters: Sequence[LocalParameter]) -> None:
-        """Makes one step. With optimizer.stochastic_rounding its results are rounded with noise of train.seed."""
-        if self._rounding_seed is None:
-            optimizer.step()
-        else:
-            step_in_float32(optimizer, parameters, seed=self._rounding_seed, step=self._step)
-
-
-class UpdateInBackward(Update):
-    """Steps each parameter in the backward, when its gradient is complete, and drops the gradient, so that only a few
-    exist at a time. There is one backward a step, whose gradients go through autograd, which also sums them over tp.
-    The gradients must need no factor: the loss is divided by the counted labels, and nothing is clipped."""
-
-    def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, recipe: Recipe, mesh: DeviceMesh) -> None:
-        super().__init__(parts, optimizer, recipe, mesh)
-        self._pipeline = parts.pipeline
-        self._squares: list[tuple[LocalParameter, Tensor]] = []  # in the order of the backward
-        for parameter in self._parameters:
-            parameter.part.when_complete(partial(self._update, parameter))
-
-    def begin(self, step: int, rate: float, observe: Observe | None) -> None:
-        super().begin(step, rate, observe)
-        self._squares = []
-
-    def complete(self) -> Tensor:
-        assert len(self._squares) == len(self._parameters), "a parameter has had no gradient, or two"
-        return torch.stack([self._zero, *(square for _, square in self._squares)]).sum()
-
-    def squares(self) -> list[tuple[LocalParameter, Tensor]]:
-        return self._squares[::-1]
-
-    def apply(self, factor: float) -> None:
-        assert factor == 1.0, f"gradients were stepped with, and should have been {factor} times as large"
-
-    def _update(self, parameter: LocalParameter) -> None:
-        if self._pipeline.is_warming_up:
-            return
-        if self._observe is not None:
-            self._observe(parameter)
-        self._squares.append((parameter, squared_norm([parameter], self._axes)))
-        self._step_with(self._optimizer.part_of(parameter), [parameter])
+        self._optimizer.step()
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Returns the rate of step 1, 2, ... of a run of `steps`: linear to the peak at `warmup_steps`, flat until the
-    decay begins (at once, but for `wsd`), down to `min_lr_ratio` of the peak at `decay_steps` (default: `steps`), flat.
-    The rate depends on the step alone, so a run that is resumed with other keys has the rates of those keys."""
+    """Returns the rate of step 1, 2, ... of a run of `steps`: linear to the peak at `warmup_steps`,
+    flat until the decay begins (at once, but for `wsd`), down to `min_lr_ratio` of the peak at
+    `decay_steps` (default: `steps`), flat. The rate depends on the step alone, so a run that is
+    resumed with other keys has the rates of those keys."""
     if config.schedule == "range_test":  # up to the peak by the same factor in each step
         return float(config.lr * config.min_lr_ratio ** (1.0 - (step - 1) / max(1, steps - 1)))
     if step <= config.warmup_steps:
@@ -133,37 +92,48 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class GradientSync:
-    """Completes the gradients that the backward left partial: over tp, and between the two ends of the pipeline."""
+    """Completes the gradients that the backward left partial: over tp, and between the two ends of
+    the pipeline."""
 
     def __init__(self, parts: Parallelized, mesh: DeviceMesh) -> None:
-        parameters, tied, placement = parts.trained, parts.tied_ends, parts.pipeline.schedule.placement
-        ends = placement[0], placement[-1]  # the pipeline ranks that hold the first and the last stage
+        parameters, tied, placement = (
+            parts.trained,
+            parts.tied_ends,
+            parts.pipeline.schedule.placement,
+        )
+        # the pipeline ranks that hold the first and the last stage
+        ends = placement[0], placement[-1]
         self._tp = Axis.of(mesh["tp"])
         self._partial = [p for p in parameters if p.spec.partial_gradient and self._tp.size > 1]
-        self._ends: dist.ProcessGroup | None = None  # this pipeline's two end ranks, on these if they are two
+        # this pipeline's two end ranks, on these if they are two
+        self._ends: dist.ProcessGroup | None = None
         if tied and ends[0] != ends[1] and mesh["pp"].get_local_rank() in ends:
             ranks = dist.get_process_group_ranks(mesh["pp"].get_group())
             group = [ranks[end] for end in ends]
             self._ends = group_of(group, "pipeline_ends", name=f"{parts.pipeline.links.name} ends")
-        named = [[p for p in parameters if p.name == name] for name in tied]  # in the same order on both ends
+        # in the same order on both ends
+        named = [[p for p in parameters if p.name == name] for name in tied]
         self._tied = [each[0] for each in named if each] if self._ends else []
         self._pairs = [each for each in named if len(each) == 2]  # a rank may have both ends
 
     def copies(self, states: States) -> list[Copies]:
-        """Returns the tied weights and their optimizer states, which both ends of this pipeline hold."""
+        """Returns the tied weights and their optimizer states, which both ends of this pipeline
+        hold."""
         if self._ends is None or not self._tied:
             return []
         axis = Axis(2, dist.get_rank(self._ends), self._ends)
         return [Copies(axis, tensors_of(self._tied, states))]
 
     def complete(self) -> None:
-        """Sums the gradients: one all-reduce over tp of the norms' weights (with sequence parallelism), and one of each
-        tied weight between the first and the last pipeline rank."""
+        """Sums the gradients: one all-reduce over tp of the norms' weights (with sequence
+        parallelism), and one of each tied weight between the first and the last pipeline rank."""
         if self._partial:
             gradients = [_gradient(p) for p in self._partial]
             summed = all_reduce(torch.cat([g.flatten() for g in gradients]), self._tp)
             parts = summed.split([g.numel() for g in gradients])
-            foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+            foreach_copy_(
+                gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+            )
         for parameter in self._tied:
             dist.all_reduce(_gradient(parameter), group=self._ends)
         for first, second in self._pairs:
@@ -171,15 +141,17 @@ class GradientSync:
 
 
 def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
-    """Returns this rank's share of the squared norm of the whole gradient, a float64 scalar. The sum of the shares over
-    all ranks of the mesh is the squared norm, each parameter counted once."""
+    """Returns this rank's share of the squared norm of the whole gradient, a float64 scalar. The
+    sum of the shares over all ranks of the mesh is the squared norm, each parameter counted
+    once."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.is_copy:
             by_copies.setdefault(parameter.copies(axes), []).append(_gradient(parameter))
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].local.device)
     for copies, gradients in by_copies.items():
-        # The norms are float32 at least, because torch's own total norm of bf16 gradients would be rounded to bf16.
+        # The norms are float32 at least, because torch's own total norm of bf16 gradients would be
+        # rounded to bf16.
         each = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
         total = total + torch.linalg.vector_norm(torch.stack(each)).double().square() / copies
     return total
@@ -189,6 +161,7 @@ def _gradient(parameter: LocalParameter) -> Tensor:
     gradient = parameter.local.grad
     if gradient is None:
         raise ConfigError(
-            f"{parameter.name}: no forward pass of this step used it; remove it, or freeze it by requires_grad_(False)"
+            f"{parameter.name}: no forward pass of this step used it; remove it, or freeze it by "
+            "requires_grad_(False)"
         )
     return gradient

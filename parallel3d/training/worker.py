@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DeviceMesh
 
 from parallel3d.checkpoint.start import find_start
 from parallel3d.checkpoint.store import find_checkpoints, list_checkpoints, take_back, tidy
@@ -22,12 +23,12 @@ from parallel3d.data.evaluation import evaluation_windows
 from parallel3d.data.fingerprint import data_fingerprint
 from parallel3d.data.loader import BatchLoader, EvaluationSet
 from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
-from parallel3d.data.order import LeftOut
+from parallel3d.data.order import SkippedRanges
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import NotSavedInTimeError, printable, writing
-from parallel3d.launch.attempt import tell_begun
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group
+from parallel3d.launch.restart import record_start
 from parallel3d.launch.run_dir import begin_run
 from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
 from parallel3d.layers.fused_attention import device_of
@@ -40,11 +41,10 @@ from parallel3d.schedules.build import build_schedule
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, build_callbacks
 from parallel3d.training.generation import generate
-from parallel3d.training.hooks import StepHook
 from parallel3d.training.loop import fit
 from parallel3d.training.state import of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
-from parallel3d.watch.pulse import Pulse
+from parallel3d.watch.heartbeat import phase
 
 
 def run_worker(
@@ -54,12 +54,14 @@ def run_worker(
     peak_of: PeakOf,
     callbacks: Sequence[Callback] = (),
 ) -> None:
-    """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes `run_dir`. `peak_of` knows
-    the GPUs. `callbacks` of rank 0 watch the run beside those of the recipe. Raises the errors of `parallel3d.errors`;
-    `process_group` says on which ways out the group is closed."""
+    """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes
+    `run_dir`. `peak_of` knows the GPUs. `callbacks` of rank 0 watch the run beside those of the
+    recipe. Raises the errors of `parallel3d.errors`; `process_group` says on which ways out the
+    group is closed."""
     assert recipe.run_dir is not None
-    train, pulse = recipe.train, Pulse()
-    with deterministic(train.deterministic), process_group(recipe, rendezvous, pulse) as device:
+    train, run_dir = recipe.train, Path(recipe.run_dir)
+    checkpoints = run_dir / "checkpoints"
+    with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
         refuse(attention_errors(recipe, device_of(device)))
         speaks = rendezvous.rank == 0
         watchers = [*callbacks, *build_callbacks(recipe)] if speaks else []
@@ -67,59 +69,28 @@ def run_worker(
         limit_waits(train.start_timeout_s)
         corpora = load_corpora(recipe.data)
         loaders = build_loaders(recipe, corpora, rendezvous.rank)
-        run_dir = Path(recipe.run_dir)
-        checkpoints = run_dir / "checkpoints"
         if speaks:
             with writing(checkpoints):
                 take_back(checkpoints)
         dist.barrier()
-        saved = of_rank_0(find_checkpoints(recipe.checkpoint.resume, checkpoints))
-        start = [] if saved else of_rank_0(find_start(recipe.checkpoint.start_from))
-        trainer = Trainer(
-            recipe,
-            mesh=mesh,
-            device=device,
-            model_class=model_class,
-            initialize=not (saved or start),
-            gpu_bytes=gpu_bytes(device),
+        trainer, resumed = load_or_initialize(
+            recipe, corpora, checkpoints, mesh=mesh, device=device, model_class=model_class
         )
-        limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
-        trainer.data_fingerprint = data_fingerprint(recipe.data, corpora)
-        trainer.hooks += [WaitLessAfterTheFirstStep(train.timeout_s), CountForThePulse(pulse)]
-        resumed = resume_from(trainer, saved, checkpoints)[1] if saved else start_from(trainer, start)
         if speaks:  # nothing can refuse the run any more
-            for note in begin_run(recipe):
-                print(f"warning: {printable(note)}", file=sys.stderr, flush=True)
-            with writing(checkpoints):
-                if recipe.checkpoint.every is not None:
-                    checkpoints.mkdir(exist_ok=True)
-                tidy(checkpoints)
-            tell_begun()
-        # A run without checkpoints has nowhere to save to, so that SIGTERM and Ctrl-C end it at once.
-        signals = (
-            nullcontext(StopRequest())
-            if recipe.checkpoint.every is None
-            else catch_stop_signals(
-                recipe.checkpoint.grace_s, partial(not_saved_in_time, recipe.checkpoint.grace_s, checkpoints)
-            )
-        )
+            prepare_run_dir(recipe, checkpoints)
         with (
-            signals as stop,
+            stop_signals(recipe, checkpoints) as stop,
             open_progress(train.steps, trainer.step, speaks=speaks) as progress,
             open_metrics(recipe, run_dir, trainer.step, progress.say, speaks=speaks) as metrics,
         ):
-            layout = " x ".join(f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1)
-            tokens = sum(len(corpus.train) for corpus in corpora)
-            progress.say(
-                f"{trainer.parameter_count:,} parameters on {layout or 'one process'} ({computes_on(device)}, "
-                f"{train.precision}), {tokens:,} training tokens, {recipe.microbatches} "
-                f"microbatch{'es' * (recipe.microbatches > 1)} a step"
-            )
-            peak_flops, why_unknown = known_peak(recipe, device, peak_of)
-            if peak_flops is not None and trainer.block_weights is None:
-                why_unknown = [f"no MFU: {recipe.model.architecture} has no static method block_weights(config)"]
-            passes = passes_over_sources(recipe, corpora, train.steps, trainer.left_out)
-            for line in (*passes, *on_this_gpu(recipe, device, peak_of), *why_unknown, *resumed):
+            peak_flops, why_unknown = peak_flops_of(trainer, peak_of)
+            for line in (
+                describe_run(trainer, corpora),
+                *passes_over_sources(recipe, corpora, train.steps, trainer.left_out),
+                *on_this_gpu(recipe, device, peak_of),
+                *why_unknown,
+                *resumed,
+            ):
                 progress.say(line)
             if trainer.step >= train.steps:
                 progress.say(f"nothing to do: train.steps = {train.steps} are done")
@@ -128,20 +99,108 @@ def run_worker(
                 view = RunView(recipe, run_dir, progress.say, metrics.history, trainer.step)
             told = Callbacks(watchers, view)
             with told.watching():
-                fit(trainer, loaders, checkpoints, metrics, progress, stop, callbacks=told, peak_flops=peak_flops)
+                fit(
+                    trainer,
+                    loaders,
+                    checkpoints,
+                    metrics,
+                    progress,
+                    stop,
+                    callbacks=told,
+                    peak_flops=peak_flops,
+                )
             for line in passes_over_sources(recipe, corpora, trainer.step, trainer.left_out):
                 progress.say(line)
         if train.sample_tokens:
-            text = generate(trainer, corpora[0].tokenizer, train)
+            with phase("generation"):
+                text = generate(trainer, corpora[0].tokenizer, train)
             if speaks:
                 print(f"--- sample after step {trainer.step}\n{printable(text)}\n---", flush=True)
 
 
+def load_or_initialize(
+    recipe: Recipe,
+    corpora: Sequence[Corpus],
+    checkpoints: Path,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    model_class: ModelClass,
+) -> tuple[Trainer, list[str]]:
+    """Returns the trainer with the weights that the run begins with, and lines for the user about
+    the checkpoint. Every rank calls it."""
+    saved = of_rank_0(find_checkpoints(recipe.checkpoint.resume, checkpoints))
+    start = [] if saved else of_rank_0(find_start(recipe.checkpoint.start_from))
+    trainer = Trainer(
+        recipe,
+        mesh=mesh,
+        device=device,
+        model_class=model_class,
+        initialize=not (saved or start),
+        gpu_bytes=gpu_bytes(device),
+        data_fingerprint=data_fingerprint(recipe.data, corpora),
+    )
+    limit_waits(recipe.train.start_timeout_s)  # also in the groups that the trainer has made
+    if saved:
+        return trainer, resume_from(trainer, saved, checkpoints)[1]
+    return trainer, start_from(trainer, start)
+
+
+def prepare_run_dir(recipe: Recipe, checkpoints: Path) -> None:
+    """Writes the run folder, on rank 0."""
+    for note in begin_run(recipe):
+        print(f"warning: {printable(note)}", file=sys.stderr, flush=True)
+    with writing(checkpoints):
+        if recipe.checkpoint.every is not None:
+            checkpoints.mkdir(exist_ok=True)
+        tidy(checkpoints)
+    record_start()
+
+
+def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[StopRequest]:
+    """Catches the signals that ask for a save. A run without checkpoints has nowhere to save to, so
+    signals end it at once."""
+    if recipe.checkpoint.every is None:
+        return nullcontext(StopRequest())
+    grace_s = recipe.checkpoint.grace_s
+    return catch_stop_signals(grace_s, partial(not_saved_in_time, grace_s, checkpoints))
+
+
+def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
+    """Returns the first line of a run."""
+    recipe, device = trainer.recipe, trainer.device
+    axes = [f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1]
+    layout = " x ".join(axes) or "one process"
+    tokens = sum(len(corpus.train) for corpus in corpora)
+    hardware = "CPU, gloo"
+    if device.type == "cuda":
+        hardware = f"{torch.cuda.get_device_name(device)}, NCCL"
+    plural = "" if recipe.microbatches == 1 else "es"
+    return (
+        f"{trainer.parameter_count:,} parameters on {layout} ({hardware}, "
+        f"{recipe.train.precision}), {tokens:,} training tokens, {recipe.microbatches} "
+        f"microbatch{plural} a step"
+    )
+
+
+def peak_flops_of(trainer: Trainer, peak_of: PeakOf) -> tuple[float | None, list[str]]:
+    """Returns the peak FLOP/s of one device, and a line for the user if MFU is not known."""
+    recipe = trainer.recipe
+    peak, why_unknown = known_peak(recipe, trainer.device, peak_of)
+    if peak is not None and trainer.block_weights is None:
+        name = recipe.model.architecture
+        why_unknown = [f"no MFU: {name} has no static method block_weights(config)"]
+    return peak, why_unknown
+
+
 def not_saved_in_time(grace_s: float | None, checkpoints: Path, signum: int) -> NotSavedInTimeError:
-    """Returns the error of a save that has outlived `checkpoint.grace_s`, with the last whole checkpoint."""
+    """Returns the error of a save that has outlived `checkpoint.grace_s`, with the last whole
+    checkpoint."""
     whole = list_checkpoints(checkpoints)
     goes_on = (
-        f"{whole[-1]} is the last good one, from which checkpoint.resume=auto goes on" if whole else "none is whole"
+        f"{whole[-1]} is the last good one, from which checkpoint.resume=auto goes on"
+        if whole
+        else "none is whole"
     )
     by = signal_name(signum)
     return NotSavedInTimeError(
@@ -153,21 +212,24 @@ def not_saved_in_time(grace_s: float | None, checkpoints: Path, signum: int) -> 
 def open_metrics(
     recipe: Recipe, run_dir: Path, resumed_step: int, tell: Callable[[str], None], *, speaks: bool
 ) -> Iterator[MetricsFile | None]:
-    """Holds the file of metrics, and the sinks that are fed its lines, for a block; None on a rank that does not
-    speak."""
+    """Holds the file of metrics, and the sinks that are fed its lines, for a block; None on a rank
+    that does not speak."""
     if not speaks:
         yield None
         return
     with Sinks(recipe.logging.sinks, SinkRun.of(recipe, run_dir, resumed_step), tell) as sinks:
         path = run_dir / "metrics.jsonl"
-        metrics = MetricsFile(path, resumed_step=resumed_step, also=sinks.log, also_back=sinks.go_back)
+        metrics = MetricsFile(
+            path, resumed_step=resumed_step, also=sinks.log, also_back=sinks.go_back
+        )
         if metrics.note:
             tell(f"warning: {metrics.note}")
         yield metrics
 
 
 def on_this_gpu(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> list[str]:
-    """Returns lines for the user about what a GPU makes of the recipe: attention's kernel, and what float32 costs."""
+    """Returns lines for the user about what a GPU makes of the recipe: attention's kernel, and what
+    float32 costs."""
     if device.type != "cuda":
         return []
     kernel, name = kernel_of_recipe(recipe, device_of(device)), torch.cuda.get_device_name(device)
@@ -175,68 +237,52 @@ def on_this_gpu(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> list[s
     return [f"attention: {kernel.words}", *([] if cost is None else [cost])]
 
 
-class WaitLessAfterTheFirstStep(StepHook):
-    """Lowers the longest wait of every process group when the first step is done: what loads kernels, compiles, and
-    connects ranks is over, and what then takes minutes has failed."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s: float | None = timeout_s
-
-    def after_step(self, step: int) -> None:
-        if self._timeout_s is not None:
-            limit_waits(self._timeout_s)
-            self._timeout_s = None
-
-
-class CountForThePulse(StepHook):
-    """Has this rank's signs of life say how many steps are done."""
-
-    def __init__(self, pulse: Pulse) -> None:
-        self._pulse = pulse
-
-    def after_step(self, step: int) -> None:
-        self._pulse.step_done(step)
-
-
-def computes_on(device: torch.device) -> str:
-    """Returns what a rank computes on and what carries its tensors, for the run's first line."""
-    return f"{torch.cuda.get_device_name(device)}, NCCL" if device.type == "cuda" else "CPU, gloo"
-
-
-def passes_over_sources(recipe: Recipe, corpora: Sequence[Corpus], steps: int, left_out: LeftOut) -> list[str]:
-    """Returns a line for each of `data.sources` on how often the first `steps` steps pass over it."""
+def passes_over_sources(
+    recipe: Recipe, corpora: Sequence[Corpus], steps: int, left_out: SkippedRanges
+) -> list[str]:
+    """Returns a line for each of `data.sources` on how often the first `steps` steps pass over
+    it."""
     drawn, total = drawn_by_source(recipe, steps, left_out), recipe.batch_sizes.before(steps)
     lines = []
     for source, corpus in zip(recipe.data.sources, corpora, strict=False):
         count, windows = drawn.get(source.label, 0), (len(corpus.train) - 1) // recipe.train.seq_len
         lines.append(
-            f"source {source.label}: {count:,} of {total:,} sequences in {steps} steps, {count / windows:.2f} passes "
-            f"over its {windows:,}"
+            f"source {source.label}: {count:,} of {total:,} sequences in {steps} steps, "
+            f"{count / windows:.2f} passes over its {windows:,}"
         )
     return lines
 
 
-def build_loaders(recipe: Recipe, corpora: Sequence[Corpus], rank: int) -> tuple[BatchLoader, list[EvaluationSet]]:
-    """Returns the loader for training and the evaluation sets of the data rank that `rank` belongs to."""
-    train, end = training_windows(recipe, [corpus.train for corpus in corpora]), corpora[0].document_end
+def build_loaders(
+    recipe: Recipe, corpora: Sequence[Corpus], rank: int
+) -> tuple[BatchLoader, list[EvaluationSet]]:
+    """Returns the loader for training and the evaluation sets of the data rank that `rank` belongs
+    to."""
+    train, end = (
+        training_windows(recipe, [corpus.train for corpus in corpora]),
+        corpora[0].document_end,
+    )
     loader = training_loader(recipe, train, rank, end)
     validation = validation_windows(recipe, [corpus.validation for corpus in corpora])
     sequences = recipe.train.eval_sequences
-    if recipe.train.eval_every is None:  # `evaluate` takes any number, which no rule has compared with the layout
-        own = EvaluationSet.of(VALIDATION, loader, validation, sequences)
+    # `evaluate` takes any number, which no rule has compared with the layout
+    if recipe.train.eval_every is None:
+        own = EvaluationSet.build(VALIDATION, loader, validation, sequences)
     else:
         own = EvaluationSet(VALIDATION, loader.evaluating(validation, sequences))
     sources = evaluation_windows(recipe.data, recipe.train.seq_len)
     others = [
-        EvaluationSet.of(chosen.name, loader, source, chosen.sequences)
+        EvaluationSet.build(chosen.name, loader, source, chosen.sequences)
         for chosen, source in zip(recipe.data.evaluation, sources, strict=True)
     ]
     return loader, [own, *others]
 
 
-def training_loader(recipe: Recipe, source: WindowSource, rank: int, document_end: int | None) -> BatchLoader:
-    """Returns the loader of the recipe's batches of `source` for the data rank that `rank` belongs to. `document_end`
-    is the id that ends a document, if batches are to tell documents apart."""
+def training_loader(
+    recipe: Recipe, source: WindowSource, rank: int, document_end: int | None
+) -> BatchLoader:
+    """Returns the loader of the recipe's batches of `source` for the data rank that `rank` belongs
+    to. `document_end` is the id that ends a document, if batches are to tell documents apart."""
     parallel, train = recipe.parallel, recipe.train
     place = parallel.coordinates(rank)
     return BatchLoader(
@@ -247,7 +293,7 @@ def training_loader(recipe: Recipe, source: WindowSource, rank: int, document_en
         dp_size=parallel.dp,
         vocab=recipe.model.vocab,
         sizes=recipe.batch_sizes,
-        left_out=LeftOut.of(recipe.data.skip),
+        left_out=SkippedRanges.merge(recipe.data.skip),
         ignored_ids=recipe.data.ignore_token_ids,
         blank_seq_len=None if reads_ids(recipe, place.pp) else train.seq_len,
         document_end=document_end,
@@ -255,12 +301,14 @@ def training_loader(recipe: Recipe, source: WindowSource, rank: int, document_en
 
 
 def reads_ids(recipe: Recipe, pp_rank: int) -> bool:
-    """Tells whether a rank reads token ids: the first stage takes the inputs, and the last one the labels. Before an
-    optimizer steps in the backward, every rank counts the labels; and every stage's attention stays within documents,
-    where it is to, whose borders are among the ids."""
+    """Tells whether a rank reads token ids: the first stage takes the inputs, and the last one the
+    labels. With document masks every stage needs the borders of documents."""
     parallel = recipe.parallel
     stages = build_schedule(
-        parallel.schedule, pp=parallel.pp, microbatches=recipe.microbatches, virtual_stages=parallel.virtual_stages
+        parallel.schedule,
+        pp=parallel.pp,
+        microbatches=recipe.microbatches,
+        virtual_stages=parallel.virtual_stages,
     ).placement
     is_end = pp_rank in (stages[0], stages[-1])
-    return is_end or recipe.optimizer.step_in_backward or recipe.data.documents == "mask"
+    return is_end or recipe.data.documents == "mask"

@@ -1,4 +1,5 @@
-"""Decoders that do what the shipped models do not: each has made some layout train another model."""
+"""Decoders that do what the shipped models do not: each has made some layout train another
+model."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.layers.linear import RowParallelLinear
-from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, Placement, normal, ones
+from parallel3d.layers.parameter import (
+    LayerTp,
+    ParallelContext,
+    ParallelModule,
+    ParameterSpec,
+    normal,
+    ones,
+)
 from parallel3d.models.llama import Llama
 
 CAP = 0.3
@@ -64,7 +72,8 @@ class Scaled(nn.Module):
 
 
 class TwoTies(Llama):
-    """Ties two vectors of its first block to two of its last one, which has them in the other order."""
+    """Ties two vectors of its first block to two of its last one, which has them in the other
+    order."""
 
     def __init__(self, config: Any, *, tp: LayerTp = None, **settings: Any) -> None:
         super().__init__(config, tp=tp, **settings)
@@ -106,8 +115,8 @@ class Unused(Llama):
 
     def __init__(self, config: Any, *, tp: LayerTp = None, **settings: Any) -> None:
         super().__init__(config, tp=tp, **settings)
-        placement = Placement(Placement.of(tp).tp, device=settings.get("device"))
-        self.layers["0"].spare = RowParallelLinear(config.hidden, config.hidden, tp=placement)
+        context = ParallelContext(ParallelContext.of(tp).tp, device=settings.get("device"))
+        self.layers["0"].spare = RowParallelLinear(config.hidden, config.hidden, tp=context)
 
 
 class TwoStarts(Llama):

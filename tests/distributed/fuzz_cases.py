@@ -1,8 +1,8 @@
 """Random recipes, one for each seed, and how a pool of workers trains many of them in one job.
 
-A rank that hangs ends its process. `train_all` then reports the seed with what each rank was doing, starts new
-processes, and continues with the other seeds. `FUZZ_SEEDS=17,42 pytest tests/distributed/test_fuzz_models.py` runs
-some seeds only.
+A rank that hangs ends its process. `train_all` then reports the seed with what each rank was doing,
+starts new processes, and continues with the other seeds. `FUZZ_SEEDS=17,42 pytest
+tests/distributed/test_fuzz_models.py` runs some seeds only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a case: the answers of the ranks, the error that refused it, or a description of its failure."""
+    """The result of a case: the answers of the ranks, the error that refused it, or a description
+    of its failure."""
 
     case: Case
     refused: str | None = None
@@ -67,11 +68,14 @@ def asked_or(seeds: Iterable[int]) -> list[int]:
 
 
 def draw_layout(random: Random, processes: int) -> ParallelConfig:
-    """Draws sizes of the axes for so many processes, a schedule, a sharding strategy and their options."""
+    """Draws sizes of the axes for so many processes, a schedule, a sharding strategy and their
+    options."""
     axes = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
     for factor in prime_factors(processes):
         axes[random.choice(list(axes))] *= factor
-    schedules = [name for name, traits in SCHEDULES.items() if axes["pp"] > 1 or traits.stages.usual == 1]
+    schedules = [
+        name for name, traits in SCHEDULES.items() if axes["pp"] > 1 or traits.stages.usual == 1
+    ]
     schedule = random.choice(schedules)
     stages = SCHEDULES[schedule].stages
     virtual_stages = stages.usual if axes["pp"] > 1 else 1
@@ -133,9 +137,12 @@ def train_all(
                 yield combined(case, answers)
 
 
-def run_cases(job: Callable[[Recipe], Any], cases: Sequence[Case], folder: Path, patience_s: float) -> list[Any]:
-    """Runs the job with each recipe on this rank. Returns the answers, or instead of an answer the error of the
-    project. Any other error is the last answer, because it may leave a process group in the middle of a collective."""
+def run_cases(
+    job: Callable[[Recipe], Any], cases: Sequence[Case], folder: Path, patience_s: float
+) -> list[Any]:
+    """Runs the job with each recipe on this rank. Returns the answers, or instead of an answer the
+    error of the project. Any other error is the last answer, because it may leave a process group
+    in the middle of a collective."""
     path, answers = folder / f"rank{dist.get_rank()}", []
     for case in cases:
         with path.open("w") as log:
@@ -192,7 +199,8 @@ def combined(case: Case, answers: Sequence[Any]) -> Outcome:
 
 
 def assert_follow(differences: Iterable[tuple[Outcome, list[str]]]) -> None:
-    """Asserts that no case fails or differs from its reference, and that two thirds are not refused."""
+    """Asserts that no case fails or differs from its reference, and that two thirds are not
+    refused."""
     failures, refused, followed = [], [], 0
     for outcome, found in differences:
         if outcome.refused is not None:
@@ -202,7 +210,8 @@ def assert_follow(differences: Iterable[tuple[Outcome, list[str]]]) -> None:
         else:
             followed += 1
     print(
-        f"{followed} cases follow their reference, {len(failures)} fail, {len(refused)} are refused:",
+        f"{followed} cases follow their reference, {len(failures)} fail, {len(refused)} are "
+        "refused:",
         *refused,
         sep="\n",
     )

@@ -1,5 +1,5 @@
-"""What the tests of the layers share: a layer over tp, and the plain torch function of its global weights that it must
-agree with, in its output, its inputs' gradients and every parameter's.
+"""What the tests of the layers share: a layer over tp, and the plain torch function of its global
+weights that it must agree with, in its output, its inputs' gradients and every parameter's.
 
 Imported as a plain module by tests and, by name, by the pool's workers.
 """
@@ -20,11 +20,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.layers.gradients import local_tensor
-from parallel3d.layers.parameter import ParameterSpec, Placement, named_specs, set_fused_gradients
+from parallel3d.layers.parameter import (
+    ParallelContext,
+    ParameterSpec,
+    named_specs,
+    set_fused_gradients,
+)
 from parallel3d.mesh import Axis
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-TOLERANCE = {F64: 1e-10, F32: 1e-5, BF16: 5e-2}  # relative to the largest number of the reference, or to 1
+# relative to the largest number of the reference, or to 1
+TOLERANCE = {F64: 1e-10, F32: 1e-5, BF16: 5e-2}
 Weights = Mapping[str, Tensor]
 Split = int | None  # the dim that is split over tp
 BY_SEQUENCE = 1
@@ -35,10 +41,11 @@ class Case:
     """`build(placement)` must compute `reference(weights, *inputs)`."""
 
     name: str
-    build: Callable[[Placement], nn.Module]
+    build: Callable[[ParallelContext], nn.Module]
     reference: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # what the module's forward takes beside the inputs
+    # what the module's forward takes beside the inputs
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     input_split: Split = None  # without sequence parallelism
     output_split: Split = None
     sp_input_split: Split = BY_SEQUENCE
@@ -54,7 +61,9 @@ def draw_weights(module: nn.Module, std: float, dtype: torch.dtype) -> dict[str,
     """Draws a global tensor for each parameter, the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
     return {
-        name: (torch.randn(spec.shape, generator=generator, dtype=F64) * std).to(dtype).requires_grad_()
+        name: (torch.randn(spec.shape, generator=generator, dtype=F64) * std)
+        .to(dtype)
+        .requires_grad_()
         for name, spec in named_specs(module)
     }
 
@@ -81,7 +90,8 @@ def assert_near(ours: Tensor, reference: Tensor, what: str) -> None:
 
 
 def global_gradient(parameter: Tensor, spec: ParameterSpec, *, fused: bool) -> Tensor:
-    """The gradient as the global tensor; what fused gradients leave partial is summed as the trainer would."""
+    """The gradient as the global tensor; what fused gradients leave partial is summed as the
+    trainer would."""
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(parameter, DTensor):
@@ -93,22 +103,29 @@ def global_gradient(parameter: Tensor, spec: ParameterSpec, *, fused: bool) -> T
     return whole
 
 
-def check(case: Case, tp: DeviceMesh | None, dtype: torch.dtype, sp: bool, fused: bool, wrap: str = "") -> None:
-    """Runs two backwards, so that gradients add up. `wrap` is "checkpoint", or a backend of torch.compile."""
+def check(
+    case: Case, tp: DeviceMesh | None, dtype: torch.dtype, sp: bool, fused: bool, wrap: str = ""
+) -> None:
+    """Runs two backwards, so that gradients add up. `wrap` is "checkpoint", or a backend of
+    torch.compile."""
     axis = Axis.of(tp)
-    module = case.build(Placement(tp, sp, dtype=dtype))
+    module = case.build(ParallelContext(tp, sp, dtype=dtype))
     set_fused_gradients(module, fused)
     weights = draw_weights(module, case.weight_std, dtype)
     load(module, weights)
     run: Callable[..., Tensor] = (
-        torch.compile(module, backend=wrap, fullgraph=True) if wrap not in ("", "checkpoint") else module
+        torch.compile(module, backend=wrap, fullgraph=True)
+        if wrap not in ("", "checkpoint")
+        else module
     )
     generator = torch.Generator().manual_seed(2)
     input_split, output_split = (
         (case.sp_input_split, case.sp_output_split) if sp else (case.input_split, case.output_split)
     )
     for _ in range(2):
-        inputs = [torch.randn(shape, generator=generator, dtype=F64).to(dtype) for shape in case.shapes]
+        inputs = [
+            torch.randn(shape, generator=generator, dtype=F64).to(dtype) for shape in case.shapes
+        ]
         whole = [x.clone().requires_grad_() for x in inputs]
         own = [part_of(x, input_split, axis).clone().requires_grad_() for x in inputs]
         y = case.reference(weights, *whole)
@@ -117,23 +134,33 @@ def check(case: Case, tp: DeviceMesh | None, dtype: torch.dtype, sp: bool, fused
         first, *others = own
         extra = {**case.arguments, **({"context": others[0]} if others else {})}
         again = wrap == "checkpoint"
-        ours = checkpoint(run, first, use_reentrant=False, **extra) if again else run(first, **extra)
+        ours = (
+            checkpoint(run, first, use_reentrant=False, **extra) if again else run(first, **extra)
+        )
         ours.backward(part_of(grad, output_split, axis))
         assert_near(ours, part_of(y, output_split, axis), "output")
         for index, (mine, reference) in enumerate(zip(own, whole, strict=True)):
-            assert_near(mine.grad, part_of(reference.grad, input_split, axis), f"gradient of input {index}")
+            assert_near(
+                mine.grad, part_of(reference.grad, input_split, axis), f"gradient of input {index}"
+            )
     for name, spec in named_specs(module):
         parameter = module.get_parameter(name)
         if isinstance(parameter, DTensor):
-            assert torch.equal(parameter.full_tensor(), weights[name]), f"{name} is not the global tensor"
-        assert_near(global_gradient(parameter, spec, fused=fused), weights[name].grad, f"gradient of {name}")
+            assert torch.equal(parameter.full_tensor(), weights[name]), (
+                f"{name} is not the global tensor"
+            )
+        assert_near(
+            global_gradient(parameter, spec, fused=fused), weights[name].grad, f"gradient of {name}"
+        )
 
 
 def check_all(cases: list[Case], dtypes: tuple[torch.dtype, ...] = (F64, F32)) -> None:
-    """Checks every case in each dtype, with and without sequence parallelism, with autograd's gradients and fused ones,
-    and once in bf16 and once under activation recompute."""
+    """Checks every case in each dtype, with and without sequence parallelism, with autograd's
+    gradients and fused ones, and once in bf16 and once under activation recompute."""
     tp = tp_mesh()
-    variants = [(dtype, sp, fused, "") for dtype, sp, fused in product(dtypes, (False, True), (False, True))]
+    variants = [
+        (dtype, sp, fused, "") for dtype, sp, fused in product(dtypes, (False, True), (False, True))
+    ]
     variants += [(BF16, True, True, ""), (BF16, False, False, ""), (F64, True, True, "checkpoint")]
     for case in cases:
         for variant in variants:
@@ -141,5 +168,7 @@ def check_all(cases: list[Case], dtypes: tuple[torch.dtype, ...] = (F64, F32)) -
                 check(case, tp, *variant)
             except Exception as error:
                 dtype, sp, fused, wrap = variant
-                error.add_note(f"case {case.name}: {dtype}, sequence_parallel {sp}, fused {fused} {wrap}")
+                error.add_note(
+                    f"case {case.name}: {dtype}, sequence_parallel {sp}, fused {fused} {wrap}"
+                )
                 raise

@@ -1,7 +1,8 @@
-"""DiLoCo in plain torch in one process, the referee of tests of local SGD: one plain model and one AdamW a replica.
+"""DiLoCo in plain torch in one process, the referee of tests of local SGD: one plain model and one
+AdamW a replica.
 
-Written after the papers (arXiv 2311.08105, algorithm 1; 2501.18512, algorithm 2), step by step and tensor by tensor,
-with nothing of the project's own outer loop.
+Written after the papers (arXiv 2311.08105, algorithm 1; 2501.18512, algorithm 2), step by step and
+tensor by tensor, with nothing of the project's own outer loop.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from tests.distributed.training_cases import make_loader, plain_stack
 
 
 class PlainDiloco:
-    """`recipe.parallel.dp_replicate` models that train apart on their shares of the global batch."""
+    """`recipe.parallel.dp_replicate` models that train apart on their shares of the global
+    batch."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.local = recipe, recipe.local_sgd
         self.replicas = [plain_stack(recipe) for _ in range(recipe.parallel.dp_replicate)]
-        self.outer = {name: p.detach().clone() for name, p in self.replicas[0].model.named_parameters()}
+        self.outer = {
+            name: p.detach().clone() for name, p in self.replicas[0].model.named_parameters()
+        }
         self.velocity = {name: torch.zeros_like(value) for name, value in self.outer.items()}
         self.sent: dict[tuple[int, str], Tensor] = {}  # (step, name) -> mean pseudo-gradient
         self.step = 0
 
     def train_step(self) -> tuple[float, float]:
-        """Trains a step. Returns the mean of the replicas' losses, and the root of the mean of their squared norms."""
+        """Trains a step. Returns the mean of the replicas' losses, and the root of the mean of
+        their squared norms."""
         share = replace(self.recipe, parallel=ParallelConfig(dp_replicate=len(self.replicas)))
         results = []
         for index, replica in enumerate(self.replicas):
@@ -43,9 +48,10 @@ class PlainDiloco:
         """Returns the loss of the outer parameters."""
         model = PlainStack(self.recipe, self.outer).model
         with torch.no_grad():
-            return sum(token_loss(model(x), y).item() for x, y in zip(batch.inputs, batch.labels, strict=True)) / len(
-                batch.inputs
-            )
+            return sum(
+                token_loss(model(x), y).item()
+                for x, y in zip(batch.inputs, batch.labels, strict=True)
+            ) / len(batch.inputs)
 
     @torch.no_grad()
     def _synchronise(self) -> None:
@@ -53,9 +59,12 @@ class PlainDiloco:
         assert every is not None
         for name in self.outer:
             own = [replica.model.get_parameter(name) for replica in self.replicas]
-            turn = (self._fragment(name) + 1) * every // parts  # the first step that it is synchronised after
+            # the first step that it is synchronised after
+            turn = (self._fragment(name) + 1) * every // parts
             if (self.step - turn) % every == 0 and self.step >= turn:
-                self.sent[self.step, name] = torch.stack([self.outer[name] - p for p in own]).mean(dim=0)
+                self.sent[self.step, name] = torch.stack([self.outer[name] - p for p in own]).mean(
+                    dim=0
+                )
             arrived = self.sent.pop((self.step - tau, name), None)
             if arrived is not None:
                 self._outer_step(name, arrived)
@@ -71,7 +80,11 @@ class PlainDiloco:
     def _fragment(self, name: str) -> int:
         if name.startswith("embed"):
             return 0
-        return int(name.split(".")[1]) % self.local.fragments if "layers" in name else self.local.fragments - 1
+        return (
+            int(name.split(".")[1]) % self.local.fragments
+            if "layers" in name
+            else self.local.fragments - 1
+        )
 
 
 def recipe_of(recipe: Recipe, **local: object) -> Recipe:

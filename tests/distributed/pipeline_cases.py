@@ -1,4 +1,5 @@
-"""What the tests of the pipeline's runtime share: a model of many-tensored parts, and its run whole and in stages."""
+"""What the tests of the pipeline's runtime share: a model of many-tensored parts, and its run whole
+and in stages."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ BOUNDARY = (
 
 
 class Part(nn.Module):
-    """A stage that takes and gives four tensors: hidden states, integers, a second tensor that has a gradient, and one
-    without a gradient. The first stage takes two of them, and the last one gives one."""
+    """A stage that takes and gives four tensors: hidden states, integers, a second tensor that has
+    a gradient, and one without a gradient. The first stage takes two of them, and the last one
+    gives one."""
 
     def __init__(self, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -48,15 +50,21 @@ class Part(nn.Module):
 
 
 def make_parts(stages: int, seed: int = 0) -> list[Part]:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed writes down a stack for every kind of device
+    # torch.manual_seed writes down a stack for every kind of device
+    torch.default_generator.manual_seed(seed)
     return [Part(is_first=stage == 0, is_last=stage == stages - 1) for stage in range(stages)]
 
 
-def make_batch(microbatches: int, seq: int, seed: int = 0) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+def make_batch(
+    microbatches: int, seq: int, seed: int = 0
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Returns inputs and labels, one entry per microbatch."""
     draw, shape = torch.Generator().manual_seed(seed), (BATCH, seq)
     inputs = [
-        (torch.randn(*shape, D, dtype=F64, generator=draw), torch.randint(IDS, shape, generator=draw))
+        (
+            torch.randn(*shape, D, dtype=F64, generator=draw),
+            torch.randint(IDS, shape, generator=draw),
+        )
         for _ in range(microbatches)
     ]
     return inputs, torch.randn(microbatches, *shape, dtype=F64, generator=draw)
@@ -91,7 +99,9 @@ class Pipeline:
         pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
         whole, copies = make_parts(schedule.stages), make_parts(schedule.stages)
         own = {stage: copies[stage] for stage in schedule.stages_of(dist.get_rank())}
-        return cls(whole, own, PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY))
+        return cls(
+            whole, own, PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY)
+        )
 
     def check_step(self, seq: int) -> None:
         """Runs a step of the pipeline and of the whole model; loss and gradients must agree."""
@@ -103,10 +113,16 @@ class Pipeline:
             labels if self.runtime.is_last else None,
             sizes={"batch": BATCH, "seq": seq},
         )
-        torch.testing.assert_close(loss.item(), expected if self.runtime.is_last else 0.0, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(
+            loss.item(), expected if self.runtime.is_last else 0.0, rtol=1e-12, atol=0.0
+        )
         for stage, part in self.own.items():
-            for (name, ours), theirs in zip(part.named_parameters(), self.whole[stage].parameters(), strict=True):
-                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=f"stage {stage}: {name}")
+            for (name, ours), theirs in zip(
+                part.named_parameters(), self.whole[stage].parameters(), strict=True
+            ):
+                torch.testing.assert_close(
+                    ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=f"stage {stage}: {name}"
+                )
 
     def check_evaluation(self, microbatches: int, seq: int) -> None:
         """Evaluates another number of microbatches than training has; no gradient may change."""
@@ -115,7 +131,10 @@ class Pipeline:
         sizes = {"batch": BATCH, "seq": seq}
         loss = self.runtime.evaluate(inputs, labels, sizes=sizes)
         outputs = self.runtime.forward(inputs, sizes=sizes)
-        assert all(part.linear.weight.grad is grad for part, grad in zip(self.own.values(), before, strict=True))
+        assert all(
+            part.linear.weight.grad is grad
+            for part, grad in zip(self.own.values(), before, strict=True)
+        )
         if self.runtime.is_last:
             assert [tuple(y.shape) for y in outputs] == [(BATCH, seq)] * microbatches
             total = sum(loss_fn(y, label).item() for y, label in zip(outputs, labels, strict=True))

@@ -1,5 +1,5 @@
-"""Saves in the background: what is written is the state of its own step, whatever was trained in the meantime, and a
-rank that cannot write ends all ranks after the same step."""
+"""Saves in the background: what is written is the state of its own step, whatever was trained in
+the meantime, and a rank that cannot write ends all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -38,18 +38,22 @@ DILOCO = LocalSgdConfig(sync_every=4, fragments=2, overlap_steps=2, transport="i
 RECIPES: dict[str, Recipe] = {
     "tp2-pp2-tied": make_recipe(DEEP_TIED, ParallelConfig(tp=2, pp=2, microbatch_size=2)),
     "hybrid-fp16": make_recipe(
-        GROUPED, ParallelConfig(dp_replicate=2, dp_shard=2, sharding="HYBRID_SHARD"), precision="fp16"
+        GROUPED,
+        ParallelConfig(dp_replicate=2, dp_shard=2, sharding="HYBRID_SHARD"),
+        precision="fp16",
     ),
     "local-sgd-pp2": replace(
-        make_recipe(DEEP_TIED, ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2)),
+        make_recipe(
+            DEEP_TIED, ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2)
+        ),
         local_sgd=DILOCO,
     ),
 }
 
 
 def train_while_saving(recipe: Recipe, folder: Path) -> tuple[Curve, list[str]]:
-    """Saves after steps 3 and 6, each held back until two more steps have been trained; returns the curve of nine steps
-    and what was told to be in place before it could be, which is nothing."""
+    """Saves after steps 3 and 6, each held back until two more steps have been trained; returns the
+    curve of nine steps and what was told to be in place before it could be, which is nothing."""
     trainer, told, early = make_trainer(recipe), list[Path](), list[str]()
     opened, write = threading.Event(), saver.write_and_commit
 
@@ -71,7 +75,9 @@ def train_while_saving(recipe: Recipe, folder: Path) -> tuple[Curve, list[str]]:
             early += [each.name for each in told if each == path]
             opened.set()
             curve += train(trainer, 1)
-    assert [path.name for path in told] == ["step_00000003", "step_00000006"] and all(path.is_dir() for path in told)
+    assert [path.name for path in told] == ["step_00000003", "step_00000006"] and all(
+        path.is_dir() for path in told
+    )
     return curve, early
 
 
@@ -82,7 +88,9 @@ def go_on(recipe: Recipe, path: Path, steps: int) -> Curve:
 
 
 @pytest.mark.parametrize("layout", RECIPES)
-def test_a_background_save_is_of_its_own_step_to_the_bit(world: Callable, tmp_path: Path, layout: str) -> None:
+def test_a_background_save_is_of_its_own_step_to_the_bit(
+    world: Callable, tmp_path: Path, layout: str
+) -> None:
     recipe = RECIPES[layout]
     answers = world(4).run(train_while_saving, recipe, tmp_path)
     curve, early = answers[0]
@@ -98,10 +106,14 @@ def train_in_peace(recipe: Recipe) -> Curve:
     return train(make_trainer(recipe), 9)
 
 
-def fit_where_one_rank_cannot_write(folder: Path, in_background: bool) -> tuple[str, int, list[str]]:
+def fit_where_one_rank_cannot_write(
+    folder: Path, in_background: bool
+) -> tuple[str, int, list[str]]:
     """Returns the error on this rank, the steps it has trained, and what is left in the folder."""
     recipe = make_recipe(TIED, ParallelConfig(dp_shard=2), steps=40)
-    recipe = replace(recipe, checkpoint=CheckpointConfig(every=1, keep=9, in_background=in_background))
+    recipe = replace(
+        recipe, checkpoint=CheckpointConfig(every=1, keep=9, in_background=in_background)
+    )
     trainer, rank, write = make_trainer(recipe), dist.get_rank(), files.write_shard
 
     def write_shard(partial: Path, *args: object) -> object:
@@ -123,6 +135,8 @@ def test_all_ranks_end_after_the_same_step_where_one_cannot_write(
     (first, second) = world(2).run(fit_where_one_rank_cannot_write, tmp_path, in_background)
     assert first == second
     error, step, left = first
-    assert "step_00000003: cannot be written: rank 1: " in error and "No space left on device" in error
+    assert (
+        "step_00000003: cannot be written: rank 1: " in error and "No space left on device" in error
+    )
     assert step == 3 + in_background
     assert left == ["step_00000001", "step_00000002"]

@@ -1,9 +1,9 @@
-"""A batch that grows trains the same model in every layout, and goes on in the middle as if nothing had been."""
+"""A batch that grows trains the same model in every layout, and goes on in the middle as if nothing
+had been."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,11 +55,18 @@ def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
 def whole(recipe: Recipe, step: int) -> Batch:
     """Returns the global batch as a single microbatch."""
     batch = whole_batch(recipe, step)
-    return Batch(*(rearrange(x, "m b ... -> 1 (m b) ...") for x in (batch.inputs, batch.labels, batch.samples)))
+    return Batch(
+        *(
+            rearrange(x, "m b ... -> 1 (m b) ...")
+            for x in (batch.inputs, batch.labels, batch.samples)
+        )
+    )
 
 
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_every_layout_trains_through_the_rise_as_plain_torch_does(world: Callable, size: int) -> None:
+def test_every_layout_trains_through_the_rise_as_plain_torch_does(
+    world: Callable, size: int
+) -> None:
     expected = plain_curve(ramp_recipe(ParallelConfig()), STEPS, whole)
     for curve, tokens in world(size).run(train_each, LAYOUTS[size])[0]:
         assert_follows(curve, expected)
@@ -67,7 +74,8 @@ def test_every_layout_trains_through_the_rise_as_plain_torch_does(world: Callabl
 
 
 def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, str]:
-    """Returns the steps after the third without a stop and after a resume, and the refusal of another warm-up."""
+    """Returns the steps after the third without a stop and after a resume, and the refusal of
+    another warm-up."""
     trainer, resumed = make_trainer(ramp_recipe(parallel)), make_trainer(ramp_recipe(parallel))
     train(trainer, HALF)
     save_trainer(trainer, path)
@@ -81,25 +89,13 @@ def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, 
     return train(trainer, STEPS - HALF), train(resumed, STEPS - HALF), str(error.value)
 
 
-def test_a_run_goes_on_in_the_middle_of_the_rise_to_the_bit(world: Callable, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_the_middle_of_the_rise_to_the_bit(
+    world: Callable, tmp_path: Path
+) -> None:
     layout = ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3)
     straight, resumed, refusal = world(2).run(stop_and_go_on, layout, tmp_path / "step_00000003")[0]
     assert resumed == straight
-    assert "has seen 8 sequences, and this recipe's first 3 steps are 12; resume with the train.batch_warmup" in refusal
-
-
-def test_the_learning_rate_goes_by_steps_whatever_their_batch(world: Callable) -> None:
-    recipe = ramp_recipe(ParallelConfig(microbatch_size=2))
-    warm = replace(recipe, optimizer=replace(recipe.optimizer, warmup_steps=4))
-    assert world(1).run(rates, warm)[0] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
-
-
-def rates(recipe: Recipe) -> list[float]:
-    trainer = make_trainer(recipe)
-    return [trainer.train_step(whole_batch_of_two(recipe, step)).lr for step in range(5)]
-
-
-def whole_batch_of_two(recipe: Recipe, step: int) -> Batch:
-    batch = whole_batch(recipe, step)
-    parts = (batch.inputs, batch.labels, batch.samples)
-    return Batch(*(rearrange(x, "(m b) 1 ... -> m b ...", b=2) for x in parts))
+    assert (
+        "has seen 8 sequences, and this recipe's first 3 steps are 12; resume with the "
+        "train.batch_warmup" in refusal
+    )

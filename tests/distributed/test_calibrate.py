@@ -1,4 +1,5 @@
-"""What `parallel3d-plan calibrate` measures between ranks, on two of them, and the trainer that it times."""
+"""What `parallel3d-plan calibrate` measures between ranks, on two of them, and the trainer that it
+times."""
 
 from __future__ import annotations
 
@@ -10,14 +11,20 @@ from typing import Any
 import torch
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.tools.calibrate.links import measure_collectives, measure_contention, measure_transfers
+from parallel3d.tools.calibrate.links import (
+    measure_collectives,
+    measure_contention,
+    measure_transfers,
+)
 from parallel3d.tools.calibrate.probes import TINY, probe, time_probes
 
 CPU = torch.device("cpu")
 
 
 def _measure() -> dict[str, Any]:
-    small, large = (probe("tp", ParallelConfig(tp=2), TINY, layers, m).recipe for layers, m in ((2, 2), (6, 10)))
+    small, large = (
+        probe("tp", ParallelConfig(tp=2), TINY, layers, m).recipe for layers, m in ((2, 2), (6, 10))
+    )
     return {
         "collectives": measure_collectives(2, CPU, [2**12, 2**22]),
         "transfers": measure_transfers(2, CPU, [2**12, 2**20]),
@@ -26,11 +33,15 @@ def _measure() -> dict[str, Any]:
     }
 
 
-def test_two_ranks_measure_every_kind_of_message_at_the_sizes_asked_for(world: Callable[[int], Any]) -> None:
+def test_two_ranks_measure_every_kind_of_message_at_the_sizes_asked_for(
+    world: Callable[[int], Any],
+) -> None:
     found = world(2).run(_measure)[0]
     assert set(found["collectives"]) == {"all_reduce", "all_gather", "reduce_scatter"}
     for rows in found["collectives"].values():
-        assert [size for size, _ in rows] == [2**12, 2**22] and all(0 < seconds < 60 for _, seconds in rows)
+        assert [size for size, _ in rows] == [2**12, 2**22] and all(
+            0 < seconds < 60 for _, seconds in rows
+        )
     assert [size for size, _ in found["transfers"]] == [2**12, 2**20]
     assert all(0 < seconds < 60 for seconds in found["contention"])
     small, large = found["probes"]
@@ -39,7 +50,8 @@ def test_two_ranks_measure_every_kind_of_message_at_the_sizes_asked_for(world: C
 
 def _threads_of_more_probes() -> tuple[int, int]:
     few, many = (
-        [probe("tp", ParallelConfig(tp=2), TINY, layers, 2).recipe for layers in range(1, depth)] for depth in (2, 8)
+        [probe("tp", ParallelConfig(tp=2), TINY, layers, 2).recipe for layers in range(1, depth)]
+        for depth in (2, 8)
     )
     before = _threads()
     time_probes(few, CPU, rounds=1)
@@ -54,7 +66,7 @@ def _threads() -> int:
 
 
 def test_probes_of_one_layout_share_their_process_groups(world: Callable[[int], Any]) -> None:
-    """Each group's thread wakes 100 times a second: those of many made a probe with four ranks take 40% longer than the
-    training that it stands for."""
+    """Each group's thread wakes 100 times a second: those of many made a probe with four ranks take
+    40% longer than the training that it stands for."""
     of_one, of_seven = world(2).run(_threads_of_more_probes)[0]
     assert of_seven <= of_one + 2

@@ -1,6 +1,8 @@
-"""check-layout finds faults of the trainer that trained another model in silence, each put in again by a patch.
+"""check-layout finds faults of the trainer that trained another model in silence, each put in again
+by a patch.
 
-The models are in `custom_models.py`. Without the patch each of them is the same model, or the layout is refused.
+The models are in `custom_models.py`. Without the patch each of them is the same model, or the
+layout is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d import parallelize
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from parallel3d.errors import Parallel3dError
 from parallel3d.layers import loss as layers_loss
 from parallel3d.layers.parameter import ParameterSpec, normal
@@ -75,10 +83,14 @@ class Fault:
     def recipe(self) -> Recipe:
         layers = max(2, self.layout.get("pp", 1))
         architecture = f"tests.distributed.custom_models:{self.model}"
-        sizes = ModelConfig(architecture=architecture, layers=layers, hidden=32, heads=4, ffn_hidden=32, vocab=264)
+        sizes = ModelConfig(
+            architecture=architecture, layers=layers, hidden=32, heads=4, ffn_hidden=32, vocab=264
+        )
         parallel = ParallelConfig(microbatch_size=2, **self.layout)  # type: ignore[arg-type]
         train = TrainConfig(steps=2, global_batch_size=16, seq_len=16)
-        recipe = Recipe(model=sizes, train=train, parallel=parallel, optimizer=OptimizerConfig(weight_decay=0.1))
+        recipe = Recipe(
+            model=sizes, train=train, parallel=parallel, optimizer=OptimizerConfig(weight_decay=0.1)
+        )
         return shrink(recipe, layers=layers, hidden=32, steps=2)
 
 
@@ -88,19 +100,30 @@ FAULTS = {
         "SoftCap", patches=((training_loss, "head_at_end", lambda model: model.head),)
     ),
     "the gradient of transposed logits is written into a copy": Fault(
-        "SequenceFirst", patches=(OVERWRITE, (layers_loss._CrossEntropy, "backward", staticmethod(into_a_copy)))
+        "SequenceFirst",
+        patches=(OVERWRITE, (layers_loss._CrossEntropy, "backward", staticmethod(into_a_copy))),
     ),
-    "logits that the last operation saved are overwritten": Fault("Saturated", patches=(OVERWRITE,)),
+    "logits that the last operation saved are overwritten": Fault(
+        "Saturated", patches=(OVERWRITE,)
+    ),
     "two tied weights are summed crosswise": Fault(
         "TwoTies", {"pp": 2}, ((update.GradientSync, "complete", sum_crosswise),)
     ),
     "a weight that two of four stages share is not summed": Fault(
-        "SharedNorms", {"pp": 4}, ((parallelize, "shared_by_ends", lambda *args: ()),), is_refused=True
+        "SharedNorms",
+        {"pp": 4},
+        ((parallelize, "shared_by_ends", lambda *args: ()),),
+        is_refused=True,
     ),
     "frozen parameters move": Fault("Frozen", {"tp": 2}, ((parallelize, "cut", forget_frozen),)),
-    "frozen parameters move in one process": Fault("Frozen", {}, ((parallelize, "cut", forget_frozen),)),
+    "frozen parameters move in one process": Fault(
+        "Frozen", {}, ((parallelize, "cut", forget_frozen),)
+    ),
     "a parameter that no forward pass uses decays": Fault(
-        "Unused", {"dp_shard": 2, "zero_stage": 1}, ((custom, "_unused", lambda model: []),), is_refused=True
+        "Unused",
+        {"dp_shard": 2, "zero_stage": 1},
+        ((custom, "_unused", lambda model: []),),
+        is_refused=True,
     ),
     "gathered logits are taken for split ones": Fault(
         "Gathered", {"tp": 2}, ((training_loss.MeanLoss, "_is_split", lambda *args: True),)

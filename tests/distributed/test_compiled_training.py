@@ -1,5 +1,6 @@
-"""Compiled training is eager training, to the rounding of sums in another order: whole blocks on one tp rank, and with
-tp or a split backward the pieces between the products, so that products still hide collectives and are still put off.
+"""Compiled training is eager training, to the rounding of sums in another order: whole blocks on
+one tp rank, and with tp or a split backward the pieces between the products, so that products still
+hide collectives and are still put off.
 
 Three layouts stand for all. Compiling takes the time.
 """
@@ -18,9 +19,7 @@ import torch.distributed as dist
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.launch.run_dir import check_compiler
-from parallel3d.pipeline.execution import Execution
-from parallel3d.schedules.build import build_schedule
-from parallel3d.schedules.registry import SCHEDULES
+from parallel3d.pipeline.execution import ScheduleExecutor
 from parallel3d.schedules.schedule import Action
 from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
 
@@ -32,43 +31,53 @@ LAYOUTS = [
 ]
 
 
-def curve(parallel: ParallelConfig, compile: bool) -> tuple[list[tuple[float, float]], float, list[str], Counter[int]]:
-    """Losses and norms of three steps, the loss of evaluating the first batch, the parameters' names, and how many
-    second halves of backwards had how many products to make."""
-    trainer = make_trainer(make_recipe(replace(GROUPED, layers=2, dropout=0.1), parallel, compile=compile))
+def curve(
+    parallel: ParallelConfig, compile: bool
+) -> tuple[list[tuple[float, float]], float, list[str], Counter[int]]:
+    """Losses and norms of three steps, the loss of evaluating the first batch, the parameters'
+    names, and how many second halves of backwards had how many products to make."""
+    trainer = make_trainer(
+        make_recipe(replace(GROUPED, layers=2, dropout=0.1), parallel, compile=compile)
+    )
     products: Counter[int] = Counter()
-    do_weights = Execution._backward_weights
+    do_weights = ScheduleExecutor._backward_weights
 
-    def count(execution: Execution, action: Action) -> None:
+    def count(execution: ScheduleExecutor, action: Action) -> None:
         products[len(execution._weights[action.stage, action.microbatch])] += 1
         do_weights(execution, action)
 
-    with mock.patch.object(Execution, "_backward_weights", count):
+    with mock.patch.object(ScheduleExecutor, "_backward_weights", count):
         steps = train(trainer, 3)
     evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
-    return steps, evaluated, [name for name, _ in trainer.stages[0].module.named_parameters()], products
+    return (
+        steps,
+        evaluated,
+        [name for name, _ in trainer.stages[0].module.named_parameters()],
+        products,
+    )
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=["blocks", "pieces-tp", "pieces-zb_h1"])
 def test_what_is_compiled_trains_as_what_is_not(world: Callable, parallel: ParallelConfig) -> None:
-    eager, compiled = (world(parallel.world_size).run(curve, parallel, compile) for compile in (False, True))
-    for (steps, evaluated, names, products), (*own, own_names, own_products) in zip(eager, compiled, strict=True):
+    eager, compiled = (
+        world(parallel.world_size).run(curve, parallel, compile) for compile in (False, True)
+    )
+    for (steps, evaluated, names, products), (*own, own_names, own_products) in zip(
+        eager, compiled, strict=True
+    ):
         assert own_names == names
         assert own_products == products and (max(products, default=0) > 0) == (parallel.pp == 2)
         assert own[1] == pytest.approx(evaluated, rel=1e-5)
         for pair, own_pair in zip(steps, own[0], strict=True):
             assert own_pair == pytest.approx(pair, rel=1e-5)
-    assert [steps for steps, *_ in compiled] != [steps for steps, *_ in eager], "nothing was compiled"
-
-
-def test_every_schedule_that_splits_the_backward_has_one_that_does_not() -> None:
-    for name, traits in SCHEDULES.items():
-        schedule = build_schedule(name, pp=2, microbatches=4, virtual_stages=traits.stages.usual)
-        assert schedule.splits == traits.splits_backward
-        assert traits.whole_backward is None or not SCHEDULES[traits.whole_backward].splits_backward
+    assert [steps for steps, *_ in compiled] != [steps for steps, *_ in eager], (
+        "nothing was compiled"
+    )
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=re.escape("there is no no-such-compiler on PATH; install it")):
+    with pytest.raises(
+        ConfigError, match=re.escape("there is no no-such-compiler on PATH; install it")
+    ):
         check_compiler()

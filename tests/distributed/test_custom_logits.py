@@ -1,4 +1,5 @@
-"""A model may do anything with the output of its head, or gather it: in every layout it trains as in plain torch."""
+"""A model may do anything with the output of its head, or gather it: in every layout it trains as
+in plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
 from parallel3d.errors import ConfigError
-from parallel3d.layers.parameter import Placement
+from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.regions import gather_from_region
 from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
 from parallel3d.models.llama import Llama
@@ -90,8 +91,8 @@ class Gathering(Llama):
 
     def __init__(self, config: ModelConfig, **settings: object) -> None:
         super().__init__(config, **settings)  # type: ignore[arg-type]
-        placement = Placement(settings["tp"], settings["sequence_parallel"], settings["device"])  # type: ignore[arg-type]
-        self.head = VocabParallelHead(config.hidden, config.vocab, tp=placement, gather_output=True)
+        context = ParallelContext(settings["tp"], settings["sequence_parallel"], settings["device"])  # type: ignore[arg-type]
+        self.head = VocabParallelHead(config.hidden, config.vocab, tp=context, gather_output=True)
 
 
 class Narrow(Llama):
@@ -99,7 +100,9 @@ class Narrow(Llama):
 
     def __init__(self, config: ModelConfig, **settings: object) -> None:
         super().__init__(config, **settings)  # type: ignore[arg-type]
-        self.head = VocabParallelHead(config.hidden, config.vocab // 2, tp=Placement(settings["tp"]))  # type: ignore[arg-type]
+        self.head = VocabParallelHead(
+            config.hidden, config.vocab // 2, tp=ParallelContext(settings["tp"])
+        )  # type: ignore[arg-type]
 
 
 Case = tuple[str, ModelConfig, ParallelConfig, int | None]
@@ -113,7 +116,8 @@ def recipe_of(case: Case, model_class: type[Llama] = Custom) -> Recipe:
 
 
 def train_all(cases: list[Case], model_class: type[Llama]) -> list[tuple[float, Curve]]:
-    """Returns the loss of the first batch before training, without smoothing and z-loss, and the curve."""
+    """Returns the loss of the first batch before training, without smoothing and z-loss, and the
+    curve."""
     found = []
     for case in cases:
         trainer = make_trainer(recipe_of(case, model_class))
@@ -125,17 +129,23 @@ def train_all(cases: list[Case], model_class: type[Llama]) -> list[tuple[float, 
 
 
 def check(world: Callable, size: int, cases: list[Case], model_class: type[Llama] = Custom) -> None:
-    for case, (evaluated, curve) in zip(cases, world(size).run(train_all, cases, model_class)[0], strict=True):
+    for case, (evaluated, curve) in zip(
+        cases, world(size).run(train_all, cases, model_class)[0], strict=True
+    ):
         change = AFTER_HEAD[case[0]]
         recipe = replace(recipe_of(case, model_class), parallel=ParallelConfig())
         with patch.object(
-            llama, "token_loss", lambda y, labels, change=change: smoothed_loss(changed(change, y), labels)
+            llama,
+            "token_loss",
+            lambda y, labels, change=change: smoothed_loss(changed(change, y), labels),
         ):
             stack = plain_stack(recipe)
             batch = whole_batch(recipe, 0)
             with torch.no_grad():
                 logits = changed(change, stack.model(batch.inputs.flatten(0, 1)))
-            plain = nn.functional.cross_entropy(logits.flatten(0, -2), batch.labels.flatten()).item()
+            plain = nn.functional.cross_entropy(
+                logits.flatten(0, -2), batch.labels.flatten()
+            ).item()
             expected = [stack.train_step(whole_batch(recipe, step)) for step in range(STEPS)]
         assert evaluated == pytest.approx(plain, rel=1e-6), case
         assert_follows(curve, expected)
@@ -155,7 +165,12 @@ CHUNKED: dict[int, list[Case]] = {
         ("added to itself", TIED, ParallelConfig(microbatch_size=2), CHUNK),
     ],
     2: [
-        ("capped", replace(GROUPED, vocab=129), ParallelConfig(tp=2, sequence_parallel=True), CHUNK),
+        (
+            "capped",
+            replace(GROUPED, vocab=129),
+            ParallelConfig(tp=2, sequence_parallel=True),
+            CHUNK,
+        ),
         ("capped", TIED, ParallelConfig(dp_shard=2), CHUNK),
         ("capped", TIED, ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=4), CHUNK),
         ("capped", DEEP_TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2), CHUNK),
@@ -193,7 +208,14 @@ def largest_piece(case: Case) -> int:
 
 def test_gradient_of_transposed_logits_reaches_the_logits(world: Callable) -> None:
     check(world, 2, [("transposed", GROUPED, ParallelConfig(tp=2, microbatch_size=4), None)])
-    check(world, 1, [("transposed", GROUPED, ParallelConfig(microbatch_size=4), chunk) for chunk in (None, CHUNK)])
+    check(
+        world,
+        1,
+        [
+            ("transposed", GROUPED, ParallelConfig(microbatch_size=4), chunk)
+            for chunk in (None, CHUNK)
+        ],
+    )
 
 
 def test_loss_spares_the_output_that_the_last_operation_has_saved(world: Callable) -> None:
@@ -202,9 +224,14 @@ def test_loss_spares_the_output_that_the_last_operation_has_saved(world: Callabl
 
 
 def test_head_that_gathers_its_output_trains_the_same_model(world: Callable) -> None:
-    layouts = [ParallelConfig(tp=2), ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4)]
+    layouts = [
+        ParallelConfig(tp=2),
+        ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4),
+    ]
     cases: list[Case] = [
-        ("nothing", replace(GROUPED, vocab=vocab), each, None) for each in layouts for vocab in (128, 129)
+        ("nothing", replace(GROUPED, vocab=vocab), each, None)
+        for each in layouts
+        for vocab in (128, 129)
     ]
     check(world, 2, cases, Gathering)
     check(world, 2, [("gathered by hand", GROUPED, ParallelConfig(tp=2), None)])

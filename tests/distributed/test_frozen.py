@@ -1,4 +1,5 @@
-"""Frozen parameters stay as they are, and everything else trains as in plain torch in one process."""
+"""Frozen parameters stay as they are, and everything else trains as in plain torch in one
+process."""
 
 from __future__ import annotations
 
@@ -59,13 +60,19 @@ class Frozen(Llama):
 
 
 MODEL = replace(DEEP, layers=4, architecture=f"{__name__}:Frozen")
-SOME = ["embed.*", "layers.0.*", "layers.1.attention.q.*", "layers.2.mlp.*", "layers.3.attention_norm.*", "norm.*"]
+SOME = [
+    "embed.*",
+    "layers.0.*",
+    "layers.1.attention.q.*",
+    "layers.2.mlp.*",
+    "layers.3.attention_norm.*",
+    "norm.*",
+]
 FIRST_STAGE = ["embed.*", "layers.0.*", "layers.1.*"]  # with a tied head
 LAST_STAGE = ["layers.2.*", "layers.3.*", "norm.*", "head.*"]
 
 ADAMW = OptimizerConfig(lr=1e-3, min_lr_ratio=1.0)
-IN_BACKWARD = replace(ADAMW, step_in_backward=True)
-MUON, ADAFACTOR = replace(ADAMW, name="muon"), replace(ADAMW, name="adafactor")
+MUON = replace(ADAMW, name="muon")
 SGD = OptimizerConfig(name="sgd", lr=0.1, min_lr_ratio=1.0, weight_decay=0.1)
 BUCKETS = {"bucket_mib": 0.01}
 Case = tuple[list[str], dict[str, Any], OptimizerConfig, dict[str, Any]]
@@ -76,7 +83,6 @@ CASES: dict[int, list[Case]] = {
     1: [
         (SOME, {}, ADAMW, {"loss_chunk_tokens": 7}),
         (LAST_STAGE, {"recompute": "full"}, ADAMW, {"loss_chunk_tokens": 7}),
-        (SOME, {}, IN_BACKWARD, {}),
         (SOME, {}, ADAMW, BF16),
     ],
     2: [
@@ -89,29 +95,6 @@ CASES: dict[int, list[Case]] = {
     ],
     4: [(FIRST_STAGE, {"pp": 2, "dp_shard": 2}, ADAMW, {})],
 }
-MORE: dict[int, list[Case]] = {
-    1: [
-        (SOME, {}, MUON, {}),
-        (SOME, {}, ADAFACTOR, {}),
-        (SOME, {}, SGD, {}),
-        (SOME, {}, replace(ADAMW, stochastic_rounding=True), {"precision": "bf16_pure"}),
-        (SOME, {}, ADAMW, {"precision": "fp16"}),
-    ],
-    2: [
-        (LAST_STAGE, {"pp": 2}, IN_BACKWARD, {}),
-        (SOME, {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER", **BUCKETS}, ADAMW, {}),
-        (SOME, {"dp_shard": 2, "sharding": "SHARD_GRAD_OP"}, ADAMW, {}),
-        (SOME, {"dp_shard": 2, "sharding": "FULL_SHARD"}, MUON, {}),
-        (SOME, {"dp_shard": 2, "sharding": "NO_SHARD", **BUCKETS}, IN_BACKWARD, {}),
-        (SOME, {"dp_shard": 2, "sharding": "FULL_SHARD"}, IN_BACKWARD, {}),
-        (SOME, {"dp_shard": 2, "sharding": "FULL_SHARD"}, ADAMW, BF16),
-    ],
-    4: [
-        (SOME, {"tp": 2, "dp_shard": 2, "sharding": "SHARD_OPTIMIZER"}, ADAFACTOR, {}),
-        (SOME, {"tp": 2, "pp": 2}, ADAMW, {"precision": "bf16_pure"}),
-        (SOME, {"dp_replicate": 2, "dp_shard": 2}, ADAMW, {}),
-    ],
-}
 
 
 def recipe_of(case: Case) -> Recipe:
@@ -119,8 +102,8 @@ def recipe_of(case: Case) -> Recipe:
     parallel = ParallelConfig(**settings)
     recipe = make_recipe(
         replace(MODEL, options={"frozen": frozen}, tied_embeddings=frozen == FIRST_STAGE),
-        replace(parallel, microbatch_size=8 // parallel.dp if optimizer.step_in_backward else 2),
-        grad_clip=None if optimizer.step_in_backward else 0.5,
+        replace(parallel, microbatch_size=2),
+        grad_clip=0.5,
         **options,
     )
     return replace(recipe, optimizer=optimizer)
@@ -145,9 +128,13 @@ def check(trainer: Trainer, before: dict[str, torch.Tensor]) -> None:
     for name, value in copies(trainer).items():
         has_moved = not torch.equal(value, before[name])
         assert not (has_moved and is_frozen(name, frozen)), name
-        assert has_moved or is_frozen(name, frozen) or precision != "fp32" or not value.numel(), name
+        assert has_moved or is_frozen(name, frozen) or precision != "fp32" or not value.numel(), (
+            name
+        )
     for parameter in trainer.parameters:
-        assert not (is_frozen(parameter.name, frozen) and parameter.local.grad is not None), parameter.name
+        assert not (is_frozen(parameter.name, frozen) and parameter.local.grad is not None), (
+            parameter.name
+        )
     for module in (stage.module for stage in trainer.stages):
         assert all(p.grad is None for p in module.parameters() if not p.requires_grad)
 
@@ -163,11 +150,7 @@ def trained(cases: list[Case]) -> list[Curve]:
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"),
-    [
-        *(pytest.param(size, cases, id=str(size)) for size, cases in CASES.items()),
-        *(pytest.param(size, cases, id=f"more-{size}", marks=pytest.mark.long) for size, cases in MORE.items()),
-    ],
+    ("size", "cases"), CASES.items(), ids=lambda value: str(value) if isinstance(value, int) else ""
 )
 def test_frozen_parameters_neither_move_nor_decay_nor_count_in_the_norm(
     world: Callable, size: int, cases: list[Case]

@@ -1,8 +1,10 @@
-"""Trains random recipes of the shipped models in random layouts of 2 to 8 processes. Each must follow the same recipe
-in one process, in float32 to the numerics that a layout must not change, or be refused in one line.
+"""Trains random recipes of the shipped models in random layouts of 2 to 8 processes. Each must
+follow the same recipe in one process, in float32 to the numerics that a layout must not change, or
+be refused in one line.
 
-In 16 bits one process is not exact either. So the layout and one process are both compared with one process in float32.
-The gradient of a parameter may be `NOISE` times as far from it as in one process, plus one rounding of the 16-bit type.
+In 16 bits one process is not exact either. So the layout and one process are both compared with one
+process in float32. The gradient of a parameter may be `NOISE` times as far from it as in one
+process, plus one rounding of the 16-bit type.
 
 A case follows from its seed: see `fuzz_cases`.
 """
@@ -30,28 +32,40 @@ from parallel3d.config.recipe import (
     SequenceRange,
     TrainConfig,
 )
-from parallel3d.config.rules import can_step_in_backward, validate
+from parallel3d.config.rules import validate
 from parallel3d.config.rules_layout import divides_key_value_heads
-from parallel3d.row_split import divisors
+from parallel3d.shard_sizes import divisors
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.check_layout.data import Array
 from parallel3d.tools.check_layout.record import whole
-from tests.distributed.fuzz_cases import Case, Outcome, asked_or, assert_follow, draw_layout, train_all
+from tests.distributed.fuzz_cases import (
+    Case,
+    Outcome,
+    asked_or,
+    assert_follow,
+    draw_layout,
+    train_all,
+)
 from tests.distributed.training_cases import make_loader, make_trainer
 from tests.distributed.world import World
 
 SHORT, LONG = (0, 1, 2, 5, 6, 7, 10, 378), range(11, 211)
 STEPS = 4
 FIRST, LATER, GRADIENT = 1e-6, 1e-4, 1e-5  # relative, in float32
-CLOSE = {"fp32": LATER, "bf16": 4e-3, "bf16_pure": 4e-3, "fp16": 4e-4}  # of losses to float32's: a rounding of the type
+# of losses to float32's: a rounding of the type
+CLOSE = {"fp32": LATER, "bf16": 4e-3, "bf16_pure": 4e-3, "fp16": 4e-4}
 ROUNDING = {"fp32": 0.0, "bf16": 2.0**-8, "bf16_pure": 2.0**-8, "fp16": 2.0**-11}
 NOISE = 2.0
 
 
-def draw_model(random: Random, parallel: ParallelConfig, seq_len: int, *, masked: bool) -> ModelConfig:
+def draw_model(
+    random: Random, parallel: ParallelConfig, seq_len: int, *, masked: bool
+) -> ModelConfig:
     """Draws a small model that the layout can split."""
     heads = parallel.tp * random.choice([1, 2]) * (2 if parallel.tp == 1 else 1)
-    kv_heads = random.choice([n for n in divisors(heads) if divides_key_value_heads(n, parallel.tp)])
+    kv_heads = random.choice(
+        [n for n in divisors(heads) if divides_key_value_heads(n, parallel.tp)]
+    )
     dropout = random.choice([0.0, 0.0, 0.1])
     config = ModelConfig(
         architecture=random.choice(["llama", "llama", "gpt"]),
@@ -79,20 +93,20 @@ def draw_model(random: Random, parallel: ParallelConfig, seq_len: int, *, masked
     )
 
 
-def draw_optimizer(random: Random, steps: int, *, in_backward: bool, precision: str) -> OptimizerConfig:
+def draw_optimizer(random: Random, steps: int, *, precision: str) -> OptimizerConfig:
     """Draws an optimizer and its schedule."""
-    name = random.choice(["adamw", "sgd"] if in_backward else ["adamw", "adamw", "sgd", "muon", "adafactor"])
+    name = random.choice(["adamw", "adamw", "sgd", "muon"])
     config = OptimizerConfig(
         name=name,  # type: ignore[arg-type]
         lr={"sgd": 0.1}.get(name, 1e-3),
         weight_decay=random.choice([0.0, 0.1]),
-        step_in_backward=in_backward,
-        stochastic_rounding=precision == "bf16_pure" and random.random() < 0.5,
         warmup_steps=min(steps, random.choice([0, 2])),
         schedule=random.choice(["cosine", "linear", "constant", "wsd"]),  # type: ignore[arg-type]
     )
     if config.schedule == "wsd":
-        config = replace(config, decay_start=min(steps, 3), decay_shape=random.choice([None, "sqrt", "cosine"]))  # type: ignore[arg-type]
+        config = replace(
+            config, decay_start=min(steps, 3), decay_shape=random.choice([None, "sqrt", "cosine"])
+        )  # type: ignore[arg-type]
     if name == "sgd":
         return replace(config, momentum=random.choice([0.0, 0.9]))
     if name == "muon":
@@ -104,20 +118,28 @@ def draw(seed: int) -> Case:
     """Draws the recipe of a seed."""
     random = Random(seed)
     parallel = draw_layout(random, random.choice([2, 2, 2, 3, 4, 4, 4, 6, 8]))
-    if parallel.virtual_stages > 1 and parallel.schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zb"):
+    if parallel.virtual_stages > 1 and parallel.schedule in (
+        "interleaved_1f1b",
+        "looped_bfs",
+        "interleaved_zb",
+    ):
         parallel = replace(parallel, virtual_stages=random.choice([2, 3]))
     if random.random() < 0.25:
         parallel = replace(parallel, reduce_dtype="bf16")
-    masked, precision = random.random() < 0.3, random.choice(["fp32"] * 6 + ["bf16", "bf16", "bf16_pure", "fp16"])
+    masked, precision = (
+        random.random() < 0.3,
+        random.choice(["fp32"] * 6 + ["bf16", "bf16", "bf16_pure", "fp16"]),
+    )
     seq_len = parallel.tp * random.choice([4, 6]) * (2 if parallel.tp == 1 else 1)
     model = draw_model(random, parallel, seq_len, masked=masked)
     if random.random() < 0.15 and model.layers > 1:
         parallel = replace(parallel, recompute="every_n", recompute_every=2)
-    unit, many = parallel.dp * parallel.microbatch_size, parallel.reduce_dtype == "bf16" and parallel.pp == 1
+    unit, many = (
+        parallel.dp * parallel.microbatch_size,
+        parallel.reduce_dtype == "bf16" and parallel.pp == 1,
+    )
     batch = unit * random.choice([1, 2, 4, 48 if many else 3])
-    tied, splits = model.tied_embeddings, batch > unit
-    in_backward = random.random() < 0.6 and can_step_in_backward(parallel, batch, tied_embeddings=tied)
-    in_backward = in_backward and precision != "fp16"
+    splits = batch > unit
     grows = splits and random.random() < 0.3
     steps = 1 if batch == 48 * unit else STEPS
     train = TrainConfig(
@@ -132,8 +154,8 @@ def draw(seed: int) -> Case:
         loss_chunk_tokens=random.choice([None, None, 5]),
         label_smoothing=random.choice([0.0, 0.0, 0.1]),
         z_loss=random.choice([0.0, 0.0, 1e-3]),
-        grad_clip=None if in_backward else random.choice([None, 0.5]),
-        on_nonfinite="stop" if in_backward else random.choice(["stop", "skip"]),  # type: ignore[arg-type]
+        grad_clip=random.choice([None, 0.5]),
+        on_nonfinite=random.choice(["stop", "skip"]),  # type: ignore[arg-type]
         compare_replicas_every=random.choice([None, 1]),
     )
     data = DataConfig(
@@ -141,16 +163,25 @@ def draw(seed: int) -> Case:
         ignore_token_ids=random.choice([(), (ord("t"), ord("e"))]),
         skip=random.choice([(), (SequenceRange(first=2, last=5),)]),
     )
-    optimizer = draw_optimizer(random, steps, in_backward=in_backward, precision=precision)
+    optimizer = draw_optimizer(random, steps, precision=precision)
     scale = LossScaleConfig(initial=256.0) if precision == "fp16" else LossScaleConfig()
     return Case(
-        seed, Recipe(model=model, train=train, parallel=parallel, optimizer=optimizer, data=data, loss_scale=scale)
+        seed,
+        Recipe(
+            model=model,
+            train=train,
+            parallel=parallel,
+            optimizer=optimizer,
+            data=data,
+            loss_scale=scale,
+        ),
     )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a training: loss, norm and labels of each step, and the gradients of the first step."""
+    """The results of a training: loss, norm and labels of each step, and the gradients of the first
+    step."""
 
     losses: list[float]
     norms: list[float]
@@ -162,7 +193,12 @@ class Trained:
     def values(self) -> dict[str, Any]:
         """The numbers by their names."""
         first = {"first loss": self.losses[0], "first norm": self.norms[0]}
-        return {**first, "losses": self.losses, "tokens": self.tokens, "evaluation": self.evaluation}
+        return {
+            **first,
+            "losses": self.losses,
+            "tokens": self.tokens,
+            "evaluation": self.evaluation,
+        }
 
 
 def train_case(recipe: Recipe) -> Trained:
@@ -173,7 +209,9 @@ def train_case(recipe: Recipe) -> Trained:
 
     def keep(parameter: LocalParameter) -> None:
         assert parameter.local.grad is not None
-        gradients.append((parameter.name, whole(parameter.distributed(parameter.local.grad)).float().numpy()))
+        gradients.append(
+            (parameter.name, whole(parameter.distributed(parameter.local.grad)).float().numpy())
+        )
 
     results = [trainer.train_step(loader.batch(0), observe=keep)]
     results += [trainer.train_step(loader.batch(step)) for step in range(1, recipe.train.steps)]
@@ -188,29 +226,37 @@ def train_case(recipe: Recipe) -> Trained:
 
 
 def alone(recipe: Recipe) -> Recipe:
-    """Returns the recipe for one process, with the microbatches of the layout if their gradients are summed in bf16."""
+    """Returns the recipe for one process, with the microbatches of the layout if their gradients
+    are summed in bf16."""
     train = recipe.train
     size = train.batch_warmup_start or train.global_batch_size
-    if train.precision == "bf16_pure" and not recipe.optimizer.step_in_backward:
+    if train.precision == "bf16_pure":
         size = recipe.parallel.microbatch_size
     return replace(recipe, parallel=ParallelConfig(microbatch_size=size))
 
 
 def in_float32(recipe: Recipe) -> Recipe:
     """Returns the recipe for one process without any rounding to 16 bits."""
-    optimizer = replace(recipe.optimizer, stochastic_rounding=False)
-    exact = replace(recipe, train=replace(recipe.train, precision="fp32"), optimizer=optimizer)
+    exact = replace(recipe, train=replace(recipe.train, precision="fp32"))
     return alone(replace(exact, loss_scale=LossScaleConfig()))
 
 
 def outcomes(
     world: Callable[[int], World], cases: Sequence[Case], folder: Path
 ) -> Iterator[tuple[Outcome, list[Outcome]]]:
-    """Yields the outcome of each case in its layout, and those of one process: in its precision, and in float32."""
+    """Yields the outcome of each case in its layout, and those of one process: in its precision,
+    and in float32."""
     exact = [Case(case.seed, in_float32(case.recipe)) for case in cases]
-    rounded = [Case(case.seed, alone(case.recipe)) for case in cases if case.recipe.train.precision != "fp32"]
+    rounded = [
+        Case(case.seed, alone(case.recipe))
+        for case in cases
+        if case.recipe.train.precision != "fp32"
+    ]
     references: dict[int, list[Outcome]] = {}
-    for outcome in (*train_all(world, train_case, exact, folder), *train_all(world, train_case, rounded, folder)):
+    for outcome in (
+        *train_all(world, train_case, exact, folder),
+        *train_all(world, train_case, rounded, folder),
+    ):
         references.setdefault(outcome.case.seed, []).append(outcome)
     for outcome in train_all(world, train_case, cases, folder):
         yield outcome, references[outcome.case.seed]
@@ -224,9 +270,15 @@ def differences(outcome: Outcome, references: Sequence[Outcome]) -> Iterator[str
             return
     recipe = outcome.case.recipe
     exact, same = references[0].answers[0], references[-1].answers[0]
-    precision, sends_bf16 = recipe.train.precision, recipe.parallel.reduce_dtype == "bf16" and recipe.parallel.dp > 1
+    precision, sends_bf16 = (
+        recipe.train.precision,
+        recipe.parallel.reduce_dtype == "bf16" and recipe.parallel.dp > 1,
+    )
     coarsest = "bf16" if sends_bf16 else precision
-    close, rounding = max(CLOSE[precision], CLOSE[coarsest]), max(ROUNDING[precision], ROUNDING[coarsest])
+    close, rounding = (
+        max(CLOSE[precision], CLOSE[coarsest]),
+        max(ROUNDING[precision], ROUNDING[coarsest]),
+    )
     limits = {
         "first loss": FIRST if precision == "fp32" else close,
         "losses": close,
@@ -245,7 +297,10 @@ def differences(outcome: Outcome, references: Sequence[Outcome]) -> Iterator[str
             limit = max(GRADIENT, NOISE * distance(of_one[name], of_exact[name]) + rounding)
             size, error = np.linalg.norm(of_exact[name]), np.linalg.norm(gradient - of_exact[name])
             if not error <= limit * size + GRADIENT * total:
-                yield f"rank {rank}: the gradient of {name} is off by {error / size:.2g}, and may be by {limit:.2g}"
+                yield (
+                    f"rank {rank}: the gradient of {name} is off by {error / size:.2g}, and may be "
+                    f"by {limit:.2g}"
+                )
     held = {name for answer in outcome.answers for name, _ in answer.gradients}
     if outcome.answers and held != set(of_exact):
         yield f"gradients of {held ^ set(of_exact)} are not in both"
@@ -259,7 +314,9 @@ def distance(ours: Array, theirs: Array) -> float:
 def check(world: Callable, seeds: Iterable[int], folder: Path) -> None:
     cases = [draw(seed) for seed in asked_or(seeds)]
     pairs = outcomes(world, cases, folder)
-    assert_follow((outcome, list(differences(outcome, references))) for outcome, references in pairs)
+    assert_follow(
+        (outcome, list(differences(outcome, references))) for outcome, references in pairs
+    )
 
 
 def test_random_recipes_follow_one_process_or_are_refused(world: Callable, tmp_path: Path) -> None:
@@ -267,5 +324,7 @@ def test_random_recipes_follow_one_process_or_are_refused(world: Callable, tmp_p
 
 
 @pytest.mark.long
-def test_many_random_recipes_follow_one_process_or_are_refused(world: Callable, tmp_path: Path) -> None:
+def test_many_random_recipes_follow_one_process_or_are_refused(
+    world: Callable, tmp_path: Path
+) -> None:
     check(world, LONG, tmp_path)

@@ -21,7 +21,8 @@ ROOT = Path(parallel3d.__file__).parents[1]
 
 
 def longest_path(parallel: ParallelConfig) -> list[str]:
-    """Returns the names of the functions called after `train_step`, on the way down to the deepest product."""
+    """Returns the names of the functions called after `train_step`, on the way down to the deepest
+    product."""
     paths: list[list[str]] = []
     product = F.linear
 
@@ -29,8 +30,11 @@ def longest_path(parallel: ParallelConfig) -> list[str]:
         names, frame = ["linear"], sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "train_step":
             code = frame.f_code
-            is_ours = Path(code.co_filename).is_relative_to(ROOT) and ".venv" not in code.co_filename
-            if is_ours and not code.co_name.startswith("<"):  # a comprehension is no function to a reader
+            is_ours = (
+                Path(code.co_filename).is_relative_to(ROOT) and ".venv" not in code.co_filename
+            )
+            # a comprehension is no function to a reader
+            if is_ours and not code.co_name.startswith("<"):
                 names.append(code.co_qualname)
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
@@ -38,13 +42,18 @@ def longest_path(parallel: ParallelConfig) -> list[str]:
         return product(*args)
 
     trainer = make_trainer(make_recipe(GROUPED, parallel))
-    with mock.patch.object(F, "linear", recording), mock.patch.object(linear, "FUSED_FROM_ELEMENTS", 0):
+    with (
+        mock.patch.object(F, "linear", recording),
+        mock.patch.object(linear, "FUSED_FROM_ELEMENTS", 0),
+    ):
         train(trainer, 1)
     return max(paths, key=len)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_batch_takes_few_calls_from_the_step_to_the_matrix_product(world: Callable, pp: int) -> None:
+def test_a_batch_takes_few_calls_from_the_step_to_the_matrix_product(
+    world: Callable, pp: int
+) -> None:
     for path in world(pp).run(longest_path, ParallelConfig(pp=pp, microbatch_size=2)):
         assert len(path) <= MOST_CALLS, " -> ".join(path)
         assert path[-2:] == ["ColumnParallelProduct.forward", "linear"]

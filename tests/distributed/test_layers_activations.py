@@ -1,4 +1,5 @@
-"""What the blocks of a model keep for their backward, counted by autograd's hooks, is the formula's to the byte."""
+"""What the blocks of a model keep for their backward, counted by autograd's hooks, is the formula's
+to the byte."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ PACKED = PackedDocuments.numbered(torch.arange(B * S).view(B, S) // 9)
 
 
 def kept_bytes(model: nn.Module, x: Tensor, documents: PackedDocuments | None) -> int:
-    """Counts the bytes of every storage that the blocks' forward saves, but for parameters, rotary table, places in
-    documents and key."""
+    """Counts the bytes of every storage that the blocks' forward saves, but for parameters, rotary
+    table, places in documents and key."""
     key = dropout_key(0, 0, torch.arange(B))
 
     def blocks(x: Tensor) -> Tensor:
@@ -52,7 +53,9 @@ def kept_bytes(model: nn.Module, x: Tensor, documents: PackedDocuments | None) -
     blocks(x)  # makes the table
     tables = [part._table for part in model.modules() if isinstance(part, RotaryEmbedding)]
     with torch.no_grad():
-        others = [local_tensor(p) for p in model.parameters()] + [t for table in tables if table for t in table]
+        others = [local_tensor(p) for p in model.parameters()] + [
+            t for table in tables if table for t in table
+        ]
     places = [] if documents is None else [documents.positions]
     known = {tensor.untyped_storage().data_ptr() for tensor in [*others, key, *places]}
     kept: dict[int, Tensor] = {}
@@ -72,7 +75,9 @@ def kept_bytes(model: nn.Module, x: Tensor, documents: PackedDocuments | None) -
 def compare(config: ModelConfig, every: int, documents: PackedDocuments | None = None) -> None:
     tp = tp_mesh()
     for recompute, sp, (dtype, fused) in product(
-        ("none", "selective", "full"), (False, True), ((torch.float32, False), (torch.bfloat16, True))
+        ("none", "selective", "full"),
+        (False, True),
+        ((torch.float32, False), (torch.bfloat16, True)),
     ):
         torch.set_default_dtype(dtype)
         try:
@@ -118,11 +123,14 @@ def compare(config: ModelConfig, every: int, documents: PackedDocuments | None =
             ),
         ).bytes_of_blocks(range(config.layers), recompute, every=every)  # type: ignore[arg-type]
         kept = kept_bytes(model, x, documents)
-        assert kept == expected, f"{kept}, not {expected}: {recompute}, sequence_parallel {sp}, {dtype}, fused {fused}"
+        assert kept == expected, (
+            f"{kept}, not {expected}: {recompute}, sequence_parallel {sp}, {dtype}, fused {fused}"
+        )
 
 
 @pytest.mark.parametrize(
-    ("size", "model"), [*((2, model) for model in MODELS), (1, "dropped"), (1, "gpt"), (4, "grouped")]
+    ("size", "model"),
+    [*((2, model) for model in MODELS), (1, "dropped"), (1, "gpt"), (4, "grouped")],
 )
 def test_activation_bytes_are_what_autograd_keeps(world: Callable, size: int, model: str) -> None:
     world(size).run(compare, MODELS[model], 1)

@@ -1,4 +1,5 @@
-"""Attention over tp against plain torch with the scores written out: every option, dtype and gradient mode."""
+"""Attention over tp against plain torch with the scores written out: every option, dtype and
+gradient mode."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention, same_document
-from parallel3d.layers.parameter import Placement
+from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding, magnitude_of, stretched
 from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
 
@@ -34,21 +35,32 @@ def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None, **options: Any) -> Case:
+def attention(
+    name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None, **options: Any
+) -> Case:
     packed, cross = options.pop("packed", False), options.get("context_hidden") is not None
     alone = options.pop("alone", False)  # each document, without a mask
     causal, window = options.get("causal", True), options.get("window")
     positions = PACKED.positions if packed else torch.arange(S).expand(B, S)
 
-    def build(placement: Placement) -> nn.Module:
+    def build(context: ParallelContext) -> nn.Module:
         return ParallelAttention(
-            D, H, kv_heads, rotary=rotary, tp=placement, options=AttentionOptions(head_dim=K, **options)
+            D,
+            H,
+            kv_heads,
+            rotary=rotary,
+            tp=context,
+            options=AttentionOptions(head_dim=K, **options),
         )
 
     def reference(w: Weights, x: Tensor, context: Tensor | None = None) -> Tensor:
         def project(part: str, source: Tensor) -> Tensor:
             y = F.linear(source, w[f"{part}.weight"], w.get(f"{part}.bias")).unflatten(-1, (-1, K))
-            return F.rms_norm(y, (K,), w[f"{part}_norm.weight"], 1e-5) if f"{part}_norm.weight" in w else y
+            return (
+                F.rms_norm(y, (K,), w[f"{part}_norm.weight"], 1e-5)
+                if f"{part}_norm.weight" in w
+                else y
+            )
 
         source = x if context is None else context
         q, k, v = project("q", x), project("k", source), project("v", source)
@@ -56,7 +68,9 @@ def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None
             q, k = rotate(q, rotary, positions), rotate(k, rotary, positions)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         k, v = (part.repeat_interleave(H // kv_heads, dim=1) for part in (k, v))
-        scores = (q @ k.transpose(-1, -2) * options.get("scale", K**-0.5)).to(torch.promote_types(x.dtype, F32))
+        scores = (q @ k.transpose(-1, -2) * options.get("scale", K**-0.5)).to(
+            torch.promote_types(x.dtype, F32)
+        )
         i, j = torch.arange(S).unsqueeze(1), torch.arange(scores.shape[-1])
         hidden = (j > i) & causal
         if window is not None:
@@ -68,19 +82,34 @@ def attention(name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None
 
     arguments: dict[str, Any] = {}
     if packed:
-        arguments = {"documents": PACKED} if alone else {"positions": positions, "mask": same_document(DOCUMENTS)}
+        arguments = (
+            {"documents": PACKED}
+            if alone
+            else {"positions": positions, "mask": same_document(DOCUMENTS)}
+        )
     shapes = ((B, S, D), (B, T, options["context_hidden"])) if cross else ((B, S, D),)
     return Case(name=name, build=build, reference=reference, shapes=shapes, arguments=arguments)
 
 
 PLAIN = RotaryEmbedding(K, theta=100.0)
-LLAMA = RotaryEmbedding(K, theta=100.0, scaling=RopeScaling(type="llama3", factor=8.0, original_max_positions=64))
-YARN = RotaryEmbedding(K, theta=100.0, scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=64))
+LLAMA = RotaryEmbedding(
+    K, theta=100.0, scaling=RopeScaling(type="llama3", factor=8.0, original_max_positions=64)
+)
+YARN = RotaryEmbedding(
+    K, theta=100.0, scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=64)
+)
 CASES = {
     "heads": [
         attention("multi-head", 8, rotary=PLAIN),
         attention("grouped, recomputed, without positions", 4, recompute=True, scale=0.3),
-        attention("two kv heads, q/k norm, biases", 2, rotary=PLAIN, qk_norm=True, bias=True, output_bias=True),
+        attention(
+            "two kv heads, q/k norm, biases",
+            2,
+            rotary=PLAIN,
+            qk_norm=True,
+            bias=True,
+            output_bias=True,
+        ),
         attention("multi-query, llama 3's rotary", 1, rotary=LLAMA, bias=True),
     ],
     "masks": [
@@ -88,7 +117,14 @@ CASES = {
         attention("packed documents", 2, rotary=PLAIN, packed=True, recompute=True),
         attention("packed, window, both directions", 8, packed=True, window=3, causal=False),
         attention("documents alone", 2, rotary=PLAIN, packed=True, alone=True, recompute=True),
-        attention("documents alone, window, both directions", 8, packed=True, alone=True, window=3, causal=False),
+        attention(
+            "documents alone, window, both directions",
+            8,
+            packed=True,
+            alone=True,
+            window=3,
+            causal=False,
+        ),
         attention("both directions", 4, causal=False, rotary=PLAIN),
         attention("cross-attention", 2, causal=False, context_hidden=20),
     ],

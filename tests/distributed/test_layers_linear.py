@@ -1,4 +1,5 @@
-"""Linear layers, MLPs, norms and learned positions over tp against plain torch: every option, dtype, gradient mode."""
+"""Linear layers, MLPs, norms and learned positions over tp against plain torch: every option,
+dtype, gradient mode."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.mlp import GATED, UNGATED, Activation, ParallelMLP
 from parallel3d.layers.norm import LayerNorm, RMSNorm
-from parallel3d.layers.parameter import Placement
+from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.positions import LearnedPositions
 from tests.distributed.layer_cases import F32, F64, Case, Weights, check, check_all, tp_mesh
 
@@ -26,26 +27,40 @@ def linear(weights: Weights, x: Tensor) -> Tensor:
 
 
 def column(bias: bool, gather: bool) -> Case:
-    def build(placement: Placement) -> nn.Module:
-        return ColumnParallelLinear(D, OUT, bias=bias, gather_output=gather, tp=placement)
+    def build(context: ParallelContext) -> nn.Module:
+        return ColumnParallelLinear(D, OUT, bias=bias, gather_output=gather, tp=context)
 
     split = None if gather else -1
     name = f"column bias={bias} gather={gather}"
-    return Case(name=name, build=build, reference=linear, shapes=(SHAPE,), output_split=split, sp_output_split=split)
+    return Case(
+        name=name,
+        build=build,
+        reference=linear,
+        shapes=(SHAPE,),
+        output_split=split,
+        sp_output_split=split,
+    )
 
 
 def row(bias: bool, parallel: bool) -> Case:
-    def build(placement: Placement) -> nn.Module:
-        return RowParallelLinear(D, OUT, bias=bias, input_is_parallel=parallel, tp=placement)
+    def build(context: ParallelContext) -> nn.Module:
+        return RowParallelLinear(D, OUT, bias=bias, input_is_parallel=parallel, tp=context)
 
     split = -1 if parallel else None
     name = f"row bias={bias} input_is_parallel={parallel}"
-    return Case(name=name, build=build, reference=linear, shapes=(SHAPE,), input_split=split, sp_input_split=split)
+    return Case(
+        name=name,
+        build=build,
+        reference=linear,
+        shapes=(SHAPE,),
+        input_split=split,
+        sp_input_split=split,
+    )
 
 
 def mlp(activation: Activation, bias: bool) -> Case:
-    def build(placement: Placement) -> nn.Module:
-        return ParallelMLP(D, OUT, activation=activation, bias=bias, tp=placement)
+    def build(context: ParallelContext) -> nn.Module:
+        return ParallelMLP(D, OUT, activation=activation, bias=bias, tp=context)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
         up = F.linear(x, w["up.weight"], w.get("up.bias"))
@@ -59,10 +74,10 @@ def mlp(activation: Activation, bias: bool) -> Case:
 
 
 def norm(kind: str) -> Case:
-    def build(placement: Placement) -> nn.Module:
+    def build(context: ParallelContext) -> nn.Module:
         if kind == "rms":
-            return RMSNorm(D, tp=placement)
-        return LayerNorm(D, bias=kind == "layer", tp=placement)
+            return RMSNorm(D, tp=context)
+        return LayerNorm(D, bias=kind == "layer", tp=context)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
         if kind == "rms":
@@ -75,14 +90,20 @@ def norm(kind: str) -> Case:
 def positions(given: bool) -> Case:
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 0, 1, 2, 3]])
 
-    def build(placement: Placement) -> nn.Module:
-        return LearnedPositions(S + 3, D, tp=placement)
+    def build(context: ParallelContext) -> nn.Module:
+        return LearnedPositions(S + 3, D, tp=context)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
         return x + (F.embedding(places, w["weight"]) if given else w["weight"][:S])
 
     arguments = {"positions": places} if given else {}
-    return Case(name=f"positions given={given}", build=build, reference=reference, shapes=(SHAPE,), arguments=arguments)
+    return Case(
+        name=f"positions given={given}",
+        build=build,
+        reference=reference,
+        shapes=(SHAPE,),
+        arguments=arguments,
+    )
 
 
 BOTH = (False, True)
@@ -90,7 +111,13 @@ GROUPS: dict[str, list[Case]] = {
     "linear": [make(a, b) for make in (column, row) for a in BOTH for b in BOTH],
     "mlp": [mlp("swiglu", True), mlp("geglu", False), mlp("geglu_tanh", False), mlp("relu", False)]
     + [mlp(name, bias) for name in ("gelu", "gelu_tanh") for bias in BOTH],
-    "norm": [norm("rms"), norm("layer"), norm("layer without bias"), positions(False), positions(True)],
+    "norm": [
+        norm("rms"),
+        norm("layer"),
+        norm("layer without bias"),
+        positions(False),
+        positions(True),
+    ],
 }
 
 

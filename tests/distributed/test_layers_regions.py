@@ -1,4 +1,5 @@
-"""The regions over tp: each forward and backward against what it says it is, along any dim, eager and compiled."""
+"""The regions over tp: each forward and backward against what it says it is, along any dim, eager
+and compiled."""
 
 from __future__ import annotations
 
@@ -27,8 +28,15 @@ def ranks_own(shape: tuple[int, ...], rank: int, salt: int) -> Tensor:
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(10 * salt + rank))
 
 
-def check_pair(region: Callable[[Tensor], Tensor], x: list[Tensor], y: Tensor, grad: list[Tensor], grad_x: Tensor):
-    """Checks a region and its conjugate; `x` and `grad` have an entry for each rank, `y` and `grad_x` are this rank's.
+def check_pair(
+    region: Callable[[Tensor], Tensor],
+    x: list[Tensor],
+    y: Tensor,
+    grad: list[Tensor],
+    grad_x: Tensor,
+):
+    """Checks a region and its conjugate; `x` and `grad` have an entry for each rank, `y` and
+    `grad_x` are this rank's.
 
     The gradient that autograd shares is not written to.
     """
@@ -70,7 +78,9 @@ def check_regions(shape: tuple[int, ...], dim: int, backend: str) -> None:
     check_pair(compiled(scatter_to_region, dim), whole, part(whole[0]), parts, join(parts))
     check_pair(compiled(gather_from_region, dim), parts, join(parts), whole, part(whole[0]))
     check_pair(compiled(all_gather_to_region, dim), parts, join(parts), partial, part(sum(partial)))
-    check_pair(compiled(reduce_scatter_from_region, dim), partial, part(sum(partial)), parts, join(parts))
+    check_pair(
+        compiled(reduce_scatter_from_region, dim), partial, part(sum(partial)), parts, join(parts)
+    )
 
 
 def check_sizes() -> None:

@@ -1,4 +1,5 @@
-"""Replicas that train apart: the losses of plain DiLoCo in one process, whatever is inside one, and what resumes."""
+"""Replicas that train apart: the losses of plain DiLoCo in one process, whatever is inside one, and
+what resumes."""
 
 from __future__ import annotations
 
@@ -44,17 +45,22 @@ def local_sgd_recipe(model: ModelConfig, parallel: ParallelConfig, local: LocalS
 
 
 def run(trainer: Trainer, steps: int) -> tuple[Curve, float, float]:
-    """The next steps, and the losses of a batch after them: of the outer parameters, and of the replicas' own."""
+    """The next steps, and the losses of a batch after them: of the outer parameters, and of the
+    replicas' own."""
     curve = train(trainer, steps)
     batch = make_loader(trainer.recipe, dist.get_rank()).batch(50)
     return curve, trainer.evaluate(batch), trainer.train_step(batch).loss
 
 
-def run_cases(cases: list[tuple[ModelConfig, ParallelConfig, LocalSgdConfig]]) -> list[tuple[Curve, float, float]]:
+def run_cases(
+    cases: list[tuple[ModelConfig, ParallelConfig, LocalSgdConfig]],
+) -> list[tuple[Curve, float, float]]:
     return [run(make_trainer(local_sgd_recipe(*case)), STEPS) for case in cases]
 
 
-def run_referee(cases: list[tuple[ModelConfig, ParallelConfig, LocalSgdConfig]]) -> list[tuple[Curve, float]]:
+def run_referee(
+    cases: list[tuple[ModelConfig, ParallelConfig, LocalSgdConfig]],
+) -> list[tuple[Curve, float]]:
     results = []
     for case in cases:
         recipe = local_sgd_recipe(*case)
@@ -84,18 +90,22 @@ def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable, size
     ranks = world(size).run(run_cases, cases)
     assert all(results == ranks[0] for results in ranks), "the ranks do not agree on what they did"
     (expected,) = world(1).run(run_referee, cases)
-    for (curve, outer_loss, own_loss), (referee_curve, referee_outer_loss) in zip(ranks[0], expected, strict=True):
+    for (curve, outer_loss, own_loss), (referee_curve, referee_outer_loss) in zip(
+        ranks[0], expected, strict=True
+    ):
         assert_follows(curve, referee_curve)
         assert outer_loss == pytest.approx(referee_outer_loss, rel=1e-5)
-        assert abs(outer_loss - own_loss) > 1e-3, "between synchronisations no replica has the outer parameters"
+        assert abs(outer_loss - own_loss) > 1e-3, (
+            "between synchronisations no replica has the outer parameters"
+        )
 
 
 def average_and_compare() -> float:
-    """Returns the largest difference, in units of float32's rounding, of the parameters after a step from the mean of
-    the two replicas' own before it."""
+    """Returns the largest difference, in units of float32's rounding, of the parameters after a
+    step from the mean of the two replicas' own before it."""
     trainer = make_trainer(local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2), AVERAGING))
-    assert trainer.local_sgd is not None
-    after_step, worst = trainer.local_sgd.after_step, 0.0
+    assert trainer.outer_loop is not None
+    after_step, worst = trainer.outer_loop.after_step, 0.0
 
     def compare(step: int) -> None:
         nonlocal worst
@@ -104,12 +114,14 @@ def average_and_compare() -> float:
         for mine, parameter in zip(own, trainer.parameters, strict=True):
             both = [torch.empty_like(mine) for _ in range(2)]
             dist.all_gather(both, mine)
-            assert step > 1 or not torch.equal(*both) or mine.ndim == 1, "the replicas have seen the same data"
+            assert step > 1 or not torch.equal(*both) or mine.ndim == 1, (
+                "the replicas have seen the same data"
+            )
             mean = (both[0].double() + both[1].double()) / 2
             unit = mean.abs().amax() * torch.finfo(torch.float32).eps
             worst = max(worst, ((parameter.local - mean).abs().amax() / unit).item())
 
-    trainer.local_sgd.after_step = compare  # type: ignore[method-assign]
+    trainer.outer_loop.after_step = compare  # type: ignore[method-assign]
     train(trainer, 5)
     return worst
 
@@ -118,14 +130,18 @@ def test_synchronising_each_step_with_outer_rate_one_is_plain_averaging(world: C
     assert max(world(2).run(average_and_compare)) <= 1.0
 
 
-def half_and_on(case: tuple[ModelConfig, ParallelConfig, LocalSgdConfig], path: Path, half: int) -> Curve:
+def half_and_on(
+    case: tuple[ModelConfig, ParallelConfig, LocalSgdConfig], path: Path, half: int
+) -> Curve:
     trainer = make_trainer(local_sgd_recipe(*case))
     first = train(trainer, half)
     save_trainer(trainer, path)
     return first + train(trainer, STEPS - half)
 
 
-def resumed(case: tuple[ModelConfig, ParallelConfig, LocalSgdConfig], path: Path) -> tuple[float, Curve]:
+def resumed(
+    case: tuple[ModelConfig, ParallelConfig, LocalSgdConfig], path: Path
+) -> tuple[float, Curve]:
     """The loss of what was loaded (of the outer parameters), and the curve from there."""
     trainer = make_trainer(local_sgd_recipe(*case))
     load_trainer(trainer, path)
@@ -145,21 +161,32 @@ def test_resuming_between_synchronisations_is_bitwise(world: Callable, tmp_path:
     ]
     for number, case in enumerate(cases):
         uninterrupted = world(4).run(half_and_on, case, tmp_path / f"step_0000000{number}", HALF)[0]
-        assert world(4).run(resumed, case, tmp_path / f"step_0000000{number}")[0][1] == uninterrupted[HALF:]
+        assert (
+            world(4).run(resumed, case, tmp_path / f"step_0000000{number}")[0][1]
+            == uninterrupted[HALF:]
+        )
 
 
-def test_resuming_with_other_parallelism_inside_a_replica_goes_on_alike(world: Callable, tmp_path: Path) -> None:
+def test_resuming_with_other_parallelism_inside_a_replica_goes_on_alike(
+    world: Callable, tmp_path: Path
+) -> None:
     path = tmp_path / "step_00000006"
     pipeline = ParallelConfig(dp_replicate=2, pp=2)
     uninterrupted = world(4).run(half_and_on, (TIED, pipeline, STREAMING), path, HALF)[0]
-    for parallel in (ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_replicate=2, tp=2)):
+    for parallel in (
+        ParallelConfig(dp_replicate=2, dp_shard=2),
+        ParallelConfig(dp_replicate=2, tp=2),
+    ):
         _, curve = world(4).run(resumed, (TIED, parallel, STREAMING), path)[0]
         assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
         assert losses(curve) == pytest.approx(losses(uninterrupted[HALF:]), rel=1e-5)
 
 
-def test_any_number_of_replicas_starts_from_the_outer_parameters(world: Callable, tmp_path: Path) -> None:
-    """Two replicas, then one of a synchronous run, four, and back: what is loaded is always the saved outer model."""
+def test_any_number_of_replicas_starts_from_the_outer_parameters(
+    world: Callable, tmp_path: Path
+) -> None:
+    """Two replicas, then one of a synchronous run, four, and back: what is loaded is always the
+    saved outer model."""
     path = tmp_path / "step_00000006"
     world(2).run(half_and_on, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path, HALF)
     saved, _ = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path)[0]
@@ -171,14 +198,19 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(world: Callable
     again = tmp_path / "step_00000007"
     curve = world(2).run(half_and_on, synchronous, again, HALF)[0]
     _, apart = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), again)[0]
-    assert apart[0][0] == pytest.approx(curve[HALF][0], rel=1e-6), "the first loss is that of the loaded weights"
+    assert apart[0][0] == pytest.approx(curve[HALF][0], rel=1e-6), (
+        "the first loss is that of the loaded weights"
+    )
 
 
 def poison_one_replica() -> str:
-    trainer = make_trainer(local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), DILOCO))
+    trainer = make_trainer(
+        local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), DILOCO)
+    )
     train(trainer, 1)
     if dist.get_rank() == 3:  # the second tp rank of the second replica
-        trainer.parameters[1].local.data[0] = float("nan")  # not of the embedding, most of whose rows are not used
+        # not of the embedding, most of whose rows are not used
+        trainer.parameters[1].local.data[0] = float("nan")
     with pytest.raises(NonFiniteError) as error:
         train(trainer, 1)
     return str(error.value)
@@ -192,15 +224,19 @@ def test_one_replica_that_is_not_finite_stops_all_ranks_with_one_error(world: Ca
 
 def overflow_on_the_way() -> str:
     local = LocalSgdConfig(sync_every=4, transport="fp16", outer_momentum=0.0, nesterov=False)
-    trainer = make_trainer(local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), local))
+    trainer = make_trainer(
+        local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), local)
+    )
     train(trainer, 3)
-    assert trainer.local_sgd is not None
-    before = [outer.value.clone() for outer in trainer.local_sgd.parameters]
+    assert trainer.outer_loop is not None
+    before = [outer.value.clone() for outer in trainer.outer_loop.parameters]
     if dist.get_rank() == 0:
-        trainer.local_sgd.parameters[0].value[0, 0] = before[0][0, 0] = 1e6
+        trainer.outer_loop.parameters[0].value[0, 0] = before[0][0, 0] = 1e6
     with pytest.raises(NonFiniteError) as error:
         train(trainer, 1)
-    assert all(torch.equal(a, b.value) for a, b in zip(before, trainer.local_sgd.parameters, strict=True))
+    assert all(
+        torch.equal(a, b.value) for a, b in zip(before, trainer.outer_loop.parameters, strict=True)
+    )
     return str(error.value)
 
 
@@ -210,14 +246,15 @@ def test_a_difference_beyond_float16_stops_all_ranks_before_the_outer_step(world
 
 
 def means_in_every_transport() -> dict[str, tuple[float, float, float]]:
-    """Per transport: the largest error over its bound, 1 where a tensor's mean depends on its company, and the bytes
-    sent over those of the formula."""
+    """Per transport: the largest error over its bound, 1 where a tensor's mean depends on its
+    company, and the bytes sent over those of the formula."""
     mesh = build_mesh(ParallelConfig(dp_replicate=dist.get_world_size()), "cpu")
     axis, rank = Axis.of(mesh["dp_replicate"]), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     shapes = [(3, 100), (7,), (64, 33)]
     tensors = [
-        torch.randn(shape, generator=generator) * 10.0**power for shape, power in zip(shapes, (0, -3, 1), strict=True)
+        torch.randn(shape, generator=generator) * 10.0**power
+        for shape, power in zip(shapes, (0, -3, 1), strict=True)
     ]
     exact, largest = [], []
     for tensor in tensors:
@@ -232,42 +269,31 @@ def means_in_every_transport() -> dict[str, tuple[float, float, float]]:
             means = MeanOverReplicas(tensors, axis, codec).wait()
         sent = sum(counter.bytes.values())
         alone = MeanOverReplicas(tensors[2:], axis, codec).wait()[0]
-        errors = [(a - b).abs().amax() / (relative[name] * c) for a, b, c in zip(means, exact, largest, strict=True)]
+        errors = [
+            (a - b).abs().amax() / (relative[name] * c)
+            for a, b, c in zip(means, exact, largest, strict=True)
+        ]
         formula = sent_bytes([tensor.numel() for tensor in tensors], codec, axis.size)
-        answers[name] = (max(errors).item(), float(not torch.equal(alone, means[2])), sent / formula)
+        answers[name] = (
+            max(errors).item(),
+            float(not torch.equal(alone, means[2])),
+            sent / formula,
+        )
     return answers
 
 
-def test_means_keep_their_bounds_and_bytes_and_do_not_depend_on_what_travels_along(world: Callable) -> None:
+def test_means_keep_their_bounds_and_bytes_and_do_not_depend_on_what_travels_along(
+    world: Callable,
+) -> None:
     for size in (2, 4):
         for name, (error, depends, sent) in world(size).run(means_in_every_transport)[0].items():
             assert 0.02 < error <= 1.0 or name == "fp32" and error <= 1.0, name
             assert not depends and sent == 1.0, name
 
 
-def embeddings_at_the_end(local: LocalSgdConfig) -> tuple[float, list[bool], float, int]:
-    """After the last step of a run: the spread of losses, whether this rank's copy of the tied weight is that of all
-    others, and the bytes between replicas in a period, counted and by the formula."""
-    recipe = recipe_of(make_recipe(TIED, ParallelConfig(dp_replicate=2, pp=2), steps=10), **vars(local))
-    trainer = make_trainer(recipe)
-    assert trainer.local_sgd is not None
-    train(trainer, 4)
-    with CollectiveCounter(trainer.mesh) as counter:
-        train(trainer, 4)
-    counted = sum(sent for (axis, _), sent in counter.bytes.items() if axis in ("local_sgd", "dp_replicate"))
-    fragments = trainer.local_sgd.fragments
-    numels = [[outer.value.numel() for outer in fragment] for fragment in fragments]
-    formula = sum(sent_bytes(fragment, CODECS[local.transport], 2) for fragment in numels)
-    train(trainer, 2)
-    tied = next(p.local.detach() for p in trainer.parameters if p.name == "embed.weight")
-    everyone = [torch.empty_like(tied) for _ in range(4)]
-    dist.all_gather(everyone, tied)
-    loss = trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(50))
-    return loss, [torch.equal(tied, other) for other in everyone], counted, formula
-
-
 def parameters_after_an_early_end(steps: int) -> list[list[float]]:
-    """Returns this rank's parameters when a run of replicas has ended after `steps`, which its recipe does not say."""
+    """Returns this rank's parameters when a run of replicas has ended after `steps`, which its
+    recipe does not say."""
     recipe = make_recipe(TIED, ParallelConfig(dp_replicate=2, dp_shard=2), steps=STEPS)
     trainer = make_trainer(replace(recipe, local_sgd=DILOCO))
     train(trainer, steps)
@@ -278,12 +304,3 @@ def parameters_after_an_early_end(steps: int) -> list[list[float]]:
 def test_replicas_of_a_run_that_a_callback_ends_early_come_together(world: Callable) -> None:
     found = world(4).run(parameters_after_an_early_end, DILOCO.sync_every + 1)
     assert found[:2] == found[2:]
-
-
-def test_a_run_ends_with_one_model_whose_tied_weights_are_equal_and_sends_what_the_formula_says(
-    world: Callable,
-) -> None:
-    for local in (DILOCO, LocalSgdConfig(sync_every=4, fragments=2, overlap_steps=1, transport="int8")):
-        for _, equal, counted, formula in world(4).run(embeddings_at_the_end, local):
-            assert all(equal)
-            assert counted == formula

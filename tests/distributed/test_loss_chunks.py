@@ -1,4 +1,5 @@
-"""Logits that are made a few tokens at a time train the same model, and are all that exists of them."""
+"""Logits that are made a few tokens at a time train the same model, and are all that exists of
+them."""
 
 from __future__ import annotations
 
@@ -12,14 +13,11 @@ import torch
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.loss import TokenLoss
-from parallel3d.layers.vocabulary import VocabParallelHead
-from parallel3d.models import gpt
 from parallel3d.parallelize import align_logits
 from parallel3d.training.loss import MeanLoss
 from parallel3d.training.loss_chunks import chunk_bytes, tokens_at_a_time
 from tests.distributed.training_cases import (
     DEEP_TIED,
-    GPT,
     GROUPED,
     TIED,
     Curve,
@@ -42,7 +40,9 @@ def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Cur
         whole = make_trainer(make_recipe(model, parallel))
         batch = make_loader(trainer.recipe, torch.distributed.get_rank()).batch(0)
         assert trainer.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-6)
-        for chunked, at_once in zip(trainer.logits(batch.inputs), whole.logits(batch.inputs), strict=True):
+        for chunked, at_once in zip(
+            trainer.logits(batch.inputs), whole.logits(batch.inputs), strict=True
+        ):
             torch.testing.assert_close(chunked, at_once)
         with watched_logits() as pieces:
             curves.append(train(trainer, STEPS))
@@ -55,7 +55,9 @@ def watched_logits() -> Iterator[list[int]]:
     """The tokens of each piece of logits that a loss is computed of."""
     forward, seen = TokenLoss.forward, []
 
-    def watched(token_loss: TokenLoss, logits: torch.Tensor, labels: torch.Tensor, **kwargs: bool) -> object:
+    def watched(
+        token_loss: TokenLoss, logits: torch.Tensor, labels: torch.Tensor, **kwargs: bool
+    ) -> object:
         seen.append(logits.shape[0])
         return forward(token_loss, logits, labels, **kwargs)
 
@@ -83,13 +85,16 @@ CASES = {
 
 @pytest.mark.parametrize("size", CASES)
 def test_chunks_train_as_plain_torch_does(world: Callable, size: int) -> None:
-    for (model, _), curve in zip(CASES[size], world(size).run(train_in_chunks, CASES[size])[0], strict=True):
+    for (model, _), curve in zip(
+        CASES[size], world(size).run(train_in_chunks, CASES[size])[0], strict=True
+    ):
         expected = plain_curve(make_recipe(model, ParallelConfig()), STEPS)
         assert_follows(curve, expected, last=None)
 
 
 def train_aligned(cases: list[tuple[ModelConfig, ParallelConfig, int | None]]) -> None:
-    """The head's rows are filled up as on a GPU: the curve and all that is kept stay what they are."""
+    """The head's rows are filled up as on a GPU: the curve and all that is kept stay what they
+    are."""
     for model, parallel, chunk in cases:
         recipe = make_recipe(replace(model, vocab=130), parallel, loss_chunk_tokens=chunk)
         plain, aligned = make_trainer(recipe), make_trainer(recipe)
@@ -100,11 +105,20 @@ def train_aligned(cases: list[tuple[ModelConfig, ParallelConfig, int | None]]) -
         for ours, theirs in zip(aligned.parameters, plain.parameters, strict=True):
             assert ours.local.shape == theirs.local.shape
         batch = make_loader(recipe, torch.distributed.get_rank()).batch(0)
-        for ours, theirs in zip(aligned.logits(batch.inputs), plain.logits(batch.inputs), strict=True):
+        for ours, theirs in zip(
+            aligned.logits(batch.inputs), plain.logits(batch.inputs), strict=True
+        ):
             assert ours.shape[-1] == -(-130 // parallel.tp)
             torch.testing.assert_close(ours, theirs)
-        heads = [part for stage in aligned.stages for part in stage.module.modules() if hasattr(part, "pad_to")]
-        assert [head.padded_width for head in heads] == [192 if parallel.tp == 1 else 128] * len(heads)
+        heads = [
+            part
+            for stage in aligned.stages
+            for part in stage.module.modules()
+            if hasattr(part, "pad_to")
+        ]
+        assert [head.padded_width for head in heads] == [192 if parallel.tp == 1 else 128] * len(
+            heads
+        )
 
 
 ALIGNED = {
@@ -123,34 +137,46 @@ def test_aligned_rows_of_logits_train_the_same_model(world: Callable, size: int)
     world(size).run(train_aligned, ALIGNED[size])
 
 
-def test_gpt2s_vocabulary_is_aligned_and_its_table_stays_as_it_is() -> None:
-    model = gpt.GPT(replace(GPT, vocab=50_257), device="meta")
-    shapes = [parameter.shape for parameter in model.parameters()]
-    align_logits(model)
-    assert isinstance(model.head, VocabParallelHead) and model.head.padded_width == 50_304
-    assert model.head.weight.shape == (50_257, 32) and [parameter.shape for parameter in model.parameters()] == shapes
-
-
 GIB = 2**30
 
 
 @pytest.mark.parametrize(
     ("gpu_bytes", "expected"),
-    [(None, GIB // 2), (15.8 * GIB, GIB // 2), (39.4 * GIB, GIB), (79.1 * GIB, 2 * GIB), (268 * GIB, 4 * GIB)],
+    [
+        (None, GIB // 2),
+        (15.8 * GIB, GIB // 2),
+        (39.4 * GIB, GIB),
+        (79.1 * GIB, 2 * GIB),
+        (268 * GIB, 4 * GIB),
+    ],
 )
 def test_a_chunk_is_a_share_of_the_devices_memory(gpu_bytes: float | None, expected: int) -> None:
     assert chunk_bytes(gpu_bytes) == expected
     tokens = [2 * expected // (4 * 1000) + more for more in (0, 1)]
-    found = [tokens_at_a_time(None, tokens=t, vocab=8000, tp=8, gpu_bytes=gpu_bytes) for t in tokens]
+    found = [
+        tokens_at_a_time(None, tokens=t, vocab=8000, tp=8, gpu_bytes=gpu_bytes) for t in tokens
+    ]
     assert found == [None, expected // 4000]
 
 
 def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:
     recipe = make_recipe(TIED, ParallelConfig(microbatch_size=4))
     assert MeanLoss(recipe, None).chunk_tokens is None
-    large = replace(recipe, model=replace(TIED, vocab=128_256), train=replace(recipe.train, seq_len=2048))
+    large = replace(
+        recipe, model=replace(TIED, vocab=128_256), train=replace(recipe.train, seq_len=2048)
+    )
     assert MeanLoss(large, None).chunk_tokens == 1046  # 512 MiB of float32
     on_eight = replace(large, parallel=replace(large.parallel, tp=8))
     assert MeanLoss(on_eight, None).chunk_tokens is None  # 501 MiB on each
-    assert MeanLoss(replace(on_eight, train=replace(large.train, loss_chunk_tokens=512)), None).chunk_tokens == 512
-    assert MeanLoss(replace(large, train=replace(large.train, loss_chunk_tokens=4 * 2048)), None).chunk_tokens is None
+    assert (
+        MeanLoss(
+            replace(on_eight, train=replace(large.train, loss_chunk_tokens=512)), None
+        ).chunk_tokens
+        == 512
+    )
+    assert (
+        MeanLoss(
+            replace(large, train=replace(large.train, loss_chunk_tokens=4 * 2048)), None
+        ).chunk_tokens
+        is None
+    )

@@ -36,12 +36,14 @@ from tests.distributed.training_cases import (
     whole_batch,
 )
 
-REAL = (24, 23, 24, 20, 0, 1, 0, 2)  # labels of each sequence: nearly all are in the first half, which is data rank 0's
+# labels of each sequence: nearly all are in the first half, which is data rank 0's
+REAL = (24, 23, 24, 20, 0, 1, 0, 2)
 STEPS = 5
 
 
 def masked(recipe: Recipe, step: int) -> Batch:
-    """Returns the whole global batch as one microbatch, [1, 8, seq], with the last `REAL` labels of each sequence."""
+    """Returns the whole global batch as one microbatch, [1, 8, seq], with the last `REAL` labels of
+    each sequence."""
     whole = whole_batch(recipe, step)
     inputs, labels = (rearrange(x, "m b s -> 1 (m b) s") for x in (whole.inputs, whole.labels))
     samples = rearrange(whole.samples, "m b -> 1 (m b)")
@@ -56,11 +58,14 @@ def share(recipe: Recipe, batch: Batch) -> Batch:
     rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
     cut = "1 (rank m b) ... -> rank m b ..."
     parts = (batch.inputs, batch.labels, batch.samples)
-    return Batch(*(rearrange(x, cut, rank=parallel.dp, b=parallel.microbatch_size)[rank] for x in parts))
+    return Batch(
+        *(rearrange(x, cut, rank=parallel.dp, b=parallel.microbatch_size)[rank] for x in parts)
+    )
 
 
 def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:
-    """Returns the losses of batches before training on them, the curve of the training, and the tokens counted."""
+    """Returns the losses of batches before training on them, the curve of the training, and the
+    tokens counted."""
     trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
     evaluated, curve = [], []
     for step in range(STEPS):
@@ -88,7 +93,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_the_mean_is_that_of_plain_torch_however_the_real_tokens_are_spread(world: Callable, size: int) -> None:
+def test_the_mean_is_that_of_plain_torch_however_the_real_tokens_are_spread(
+    world: Callable, size: int
+) -> None:
     expected = plain_curve(make_recipe(DEEP_TIED, ParallelConfig()), STEPS, masked)
     for evaluated, curve, tokens in world(size).run(train_all_masked, LAYOUTS[size])[0]:
         assert_follows(curve, expected)
@@ -102,7 +109,7 @@ def evaluate_sets(cases: list[tuple[ParallelConfig, LocalSgdConfig]]) -> list[fl
     for parallel, local_sgd in cases:
         recipe = replace(make_recipe(DEEP_TIED, parallel), local_sgd=local_sgd)
         like = make_loader(recipe, dist.get_rank())
-        chosen = EvaluationSet.of("first", like, in_order(recipe), 11)
+        chosen = EvaluationSet.build("first", like, in_order(recipe), 11)
         found.append(make_trainer(recipe).evaluate_all(chosen.batches))
     return found
 
@@ -114,10 +121,15 @@ def in_order(recipe: Recipe) -> WindowSource:
 
 
 SETS: dict[int, list[tuple[ParallelConfig, LocalSgdConfig]]] = {
-    1: [(ParallelConfig(microbatch_size=4), LocalSgdConfig()), (ParallelConfig(), LocalSgdConfig())],
+    1: [
+        (ParallelConfig(microbatch_size=4), LocalSgdConfig()),
+        (ParallelConfig(), LocalSgdConfig()),
+    ],
     2: [
-        (ParallelConfig(dp_shard=2, microbatch_size=2), LocalSgdConfig()),  # 8 and 3: no sequence for the second rank
-        (ParallelConfig(dp_replicate=2, microbatch_size=2), LocalSgdConfig(sync_every=5)),  # nor for the second replica
+        # 8 and 3: no sequence for the second rank
+        (ParallelConfig(dp_shard=2, microbatch_size=2), LocalSgdConfig()),
+        # nor for the second replica
+        (ParallelConfig(dp_replicate=2, microbatch_size=2), LocalSgdConfig(sync_every=5)),
         (ParallelConfig(pp=2), LocalSgdConfig()),
         (ParallelConfig(tp=2, microbatch_size=4), LocalSgdConfig()),
     ],
@@ -126,7 +138,9 @@ SETS: dict[int, list[tuple[ParallelConfig, LocalSgdConfig]]] = {
 
 
 @pytest.mark.parametrize("size", SETS)
-def test_an_evaluation_that_fills_no_batch_is_plain_torchs_in_every_layout(world: Callable, size: int) -> None:
+def test_an_evaluation_that_fills_no_batch_is_plain_torchs_in_every_layout(
+    world: Callable, size: int
+) -> None:
     recipe = make_recipe(DEEP_TIED, ParallelConfig())
     drawn = torch.from_numpy(in_order(recipe).draw(np.arange(11)).astype(np.int64))
     with torch.no_grad():
@@ -137,14 +151,17 @@ def test_an_evaluation_that_fills_no_batch_is_plain_torchs_in_every_layout(world
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns what training minimises with label smoothing 0.1 and a z-loss of 0.01, in plain torch."""
+    """Returns what training minimises with label smoothing 0.1 and a z-loss of 0.01, in plain
+    torch."""
     flat = logits.flatten(0, 1).float()
     smooth = F.cross_entropy(flat, labels.flatten(), label_smoothing=0.1)
     return smooth + 0.01 * flat.logsumexp(dim=-1).square().mean()
 
 
 def smoothed_recipe(parallel: ParallelConfig, chunk: int | None = None) -> Recipe:
-    return make_recipe(DEEP_TIED, parallel, label_smoothing=0.1, z_loss=0.01, loss_chunk_tokens=chunk)
+    return make_recipe(
+        DEEP_TIED, parallel, label_smoothing=0.1, z_loss=0.01, loss_chunk_tokens=chunk
+    )
 
 
 def train_smoothed(cases: list[tuple[ParallelConfig, int | None]]) -> list[tuple[float, Curve]]:
@@ -159,14 +176,20 @@ def train_smoothed(cases: list[tuple[ParallelConfig, int | None]]) -> list[tuple
 
 SMOOTHED: dict[int, list[tuple[ParallelConfig, int | None]]] = {
     1: [(ParallelConfig(microbatch_size=4), 7)],  # a microbatch's 96 tokens are no multiple of 7
-    2: [(ParallelConfig(tp=2, microbatch_size=4), None), (ParallelConfig(tp=2, sequence_parallel=True), 7)],
+    2: [
+        (ParallelConfig(tp=2, microbatch_size=4), None),
+        (ParallelConfig(tp=2, sequence_parallel=True), 7),
+    ],
     8: [(ParallelConfig(tp=2, pp=2, dp_shard=2, microbatch_size=2), None)],
 }
 
 
 @pytest.mark.parametrize("size", SMOOTHED)
-def test_smoothing_and_z_loss_train_as_in_plain_torch_and_validate_without(world: Callable, size: int) -> None:
-    """The loss that is reported is the one that is trained on; a validation's is the plain cross-entropy."""
+def test_smoothing_and_z_loss_train_as_in_plain_torch_and_validate_without(
+    world: Callable, size: int
+) -> None:
+    """The loss that is reported is the one that is trained on; a validation's is the plain
+    cross-entropy."""
     plain = plain_curve(make_recipe(DEEP_TIED, ParallelConfig()), 1)
     with patch.object(llama, "token_loss", smoothed_loss):
         expected = plain_curve(smoothed_recipe(ParallelConfig()), 20)

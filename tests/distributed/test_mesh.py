@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.mesh import axes_of, build_mesh
+from parallel3d.sharding.settings import DataAxes
+from parallel3d.torch_private import group_of
 
 LAYOUT = ParallelConfig(pp=2, dp_shard=2, tp=2)
 
 
 def coordinates_on_the_mesh() -> tuple[dict[str, int], list[str]]:
     mesh = build_mesh(LAYOUT, "cpu")
-    return {name: axis.rank for name, axis in axes_of(mesh).items()}, list(mesh.mesh_dim_names or ())
+    return {name: axis.rank for name, axis in axes_of(mesh).items()}, list(
+        mesh.mesh_dim_names or ()
+    )
+
+
+def join_data_axes_after_other_groups() -> int:
+    if dist.get_rank() == 0:
+        group_of([0], "only on rank 0")
+    axis = DataAxes.of(build_mesh(ParallelConfig(dp_replicate=2, dp_shard=2), "cpu")).every
+    return axis.size
+
+
+def test_a_rank_may_have_made_more_groups_than_its_peers(world: Callable) -> None:
+    assert world(4).run(join_data_axes_after_other_groups) == [4] * 4
 
 
 def test_ranks_stand_where_the_config_says(world: Callable) -> None:

@@ -1,4 +1,5 @@
-"""A mixture of three sources whose weights change: the same training in every layout, stopped anywhere and resumed."""
+"""A mixture of three sources whose weights change: the same training in every layout, stopped
+anywhere and resumed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ MIXED = DataConfig(
         SourceConfig(path="inspect", weight=0.3),
         SourceConfig(path="calendar", weight=0.0),
     ),
-    stages=(WeightsConfig(from_step=6, weights=(0.2, 0.3, 0.5)), WeightsConfig(from_step=14, weights=(0.0, 1.0, 3.0))),
+    stages=(
+        WeightsConfig(from_step=6, weights=(0.2, 0.3, 0.5)),
+        WeightsConfig(from_step=14, weights=(0.0, 1.0, 3.0)),
+    ),
 )
 MIDDLE = 9  # steps: in the middle of the second stage
 
@@ -56,28 +60,36 @@ def test_every_layout_trains_on_the_mixture_as_plain_torch_does(world: Callable,
 
 
 def stop_and_go_on(path: Path) -> tuple[Curve, Curve, str]:
-    """Returns the steps of a run in pp 2, those that go on in dp 2 from the middle of a stage, and the refusal to go on
-    with other weights for what has been drawn."""
-    trainer, dp2 = make_trainer(mixed_recipe(ParallelConfig(pp=2, microbatch_size=4))), ParallelConfig(dp_shard=2)
+    """Returns the steps of a run in pp 2, those that go on in dp 2 from the middle of a stage, and
+    the refusal to go on with other weights for what has been drawn."""
+    trainer, dp2 = (
+        make_trainer(mixed_recipe(ParallelConfig(pp=2, microbatch_size=4))),
+        ParallelConfig(dp_shard=2),
+    )
     first = train(trainer, MIDDLE)
     save_trainer(trainer, path)
     changed = replace(MIXED, stages=(WeightsConfig(from_step=6, weights=(0.5, 0.5, 0.0)),))
     with pytest.raises(CheckpointError) as error:
         load_trainer(make_trainer(mixed_recipe(dp2, changed)), path)
-    added = replace(MIXED, stages=(*MIXED.stages[:1], WeightsConfig(from_step=MIDDLE + 1, weights=(1.0, 1.0, 1.0))))
+    added = replace(
+        MIXED,
+        stages=(*MIXED.stages[:1], WeightsConfig(from_step=MIDDLE + 1, weights=(1.0, 1.0, 1.0))),
+    )
     load_trainer(make_trainer(mixed_recipe(dp2, added)), path)
     resumed = make_trainer(mixed_recipe(dp2), initialize=False)
     load_trainer(resumed, path)
     return first + train(trainer, STEPS - MIDDLE), train(resumed, STEPS - MIDDLE), str(error.value)
 
 
-def test_a_run_goes_on_in_the_middle_of_a_stage_at_another_dp(world: Callable, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_the_middle_of_a_stage_at_another_dp(
+    world: Callable, tmp_path: Path
+) -> None:
     straight, resumed, refusal = world(2).run(stop_and_go_on, tmp_path / "step_00000009")[0]
     expected = plain_curve(mixed_recipe(ParallelConfig()))
     assert_follows(straight, expected)
     assert_follows(straight[:MIDDLE] + resumed, expected)
     assert refusal.partition(": ")[2] == (
-        "has drawn 34 textwrap and 22 inspect and 16 calendar sequences, and this recipe's first 9 steps draw 44 "
-        "textwrap and 28 inspect; resume with the data.sources and data.stages that it was trained with, and give "
-        "other weights as one more of data.stages, from_step: 10"
+        "has drawn 34 textwrap and 22 inspect and 16 calendar sequences, and this recipe's first 9 "
+        "steps draw 44 textwrap and 28 inspect; resume with the data.sources and data.stages that "
+        "it was trained with, and give other weights as one more of data.stages, from_step: 10"
     )

@@ -1,7 +1,8 @@
-"""The models and their options in every kind of layout, against one process: the losses and gradient norms of 20 steps.
+"""The models and their options in every kind of layout, against one process: the losses and
+gradient norms of 20 steps.
 
-That one process computes what it should is shown against transformers (tests/test_models.py) and plain torch
-(test_parity)."""
+That one process computes what it should is shown against transformers (tests/test_models.py) and
+plain torch (test_parity)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,6 @@ import torch.distributed as dist
 
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
-from parallel3d.layers.parameter import initialize
-from parallel3d.models.llama import Llama
 from parallel3d.training.state import load_trainer, save_trainer
 from tests.distributed.test_layers_llama import ODD, ODD_1005
 from tests.distributed.training_cases import (
@@ -48,7 +47,10 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
     2: [
         (DROPPED, {"tp": 2, "microbatch_size": 2}),
         (DROPPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 4, "recompute": "full"}),
-        (DEEP_DROPPED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "every_n"}),
+        (
+            DEEP_DROPPED,
+            {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "every_n"},
+        ),
         (DROPPED, {"dp_shard": 2, "microbatch_size": 2}),
         (DROPPED_GPT, {"pp": 2, "schedule": "1f1b"}),
         (GPT, {"tp": 2, "sequence_parallel": True}),
@@ -99,46 +101,23 @@ def test_dropout_is_another_in_each_step_and_none_in_validation(world: Callable)
     assert evaluated == pytest.approx(plain, rel=1e-6) and abs(evaluated - first) > 1e-4
 
 
-def logits_of_rank(models: list[ModelConfig]) -> list[list[list[list[float]]]]:
-    """Returns this tp rank's logits [seq, vocab / tp] of one sequence for each model, from the last stage alone."""
-    found = []
-    for model in models:
-        trainer = make_trainer(make_recipe(model, ParallelConfig(tp=2, pp=2), seq_len=12))
-        found.append([output[0].tolist() for output in trainer.logits(torch.arange(12).view(1, 1, 12))])
-    return found
-
-
-def test_stretched_positions_and_heads_of_their_own_size_are_those_of_transformers(world: Callable) -> None:
-    """Two tp ranks and two stages give the logits of transformers' own models, from the same weights in one process."""
-    from tests.test_models import HUGGING_FACE, SMALL, copy_weights, peer_of
-
-    families = ("llama3.1", "qwen2-yarn", "qwen3", "nemo")
-    models = [replace(SMALL, init_std=0.3, **HUGGING_FACE[family][0]) for family in families]
-    ranks = world(4).run(logits_of_rank, models)
-    for index, (family, model) in enumerate(zip(families, models, strict=True)):
-        alone, peer = Llama(model, device="meta"), peer_of(model, family)
-        initialize(alone, 0, "cpu")
-        copy_weights(alone, peer)
-        expected = peer(torch.arange(12).view(1, 12)).logits[0]
-        ours = torch.cat([torch.tensor(output) for rank in ranks for output in rank[index]], dim=-1)
-        assert (ours - expected).abs().max() < 1e-5 * expected.abs().max(), family
-
-
 def losses_of_one_batch() -> tuple[float, ...]:
-    """Returns losses of the first batch: in the first step, in it again, as if it were the second step's, in
-    validation, and without dropout at all."""
+    """Returns losses of the first batch: in the first step, in it again, as if it were the second
+    step's, in validation, and without dropout at all."""
     still = make_recipe(DROPPED, ParallelConfig(microbatch_size=8))
     trainer = make_trainer(still)
     batch = make_loader(still, dist.get_rank()).batch(0)
     start = [p.local.detach().clone() for p in trainer.parameters]
     losses = []
     for step in (0, 0, 1):
-        trainer.step = step
+        trainer.update_progress(step=step)
         losses.append(trainer.train_step(batch).loss)
         with torch.no_grad():
             for parameter, weights in zip(trainer.parameters, start, strict=True):
                 parameter.local.copy_(weights)
-    plain = make_trainer(make_recipe(replace(DROPPED, dropout=0.0, attention_dropout=0.0), still.parallel))
+    plain = make_trainer(
+        make_recipe(replace(DROPPED, dropout=0.0, attention_dropout=0.0), still.parallel)
+    )
     return (*losses, trainer.evaluate(batch), plain.evaluate(batch))
 
 
@@ -164,5 +143,9 @@ def test_a_checkpoint_of_shared_heads_and_a_prime_vocabulary_holds_each_weight_o
     uninterrupted, parameters = world(4).run(save_after_ten, path)[0]
     curve = world(1).run(go_on_alone, path)[0]
     assert losses(curve) == pytest.approx(losses(uninterrupted), rel=1e-5)
-    stored = [math.prod(piece.sizes) for tensor in read_manifest(path).tensors.values() for piece in tensor.pieces]
+    stored = [
+        math.prod(piece.sizes)
+        for tensor in read_manifest(path).tensors.values()
+        for piece in tensor.pieces
+    ]
     assert sum(stored) == 3 * parameters  # weights and two moments

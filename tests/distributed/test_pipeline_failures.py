@@ -1,4 +1,5 @@
-"""What goes wrong in a pipeline is told on every rank within seconds, with the rank, stage, microbatch and action."""
+"""What goes wrong in a pipeline is told on every rank within seconds, with the rank, stage,
+microbatch and action."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ WIDTH, MICROBATCHES = 4, 6
 
 
 class Fragile(nn.Module):
-    """Fails in its forward or its backward of the third microbatch, or gives what it did not declare."""
+    """Fails in its forward or its backward of the third microbatch, or gives what it did not
+    declare."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -57,14 +59,19 @@ def pipeline_mesh() -> Any:
 
 
 def message_of_failure(fault: str, at_stage: int, through_backend: bool) -> tuple[str, float, str]:
-    """Returns the error of this rank, how long it took to come, and the error of another run after it."""
+    """Returns the error of this rank, how long it took to come, and the error of another run after
+    it."""
     schedule = build_schedule("1f1b", pp=dist.get_world_size(), microbatches=MICROBATCHES)
     rank = dist.get_rank()
     stage = Fragile(fault if rank == at_stage else "none")
     width = ("batch", "width")
     with without_shared_memory(through_backend):
         runtime = PipelineRuntime(
-            [stage], schedule, pipeline_mesh(), lambda y, label: y.sum(), boundaries=TensorSpec(width)
+            [stage],
+            schedule,
+            pipeline_mesh(),
+            lambda y, label: y.sum(),
+            boundaries=TensorSpec(width),
         )
         sizes = {"batch": 3 if fault == "sizes" and rank == at_stage else 2, "width": WIDTH}
         start = time.monotonic()
@@ -79,7 +86,9 @@ def message_of_failure(fault: str, at_stage: int, through_backend: bool) -> tupl
 
 def refusals_of(schedule: Schedule) -> str:
     try:
-        PipelineRuntime([Fragile("none")], schedule, pipeline_mesh(), boundaries=TensorSpec((2, WIDTH)))
+        PipelineRuntime(
+            [Fragile("none")], schedule, pipeline_mesh(), boundaries=TensorSpec((2, WIDTH))
+        )
     except ScheduleError as error:
         return str(error)
     return ""
@@ -95,10 +104,26 @@ def refuse_other_schedule_than_others() -> None:
 @pytest.mark.parametrize(
     ("fault", "at_stage", "told"),
     [
-        ("forward", 2, r"rank 2 .*, stage 2, microbatch 2, forward \(2F2, action 4 of 12\): .*out of luck"),
-        ("backward", 3, r"rank 3 .*, stage 3, microbatch 2, backward \(3B2, action 6 of 12\): .*out of luck"),
-        ("shape", 1, r"1F2, .*output 0 is float32 \[2, 3\], and its boundary declares float32 \[2, 4\]"),
-        ("dtype", 0, r"0F2, .*the stage's output 0 is float64 \[2, 4\], and its boundary declares float32 \[2, 4\]"),
+        (
+            "forward",
+            2,
+            r"rank 2 .*, stage 2, microbatch 2, forward \(2F2, action 4 of 12\): .*out of luck",
+        ),
+        (
+            "backward",
+            3,
+            r"rank 3 .*, stage 3, microbatch 2, backward \(3B2, action 6 of 12\): .*out of luck",
+        ),
+        (
+            "shape",
+            1,
+            r"1F2, .*output 0 is float32 \[2, 3\], and its boundary declares float32 \[2, 4\]",
+        ),
+        (
+            "dtype",
+            0,
+            r"0F2, .*the stage's output 0 is float64 \[2, 4\], and its boundary declares float32 \[2, 4\]",  # noqa: E501
+        ),
     ],
 )
 def test_a_stage_that_fails_is_named_on_every_rank(
@@ -114,21 +139,29 @@ def test_a_stage_that_fails_is_named_on_every_rank(
 
 def test_sizes_that_differ_between_ranks_are_refused(world: Callable) -> None:
     for message, seconds, _ in world(2).run(message_of_failure, "sizes", 1, False):
-        assert re.search(r"takes float32 \[., 4\] \(.. bytes\), and pipeline rank . has sent something else", message)
+        assert re.search(
+            r"takes float32 \[., 4\] \(.. bytes\), and pipeline rank . has sent something else",
+            message,
+        )
         assert seconds < 20
 
 
 def test_a_schedule_that_lacks_an_action_is_refused_on_every_rank(world: Callable) -> None:
     schedule = build_schedule("1f1b", pp=2, microbatches=2)
     short = replace(schedule, ranks=(schedule.ranks[0], schedule.ranks[1][:-1]))
-    assert all("rank 1" in message and "1B1 is never done" in message for message in world(2).run(refusals_of, short))
+    assert all(
+        "rank 1" in message and "1B1 is never done" in message
+        for message in world(2).run(refusals_of, short)
+    )
 
 
 def test_a_cyclic_schedule_is_refused_on_every_rank(world: Callable) -> None:
     schedule = build_schedule("1f1b", pp=2, microbatches=1)
     (forward, backward), other = schedule.ranks
     cyclic = replace(schedule, ranks=((backward, forward), other))
-    assert all("rank 0 at 0B0 waits for" in message for message in world(2).run(refusals_of, cyclic))
+    assert all(
+        "rank 0 at 0B0 waits for" in message for message in world(2).run(refusals_of, cyclic)
+    )
 
 
 def test_ranks_with_different_schedules_are_refused(world: Callable) -> None:

@@ -1,5 +1,6 @@
-"""Pipelines of the project's own model, through the trainer: split backwards and V shapes with tensor parallelism,
-sharded parameters, recompute, tied embeddings and uneven stages, against the same model in one process.
+"""Pipelines of the project's own model, through the trainer: split backwards and V shapes with
+tensor parallelism, sharded parameters, recompute, tied embeddings and uneven stages, against the
+same model in one process.
 
 The schedules' own correctness is test_pipeline.py's; here is what the trainer adds.
 """
@@ -35,15 +36,19 @@ STEPS = 4
 
 
 def run_layout(model: ModelConfig, parallel: ParallelConfig, precision: str) -> tuple[Curve, float]:
-    """Returns the steps' losses and norms, and the loss of evaluating the first batch of all after them."""
+    """Returns the steps' losses and norms, and the loss of evaluating the first batch of all after
+    them."""
     linear.FUSED_FROM_ELEMENTS = 0  # so that even these small weights' gradients are put off
     trainer = make_trainer(make_recipe(model, parallel, precision=precision))
     curve = train(trainer, STEPS)
     return curve, trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
 
 
-def resume_layout(model: ModelConfig, parallel: ParallelConfig, folder: Path) -> tuple[Curve, Curve]:
-    """Returns the last two steps of an uninterrupted run, and of one that was resumed before them."""
+def resume_layout(
+    model: ModelConfig, parallel: ParallelConfig, folder: Path
+) -> tuple[Curve, Curve]:
+    """Returns the last two steps of an uninterrupted run, and of one that was resumed before
+    them."""
     return resume_beside(make_recipe(model, parallel), folder / "checkpoint", STEPS - 2, 2)
 
 
@@ -52,8 +57,19 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (DEEP_TIED, {"pp": 2, "schedule": "zb_v", "virtual_stages": 2}),
     (GROUPED, {"pp": 2, "schedule": "zb_h1", "recompute": "full"}),
     (GROUPED, {"pp": 2, "stage_boundaries": (0,), "microbatch_size": 2}),
-    (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "stage_boundaries": (1, 3, 6)}),
-    (DEEP_TIED, {"pp": 2, "tp": 2, "schedule": "zb_v", "virtual_stages": 2, "sequence_parallel": True}),
+    (
+        DEEP_TIED,
+        {
+            "pp": 2,
+            "schedule": "interleaved_1f1b",
+            "virtual_stages": 2,
+            "stage_boundaries": (1, 3, 6),
+        },
+    ),
+    (
+        DEEP_TIED,
+        {"pp": 2, "tp": 2, "schedule": "zb_v", "virtual_stages": 2, "sequence_parallel": True},
+    ),
     (GROUPED, {"pp": 2, "tp": 2, "schedule": "zb_h1", "sequence_parallel": True}),
     (DEEP, {"pp": 2, "dp_shard": 2, "schedule": "interleaved_zb", "virtual_stages": 2}),
     (DEEP_TIED, {"pp": 2, "dp_shard": 2, "schedule": "dualpipe_v", "virtual_stages": 2}),
@@ -63,16 +79,23 @@ CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 
 
 @pytest.mark.parametrize(("model", "parallel"), CASES)
-def test_layout_trains_as_plain_torch_does(world: Callable, model: ModelConfig, parallel: ParallelConfig) -> None:
+def test_layout_trains_as_plain_torch_does(
+    world: Callable, model: ModelConfig, parallel: ParallelConfig
+) -> None:
     answers = world(parallel.world_size).run(run_layout, model, parallel, "fp32")
-    assert all(answer == answers[0] for answer in answers), "the ranks do not agree on what they did"
+    assert all(answer == answers[0] for answer in answers), (
+        "the ranks do not agree on what they did"
+    )
     curve, _ = answers[0]
     assert_follows(curve, plain_curve(make_recipe(model, parallel), STEPS), last=None)
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4], ids=["four microbatches", "one microbatch"])
-def test_split_backward_accumulates_in_float32_as_the_full_one_does(world: Callable, microbatch_size: int) -> None:
-    """The gradients of bf16 parameters are float32 between microbatches, and on their way where there is but one."""
+def test_split_backward_accumulates_in_float32_as_the_full_one_does(
+    world: Callable, microbatch_size: int
+) -> None:
+    """The gradients of bf16 parameters are float32 between microbatches, and on their way where
+    there is but one."""
     split, full = (
         world(4).run(
             run_layout,
@@ -86,7 +109,9 @@ def test_split_backward_accumulates_in_float32_as_the_full_one_does(world: Calla
     assert [norm for _, norm in split[0]] == pytest.approx([norm for _, norm in full[0]], rel=1e-2)
 
 
-def test_a_tied_weight_that_one_rank_has_twice_is_resumed_bitwise(world: Callable, tmp_path: Path) -> None:
+def test_a_tied_weight_that_one_rank_has_twice_is_resumed_bitwise(
+    world: Callable, tmp_path: Path
+) -> None:
     parallel = ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)
     for through, resumed in world(2).run(resume_layout, DEEP_TIED, parallel, tmp_path):
         assert through == resumed

@@ -21,7 +21,8 @@ PARALLEL = ParallelConfig(pp=2, tp=2, schedule="zb_h1", microbatch_size=2)
 
 
 def trace(folder: Path) -> tuple[TimelineReport | None, list[float], list[float]]:
-    """The report, and the losses of three steps of which the second is traced, and of three of which none is."""
+    """The report, and the losses of three steps of which the second is traced, and of three of
+    which none is."""
     traced, plain = (make_trainer(make_recipe(GROUPED, PARALLEL)) for _ in range(2))
     losses = [loss for loss, _ in train(traced, 1)]
     batch = make_loader(traced.recipe, dist.get_rank()).batch(traced.step)
@@ -41,7 +42,9 @@ def test_a_step_is_recorded_on_all_ranks_and_simulated(world: Callable, tmp_path
     schedule = build_schedule("zb_h1", pp=2, microbatches=4)
     expected = sorted(str(action) for actions in schedule.ranks for action in actions)
     for process in range(3):  # the pipelines of two tensor ranks, and the simulation
-        names = sorted(event["name"] for event in events if event["ph"] == "X" and event["pid"] == process)
+        names = sorted(
+            event["name"] for event in events if event["ph"] == "X" and event["pid"] == process
+        )
         assert names == expected
     titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert "measured, dp_replicate 0, dp_shard 0, tp 1" in titles[1] and "measured" not in titles[2]

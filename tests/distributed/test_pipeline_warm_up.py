@@ -1,4 +1,5 @@
-"""Stages that have run alone before the first step train as stages that have not: the same numbers, bit by bit."""
+"""Stages that have run alone before the first step train as stages that have not: the same numbers,
+bit by bit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.config.recipe import (
+    LocalSgdConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+)
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -27,7 +33,6 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     local_weights,
-    make_loader,
     make_recipe,
     make_trainer,
     train,
@@ -40,33 +45,37 @@ FOUR = ParallelConfig(pp=2, dp_shard=2, microbatch_size=2)
 
 
 def recipes() -> dict[str, list[Recipe]]:
-    """Returns recipes for 8 and for 4 ranks, one for each way in which a backward leaves something behind."""
+    """Returns recipes for 8 and for 4 ranks, one for each way in which a backward leaves something
+    behind."""
     strategies = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
     eight = [make_recipe(GROUPED, replace(ALL_AXES, sharding=strategy)) for strategy in strategies]
     eight += [
         make_recipe(GROUPED, replace(ALL_AXES, sharding="SHARD_OPTIMIZER"), precision="bf16"),
         make_recipe(TIED, replace(ALL_AXES, recompute="full")),
-        make_recipe(QWEN, replace(REPLICAS, sharding="HYBRID_SHARD", gather="microbatch", reduce="microbatch")),
-        make_recipe(replace(DROPPED, layers=4), replace(ALL_AXES, schedule="zb_v", virtual_stages=2)),
+        make_recipe(
+            QWEN,
+            replace(REPLICAS, sharding="HYBRID_SHARD", gather="microbatch", reduce="microbatch"),
+        ),
+        make_recipe(
+            replace(DROPPED, layers=4), replace(ALL_AXES, schedule="zb_v", virtual_stages=2)
+        ),
     ]
     lone = replace(make_recipe(DEEP, REPLICAS), local_sgd=LocalSgdConfig(sync_every=2))
-    in_backward = OptimizerConfig(lr=1e-3, min_lr_ratio=1.0, step_in_backward=True)
-    whole = replace(FOUR, microbatch_size=4, sharding="NO_SHARD")
     four = [
         make_recipe(DROPPED, FOUR),
         make_recipe(GROUPED, FOUR, precision="fp16"),
         make_recipe(GROUPED, FOUR, loss_chunk_tokens=16),
-        make_recipe(DEEP, replace(FOUR, schedule="interleaved_zb", virtual_stages=3, sharding="SHARD_GRAD_OP")),
-        *(
-            replace(make_recipe(GROUPED, layout, grad_clip=None), optimizer=in_backward)
-            for layout in (whole, replace(whole, sharding="SHARD_OPTIMIZER"), replace(whole, sharding=None))
+        make_recipe(
+            DEEP,
+            replace(FOUR, schedule="interleaved_zb", virtual_stages=3, sharding="SHARD_GRAD_OP"),
         ),
     ]
     return {"eight": [*eight, lone], "four": four}
 
 
 def trained(recipe: Recipe, *, warms_up: bool) -> tuple[Curve, list[Tensor], int]:
-    """Returns the curve, this rank's weights and the number of the first step's forwards of one of its stages."""
+    """Returns the curve, this rank's weights and the number of the first step's forwards of one of
+    its stages."""
     trainer = make_trainer(recipe)
     trainer.pipeline.warms_up = warms_up
     forwards: list[int] = []
@@ -85,7 +94,9 @@ def compare(recipes: list[Recipe]) -> None:
         what = f"{recipe.model} {recipe.parallel}"
         assert warm_forwards > cold_forwards == recipe.of_one_replica.microbatches, what
         assert warm_curve == cold_curve, what
-        assert all(torch.equal(old, new) for old, new in zip(cold_weights, warm_weights, strict=True)), what
+        assert all(
+            torch.equal(old, new) for old, new in zip(cold_weights, warm_weights, strict=True)
+        ), what
         assert torch.equal(torch.get_rng_state(), state), what
 
 
@@ -107,7 +118,9 @@ def noisy_runs(*, warms_up: bool) -> dict[str, Tensor]:
     pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     schedule, stage = build_schedule("zb_h1", pp=pp.size(), microbatches=4), Noisy()
     specs = TensorSpec(("batch", 4))
-    runtime = PipelineRuntime([stage], schedule, pp, lambda y, label: y.square().sum(), boundaries=specs)
+    runtime = PipelineRuntime(
+        [stage], schedule, pp, lambda y, label: y.square().sum(), boundaries=specs
+    )
     runtime.warms_up = warms_up
     for batch in (3, 5):
         runtime.run(torch.ones(4, batch, 4), sizes={"batch": batch})
@@ -122,14 +135,17 @@ def compare_noisy() -> None:
 
 
 def order_of_warm_up() -> list[str]:
-    """Returns what this rank does in its first step and in the next: stages alone, messages, actions."""
+    """Returns what this rank does in its first step and in the next: stages alone, messages,
+    actions."""
     pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     schedule, module = build_schedule("1f1b", pp=pp.size(), microbatches=2), nn.Linear(4, 4)
     done: list[str] = []
     module.register_forward_pre_hook(lambda module, inputs: done.append("F"))
     stage = Stage(module, before_backward=lambda last: done.append("B"))
     with without_shared_memory(True):
-        runtime = PipelineRuntime([stage], schedule, pp, lambda y, label: y.sum(), boundaries=TensorSpec((1, 4)))
+        runtime = PipelineRuntime(
+            [stage], schedule, pp, lambda y, label: y.sum(), boundaries=TensorSpec((1, 4))
+        )
         runtime.warms_up = True
         runtime.links.open_groups()
         received = runtime.links.irecv
@@ -172,26 +188,8 @@ def test_no_receive_is_posted_before_the_warm_up_is_done(world: Callable) -> Non
 
 
 def test_tied_ends_reach_each_other_by_the_backend_too(world: Callable) -> None:
-    """The end ranks have a group more than those between them, after which torch would name the pipeline's groups."""
+    """The end ranks have a group more than those between them, after which torch would name the
+    pipeline's groups."""
     layout = ParallelConfig(pp=4, microbatch_size=2)
     curves = world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
     assert curves == world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
-
-
-def evaluated_first(recipe: Recipe) -> tuple[list[float], list[int]]:
-    """Returns the loss of an evaluation before the first step, and the forwards of a stage, cold and warmed up."""
-    losses, forwards = [], []
-    for warms_up in (False, True):
-        trainer = make_trainer(recipe)
-        trainer.pipeline.warms_up = warms_up
-        calls: list[int] = []
-        trainer.stages[0].module.register_forward_pre_hook(lambda module, inputs, calls=calls: calls.append(1))
-        losses.append(trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(0)))
-        forwards.append(len(calls))
-    return losses, forwards
-
-
-def test_an_evaluation_before_the_first_step_is_warmed_up_and_has_the_same_loss(world: Callable) -> None:
-    for recipe in recipes()["four"][:4]:
-        for losses, (cold, warm) in world(4).run(evaluated_first, recipe):
-            assert losses[0] == losses[1] and warm > cold

@@ -1,4 +1,5 @@
-"""A model of transformers that no rank ever has whole: built without memory, split, filled from safetensors."""
+"""A model of transformers that no rank ever has whole: built without memory, split, filled from
+safetensors."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def load_split(kind: str, folder: Path, options: dict[str, Any]) -> None:
 
     with mock.patch.object(pretrained, "_own_slice", counted):
         load_safetensors(model, folder)
-    assert sum(read) == sum(local_tensor(parameter.detach()).nbytes for parameter in model.parameters())
+    assert sum(read) == sum(
+        local_tensor(parameter.detach()).nbytes for parameter in model.parameters()
+    )
     named = dict(model.named_parameters())
     for name, parameter in reference.named_parameters():
         assert isinstance(named[name], DTensor) or get_world_size() == 1
@@ -58,7 +61,12 @@ def load_split(kind: str, folder: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("size", "kind", "options"),
-    [(4, "llama", {"kv_heads": 2}), (2, "qwen2", {"tied": True}), (2, "gpt2", {"tied": True}), (1, "llama", {})],
+    [
+        (4, "llama", {"kv_heads": 2}),
+        (2, "qwen2", {"tied": True}),
+        (2, "gpt2", {"tied": True}),
+        (1, "llama", {}),
+    ],
     ids=["llama, shared heads", "qwen2, tied", "gpt2", "one process"],
 )
 def test_each_rank_reads_its_part_alone(
@@ -70,7 +78,9 @@ def test_each_rank_reads_its_part_alone(
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     save("llama", tmp_path)
-    with pytest.raises(CheckpointError, match="k_proj.weight is .* there and .* here; it is of another model"):
+    with pytest.raises(
+        CheckpointError, match="k_proj.weight is .* there and .* here; it is of another model"
+    ):
         load_safetensors(build("llama", kv_heads=2), tmp_path)
     with pytest.raises(CheckpointError, match="has no .*q_proj.bias; it is of another model"):
         load_safetensors(build("qwen2"), tmp_path)
@@ -78,5 +88,7 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
         load_safetensors(build("llama"), tmp_path / "missing")
     with torch.device("meta"):
         bare = type(build("llama"))(build("llama").config)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"inv_freq, a buffer on the meta device; build the model within"):
+    with pytest.raises(
+        CheckpointError, match=r"inv_freq, a buffer on the meta device; build the model within"
+    ):
         load_safetensors(bare, tmp_path)

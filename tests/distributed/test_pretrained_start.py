@@ -1,4 +1,5 @@
-"""A run that starts from a folder of transformers computes what transformers computes, in layouts, whoever saved it."""
+"""A run that starts from a folder of transformers computes what transformers computes, in layouts,
+whoever saved it."""
 
 from __future__ import annotations
 
@@ -20,17 +21,46 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
 from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
 from parallel3d.training.state import load_start, save_trainer
-from tests.distributed.training_cases import BATCH, make_loader, make_recipe, make_trainer, whole_batch
+from tests.distributed.training_cases import (
+    BATCH,
+    make_loader,
+    make_recipe,
+    make_trainer,
+    whole_batch,
+)
 
-transformers = pytest.importorskip("transformers", reason="transformers makes the models and says what they compute")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers makes the models and says what they compute"
+)
 
 PRELOAD = ("transformers",)
 TP2_PP2 = ParallelConfig(tp=2, pp=2, sequence_parallel=True, microbatch_size=2)
-_SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-_LLAMA = {**_SMALL, "vocab_size": 301, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
+_SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+_LLAMA = {
+    **_SMALL,
+    "vocab_size": 301,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1000.0,
+}
 _LLAMA3 = {
-    **{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500.0},
+    **{
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 500.0,
+    },
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 FAMILIES = {
@@ -41,13 +71,17 @@ FAMILIES = {
     "qwen2": ("Qwen2", {**_LLAMA, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_LLAMA, "head_dim": 12}),
     "mistral": ("Mistral", {**_LLAMA, "sliding_window": 7}),
-    "gpt2": ("GPT2", {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 1005}),
+    "gpt2": (
+        "GPT2",
+        {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 1005},
+    ),
 }
 SHORT = ("llama3.1", "qwen3", "gpt2")
 
 
 def build(family: str, folder: Path) -> torch.nn.Module:
-    """Saves a model of transformers, all of whose parameters are random, biases and norms too, in several files."""
+    """Saves a model of transformers, all of whose parameters are random, biases and norms too, in
+    several files."""
     name, numbers = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**numbers, attn_implementation="eager")
     torch.manual_seed(1)
@@ -61,7 +95,8 @@ def build(family: str, folder: Path) -> torch.nn.Module:
 
 
 def first_loss(model: ModelConfig, parallel: ParallelConfig, folder: Path, saved: Path) -> float:
-    """Returns the loss of the first step of a run that starts from `folder`, and before it saves what it has."""
+    """Returns the loss of the first step of a run that starts from `folder`, and before it saves
+    what it has."""
     recipe = make_recipe(model, parallel)
     trainer = make_trainer(recipe, initialize=False)
     load_start(trainer, folder)
@@ -81,16 +116,23 @@ def loss_of(peer: torch.nn.Module, model: ModelConfig) -> float:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Returns all tensors of a folder of transformers, by their names."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in FAMILIES],
 )
 def test_what_is_imported_computes_as_transformers_does_and_is_exported_bitwise(
     world: Callable, tmp_path: Path, family: str
 ) -> None:
-    theirs, recipe, saved, again = (tmp_path / name for name in ("theirs", "recipe.yaml", "step_00000000", "again"))
+    theirs, recipe, saved, again = (
+        tmp_path / name for name in ("theirs", "recipe.yaml", "step_00000000", "again")
+    )
     peer = build(family, theirs)
     assert parallel3d_checkpoint(["import", str(theirs), "-o", str(recipe)]) == 0
     needed = ("train.steps=1", "train.global_batch_size=8", "train.seq_len=24")
@@ -105,12 +147,16 @@ def test_what_is_imported_computes_as_transformers_does_and_is_exported_bitwise(
     first, second = weights(theirs), weights(again)
     assert first.keys() == second.keys()
     assert all(
-        torch.equal(tensor, second[name]) and tensor.dtype == second[name].dtype for name, tensor in first.items()
+        torch.equal(tensor, second[name]) and tensor.dtype == second[name].dtype
+        for name, tensor in first.items()
     )
 
 
-def bytes_read(model: ModelConfig, parallel: ParallelConfig, folder: Path) -> tuple[float, int, int]:
-    """Returns the first loss, the bytes that this rank has read of tensors, and those of its own parts."""
+def bytes_read(
+    model: ModelConfig, parallel: ParallelConfig, folder: Path
+) -> tuple[float, int, int]:
+    """Returns the first loss, the bytes that this rank has read of tensors, and those of its own
+    parts."""
     read: list[int] = []
     read_slice = pretrained.read_slice
 
@@ -128,8 +174,11 @@ def bytes_read(model: ModelConfig, parallel: ParallelConfig, folder: Path) -> tu
 
 
 def test_each_rank_reads_its_own_slices_and_no_more(world: Callable, tmp_path: Path) -> None:
-    """Matrices are packed and transposed, the vocabulary's rows uneven, and parameters shared in every way."""
-    expected = loss_of(build("gpt2", tmp_path), model := from_hugging_face(tmp_path / "config.json"))
+    """Matrices are packed and transposed, the vocabulary's rows uneven, and parameters shared in
+    every way."""
+    expected = loss_of(
+        build("gpt2", tmp_path), model := from_hugging_face(tmp_path / "config.json")
+    )
     for parallel in (
         ParallelConfig(tp=2, dp_shard=2),
         ParallelConfig(pp=2, dp_shard=2, schedule="zb_v", virtual_stages=2),
@@ -176,8 +225,13 @@ def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: P
     for file in files:
         file.unlink()
     save_file(bare, tmp_path / "model.safetensors")
-    assert said() == "", "the form of the first GPT-2, with buffers that nobody reads and the tied head"
-    save_file({**bare, "extra": torch.ones(2), "wpe.weight": bare["wpe.weight"].char()}, tmp_path / "model.safetensors")
+    assert said() == "", (
+        "the form of the first GPT-2, with buffers that nobody reads and the tied head"
+    )
+    save_file(
+        {**bare, "extra": torch.ones(2), "wpe.weight": bare["wpe.weight"].char()},
+        tmp_path / "model.safetensors",
+    )
     assert said(replace(model, layers=6, vocab=1000)).splitlines() == [
         f"{tmp_path}: is of another model:",
         "  transformer.extra is [2] there, and not here",

@@ -1,4 +1,5 @@
-"""One bit of what several ranks hold flips: the next comparison names the tensor and the ranks, and ends the run."""
+"""One bit of what several ranks hold flips: the next comparison names the tensor and the ranks, and
+ends the run."""
 
 from __future__ import annotations
 
@@ -14,52 +15,50 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of
 from parallel3d.errors import ReplicaError
-from parallel3d.layers.agreement import fingerprint
 from parallel3d.layers.linear import ColumnParallelLinear
-from parallel3d.layers.parameter import set_initializers
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.mesh import build_mesh
 from parallel3d.models.gpt import GPT as GptModel
 from parallel3d.sharding.apply import shard
 from parallel3d.training.trainer import Trainer
-from tests.distributed.training_cases import DEEP_TIED, GPT, GROUPED, QWEN, make_recipe, make_trainer, train
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    GPT,
+    GROUPED,
+    QWEN,
+    make_recipe,
+    make_trainer,
+    train,
+)
 
 
 def flip(tensor: Tensor, bit: int = 3) -> None:
     tensor.detach().view(torch.int32).view(-1)[-1] ^= 1 << bit
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_fingerprint_tells_every_flipped_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel3d.layers.agreement._PIECE", 16)  # several pieces, and pieces of pieces
-    x = torch.randn(29, 19, generator=torch.Generator().manual_seed(0)).to(dtype)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    whole, seen = fingerprint(x), set()
-    for bit in range(8 * x.element_size()):
-        mask = torch.tensor(1, dtype=bits) << bit
-        for at in range(0, x.numel(), 29):
-            y = x.clone()
-            y.view(bits).view(-1)[at] ^= mask
-            seen.add(int(fingerprint(y)))
-    assert int(whole) not in seen and len(seen) == 8 * x.element_size() * len(range(0, x.numel(), 29))
-    assert fingerprint(x.flip(0)) != whole and torch.equal(fingerprint(x.clone()), whole)
-
-
 def compared(recipes: list[Recipe]) -> list[list[str]]:
-    """Returns for each recipe the names of what this rank compares, after steps in which nothing differs."""
+    """Returns for each recipe the names of what this rank compares, after steps in which nothing
+    differs."""
     names = []
     for recipe in recipes:
-        trainer = make_trainer(replace(recipe, train=replace(recipe.train, compare_replicas_every=1)))
+        trainer = make_trainer(recipe)
         train(trainer, 3)
+        trainer.compare_replicas("step 3")
         states = trainer.optimizer.state
-        copies = [*copies_of(trainer.parameters, states, trainer.axes), *trainer.update.gradients.copies(states)]
-        copies += [] if trainer.local_sgd is None else [trainer.local_sgd.copies]
+        copies = [
+            *copies_of(trainer.parameters, states, trainer.axes),
+            *trainer.update.gradients.copies(states),
+        ]
+        copies += [] if trainer.outer_loop is None else [trainer.outer_loop.copies()]
         names.append([name for each in copies for name in each.tensors])
     return names
 
 
 def recipe_of(
-    model: ModelConfig = GROUPED, optimizer: str = "adamw", every: int | None = None, **layout: object
+    model: ModelConfig = GROUPED,
+    optimizer: str = "adamw",
+    every: int | None = None,
+    **layout: object,
 ) -> Recipe:
     recipe = make_recipe(model, ParallelConfig(microbatch_size=2, **layout))  # type: ignore[arg-type]
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name=optimizer))  # type: ignore[arg-type]
@@ -87,25 +86,41 @@ def test_what_ranks_hold_alike_stays_the_same_to_the_bit(world: Callable) -> Non
     ]
     assert split == []
     assert "layers.1.mlp.up.weight" in whole and "optimizer.exp_avg_sq.head.weight" in whole
-    assert "outer layers.1.mlp.up.weight" in apart and "optimizer.outer.momentum_buffer.head.weight" in apart
-    four = [recipe_of(tp=4), recipe_of(dp_replicate=2, dp_shard=2), recipe_of(optimizer="muon", dp_replicate=2, tp=2)]
+    assert (
+        "outer layers.1.mlp.up.weight" in apart
+        and "optimizer.outer.momentum_buffer.head.weight" in apart
+    )
+    four = [
+        recipe_of(tp=4),
+        recipe_of(dp_replicate=2, dp_shard=2),
+        recipe_of(optimizer="muon", dp_replicate=2, tp=2),
+    ]
     heads, hybrid, muon = world(4).run(compared, four)[0]
     assert "layers.0.attention.k.weight" in heads and "layers.0.attention.q.weight" not in heads
-    assert "layers.0.attention.q.weight" in hybrid and "optimizer.momentum_buffer.layers.0.mlp.up.weight" in muon
+    assert (
+        "layers.0.attention.q.weight" in hybrid
+        and "optimizer.momentum_buffer.layers.0.mlp.up.weight" in muon
+    )
 
 
 def flipped(recipe: Recipe, rank: int, name: str) -> str:
-    """Returns what ends a run that compares after every second step, where one bit flips after the third."""
-    trainer = make_trainer(replace(recipe, train=replace(recipe.train, compare_replicas_every=2)))
-    train(trainer, 3)
+    """Returns what ends a run that compares after every second step, where one bit flips after the
+    third."""
+    trainer = make_trainer(recipe)
+    train(trainer, 2)
+    trainer.compare_replicas("step 2")
+    train(trainer, 1)
     if dist.get_rank() == rank:
         kind, _, of = (
-            name.removeprefix("optimizer.").partition(".") if name.startswith("optimizer.") else ("", "", name)
+            name.removeprefix("optimizer.").partition(".")
+            if name.startswith("optimizer.")
+            else ("", "", name)
         )
         (parameter,) = [p for p in trainer.parameters if p.name == of]
         flip(trainer.optimizer.state[parameter.local][kind] if kind else parameter.local)
+    train(trainer, 1)
     with pytest.raises(ReplicaError) as error:
-        train(trainer, 1)
+        trainer.compare_replicas("step 4")
     assert error.value.exit_status == 70
     return str(error.value)
 
@@ -113,12 +128,24 @@ def flipped(recipe: Recipe, rank: int, name: str) -> str:
 @pytest.mark.parametrize(
     ("recipe", "rank", "name", "found"),
     [
-        pytest.param(recipe_of(dp_replicate=2), 1, "layers.1.mlp.up.weight", "ranks 0 and 1 (rank 0: ", id="dp"),
-        pytest.param(recipe_of(tp=2), 0, "layers.1.mlp_norm.weight", "ranks 0 and 1 (rank 0: ", id="tp"),
-        pytest.param(recipe_of(DEEP_TIED, pp=2), 1, "embed.weight", "ranks 0 and 1 (rank 0: ", id="ends"),
+        pytest.param(
+            recipe_of(dp_replicate=2),
+            1,
+            "layers.1.mlp.up.weight",
+            "ranks 0 and 1 (rank 0: ",
+            id="dp",
+        ),
+        pytest.param(
+            recipe_of(tp=2), 0, "layers.1.mlp_norm.weight", "ranks 0 and 1 (rank 0: ", id="tp"
+        ),
+        pytest.param(
+            recipe_of(DEEP_TIED, pp=2), 1, "embed.weight", "ranks 0 and 1 (rank 0: ", id="ends"
+        ),
     ],
 )
-def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int, name: str, found: str) -> None:
+def test_of_two_ranks_both_are_named(
+    world: Callable, recipe: Recipe, rank: int, name: str, found: str
+) -> None:
     messages = world(2).run(flipped, recipe, rank, name)
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"step 4: {name} is not the same on {found}")
@@ -128,27 +155,28 @@ def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int,
 @pytest.mark.parametrize(
     ("recipe", "name", "others"),
     [
-        pytest.param(recipe_of(tp=2, dp_replicate=2), "layers.1.mlp_norm.weight", "ranks 0 and 3", id="tp-dp"),
+        pytest.param(
+            recipe_of(tp=2, dp_replicate=2), "layers.1.mlp_norm.weight", "ranks 0 and 3", id="tp-dp"
+        ),
         pytest.param(recipe_of(tp=4), "layers.2.attention.v.weight", "ranks 0, 1 and 3", id="kv"),
     ],
 )
-def test_of_four_ranks_the_odd_one_is_named(world: Callable, recipe: Recipe, name: str, others: str) -> None:
+def test_of_four_ranks_the_odd_one_is_named(
+    world: Callable, recipe: Recipe, name: str, others: str
+) -> None:
     messages = world(4).run(flipped, recipe, 2, name)
     assert messages == [messages[0]] * 4
     place = recipe.parallel.coordinates(2)
     assert (
-        messages[0].startswith(f"step 4: {name} on rank 2 (rank 2: ") and f", {place}) is not what it is" in messages[0]
+        messages[0].startswith(f"step 4: {name} on rank 2 (rank 2: ")
+        and f", {place}) is not what it is" in messages[0]
     )
     assert f"is not what it is on {others}; go on from a checkpoint" in messages[0]
 
 
-def test_a_flipped_bit_of_an_optimizer_state_is_found_in_the_weight_that_it_has_moved(world: Callable) -> None:
-    (message, _) = world(2).run(flipped, recipe_of(dp_replicate=2), 1, "optimizer.exp_avg.layers.1.mlp.up.weight")
-    assert "layers.1.mlp.up.weight is not the same on ranks 0 and 1" in message
-
-
 def without_one_seed() -> list[str]:
-    """Returns what is said of layers, a model for data ranks and a model class whose ranks draw for themselves."""
+    """Returns what is said of layers, a model for data ranks and a model class whose ranks draw for
+    themselves."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     rank, said = dist.get_rank(), []
     for seed in (0, rank):
@@ -158,7 +186,9 @@ def without_one_seed() -> list[str]:
             lambda: ColumnParallelLinear(16, 32, tp=mesh, copies=2),
             lambda: ColumnParallelLinear(16, 32, tp=mesh),
             lambda: shard(
-                torch.nn.Linear(4, 4), init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), "NO_SHARD"
+                torch.nn.Linear(4, 4),
+                init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)),
+                "NO_SHARD",
             ),
         ):
             try:
@@ -168,12 +198,21 @@ def without_one_seed() -> list[str]:
     return said
 
 
-def test_layers_built_from_several_seeds_are_refused_where_ranks_must_hold_the_same(world: Callable) -> None:
+def test_layers_built_from_several_seeds_are_refused_where_ranks_must_hold_the_same(
+    world: Callable,
+) -> None:
     for said in world(2).run(without_one_seed):
         positions, copies, model = said
-        assert positions.startswith("LearnedPositions.weight [8, 16]: was drawn differently on another tp rank")
-        assert copies.startswith("ColumnParallelLinear.weight [32, 16]: ") and "torch.manual_seed(0)" in copies
-        assert model.startswith("weight: starts from other values on another data rank; call torch.manual_seed(0)")
+        assert positions.startswith(
+            "LearnedPositions.weight [8, 16]: was drawn differently on another tp rank"
+        )
+        assert (
+            copies.startswith("ColumnParallelLinear.weight [32, 16]: ")
+            and "torch.manual_seed(0)" in copies
+        )
+        assert model.startswith(
+            "weight: starts from other values on another data rank; call torch.manual_seed(0)"
+        )
 
 
 def draws_for_itself() -> str:
@@ -182,15 +221,24 @@ def draws_for_itself() -> str:
     class Own(GptModel):
         def __init__(self, *args: object, **settings: object) -> None:
             super().__init__(*args, **settings)  # type: ignore[arg-type]
-            set_initializers(self, {"embed.position*": lambda tensor, generator: tensor.normal_()})
+            specs = self.embed.positions.specs  # type: ignore[union-attr]
+            own = replace(specs["weight"], init=lambda tensor, generator: tensor.normal_())  # type: ignore[index,operator]
+            specs["weight"] = own  # type: ignore[index,operator]
 
     recipe = make_recipe(GPT, ParallelConfig(tp=2, microbatch_size=4))
     with pytest.raises(ReplicaError) as error:
-        Trainer(recipe, mesh=build_mesh(recipe.parallel, "cpu"), device=torch.device("cpu"), model_class=Own)
+        Trainer(
+            recipe,
+            mesh=build_mesh(recipe.parallel, "cpu"),
+            device=torch.device("cpu"),
+            model_class=Own,
+        )
     return str(error.value)
 
 
-def test_a_model_whose_initializer_draws_for_itself_is_refused_at_the_start(world: Callable) -> None:
+def test_a_model_whose_initializer_draws_for_itself_is_refused_at_the_start(
+    world: Callable,
+) -> None:
     message, other = world(2).run(draws_for_itself)
     assert message == other and message.startswith("the initial weights: embed.")
     assert "an initializer must draw from the generator that it is given" in message

@@ -1,4 +1,5 @@
-"""A checkpoint belongs to no layout: what one saves, every other loads and saves again, bit for bit."""
+"""A checkpoint belongs to no layout: what one saves, every other loads and saves again, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ LAYOUTS = {
 
 
 def trained(parallel: ParallelConfig, path: Path) -> None:
-    """Saves a run of two steps, after which no parameter and no state has a value that it started with."""
+    """Saves a run of two steps, after which no parameter and no state has a value that it started
+    with."""
     trainer = make_trainer(make_recipe(MODEL, parallel))
     train(trainer, 2)
     save_trainer(trainer, path)
@@ -69,7 +71,11 @@ def saved(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize(
-    "into", [pytest.param(name, marks=[] if name in ("one", "tp2-pp2") else pytest.mark.long) for name in LAYOUTS]
+    "into",
+    [
+        pytest.param(name, marks=[] if name in ("one", "tp2-pp2") else pytest.mark.long)
+        for name in LAYOUTS
+    ],
 )
 def test_every_layout_saves_again_what_any_layout_saved(
     world: Callable, saved: dict[str, Path], tmp_path: Path, into: str

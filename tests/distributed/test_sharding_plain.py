@@ -1,5 +1,6 @@
-"""`shard` on a model of plain torch modules: the same training as DistributedDataParallel and `fully_shard`, gradients
-that leave while the backward is under way, and 16-bit parameters with float32 gradients and masters."""
+"""`shard` on a model of plain torch modules: the same training as DistributedDataParallel and
+`fully_shard`, gradients that leave while the backward is under way, and 16-bit parameters with
+float32 gradients and masters."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3)]
+        )
         self.last = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,15 +75,16 @@ def backwards(model: nn.Module, data: ShardedData, x: Tensor) -> None:
 
 
 def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
-    """Collectives that had started when the last backward returned, those after all, and the largest difference of a
-    gradient from one process's."""
+    """Collectives that had started when the last backward returned, those after all, and the
+    largest difference of a gradient from one process's."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     alone, model = Net(), Net()
     data = shard(model, mesh, strategy, options=ShardingOptions(bucket_mib=1e-4))
     whole = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1))
     for microbatch in whole:
         (alone(microbatch).square().mean() / 4).backward()
-    kind = "all_reduce" if strategy == "NO_SHARD" else "all_to_all"  # gloo's reduce-scatter (sharding.exchange)
+    # gloo's reduce-scatter (sharding.exchange)
+    kind = "all_reduce" if strategy == "NO_SHARD" else "all_to_all"
     with CollectiveCounter(mesh) as counter:
         backwards(model, data, own_share())
         early = counter.calls["dp_shard", kind]
@@ -90,24 +94,31 @@ def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
     for name, reference in alone.named_parameters():
         parts[name].sync_views()
         grad = parts[name].local.grad
-        rows = reference.grad if strategy == "NO_SHARD" else own_rows(reference.grad, Axis(2, dist.get_rank(), None))
+        rows = (
+            reference.grad
+            if strategy == "NO_SHARD"
+            else own_rows(reference.grad, Axis(2, dist.get_rank(), None))
+        )
         if len(rows):  # a bias of one row is on the first rank alone
             worst = max(worst, float((grad - rows).abs().max()))
     return early, counter.calls["dp_shard", kind], worst
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPTIMIZER"])
-def test_gradients_leave_while_the_backward_is_under_way(world: Callable, strategy: ShardingName) -> None:
-    """Four buckets: three blocks and the rest, which is known only at the end; block 0 is used twice and waits for
-    both."""
+def test_gradients_leave_while_the_backward_is_under_way(
+    world: Callable, strategy: ShardingName
+) -> None:
+    """Four buckets: three blocks and the rest, which is known only at the end; block 0 is used
+    twice and waits for both."""
     for early, all_of_them, worst in world(2).run(early_reductions, strategy):
         assert (early, all_of_them) == (3, 4)
         assert worst < 1e-6
 
 
 def published_late() -> tuple[list[list[float]], list[int], list[bool]]:
-    """Losses of a model that waits for its parameters in the forward, beside one that does not; broadcasts under way or
-    done after `publish` and at the beginning of each block; whether a state dict, and a second `publish`, are whole."""
+    """Losses of a model that waits for its parameters in the forward, beside one that does not;
+    broadcasts under way or done after `publish` and at the beginning of each block; whether a state
+    dict, and a second `publish`, are whole."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     curves, models, seen = [], [], []
     for late in (False, True):
@@ -164,7 +175,11 @@ def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.
     start = {name: part.local.detach().clone() for name, part in parts.items()}
     for name, part in parts.items():  # the master has all bits of what the model was made with
         rows = dict(exact.named_parameters())[name].detach()
-        own = own_rows(rows, Axis(2, dist.get_rank(), None)) if strategy == "SHARD_OPTIMIZER" else rows
+        own = (
+            own_rows(rows, Axis(2, dist.get_rank(), None))
+            if strategy == "SHARD_OPTIMIZER"
+            else rows
+        )
         assert torch.equal(part.local, own)
     backwards(model, data, own_share(8))
     finish_step(data, parts, optimizer)
@@ -174,11 +189,17 @@ def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.
         master = parts[name].distributed(parts[name].local.detach())
         whole = master.full_tensor() if isinstance(master, DTensor) else master
         drift = max(drift, float((parameter.detach().float() - whole).abs().max()))
-    return {p.dtype for p in model.parameters()}, {part.local.grad.dtype for part in parts.values()}, drift
+    return (
+        {p.dtype for p in model.parameters()},
+        {part.local.grad.dtype for part in parts.values()},
+        drift,
+    )
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPTIMIZER"])
-def test_sixteen_bit_parameters_have_float32_gradients_and_masters(world: Callable, strategy: ShardingName) -> None:
+def test_sixteen_bit_parameters_have_float32_gradients_and_masters(
+    world: Callable, strategy: ShardingName
+) -> None:
     for parameters, gradients, drift in world(2).run(wide_gradients, strategy):
         assert parameters == {torch.bfloat16} and gradients == {torch.float32}
         assert 0 < drift < 2**-8, "the model computes with its masters, rounded"
@@ -204,12 +225,16 @@ def cleared_otherwise() -> list[str]:
 
 def test_gradients_that_were_not_cleared_are_refused(world: Callable) -> None:
     said = world(2).run(cleared_otherwise)[0]
-    assert said[0].startswith("a gradient is not where it is reduced: clear gradients by clear_gradients()")
+    assert said[0].startswith(
+        "a gradient is not where it is reduced: clear gradients by clear_gradients()"
+    )
     assert said[1].startswith("gradients were reduced twice: call clear_gradients()")
 
 
 def refusals() -> list[str]:
-    data, tp = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp_shard", "tp"))
+    data, tp = (
+        init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp_shard", "tp")
+    )
     said = []
     for mesh, strategy in ((data, "FULLSHARD"), (tp, "FULL_SHARD")):
         with pytest.raises(ValueError) as error:

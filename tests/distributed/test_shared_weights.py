@@ -1,4 +1,5 @@
-"""Weights that a class of the user's shares between its modules train as in one process, or are refused."""
+"""Weights that a class of the user's shares between its modules train as in one process, or are
+refused."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Tied(Llama):
         super().__init__(config, **settings)
         options = TieOptions(**config.options)
         assert isinstance(self.head, ParallelModule)
-        self.head.specs["weight"] = replace(self.head.specs["weight"], init=normal(options.head_std))
+        self.head.specs["weight"] = replace(
+            self.head.specs["weight"], init=normal(options.head_std)
+        )
         for tie in options.ties:
             name, original = tie.split("=")
             owner, _, attribute = name.rpartition(".")
@@ -49,7 +52,10 @@ class Tied(Llama):
 MODEL = replace(DEEP, layers=4, architecture=f"{__name__}:Tied")
 ENDS = ["head.weight=embed.weight"]
 # The first block has gate A and up B, the last block has gate B and up A.
-CROSSED = ["layers.3.mlp.gate.weight=layers.0.mlp.up.weight", "layers.3.mlp.up.weight=layers.0.mlp.gate.weight"]
+CROSSED = [
+    "layers.3.mlp.gate.weight=layers.0.mlp.up.weight",
+    "layers.3.mlp.up.weight=layers.0.mlp.gate.weight",
+]
 INSIDE = ["layers.1.mlp.up.weight=layers.0.mlp.up.weight"]
 INSIDE_LAST = ["layers.3.attention.q.weight=layers.2.attention.q.weight"]
 # One parameter twice on the first stage and twice on the last.
@@ -66,7 +72,10 @@ CASES: dict[int, list[tuple[list[str], dict[str, Any]]]] = {
         ([*ENDS, *INSIDE, *FOUR, *INSIDE_LAST], {"pp": 2}),
         ([*ENDS, *CROSSED, *FOUR], V_SHAPED),
         ([*ENDS, *INSIDE, *FOUR], {"dp_shard": 2}),
-        ([*ENDS, *INSIDE, *FOUR], {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER", "bucket_mib": 0.01}),
+        (
+            [*ENDS, *INSIDE, *FOUR],
+            {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER", "bucket_mib": 0.01},
+        ),
     ],
     4: [
         ([*ENDS, *CROSSED, *INSIDE_LAST], {"pp": 2, "dp_shard": 2}),
@@ -85,7 +94,9 @@ def curves(cases: list[tuple[list[str], dict[str, Any]]]) -> list[Curve]:
 
 
 @pytest.mark.parametrize("size", CASES)
-def test_shared_weights_are_summed_by_name_and_only_across_the_ends(world: Callable, size: int) -> None:
+def test_shared_weights_are_summed_by_name_and_only_across_the_ends(
+    world: Callable, size: int
+) -> None:
     alone = world(1).run(curves, [(ties, {}) for ties, _ in CASES[size]])[0]
     for found in world(size).run(curves, CASES[size]):
         for curve, reference in zip(found, alone, strict=True):
@@ -101,23 +112,18 @@ def refused(cases: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
     return messages
 
 
-def test_weights_shared_by_other_stages_than_the_ends_are_refused_on_every_rank(world: Callable) -> None:
+def test_weights_shared_by_other_stages_than_the_ends_are_refused_on_every_rank(
+    world: Callable,
+) -> None:
     cases = [(INSIDE, {"pp": 4}), ([*ENDS, *INSIDE], {"pp": 4})]
     (first, *others) = world(4).run(refused, cases)
     assert all(messages == first for messages in others)
     for message in first:
-        assert "layers.0.mlp.up.weight and layers.1.mlp.up.weight" in message and "stages 0 and 1" in message
+        assert (
+            "layers.0.mlp.up.weight and layers.1.mlp.up.weight" in message
+            and "stages 0 and 1" in message
+        )
         assert "parallel.pp=1" in message and "\n" not in message
-
-
-def stepping_in_backward() -> None:
-    recipe = recipe_of(ENDS, {"pp": 2, "microbatch_size": 8})
-    with pytest.raises(ConfigError, match=r"optimizer\.step_in_backward = true.*embed\.weight.*parallel\.pp=1"):
-        make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, step_in_backward=True)))
-
-
-def test_a_step_in_the_backward_pass_is_refused_for_a_weight_that_both_ends_share(world: Callable) -> None:
-    world(2).run(stepping_in_backward)
 
 
 def head_starts(settings: dict[str, Any]) -> float:

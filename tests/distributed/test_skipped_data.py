@@ -1,4 +1,5 @@
-"""Sequences that a run leaves out by data.skip: the same run in every layout, and a resume with another list."""
+"""Sequences that a run leaves out by data.skip: the same run in every layout, and a resume with
+another list."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def straight_and_resumed(path: Path) -> tuple[Curve, Curve]:
     return first + train(trainer, HALF), train(resumed, HALF)
 
 
-def test_every_layout_and_a_resume_leave_out_the_same_sequences(world: Callable, tmp_path: Path) -> None:
+def test_every_layout_and_a_resume_leave_out_the_same_sequences(
+    world: Callable, tmp_path: Path
+) -> None:
     expected = plain_curve(recipe_without(SKIP, ParallelConfig()), STEPS)
     assert expected[:1] != plain_curve(make_recipe(GROUPED, ParallelConfig()), 1)
     straight, resumed = world(2).run(straight_and_resumed, tmp_path / "step_00000003")[0]
@@ -49,7 +52,8 @@ def test_every_layout_and_a_resume_leave_out_the_same_sequences(world: Callable,
 
 
 def resume_with_other_lists(path: Path) -> str:
-    """Returns the refusal of a list that differs before the checkpoint's place: 24 sequences, up to sample 36."""
+    """Returns the refusal of a list that differs before the checkpoint's place: 24 sequences, up to
+    sample 36."""
     one = ParallelConfig(microbatch_size=BATCH)
     trainer = make_trainer(recipe_without(SKIP, one))
     train(trainer, HALF)
@@ -61,9 +65,11 @@ def resume_with_other_lists(path: Path) -> str:
     return str(error.value)
 
 
-def test_a_resume_may_change_what_is_still_to_come_and_nothing_else(world: Callable, tmp_path: Path) -> None:
+def test_a_resume_may_change_what_is_still_to_come_and_nothing_else(
+    world: Callable, tmp_path: Path
+) -> None:
     (refusal,) = world(1).run(resume_with_other_lists, tmp_path / "step_00000003")
     assert refusal.partition(": ")[2] == (
-        "has left out other sequences below 37, where it stands, than this recipe's data.skip does; resume with "
-        "data.skip=[{first: 60, last: 61}, {first: 5, last: 17}], to which you may add what comes later"
+        "has left out other sequences below 37, where it stands, than this recipe's data.skip does; resume with "  # noqa: E501
+        "data.skip=[{first: 60, last: 61}, {first: 5, last: 17}], to which you may add what comes later"  # noqa: E501
     )

@@ -1,4 +1,5 @@
-"""`checkpoint.start_from` in layouts: the weights are those that were saved, to the bit, and all else begins anew."""
+"""`checkpoint.start_from` in layouts: the weights are those that were saved, to the bit, and all
+else begins anew."""
 
 from __future__ import annotations
 
@@ -30,13 +31,17 @@ APART = LocalSgdConfig(sync_every=2, outer_lr=0.7)
 
 
 def start_recipe(parallel: ParallelConfig, local_sgd: LocalSgdConfig = TOGETHER) -> Recipe:
-    """Returns a recipe of the same model with another seed, batch, length of sequences and optimizer than `saved`'s."""
+    """Returns a recipe of the same model with another seed, batch, length of sequences and
+    optimizer than `saved`'s."""
     recipe = make_recipe(DEEP_TIED, parallel, seed=5, seq_len=16, global_batch_size=16)
-    return replace(recipe, optimizer=OptimizerConfig(name="sgd", lr=0.1, min_lr_ratio=1.0), local_sgd=local_sgd)
+    return replace(
+        recipe, optimizer=OptimizerConfig(name="sgd", lr=0.1, min_lr_ratio=1.0), local_sgd=local_sgd
+    )
 
 
 def save(path: Path, local_sgd: LocalSgdConfig) -> None:
-    """Saves a run of three steps. Replicas that train apart are then one step past their last meeting."""
+    """Saves a run of three steps. Replicas that train apart are then one step past their last
+    meeting."""
     parallel = ParallelConfig(dp_replicate=2, pp=2)
     trainer = make_trainer(replace(make_recipe(DEEP_TIED, parallel), local_sgd=local_sgd))
     train(trainer, STEPS)
@@ -44,7 +49,8 @@ def save(path: Path, local_sgd: LocalSgdConfig) -> None:
 
 
 def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
-    """Returns the curve of a run that starts with a checkpoint's weights, and saves them before its first step."""
+    """Returns the curve of a run that starts with a checkpoint's weights, and saves them before its
+    first step."""
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == STEPS
     assert (trainer.step, trainer.tokens) == (0, 0)
@@ -68,12 +74,17 @@ def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
     ids=["together", "apart"],
 )
 def test_every_layout_starts_with_the_saved_model(
-    world: Callable, tmp_path: Path, saved_by: LocalSgdConfig, layouts: list[tuple[ParallelConfig, LocalSgdConfig]]
+    world: Callable,
+    tmp_path: Path,
+    saved_by: LocalSgdConfig,
+    layouts: list[tuple[ParallelConfig, LocalSgdConfig]],
 ) -> None:
     path = tmp_path / "step_00000003"
     world(4).run(save, path, saved_by)
     alone = world(1).run(started, start_recipe(ParallelConfig()), path)[0]
-    model = {name: tensor for name, tensor in global_tensors(path).items() if name.startswith("model.")}
+    model = {
+        name: tensor for name, tensor in global_tensors(path).items() if name.startswith("model.")
+    }
     assert len(model) == 6 * 9 + 2
     for number, (parallel, local) in enumerate(layouts):
         again = tmp_path / f"step_0000010{number}"
@@ -81,7 +92,9 @@ def test_every_layout_starts_with_the_saved_model(
         saved_again = global_tensors(again)
         assert all(tensor.equal(saved_again[name]) for name, tensor in model.items())
         if local == APART:
-            assert all(tensor.equal(saved_again[f"replica.1.{name}"]) for name, tensor in model.items())
+            assert all(
+                tensor.equal(saved_again[f"replica.1.{name}"]) for name, tensor in model.items()
+            )
             assert curve[0][0] == pytest.approx(alone[0][0], rel=1e-6)
         else:
             assert_follows(curve, alone, last=None)
@@ -94,14 +107,17 @@ def refused(recipe: Recipe, path: Path) -> str:
     with pytest.raises(CheckpointError) as refusal:
         load_model(trainer, path)
     assert all(old.equal(new) for old, new in zip(before, local_weights(trainer), strict=True))
-    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0))  # no rank has left the others alone
+    # no rank has left the others alone
+    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0))
     return str(refusal.value)
 
 
 def test_all_ranks_refuse_another_model_in_the_same_words(world: Callable, tmp_path: Path) -> None:
     path = tmp_path / "step_00000003"
     world(4).run(save, path, TOGETHER)
-    recipe = make_recipe(replace(DEEP_TIED, layers=8, kv_heads=4, tied_embeddings=False), ParallelConfig(tp=2, pp=2))
+    recipe = make_recipe(
+        replace(DEEP_TIED, layers=8, kv_heads=4, tied_embeddings=False), ParallelConfig(tp=2, pp=2)
+    )
     said = world(4).run(refused, recipe, path)
     assert len(set(said)) == 1
     lines = said[0].splitlines()

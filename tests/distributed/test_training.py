@@ -16,8 +16,8 @@ from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import Callback, Callbacks, RunView
 from parallel3d.training.generation import generate
-from parallel3d.training.hooks import StepResult
 from parallel3d.training.loop import fit
+from parallel3d.training.step_result import StepResult
 from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,
@@ -45,7 +45,9 @@ def test_every_layout_writes_the_same_text(world: Callable) -> None:
     assert all(text.startswith("def ") and len(text) > len("def ") for text in alone)
     for parallel in (
         ParallelConfig(tp=2, pp=2, sequence_parallel=True, microbatch_size=8),
-        ParallelConfig(pp=2, dp_shard=2, microbatch_size=2, schedule="interleaved_1f1b", virtual_stages=3),
+        ParallelConfig(
+            pp=2, dp_shard=2, microbatch_size=2, schedule="interleaved_1f1b", virtual_stages=3
+        ),
     ):
         assert world(4).run(generated, parallel) == [alone] * 4
 
@@ -58,27 +60,35 @@ class EnoughAtThree(Callback):
             run.stop("enough")
 
 
-def stopped_by_a_callback(parallel: ParallelConfig, folder: Path) -> tuple[int, list[str], list[str]]:
-    """Returns the step at which a run ends, the checkpoints it leaves and what is said, as this rank has them."""
+def stopped_by_a_callback(
+    parallel: ParallelConfig, folder: Path
+) -> tuple[int, list[str], list[str]]:
+    """Returns the step at which a run ends, the checkpoints it leaves and what is said, as this
+    rank has them."""
     trainer = make_trainer(make_recipe(GROUPED, parallel))
     trainer.recipe = replace(trainer.recipe, checkpoint=CheckpointConfig(every=15))
     rank, said = dist.get_rank(), ProgressDisplay()
     said.say = (lines := []).append  # type: ignore[method-assign]
-    callbacks = Callbacks([EnoughAtThree()], RunView(trainer.recipe, folder, said.say) if rank == 0 else None)
+    callbacks = Callbacks(
+        [EnoughAtThree()], RunView(trainer.recipe, folder, said.say) if rank == 0 else None
+    )
     loaders = (make_loader(trainer.recipe, rank), ())
     with callbacks.watching():
         fit(trainer, loaders, folder, None, said, StopRequest(), callbacks=callbacks)
     return trainer.step, [path.name for path in folder.iterdir()], lines
 
 
-def test_all_ranks_end_after_the_same_step_where_a_callback_asks(world: Callable, tmp_path: Path) -> None:
+def test_all_ranks_end_after_the_same_step_where_a_callback_asks(
+    world: Callable, tmp_path: Path
+) -> None:
     ended = world(2).run(stopped_by_a_callback, ParallelConfig(dp_shard=2), tmp_path)
     assert [(step, saved) for step, saved, _ in ended] == [(4, ["step_00000004"])] * 2
     assert ended[0][2] == ["stopped after step 4: enough"]
 
 
 def diverge(parallel: ParallelConfig) -> str:
-    """One rank's stage gives NaN; every rank must stop in the same step, with its weights as they were."""
+    """One rank's stage gives NaN; every rank must stop in the same step, with its weights as they
+    were."""
     trainer = make_trainer(make_recipe(GROUPED, parallel))
     train(trainer, 2)
     before = local_weights(trainer)
@@ -92,13 +102,17 @@ def diverge(parallel: ParallelConfig) -> str:
 
 
 @pytest.mark.parametrize(
-    "parallel", [ParallelConfig(pp=2), ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2)], ids=str
+    "parallel",
+    [ParallelConfig(pp=2), ParallelConfig(dp_shard=2), ParallelConfig(dp_replicate=2)],
+    ids=str,
 )
 def test_a_loss_that_is_not_finite_stops_all_ranks_and_changes_nothing(
     world: Callable, parallel: ParallelConfig
 ) -> None:
     messages = world(2).run(diverge, parallel)
-    assert messages[0].startswith("step 3: loss nan") and "weights are those of step 2" in messages[0]
+    assert (
+        messages[0].startswith("step 3: loss nan") and "weights are those of step 2" in messages[0]
+    )
     assert messages[0] == messages[1]
 
 
@@ -108,7 +122,9 @@ def stop_heard(parallel: ParallelConfig, local_sgd: LocalSgdConfig) -> list[bool
     trainer, loader = make_trainer(recipe), make_loader(recipe, dist.get_rank())
     is_last = dist.get_rank() == dist.get_world_size() - 1
     return [
-        trainer.train_step(loader.batch(step), is_asked_to_stop=is_last and step == 1).is_asked_to_stop
+        trainer.train_step(
+            loader.batch(step), is_asked_to_stop=is_last and step == 1
+        ).is_asked_to_stop
         for step in (0, 1)
     ]
 

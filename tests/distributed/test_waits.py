@@ -1,4 +1,5 @@
-"""How long collectives wait for a peer that does not come: as long as was said last, in every group."""
+"""How long collectives wait for a peer that does not come: as long as was said last, in every
+group."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ from tests.distributed.world import World
 CPU = torch.device("cpu")
 
 
-def test_a_limit_holds_in_the_groups_of_all_axes_and_beside_them(world: Callable[[int], World]) -> None:
+def test_a_limit_holds_in_the_groups_of_all_axes_and_beside_them(
+    world: Callable[[int], World],
+) -> None:
     for before, after in world(4).run(waits_of_all_groups):
-        assert before == [1_800_000] * 4  # torch's default: all ranks, pp, tp, and the group beside the mesh
+        # torch's default: all ranks, pp, tp, and the group beside the mesh
+        assert before == [1_800_000] * 4
         assert after == [7_000] * 4
 
 
@@ -35,12 +39,15 @@ def waits_of_all_groups() -> tuple[list[int], list[int]]:
     return before, [timeout_ms(group, CPU) for group in groups]
 
 
-def test_a_shorter_limit_holds_in_groups_that_have_been_at_work(world: Callable[[int], World]) -> None:
+def test_a_shorter_limit_holds_in_groups_that_have_been_at_work(
+    world: Callable[[int], World],
+) -> None:
     assert world(2).run(waits_in_vain) == [["all_reduce", "barrier"], []]
 
 
 def waits_in_vain() -> list[str]:
-    """Rank 0 waits in two collectives for rank 1, which does not call them. A message of gloo has no such limit."""
+    """Rank 0 waits in two collectives for rank 1, which does not call them. A message of gloo has
+    no such limit."""
     ended, x = [], torch.ones(1)
     groups = {name: dist.new_group([0, 1]) for name in ("all_reduce", "barrier")}
     for group in groups.values():
@@ -59,13 +66,22 @@ def waits_in_vain() -> list[str]:
     return ended
 
 
-def test_a_shorter_limit_holds_for_messages_of_a_pipeline_that_has_been_at_work(world: Callable[[int], World]) -> None:
-    assert world(2).run(receives_in_vain) == ["nothing more from pipeline rank 1: ", "rank 1 has sent nothing"]
+def test_a_shorter_limit_holds_for_messages_of_a_pipeline_that_has_been_at_work(
+    world: Callable[[int], World],
+) -> None:
+    assert world(2).run(receives_in_vain) == [
+        "nothing more from pipeline rank 1: ",
+        "rank 1 has sent nothing",
+    ]
 
 
 def receives_in_vain() -> str:
-    """Rank 0 waits for a message of rank 1 that does not come, after one that came. Both go by the backend."""
-    mesh, schedule = build_mesh(ParallelConfig(pp=2), "cpu"), build_schedule("1f1b", pp=2, microbatches=1)
+    """Rank 0 waits for a message of rank 1 that does not come, after one that came. Both go by the
+    backend."""
+    mesh, schedule = (
+        build_mesh(ParallelConfig(pp=2), "cpu"),
+        build_schedule("1f1b", pp=2, microbatches=1),
+    )
     links, x = Links(mesh["pp"], schedule, CPU), torch.zeros(1)
     links.open_groups()
     if links.rank == 1:
@@ -74,7 +90,9 @@ def receives_in_vain() -> str:
         return "rank 1 has sent nothing"
     links.complete(links.irecv(x, 1), 1)
     limit_waits(0.5)
-    with pytest.raises(PeerLostError, match=r"nothing more from pipeline rank 1: .*[Tt]ime") as lost:
+    with pytest.raises(
+        PeerLostError, match=r"nothing more from pipeline rank 1: .*[Tt]ime"
+    ) as lost:
         links.complete(links.irecv(x, 1), 1)
     limit_waits(60.0)
     dist.send(x, dst=1)

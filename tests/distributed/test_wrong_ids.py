@@ -1,5 +1,5 @@
-"""A token id beyond the vocabulary, which one data rank alone reads, ends the run of all ranks with one message; and
-who reads ids at all."""
+"""A token id beyond the vocabulary, which one data rank alone reads, ends the run of all ranks with
+one message; and who reads ids at all."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class PlantedIds:
 
 
 def meet_wrong_ids(recipe: Recipe) -> tuple[list[int], list[str]]:
-    """Trains a step, and returns the samples that this rank drew for it, and what its next steps and an evaluation
-    are refused with. Those change no parameter."""
+    """Trains a step, and returns the samples that this rank drew for it, and what its next steps
+    and an evaluation are refused with. Those change no parameter."""
     trainer, source = make_trainer(recipe), PlantedIds()
     loader = training_loader(recipe, source, dist.get_rank(), None)
     trainer.train_step(loader.batch(0))
@@ -76,8 +76,9 @@ RECIPES = {
     "dp 2, tp 2": DP_TP,
     "dp 2, pp 2": planted(dp_replicate=2, pp=2),
     "pp 4": planted(pp=4),
-    "stepped in the backward": replace(DP_TP, optimizer=replace(DP_TP.optimizer, step_in_backward=True)),
-    "replicas apart": replace(planted(dp_replicate=2, pp=2), local_sgd=LocalSgdConfig(sync_every=2)),
+    "replicas apart": replace(
+        planted(dp_replicate=2, pp=2), local_sgd=LocalSgdConfig(sync_every=2)
+    ),
 }
 
 
@@ -88,7 +89,8 @@ def run_all() -> list[tuple[list[int], list[str]]]:
 def test_all_ranks_stop_alike_at_an_id_that_one_of_them_reads(world: Callable) -> None:
     has = f"model.vocab = {VOCAB} has ids 0 to {VOCAB - 1}; try"
     steps = [
-        f"token id 130 at sample 14: {has} model.vocab=401 or more, or the data of this model's tokenizer",
+        f"token id 130 at sample 14: {has} model.vocab=401 or more, or the data of this model's "
+        "tokenizer",
         f"token id -3 at sample 23: {has} the data of this model's tokenizer",
     ]
     for rank, answers in enumerate(world(4).run(run_all)):

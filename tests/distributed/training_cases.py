@@ -1,6 +1,8 @@
-"""Training in a layout beside plain torch in one process: small recipes, trainers, curves, and their comparison.
+"""Training in a layout beside plain torch in one process: small recipes, trainers, curves, and
+their comparison.
 
-Tests import it, and the pool's workers import it by name. The package's docstring says how such a test is written.
+Tests import it, and the pool's workers import it by name. The package's docstring says how such a
+test is written.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ import torch.distributed as dist
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, RopeScaling, TrainConfig
+from parallel3d.config.recipe import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    RopeScaling,
+    TrainConfig,
+)
 from parallel3d.data.loader import Batch, BatchLoader
 from parallel3d.data.mixture import training_windows
 from parallel3d.data.windows import TokensInMemory
@@ -33,7 +42,6 @@ from parallel3d.tools.bench.plain_torch.llama import PlainLlama, PlainStack
 from parallel3d.tools.check_layout.plain import plain_optimizers
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
-from parallel3d.training.update import UpdateInBackward
 from parallel3d.training.worker import training_loader
 
 Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
@@ -41,7 +49,8 @@ Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
 END_OF_TEXT = ord("e")  # with data.documents = mask: it cuts most sequences
 
-# A first block, one in the middle and a last one: more of them only take longer. DEEP is for pipelines of more stages.
+# A first block, one in the middle and a last one: more of them only take longer. DEEP is for
+# pipelines of more stages.
 GROUPED = ModelConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
 TIED = replace(GROUPED, tied_embeddings=True)
 DEEP = replace(GROUPED, layers=6)
@@ -69,8 +78,14 @@ MANY_HEADS = ModelConfig(layers=2, hidden=32, heads=8, ffn_hidden=64, vocab=VOCA
 
 
 def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -> Recipe:
-    """Returns a recipe with a constant rate that learns fast, and a clipping limit that the gradient's norm exceeds."""
-    settings: dict[str, object] = {"steps": STEPS, "global_batch_size": BATCH, "seq_len": SEQ_LEN, "grad_clip": 0.5}
+    """Returns a recipe with a constant rate that learns fast, and a clipping limit that the
+    gradient's norm exceeds."""
+    settings: dict[str, object] = {
+        "steps": STEPS,
+        "global_batch_size": BATCH,
+        "seq_len": SEQ_LEN,
+        "grad_clip": 0.5,
+    }
     return Recipe(
         model=model,
         parallel=parallel,
@@ -80,8 +95,8 @@ def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -
 
 
 def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
-    """Returns batches of a Python module's source, or of a mixture of several's where the recipe has sources, for the
-    data rank that `rank` belongs to."""
+    """Returns batches of a Python module's source, or of a mixture of several's where the recipe
+    has sources, for the data rank that `rank` belongs to."""
     modules = [import_module(source.path) for source in recipe.data.sources] or [textwrap]
     texts = [inspect.getsource(module).encode("ascii", "replace") for module in modules]
     streams = [TokensInMemory(np.frombuffer(text, dtype=np.uint8)) for text in texts]
@@ -90,9 +105,12 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
 
 
 def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
-    """Builds the recipe's trainer on this rank; every rank of the world calls it. What is not initialised is NaN."""
+    """Builds the recipe's trainer on this rank; every rank of the world calls it. What is not
+    initialised is NaN."""
     mesh, build = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
-    trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=build, initialize=initialize)
+    trainer = Trainer(
+        recipe, mesh=mesh, device=torch.device("cpu"), model_class=build, initialize=initialize
+    )
     if not initialize:
         held = [parameter for stage in trainer.stages for parameter in stage.module.parameters()]
         for tensor in [*held, *(parameter.local for parameter in trainer.parameters)]:
@@ -113,7 +131,8 @@ def train(trainer: Trainer, steps: int) -> Curve:
 def resume_beside(
     recipe: Recipe, path: Path, before: int, after: int, *, into: Recipe | None = None
 ) -> tuple[Curve, Curve]:
-    """Saves a run after some steps, and returns the curves of the steps after them: uninterrupted, and resumed.
+    """Saves a run after some steps, and returns the curves of the steps after them: uninterrupted,
+    and resumed.
 
     `into` is the recipe of the resumed run where it is another one.
     """
@@ -131,13 +150,16 @@ def local_weights(trainer: Trainer) -> list[Tensor]:
 
 
 def has_weights(trainer: Trainer, weights: list[Tensor]) -> bool:
-    """Tells whether what this rank's optimizer steps is bitwise what `local_weights` returned before."""
-    return all(torch.equal(old, new.local) for old, new in zip(weights, trainer.parameters, strict=True))
+    """Tells whether what this rank's optimizer steps is bitwise what `local_weights` returned
+    before."""
+    return all(
+        torch.equal(old, new.local) for old, new in zip(weights, trainer.parameters, strict=True)
+    )
 
 
 def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
-    """Makes one number of one rank's gradient infinite, after all of it is reduced, in the steps of these numbers."""
-    assert not isinstance(trainer.update, UpdateInBackward)
+    """Makes one number of one rank's gradient infinite, after all of it is reduced, in the steps of
+    these numbers."""
     complete = trainer.update.gradients.complete
 
     def plant() -> None:
@@ -157,8 +179,11 @@ def whole_batch(recipe: Recipe, step: int) -> Batch:
 
 
 def plain_stack(recipe: Recipe) -> PlainStack:
-    """Returns plain torch's run of the recipe in one process, with the weights that every layout starts from."""
-    stack = PlainStack(recipe, initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed))
+    """Returns plain torch's run of the recipe in one process, with the weights that every layout
+    starts from."""
+    stack = PlainStack(
+        recipe, initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed)
+    )
     stack.optimizers = plain_optimizers(stack.model, recipe.optimizer, block_matrices(stack.model))
     return stack
 
@@ -169,11 +194,15 @@ def block_matrices(model: PlainLlama) -> list[nn.Parameter]:
 
 
 @cache
-def _plain_run(recipe: Recipe, batch_of: Callable[[Recipe, int], Batch]) -> tuple[PlainStack, Curve]:
+def _plain_run(
+    recipe: Recipe, batch_of: Callable[[Recipe, int], Batch]
+) -> tuple[PlainStack, Curve]:
     return plain_stack(recipe), []
 
 
-def plain_curve(recipe: Recipe, steps: int = STEPS, batch_of: Callable[[Recipe, int], Batch] = whole_batch) -> Curve:
+def plain_curve(
+    recipe: Recipe, steps: int = STEPS, batch_of: Callable[[Recipe, int], Batch] = whole_batch
+) -> Curve:
     """Returns the curve of plain torch in one process, whatever the recipe's layout.
 
     Each recipe is trained once in a session: who asks for more steps continues the same run.
@@ -190,11 +219,15 @@ def losses(curve: Curve) -> list[float]:
     return [loss for loss, _ in curve]
 
 
-def assert_follows(curve: Curve, reference: Curve, *, close: float = 1e-5, last: float | None = 1e-4) -> None:
-    """Asserts that two curves are the same training in float32: the first loss and norm agree to 1e-6, so that every
-    parameter counts once in the norm; every loss agrees to `close`; and the last loss and norm to `last`.
+def assert_follows(
+    curve: Curve, reference: Curve, *, close: float = 1e-5, last: float | None = 1e-4
+) -> None:
+    """Asserts that two curves are the same training in float32: the first loss and norm agree to
+    1e-6, so that every parameter counts once in the norm; every loss agrees to `close`; and the
+    last loss and norm to `last`.
 
-    Norms between are not compared: where the loss bends sharply, the same step in float64 is 1e-4 away from both.
+    Norms between are not compared: where the loss bends sharply, the same step in float64 is 1e-4
+    away from both.
     """
     assert curve[0] == pytest.approx(reference[0], rel=1e-6)
     assert losses(curve) == pytest.approx(losses(reference), rel=close)
@@ -211,7 +244,13 @@ def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet
 def label(parallel: ParallelConfig, model: ModelConfig) -> str:
     """Returns the name of a case: its axes, its schedule, and what else is not as usual."""
     parts = [f"{axis}{size}" for axis, size in parallel.axes.items() if size > 1] or ["one"]
-    parts += [parallel.schedule] * (parallel.pp > 1) + [f"v{parallel.virtual_stages}"] * (parallel.virtual_stages > 1)
-    parts += ["sp"] * parallel.sequence_parallel + [parallel.recompute] * (parallel.recompute != "none")
+    parts += [parallel.schedule] * (parallel.pp > 1) + [f"v{parallel.virtual_stages}"] * (
+        parallel.virtual_stages > 1
+    )
+    parts += ["sp"] * parallel.sequence_parallel + [parallel.recompute] * (
+        parallel.recompute != "none"
+    )
     parts += [parallel.strategy] * bool(parallel.sharding or parallel.zero_stage is not None)
-    return "-".join([*parts, *["uneven"] * bool(parallel.stage_boundaries), *["tied"] * model.tied_embeddings])
+    return "-".join(
+        [*parts, *["uneven"] * bool(parallel.stage_boundaries), *["tied"] * model.tied_embeddings]
+    )

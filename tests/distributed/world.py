@@ -1,4 +1,5 @@
-"""The pool of worker processes that the distributed tests share: torch is imported once, the workers stay."""
+"""The pool of worker processes that the distributed tests share: torch is imported once, the
+workers stay."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ _LONGEST_JOB_S = 240.0
 
 @dataclass(frozen=True)
 class World:
-    """`size` resident processes. `run` calls a module-level function on each, in a process group of its own."""
+    """`size` resident processes. `run` calls a module-level function on each, in a process group of
+    its own."""
 
     size: int
     _folder: Path
     _workers: Sequence[tuple[BaseProcess, Connection]]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(*args)` returns on each rank. A rank that raises fails the test with its own traceback."""
+        """What `function(*args)` returns on each rank. A rank that raises fails the test with its
+        own traceback."""
         store = tempfile.mktemp(dir=self._folder)
         for _, pipe in self._workers:
             pipe.send((function, args, store))
@@ -36,9 +39,13 @@ class World:
         for rank, (_, pipe) in enumerate(self._workers):
             if not pipe.poll(_LONGEST_JOB_S):
                 self.close()  # what still runs there would answer in the place of the next job
-                raise TimeoutError(f"rank {rank} of {self.size} did not answer within {_LONGEST_JOB_S:.0f} s")
+                raise TimeoutError(
+                    f"rank {rank} of {self.size} did not answer within {_LONGEST_JOB_S:.0f} s"
+                )
             answers.append(pipe.recv())
-        failed = [f"rank {rank} of {self.size}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
+        failed = [
+            f"rank {rank} of {self.size}:\n{text}" for rank, (text, _) in enumerate(answers) if text
+        ]
         if failed:
             pytest.fail("\n".join(failed), pytrace=False)
         return [value for _, value in answers]
@@ -75,13 +82,18 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        gc.freeze()  # what is there between jobs stays, modules mostly: the collections below need not look at it
+        # what is there between jobs stays, modules mostly: the collections below need not look at
+        # it
+        gc.freeze()
         try:
             function, args, store = pipe.recv()
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+            )
+            torch.manual_seed(0)  # equal on all ranks, whatever earlier jobs drew
             value, text = function(*args), ""
             dist.barrier()  # nobody leaves while another still needs it
         except BaseException:
@@ -95,13 +107,19 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
 
 
 def _forget_meshes() -> None:
-    """Empties torch's caches that hold meshes: one gives DTensors the mesh of the first job that had an equal one, and
-    all keep process groups, whose threads wake a hundred times a second: left alone, idle pools have hundreds of them.
+    """Empties torch's caches that hold meshes: one gives DTensors the mesh of the first job that
+    had an equal one, and all keep process groups, whose threads wake a hundred times a second: left
+    alone, idle pools have hundreds of them.
     """
     import torch
     from torch.distributed.tensor._collective_utils import MeshTopoInfo
-    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # torch's own tests use it likewise
+    from torch.distributed.tensor._redistribute import (
+        _gen_transform_infos,
+        clear_redistribute_planner_cache,
+    )
+
+    # torch's own tests use it likewise
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()

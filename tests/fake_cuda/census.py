@@ -1,22 +1,34 @@
-"""Runs one rank of a layout on fake `cuda:0` tensors, and writes down what its step does. All private names of torch
-that these tests use are in this file.
+"""`python -m tests.fake_cuda.census GUARD`: trains a step of each rank of each layout on fake
+`cuda:0` tensors, and writes what the step does as a pickled list of `Program`.
 
-The trainer, its model, sharding, pipeline and optimizer are the real ones, built as a dry run builds them. Four things
-stand in for what a CPU build lacks: `guard.cpp`, streams and events for `fully_shard` (`_DeviceHandle`), torch's
-"fake" process group in the place of NCCL, and numbers for the few values that the host reads (`_VALUES`).
+Trainer, model, sharding, pipeline and optimizer are the real ones, built as a dry run builds them.
+Four things replace what a CPU build of torch lacks: `guard.cpp`, streams and events for
+`fully_shard`, the "fake" process group instead of NCCL, and 1 for each number that the host reads.
+All private names of torch that these tests use are in this file.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import importlib.util
+import pickle
 import sys
-import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 from unittest import mock
+
+if __name__ == "__main__":  # the guard has to be loaded before torch
+    SPEC = importlib.util.find_spec("torch")
+    assert SPEC is not None and SPEC.origin is not None
+    for library in ("libtorch_global_deps.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(Path(SPEC.origin).parent / "lib" / library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(sys.argv[1])
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,44 +47,18 @@ from parallel3d.torch_private import (
     world_of_none,
 )
 from parallel3d.training.trainer import Trainer
-from tests.fake_cuda.facts import Operand, Program, Sent
-from tests.fake_cuda.faults import plant
-from tests.fake_cuda.layouts import LAYOUTS
+from tests.fake_cuda.layouts import FAULTY, LAYOUTS
+from tests.fake_cuda.program import Operand, Program, Sent
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda:0")
-
-# A fake tensor has no numbers, and a program that reads one gets 1: a finite loss, a norm, a label. One place would
-# take that for a failure, because it counts the pseudo-gradients that are not finite.
-_VALUES = {"training/local_sgd/replicas.py LocalSgd._receive": [0.0]}
-
-# The operators whose result has a shape, or is a number, that the host has to ask the device for.
-_ASKING = {
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::equal",
-    "aten::repeat_interleave.Tensor",
-    "aten::bincount",
-}
-_COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
+COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
+# Operators whose result has a shape, or is a number, that the host has to ask the device for.
+ASKING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal", "aten::bincount"}
 
 
-class _Event:
-    """An event of the device, at which nothing happens."""
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _Stream:
-    """A stream of the device. It has no `synchronize`, by which the host would wait."""
+class Stream:
+    """A stream of the device, without `synchronize`, by which the host would wait."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -80,19 +66,17 @@ class _Stream:
 
     def wait_event(self, event: Any) -> None: ...
 
-    def record_event(self, event: Any = None) -> _Event:
-        return event or _Event()
+    def record_event(self, event: Any = None) -> Any:
+        return event or mock.MagicMock()
 
 
-class _DeviceHandle:
-    """What `fully_shard` and a mesh ask of `torch.cuda`."""
+class DeviceHandle:
+    """The part of `torch.cuda` that `fully_shard` and meshes use."""
 
-    Stream, Event = _Stream, _Event
+    Stream, Event = Stream, mock.MagicMock
+    _current = Stream()
 
-    def __init__(self) -> None:
-        self._current = _Stream()
-
-    def current_stream(self, device: Any = None) -> _Stream:
+    def current_stream(self, device: Any = None) -> Stream:
         return self._current
 
     def current_device(self) -> int:
@@ -104,204 +88,217 @@ class _DeviceHandle:
     def is_initialized(self) -> bool:
         return True
 
-    def stream(self, stream: _Stream) -> Any:
+    def stream(self, stream: Stream) -> Any:
         return nullcontext()
 
 
 @contextmanager
-def _streams() -> Iterator[None]:
-    """Gives `fully_shard` and meshes streams and events for a block."""
-    handle = _DeviceHandle()
+def streams() -> Iterator[None]:
+    handle = DeviceHandle()
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
-            is_asking = name.startswith(("torch.distributed.fsdp.", "torch.distributed.device_mesh"))
-            if is_asking and "_get_device_handle" in vars(module):
-                patches.enter_context(mock.patch.object(module, "_get_device_handle", lambda device_type: handle))
+            is_torchs = name.startswith(
+                ("torch.distributed.fsdp.", "torch.distributed.device_mesh")
+            )
+            if is_torchs and "_get_device_handle" in vars(module):
+                patches.enter_context(
+                    mock.patch.object(module, "_get_device_handle", lambda device_type: handle)
+                )
         yield
 
 
 class Census(TorchDispatchMode):
-    """Writes into a program what the operators of a block do between the host and the device, and what is sent."""
+    """Writes into a program where the host waits for the device or copies to it, and what is
+    sent."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        self._program = program
-        self._groups = _group_labels()
+        self.program = program
+        self._label = group_labels()
 
-    def __enter__(self) -> Census:
-        census, read = self, FakeTensor.tolist
-
-        def tolist(tensor: FakeTensor) -> Any:
-            """Reads all numbers at once, which torch's own fake tensor does one by one."""
-            if tensor.device.type == "cpu" or tensor.ndim != 1:
-                return read(tensor)
-            return census.read(tensor)
-
-        self._patch = mock.patch.object(FakeTensor, "tolist", tolist)
-        self._patch.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._patch.stop()
-
-    def read(self, tensor: Tensor) -> list[float]:
-        """Counts a wait, and returns the numbers that the program reads."""
-        place = self._count(self._program.waits)
-        return _VALUES.get(place, [1.0] * tensor.numel())
+    def read_all(self, tensor: Tensor) -> list[float]:
+        """Reads a vector at once, which fake tensors do number by number."""
+        self.program.waits[place()] += 1
+        return [1.0] * tensor.numel()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is READ_A_VALUE and args[0].device.type == "cuda":
-            value = self.read(args[0])[0]
-            dtype = args[0].dtype
-            return bool(value) if dtype is torch.bool else value if dtype.is_floating_point else int(value)
+            self.program.waits[place()] += 1
+            if args[0].dtype is torch.bool:
+                return True
+            return 1.0 if args[0].dtype.is_floating_point else 1
         if collective_name(func) is not None:
             self._send(func, args)
         else:
-            self._look(func, args, kwargs)
+            self._cross(func.name(), args, kwargs)
         return func(*args, **kwargs)
 
-    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _cross(self, name: str, args: Any, kwargs: Any) -> None:
         """Notes an operator that crosses between the host and the device."""
-        tensors = [
-            each for arg in args for each in (arg if isinstance(arg, list) else (arg,)) if isinstance(each, Tensor)
-        ]
-        kinds = {tensor.device.type for tensor in tensors}
-        name = func.name()
-        if name.startswith(_COPIES):
-            to = kwargs.get("device", None) if name == "aten::_to_copy" else tensors[0].device
-            source = tensors[0] if name == "aten::_to_copy" else tensors[-1]
-            if to is not None and (source.device.type, torch.device(to).type) == ("cuda", "cpu"):
-                self._count(self._program.waits)
-            elif to is not None and (source.device.type, torch.device(to).type) == ("cpu", "cuda"):
-                self._count(self._program.copies)
-        elif "cpu" in kinds and "cuda" in kinds:
-            self._count(self._program.mixed, f": {name}")
-        by_mask = name.startswith(("aten::index.", "aten::index_put")) and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if "cuda" in kinds and (name in _ASKING or by_mask):
-            self._count(self._program.waits)
+        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+        kinds = {tensor.device.type for tensor in tensors if tensor.ndim > 0}
+        if name == "aten::_to_copy" and kwargs.get("device") is not None:
+            self._copy(tensors[0].device.type, torch.device(kwargs["device"]).type)
+        elif name.startswith(COPIES):
+            self._copy(tensors[-1].device.type, tensors[0].device.type)
+        elif kinds == {"cpu", "cuda"}:
+            self.program.misplaced.append(f"{place()}: {name} mixes devices")
+        elif name in ASKING and "cuda" in kinds:
+            self.program.waits[place()] += 1
+
+    def _copy(self, source: str, target: str) -> None:
+        if (source, target) == ("cuda", "cpu"):
+            self.program.waits[place()] += 1
+        if (source, target) == ("cpu", "cuda"):
+            self.program.copies[place()] += 1
 
     def _send(self, func: Any, args: Any) -> None:
-        """Notes a collective. Raises NotImplementedError for the functional ones, which only compiled code calls."""
         op = collective_name(func)
-        if func.namespace != "c10d":
-            raise NotImplementedError(f"{func}: only the collectives of c10d are looked at")
+        assert op is not None and func.namespace == "c10d"
         group = next(group for arg in args if (group := as_group(arg)) is not None)
         ranks = dist.get_process_group_ranks(group)
-        # The order of c10d's own arguments: the tensors, the group, and here the other rank.
         peer = ranks[args[2]] if op in ("send", "recv_") else None
-        operands = tuple(
-            Operand(str(x.dtype).removeprefix("torch."), x.numel(), str(x.device), x.is_contiguous())
-            for x in tree_iter(args)
-            if isinstance(x, Tensor)
-        )
-        assert op is not None
-        if op == "barrier":  # its operand is torch's own, and no tensor of the program
-            operands = ()
-        parts: tuple[tuple[int, int, int], ...] = ()
-        if op == "alltoall_base_":  # output, input, group, rows of each rank in the output and in the input
-            received, sent = (_elements(args[at], args[3 + at], len(ranks)) for at in (0, 1))
-            parts = tuple(zip(ranks, received, sent, strict=True))
-        self._program.sent.append(Sent(op, self._groups(group), peer, operands, self._place(), parts))
-
-    def _count(self, counter: Counter[str], more: str = "") -> str:
-        place = self._place()
-        counter[place + more] += 1
-        return place
-
-    def _place(self) -> str:
-        """Returns the innermost function of the project on the stack, and remembers the line in it."""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(str(ROOT)) and file != __file__:
-                path = Path(file).relative_to(ROOT)
-                below = path.parts[1:] if path.parts[0] == "parallel3d" else path.parts
-                if below[0] in _SOURCES or (below[0] == "tests" and path.name == "faults.py"):
-                    function = frame.f_code.co_qualname.split(".<locals>")[0]
-                    place = f"{'/'.join(below)} {function}"
-                    self._program.lines[place] = f"{path.as_posix()}:{frame.f_lineno}"
-                    return place
-            frame = frame.f_back
-        return "outside the project"
+        operands = []
+        for x in tree_iter(args):
+            if isinstance(x, Tensor) and op != "barrier":
+                dtype = str(x.dtype).removeprefix("torch.")
+                operands.append(Operand(dtype, x.numel(), str(x.device), x.is_contiguous()))
+        sent = Sent(op, self._label(group), tuple(ranks), peer, tuple(operands), place())
+        self.program.sent.append(sent)
 
 
-_SOURCES = {path.name for path in (ROOT / "parallel3d").iterdir()}
+def place() -> str:
+    """Returns the innermost line of the project on the stack."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and path.name != "census.py":
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "outside the project"
 
 
-def _group_labels() -> Any:
-    """Returns a function that names a group by its ranks, and by its number among the groups of the same ranks, in the
-    order in which they were made: all members make them in one order, or the names are not the same."""
-    numbers: dict[str, str] = {}
+def group_labels() -> Any:
+    """Returns a function that names a group by its ranks, and by its number among the groups of
+    the same ranks: all members make them in one order."""
+    labels: dict[str, str] = {}
 
     def label(group: dist.ProcessGroup) -> str:
-        if group.group_name not in numbers:
+        if group.group_name not in labels:
             made: Counter[tuple[int, ...]] = Counter()
             for other, members in dist.distributed_c10d._world.pg_group_ranks.items():
-                if not isinstance(other, dist.ProcessGroup):  # groups that this rank is no member of
-                    continue
-                ranks = tuple(sorted(members))
-                made[ranks] += 1
-                numbers[other.group_name] = f"{','.join(map(str, ranks))} #{made[ranks]}"
-        return numbers[group.group_name]
+                if isinstance(other, dist.ProcessGroup):
+                    ranks = tuple(sorted(members))
+                    made[ranks] += 1
+                    labels[other.group_name] = f"{ranks} #{made[ranks]}"
+        return labels[group.group_name]
 
     return label
 
 
-def _elements(tensor: Tensor, rows: list[int], ranks: int) -> list[int]:
-    """Returns the elements of each rank's part of a tensor, which is cut evenly where `rows` is empty."""
-    if not rows:
-        return [tensor.numel() // ranks] * ranks
-    return [row * tensor[0].numel() for row in rows]
-
-
 def run(layout: str, rank: int, faults: tuple[str, ...] = ()) -> Program:
-    """Trains a step of one rank of a layout, with data ranks the second one, and returns what the step does. An error
-    is told in the program."""
-    recipe, program, start = LAYOUTS[layout], Program(layout, rank, faults), time.perf_counter()
+    """Trains a step of one rank, the second one if there are data-parallel ranks."""
+    recipe, program = LAYOUTS[layout], Program(layout, rank, faults)
     try:
-        with world_of_none(recipe.parallel.world_size, rank), _streams():
+        with world_of_none(recipe.parallel.world_size, rank), streams():
             mesh = build_mesh(recipe.parallel, "cuda")
             with ShapesOnly(), cutting_by(Chunks):
                 trainer, batch = build_dry(recipe, mesh, DEVICE, gpu_bytes=80 * 2**30)
-                if recipe.parallel.dp > 1:  # the data ranks leave something from one step to the next
-                    with Census(Program(layout, rank)):
-                        trainer.train_step(batch)
+                if recipe.parallel.dp > 1:
+                    trainer.train_step(batch)
                 for fault in faults:
                     plant(fault, trainer, rank)
-                with Census(program):
-                    trainer.train_step(batch, observe=lambda parameter: _check_gradient(program, parameter))
-                program.strays += _strays(trainer)
+                census, read = Census(program), FakeTensor.tolist
+
+                def tolist(tensor: FakeTensor) -> Any:
+                    is_vector = tensor.device.type == "cuda" and tensor.ndim == 1
+                    return census.read_all(tensor) if is_vector else read(tensor)
+
+                with census, mock.patch.object(FakeTensor, "tolist", tolist):
+                    trainer.train_step(batch)
+                program.misplaced += strays(trainer)
     except Exception as error:
-        inside = [each for each in traceback.extract_tb(error.__traceback__) if str(ROOT) in each.filename]
-        places = " < ".join(f"{Path(each.filename).name}:{each.lineno}" for each in inside[:-4:-1])
-        program.error = f"{type(error).__name__}: {error} ({places})"
-    program.seconds = time.perf_counter() - start
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if str(ROOT) in f.filename]
+        program.error = f"{type(error).__name__}: {error} ({' < '.join(lines[:-4:-1])})"
     return program
 
 
-def _check_gradient(program: Program, parameter: Any) -> None:
-    gradient = parameter.local.grad
-    if gradient is not None and gradient.device != DEVICE:
-        program.strays.append(f"gradient of {parameter.name}")
-
-
-def _strays(trainer: Trainer) -> list[str]:
-    """Returns the parameters, buffers and optimizer states that are not on the device."""
-    held: dict[str, Tensor] = {f"parameter {each.name}": each.local for each in trainer.parameters}
+def strays(trainer: Trainer) -> list[str]:
+    """Returns the parameters, gradients, buffers and optimizer states that are not on the GPU."""
+    held: dict[str, Tensor | None] = {}
     for stage in trainer.stages:
-        held |= {f"parameter {name} of its module": each for name, each in stage.module.named_parameters()}
-        held |= {f"buffer {name}": each for name, each in stage.module.named_buffers()}
+        held |= dict(stage.module.named_parameters()) | dict(stage.module.named_buffers())
     for each in trainer.parameters:
-        states = trainer.optimizer.state[each.local].items()
-        held |= {f"state {key} of {each.name}": state for key, state in states if isinstance(state, Tensor)}
-    if trainer.local_sgd is not None:
-        for outer in trainer.local_sgd.parameters:
-            held[f"outer value of {outer.inner.name}"] = outer.value
-            for key, state in trainer.local_sgd.optimizer.state[outer.value].items():
-                held[f"outer state {key} of {outer.inner.name}"] = state
-    return [name for name, tensor in held.items() if tensor.device != DEVICE]
+        held |= {f"local {each.name}": each.local, f"gradient of {each.name}": each.local.grad}
+        for key, state in trainer.optimizer.state[each.local].items():
+            held[f"state {key} of {each.name}"] = state if isinstance(state, Tensor) else None
+    return [name for name, x in held.items() if x is not None and x.device != DEVICE]
+
+
+# Mistakes, each made once when the optimizer has stepped.
+
+
+def add_cpu_tensor(trainer: Trainer, rank: int) -> None:
+    torch.zeros(4, device=DEVICE).add_(torch.zeros(4))
+
+
+def state_on_cpu(trainer: Trainer, rank: int) -> None:
+    trainer.optimizer.state[trainer.parameters[0].local]["late"] = torch.zeros(3)
+
+
+def read_a_number(trainer: Trainer, rank: int) -> None:
+    torch.zeros((), device=DEVICE).item()
+
+
+def copy_to_cpu(trainer: Trainer, rank: int) -> None:
+    torch.zeros((), device=DEVICE).cpu()
+
+
+def reduce(trainer: Trainer, axis: str, x: Tensor) -> None:
+    dist.all_reduce(x, group=trainer.mesh[axis].get_group())
+
+
+def reduce_transposed(trainer: Trainer, rank: int) -> None:
+    reduce(trainer, "tp", torch.zeros(4, 2, device=DEVICE).t())
+
+
+def reduce_other_dtypes(trainer: Trainer, rank: int) -> None:
+    dtype = torch.float32 if rank == 0 else torch.bfloat16
+    reduce(trainer, "tp", torch.zeros(4, dtype=dtype, device=DEVICE))
+
+
+def reduce_on_one_rank(trainer: Trainer, rank: int) -> None:
+    if rank == 1:
+        reduce(trainer, "tp", torch.zeros((), device=DEVICE))
+
+
+def reduce_in_a_ring(trainer: Trainer, rank: int) -> None:
+    """Lets each of four ranks wait for the next."""
+    axes = ("dp_replicate", "dp_shard") if rank in (0, 3) else ("dp_shard", "dp_replicate")
+    for axis in axes:
+        reduce(trainer, axis, torch.zeros((), device=DEVICE))
+
+
+def send_too_little(trainer: Trainer, rank: int) -> None:
+    group, x = trainer.mesh["pp"].get_group(), torch.zeros(4 + rank, device=DEVICE)
+    if rank == 0:
+        dist.isend(x, group=group, group_dst=1)
+    else:
+        dist.irecv(x, group=group, group_src=0)
+
+
+def plant(fault: str, trainer: Trainer, rank: int) -> None:
+    trainer.optimizer.register_step_post_hook(lambda *_: globals()[fault](trainer, rank))
+
+
+if __name__ == "__main__":
+    # A collection looks at the modules of torch, a million objects.
+    gc.disable()
+    jobs = [(layout, ()) for layout in LAYOUTS]
+    found = []
+    for layout, faults in [*jobs, *FAULTY]:
+        ranks = range(LAYOUTS[layout].parallel.world_size)
+        found += [run(layout, rank, faults) for rank in ranks]
+    pickle.dump(found, sys.stdout.buffer)

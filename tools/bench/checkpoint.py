@@ -1,10 +1,11 @@
 """`bench checkpoint`: saving and loading float32 tensors that four processes share, against DCP
-(torch.distributed.checkpoint) with the same tensors, and against torch.save and torch.load of each process's own parts.
+(torch.distributed.checkpoint) with the same tensors, and against torch.save and torch.load of each
+process's own parts.
 
 The pause of a save in the background is compared with that of one that is waited for.
 
-All write into the temporary folder and sync; ours takes checksums on the way, and checks them all before it loads.
-Files that are loaded are in the page cache.
+All write into the temporary folder and sync; ours takes checksums on the way, and checks them all
+before it loads. Files that are loaded are in the page cache.
 """
 
 from __future__ import annotations
@@ -36,21 +37,24 @@ from parallel3d.tools.bench.harness import (
     TimedCase,
     check_agreement,
     run_cases,
-    run_ranks,
     time_in_turn,
     time_steps,
 )
 from parallel3d.tools.bench.report import Options, ResultRow, Round, Timing, row_of
+from parallel3d.tools.local_ranks import run_ranks
 
 RANKS, ROUNDS = 4, 5
 SIZES = {"64 MB": 16, "1 GB": 256}  # tensors of 4 MiB
-_PROGRESS = SavedProgress(step=1, tokens=1, seed=0, global_batch_size=1, seq_len=1, parameters=1, parallel={})
+_PROGRESS = SavedProgress(
+    step=1, tokens=1, seed=0, global_batch_size=1, seq_len=1, parameters=1, parallel={}
+)
 State = dict[str, DTensor]
 Act = Callable[[State, Path], object]
 
 
 def bench_checkpoint(options: Options) -> list[ResultRow]:
-    """Returns the rows of saving and loading against each peer, in processor and in wall seconds, and of the pause."""
+    """Returns the rows of saving and loading against each peer, in processor and in wall seconds,
+    and of the pause."""
     cases: dict[str, Case] = {}
     for size, tensors in SIZES.items():
         for verb, act in (("save", measure_saves), ("load", measure_loads)):
@@ -70,8 +74,8 @@ def bench_checkpoint(options: Options) -> list[ResultRow]:
 
 
 def _pause_rows(size: str, options: Options) -> list[ResultRow]:
-    """Returns the row of the wall time for which a save in the background stops training. Its processor time is spent
-    while training goes on."""
+    """Returns the row of the wall time for which a save in the background stops training. Its
+    processor time is spent while training goes on."""
     name = f"pause {size}, a save that is waited for"
     rounds, steps = options.rounds or ROUNDS, options.steps or 1
     found = run_ranks(measure_pauses, SIZES[size], rounds, steps, world_size=RANKS)
@@ -84,7 +88,10 @@ def make_state(tensors: int, seed: int = 0) -> State:
     mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(seed + dist.get_rank())
     rows = 1024 // dist.get_world_size()
-    return {f"model.{at}": DTensor.from_local(torch.randn(rows, 1024), mesh, [Shard(0)]) for at in range(tensors)}
+    return {
+        f"model.{at}": DTensor.from_local(torch.randn(rows, 1024), mesh, [Shard(0)])
+        for at in range(tensors)
+    }
 
 
 def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
@@ -101,32 +108,41 @@ def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Roun
 
 
 def measure_pauses(tensors: int, rounds: int, steps: int) -> list[Round]:
-    """Times how long `Saver.save` takes to return: `steps` saves in the background, each begun when the last is done,
-    and as many that are waited for. The memory for copies is there, as it is from a run's second save on."""
+    """Times how long `Saver.save` takes to return: `steps` saves in the background, each begun when
+    the last is done, and as many that are waited for. The memory for copies is there, as it is from
+    a run's second save on."""
     state, rule = make_state(tensors), CheckpointConfig(every=1, in_background=True)
     with (
         common_folder() as folder,
         Saver(rule, saved=lambda path: None, say=lambda line: None) as background,
-        Saver(replace(rule, in_background=False), saved=lambda path: None, say=lambda line: None) as waiting,
+        Saver(
+            replace(rule, in_background=False), saved=lambda path: None, say=lambda line: None
+        ) as waiting,
     ):
 
         def timed(saver: Saver) -> Timing:
             def begin(number: int, _step: int) -> None:
-                saver.save(dict(state), _PROGRESS, checkpoint_path(folder, number), "", is_last=False)
+                saver.save(
+                    dict(state), _PROGRESS, checkpoint_path(folder, number), "", is_last=False
+                )
 
             taken = []
             for number in range(steps):
                 taken.append(time_steps(partial(begin, number), 1))
                 saver.finish()
             _empty(folder)
-            return Timing(wall_s=fmean(each.wall_s for each in taken), cpu_s=fmean(each.cpu_s for each in taken))
+            return Timing(
+                wall_s=fmean(each.wall_s for each in taken),
+                cpu_s=fmean(each.cpu_s for each in taken),
+            )
 
         timed(background)
         return [Round(ours=timed(background), peer=timed(waiting)) for _ in range(rounds)]
 
 
 def measure_loads(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
-    """Times loads of one state that both have saved, into tensors of other values, and compares what they have read."""
+    """Times loads of one state that both have saved, into tensors of other values, and compares
+    what they have read."""
     saved, ours, theirs = (make_state(tensors, seed) for seed in (0, 10, 20))
     with common_folder() as folder:
         _save(saved, folder / "ours")
@@ -140,7 +156,9 @@ def measure_loads(tensors: int, peer: str, rounds: int, steps: int) -> list[Roun
         _empty(folder)
     for read, what in ((ours, "ours"), (theirs, "the peer")):
         local = {name: tensor.to_local() for name, tensor in read.items()}
-        check_agreement([(what, local[name], saved[name].to_local()) for name in local], tolerance=0.0)
+        check_agreement(
+            [(what, local[name], saved[name].to_local()) for name in local], tolerance=0.0
+        )
     return found
 
 

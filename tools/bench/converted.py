@@ -1,7 +1,8 @@
-"""Blocks of transformers' Llama and GPT-2, made tensor-parallel by their tables, beside the same blocks of this
-library's layers; and Llama's beside DTensor's plan of the same block of transformers. All start from the same weights;
-outputs and input gradients must agree before anything is timed. The converted blocks and the layers add gradients in
-place (`set_fused_gradients`), which DTensor's plan has no setting for."""
+"""Blocks of transformers' Llama and GPT-2, made tensor-parallel by their tables, beside the same
+blocks of this library's layers; and Llama's beside DTensor's plan of the same block of
+transformers. All start from the same weights; outputs and input gradients must agree before
+anything is timed. The converted blocks and the layers add gradients in place
+(`set_fused_gradients`), which DTensor's plan has no setting for."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.convert.apply import tensor_parallelize
@@ -29,9 +35,10 @@ from parallel3d.mesh import Axis
 from parallel3d.models.gpt import GPT
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut
-from parallel3d.tools.bench.harness import Case, Step, TimedCase, check_agreement, run_ranks, time_in_turn
+from parallel3d.tools.bench.harness import Case, Step, TimedCase, check_agreement, time_in_turn
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of, rows_against_peer
 from parallel3d.tools.bench.step import StepSize
+from parallel3d.tools.local_ranks import run_ranks
 
 Family = Literal["llama", "gpt2"]
 Forward = Callable[[Tensor], Tensor]
@@ -52,7 +59,8 @@ _NAMES: dict[Family, dict[str, str]] = {  # a name of transformers by that of th
 
 
 def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -> dict[str, Case]:
-    """Returns the cases on CPUs, or none, which is said on stderr, where transformers is not installed."""
+    """Returns the cases on CPUs, or none, which is said on stderr, where transformers is not
+    installed."""
     if find_spec("transformers") is None:
         print("left out: blocks of transformers; pip install 'parallel3d[dev]'", file=sys.stderr)
         return {}
@@ -62,7 +70,9 @@ def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -
         for family in families:
             name = f"converted {family} block of {size.name}: tp 2, beside the layers"
             cases[name] = partial(bench_beside_layers, name, size, family)
-        name = f"converted llama block of {size.name}: tp 2, gradients in place, beside DTensor's plan"
+        name = (
+            f"converted llama block of {size.name}: tp 2, gradients in place, beside DTensor's plan"
+        )
         cases[name] = TimedCase(
             measure=measure_beside_dtensor,
             arguments=(size,),
@@ -74,14 +84,18 @@ def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -
     return cases
 
 
-def bench_beside_layers(name: str, size: StepSize, family: Family, options: Options) -> list[ResultRow]:
-    """Compares the processor time of both at tp 2, and what tp 2 costs each of them beside its own block on one
-    process: transformers' forward is not that of the layers, and splitting a block leaves it as slow as it was."""
+def bench_beside_layers(
+    name: str, size: StepSize, family: Family, options: Options
+) -> list[ResultRow]:
+    """Compares the processor time of both at tp 2, and what tp 2 costs each of them beside its own
+    block on one process: transformers' forward is not that of the layers, and splitting a block
+    leaves it as slow as it was."""
     rounds, steps = options.rounds or size.rounds, options.steps or size.steps
     split, alone = run_ranks(measure_beside_layers, size, family, rounds, steps, world_size=2)
     on_one_process = [(one.ours.cpu_s, one.peer.cpu_s) for one in alone]
     costs = [
-        (tp.ours.cpu_s / ours, tp.peer.cpu_s / peer) for tp, (ours, peer) in zip(split, on_one_process, strict=True)
+        (tp.ours.cpu_s / ours, tp.peer.cpu_s / peer)
+        for tp, (ours, peer) in zip(split, on_one_process, strict=True)
     ]
     return [
         *rows_against_peer(name, split, LAYERS_BAR),
@@ -90,16 +104,22 @@ def bench_beside_layers(name: str, size: StepSize, family: Family, options: Opti
     ]
 
 
-def measure_beside_layers(size: StepSize, family: Family, rounds: int, steps: int) -> tuple[list[Round], list[Round]]:
-    """Runs on every rank, and times four blocks in turn: a converted one and that of the layers, at tp 2, and both
-    unsplit on rank 0 alone, for which the other waits."""
+def measure_beside_layers(
+    size: StepSize, family: Family, rounds: int, steps: int
+) -> tuple[list[Round], list[Round]]:
+    """Runs on every rank, and times four blocks in turn: a converted one and that of the layers, at
+    tp 2, and both unsplit on rank 0 alone, for which the other waits."""
     tp = init_device_mesh("cpu", (2,))
     whole, converted = foreign(size, family), foreign(size, family)
     weights = weights_of(whole, family)
     tensor_parallelize(converted, tp, check=False)
     set_fused_gradients(converted, True)
-    at_tp = steps_of(size, forward_of(converted, family, size.seq_len), own_layers(size, family, tp, weights))
-    alone = steps_of(size, forward_of(whole, family, size.seq_len), own_layers(size, family, None, weights))
+    at_tp = steps_of(
+        size, forward_of(converted, family, size.seq_len), own_layers(size, family, tp, weights)
+    )
+    alone = steps_of(
+        size, forward_of(whole, family, size.seq_len), own_layers(size, family, None, weights)
+    )
     if dist.get_rank() > 0:
         alone = (lambda _: None, lambda _: None)
     found: tuple[list[Round], list[Round]] = ([], [])
@@ -110,8 +130,8 @@ def measure_beside_layers(size: StepSize, family: Family, rounds: int, steps: in
 
 
 def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank, and times a converted Llama block and the one that DTensor lays out, whose gradients go
-    through autograd, in turn."""
+    """Runs on every rank, and times a converted Llama block and the one that DTensor lays out,
+    whose gradients go through autograd, in turn."""
     tp = init_device_mesh("cpu", (2,))
     peer, converted = by_dtensor(foreign(size, "llama"), tp), foreign(size, "llama")
     tensor_parallelize(converted, tp, check=False)
@@ -121,11 +141,15 @@ def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Roun
 
 
 def steps_of(size: StepSize, ours: Forward, peer: Forward) -> tuple[Step, Step]:
-    """Returns a step of each block on one sequence, after both have been checked against each other."""
-    x, grad = torch.randn((2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0))
+    """Returns a step of each block on one sequence, after both have been checked against each
+    other."""
+    x, grad = torch.randn(
+        (2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0)
+    )
 
     def step(block: Forward) -> tuple[Tensor, Tensor]:
-        """Returns the output and the input's gradient; the weights' gradients add up, as over microbatches."""
+        """Returns the output and the input's gradient; the weights' gradients add up, as over
+        microbatches."""
         leaf = x.detach().requires_grad_()
         y = block(leaf)
         y.backward(grad)
@@ -143,17 +167,40 @@ def foreign(size: StepSize, family: Family) -> nn.Module:
     torch.manual_seed(0)
     if family == "llama":
         llama = transformers.LlamaConfig(
-            **{"hidden_size": model.hidden, "intermediate_size": model.ffn_hidden, "num_hidden_layers": 1},
+            **{
+                "hidden_size": model.hidden,
+                "intermediate_size": model.ffn_hidden,
+                "num_hidden_layers": 1,
+            },
             **{"num_attention_heads": model.heads, "num_key_value_heads": model.key_value_heads},
-            **{"vocab_size": model.vocab, "rms_norm_eps": model.norm_eps, "max_position_embeddings": size.seq_len},
+            **{
+                "vocab_size": model.vocab,
+                "rms_norm_eps": model.norm_eps,
+                "max_position_embeddings": size.seq_len,
+            },
             rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
         )
         whole: nn.Module = transformers.LlamaForCausalLM(llama)
         return whole
     gpt2 = transformers.GPT2Config(
-        **{"n_embd": model.hidden, "n_inner": model.ffn_hidden, "n_layer": 1, "n_head": model.heads},
-        **{"vocab_size": model.vocab, "n_positions": size.seq_len, "layer_norm_epsilon": model.norm_eps},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+        **{
+            "n_embd": model.hidden,
+            "n_inner": model.ffn_hidden,
+            "n_layer": 1,
+            "n_head": model.heads,
+        },
+        **{
+            "vocab_size": model.vocab,
+            "n_positions": size.seq_len,
+            "layer_norm_epsilon": model.norm_eps,
+        },
+        **{
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
     )
     other: nn.Module = transformers.GPT2LMHeadModel(gpt2)
     return other
@@ -182,26 +229,39 @@ def weights_of(model: nn.Module, family: Family) -> dict[str, Tensor]:
     }
     for kind in ("weight", "bias") if family == "gpt2" else ():
         parts = found[f"attn.c_attn.{kind}"].chunk(3)
-        weights |= {f"layers.0.attention.{name}.{kind}": part for name, part in zip("qkv", parts, strict=True)}
+        weights |= {
+            f"layers.0.attention.{name}.{kind}": part
+            for name, part in zip("qkv", parts, strict=True)
+        }
     return weights
 
 
-def own_layers(size: StepSize, family: Family, tp: DeviceMesh | None, weights: dict[str, Tensor]) -> nn.Module:
+def own_layers(
+    size: StepSize, family: Family, tp: DeviceMesh | None, weights: dict[str, Tensor]
+) -> nn.Module:
     """Returns the same block of this library's layers."""
     config: ModelConfig = size.model
     if family == "gpt2":
-        config = replace(config, architecture="gpt", kv_heads=config.heads, max_positions=size.seq_len)
+        config = replace(
+            config, architecture="gpt", kv_heads=config.heads, max_positions=size.seq_len
+        )
     block = cut((Llama if family == "llama" else GPT)(config, tp=tp), _MIDDLE)
     set_fused_gradients(block, True)
     with torch.no_grad():
         for name, spec in named_specs(block):
-            local_tensor(block.get_parameter(name)).copy_(spec.local_part(weights[name], Axis.of(tp)))
+            local_tensor(block.get_parameter(name)).copy_(
+                spec.local_part(weights[name], Axis.of(tp))
+            )
     return block
 
 
 def by_dtensor(model: nn.Module, tp: DeviceMesh) -> nn.Module:
-    """Lays out a Llama of transformers by `parallelize_module`; an attention or an MLP takes its input once."""
-    once: dict[str, Any] = {"input_layouts": (Replicate(),), "desired_input_layouts": (Replicate(),)}
+    """Lays out a Llama of transformers by `parallelize_module`; an attention or an MLP takes its
+    input once."""
+    once: dict[str, Any] = {
+        "input_layouts": (Replicate(),),
+        "desired_input_layouts": (Replicate(),),
+    }
     named: dict[str, Placement] = {"hidden_states": Replicate()}
     attention = PrepareModuleInput(input_kwarg_layouts=named, desired_input_kwarg_layouts=named)
     plan = {

@@ -1,11 +1,13 @@
-"""`bench data`: the data dimension alone, each strategy and torch's own way to it in turn, on the same plain model.
+"""`bench data`: the data dimension alone, each strategy and torch's own way to it in turn, on the
+same plain model.
 
     NO_SHARD                      DistributedDataParallel, with its gradients as views into its buckets
     SHARD_OPTIMIZER               the same, with ZeroRedundancyOptimizer
     SHARD_GRAD_OP, FULL_SHARD     fully_shard on each block, which is what carries them: what asking for it costs
 
-The sizes are those of `bench step`, on two data ranks, with four microbatches of one sequence on each, and AdamW.
-"""
+The sizes are those of `bench step`, on two data ranks, with four microbatches of one sequence on
+each, and AdamW.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -30,9 +32,22 @@ from parallel3d.tools.bench.harness import run_cases
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama, token_loss
 from parallel3d.tools.bench.plain_torch.stack import apply_fsdp, sync_in_last_backward
 from parallel3d.tools.bench.report import Options, ResultRow, Round
-from parallel3d.tools.bench.step import SIZES, StepLayout, StepSize, TrainStep, recipe, time_train_steps, timed_cases
+from parallel3d.tools.bench.step import (
+    SIZES,
+    StepLayout,
+    StepSize,
+    TrainStep,
+    recipe,
+    time_train_steps,
+    timed_cases,
+)
 
-STRATEGIES: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
+STRATEGIES: tuple[ShardingName, ...] = (
+    "NO_SHARD",
+    "SHARD_OPTIMIZER",
+    "SHARD_GRAD_OP",
+    "FULL_SHARD",
+)
 REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # the others are torch's own work
 
 
@@ -54,13 +69,17 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
     mesh, strategy = build_mesh(parallel, "cpu"), parallel.sharding
     assert strategy is not None
     ours, peer = build_ours(size.model, mesh, strategy), build_peer(size.model, mesh, strategy)
-    return time_train_steps(recipe(size, parallel), ours, peer, agreement_steps=3, rounds=rounds, steps=steps)
+    return time_train_steps(
+        recipe(size, parallel), ours, peer, agreement_steps=3, rounds=rounds, steps=steps
+    )
 
 
 def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
-    """Returns the step of the plain model under `shard`: a function from this rank's batch to the global loss."""
+    """Returns the step of the plain model under `shard`: a function from this rank's batch to the
+    global loss."""
     module = _plain_model(model)
-    data = shard(module, mesh, strategy, options=ShardingOptions(microbatches=2))  # several: what is gathered is kept
+    # several: what is gathered is kept
+    data = shard(module, mesh, strategy, options=ShardingOptions(microbatches=2))
     parts = named_parts(module, data)
     optimizer = _adamw(part.local for part in parts.values())
 
@@ -70,8 +89,11 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
     return partial(_train_step, module, begin, partial(finish_step, data, parts, optimizer))
 
 
-def finish_step(data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer: torch.optim.Optimizer) -> None:
-    """Reduces the gradients, steps the optimizer and publishes the parameters, after a step's last backward."""
+def finish_step(
+    data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer: torch.optim.Optimizer
+) -> None:
+    """Reduces the gradients, steps the optimizer and publishes the parameters, after a step's last
+    backward."""
     data.finish_gradients()
     for part in parts.values():
         part.sync_views()
@@ -90,7 +112,9 @@ def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
         apply_fsdp(plain, mesh["dp_shard"])
     optimizer: torch.optim.Optimizer
     if strategy == "SHARD_OPTIMIZER":
-        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+        optimizer = ZeroRedundancyOptimizer(
+            module.parameters(), torch.optim.AdamW, lr=1e-3, fused=True
+        )
     else:
         optimizer = _adamw(module.parameters())
 
@@ -116,8 +140,8 @@ def _plain_model(config: ModelConfig) -> PlainLlama:
 def _train_step(
     model: nn.Module, begin: Callable[[int, bool], None], finish: Callable[[], None], batch: Batch
 ) -> float:
-    """Calls `begin(index, is_last)` before each microbatch's forward and backward, and `finish` after all; returns the
-    mean of the loss over the ranks."""
+    """Calls `begin(index, is_last)` before each microbatch's forward and backward, and `finish`
+    after all; returns the mean of the loss over the ranks."""
     total = torch.zeros(())
     for index, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
         begin(index, index == len(batch.inputs) - 1)

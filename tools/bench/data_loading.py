@@ -1,8 +1,10 @@
-"""`bench data-loading`: the batches of one process on one core, from shards of token ids that are in the page cache.
+"""`bench data-loading`: the batches of one process on one core, from shards of token ids that are
+in the page cache.
 
-Each contestant makes int64 inputs and labels of the same windows of 4,096 tokens in the same order: ours, torch's
-DataLoader over mapped files, and torch's DataLoader over Megatron's indexed data set where that can be imported. Peers
-are given the order, and ours computes it and checks the ids. The shards are of random ids, and made for the run.
+Each contestant makes int64 inputs and labels of the same windows of 4,096 tokens in the same order:
+ours, torch's DataLoader over mapped files, and torch's DataLoader over Megatron's indexed data set
+where that can be imported. Peers are given the order, and ours computes it and checks the ids. The
+shards are of random ids, and made for the run.
 """
 
 from __future__ import annotations
@@ -22,9 +24,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.data.loader import BatchLoader
-from parallel3d.data.megatron import MegatronWriter
 from parallel3d.data.order import window_order
-from parallel3d.data.token_files import FolderWriter, open_tokens
+from parallel3d.data.token_files import FolderWriter, MegatronWriter, open_tokens
 from parallel3d.data.windows import ShuffledWindows, TokenIds
 from parallel3d.tools.bench.harness import check_agreement
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
@@ -54,9 +55,15 @@ class ShardWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def bench_data_loading(options: Options) -> list[ResultRow]:
-    """Returns a row against each peer that can be imported, and one against the bar of tokens a second."""
+    """Returns a row against each peer that can be imported, and one against the bar of tokens a
+    second."""
     torch.set_num_threads(1)
-    steps, rounds, rows, own = options.steps or STEPS, options.rounds or ROUNDS, list[ResultRow](), list[float]()
+    steps, rounds, rows, own = (
+        options.steps or STEPS,
+        options.rounds or ROUNDS,
+        list[ResultRow](),
+        list[float](),
+    )
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_shards(root)
@@ -67,30 +74,51 @@ def bench_data_loading(options: Options) -> list[ResultRow]:
                 continue
             batches = ours(root), peer(read, root, (rounds * steps + 1) * BATCH)
             (inputs, labels), (peers_inputs, peers_labels) = (next(each) for each in batches)
-            check_agreement([("inputs", inputs, peers_inputs), ("labels", labels, peers_labels)], tolerance=0.0)
-            pairs = [(seconds(batches[0], steps), seconds(batches[1], steps)) for _ in range(rounds)]
+            check_agreement(
+                [("inputs", inputs, peers_inputs), ("labels", labels, peers_labels)], tolerance=0.0
+            )
+            pairs = [
+                (seconds(batches[0], steps), seconds(batches[1], steps)) for _ in range(rounds)
+            ]
             rows.append(row_of(name, _UNIT, pairs))
             own += [seconds_of_ours for seconds_of_ours, _ in pairs]
-    return [*rows, *([row_of("50 million tokens/s", _UNIT, [(each, _BAR) for each in own], bar=1.0)] if own else [])]
+    return [
+        *rows,
+        *(
+            [row_of("50 million tokens/s", _UNIT, [(each, _BAR) for each in own], bar=1.0)]
+            if own
+            else []
+        ),
+    ]
 
 
 def write_shards(root: Path) -> None:
     """Writes the same documents, one a shard, as a folder and as Megatron's files."""
     draw = np.random.default_rng(0)
     with (
-        FolderWriter(root / "tokens", vocab_size=VOCAB + 1, end_of_text=VOCAB, shard_tokens=SHARD_TOKENS) as folder,
-        MegatronWriter(root / "megatron.bin", dtype="uint16", vocab_size=VOCAB + 1, end_of_text=VOCAB) as megatron,
+        FolderWriter(
+            root / "tokens", vocab_size=VOCAB + 1, end_of_text=VOCAB, shard_tokens=SHARD_TOKENS
+        ) as folder,
+        MegatronWriter(root / "megatron.bin", dtype="uint16", vocab_size=VOCAB + 1) as megatron,
     ):
         for _ in range(SHARDS):
-            document = draw.integers(0, VOCAB, SHARD_TOKENS - 1, dtype=np.uint16)
-            folder.add("train", document)
-            megatron.add(document)
+            ids = draw.integers(0, VOCAB, SHARD_TOKENS, dtype=np.uint16)
+            ids[-1] = VOCAB
+            folder.add("train", ids, np.array([SHARD_TOKENS]))
+            megatron.add(ids, np.array([SHARD_TOKENS]))
 
 
 def ours(root: Path) -> Batches:
     """Yields the batches of `BatchLoader`."""
     windows = ShuffledWindows(open_tokens(root / "tokens", 0.05).train, seq_len=SEQ_LEN, seed=0)
-    loader = BatchLoader(windows, global_batch_size=BATCH, microbatch_size=BATCH, dp_rank=0, dp_size=1, vocab=VOCAB + 1)
+    loader = BatchLoader(
+        windows,
+        global_batch_size=BATCH,
+        microbatch_size=BATCH,
+        dp_rank=0,
+        dp_size=1,
+        vocab=VOCAB + 1,
+    )
     step = 0
     while True:
         batch = loader.batch(step)
@@ -106,7 +134,10 @@ def peer(read: Read, root: Path, samples: int) -> Batches:
 
 
 def _mapped(root: Path) -> Read:
-    shards = [np.memmap(path, dtype="<u2", mode="r") for path in sorted((root / "tokens").glob("train-0000?.bin"))]
+    shards = [
+        np.memmap(path, dtype="<u2", mode="r")
+        for path in sorted((root / "tokens").glob("train-0000?.bin"))
+    ]
     return lambda shard, place, length: shards[shard][place : place + length]
 
 

@@ -1,9 +1,11 @@
-"""`bench layers`: a transformer block, forward and backward, against torch's own tensor parallelism and one process;
-blocks of transformers that are converted (`converted`); and the peak memory of the loss in chunks against the whole.
+"""`bench layers`: a transformer block, forward and backward, against torch's own tensor parallelism
+and one process; blocks of transformers that are converted (`converted`); and the peak memory of the
+loss in chunks against the whole.
 
-The peer of a block is the same block in plain torch, from the same weights, laid out by `parallelize_module` (DTensor)
-as `bench step` lays it out. Outputs and input gradients must agree before anything is timed. Overhead rules at
-`hidden 64`, and matrix products at `hidden 1024`. On GPUs the block is one of Llama 3 8B, and its peer is compiled.
+The peer of a block is the same block in plain torch, from the same weights, laid out by
+`parallelize_module` (DTensor) as `bench step` lays it out. Outputs and input gradients must agree
+before anything is timed. Overhead rules at `hidden 64`, and matrix products at `hidden 1024`. On
+GPUs the block is one of Llama 3 8B, and its peer is compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-from parallel3d.layers.parameter import Placement, initial_weights, named_specs, set_fused_gradients
+from parallel3d.layers.parameter import (
+    ParallelContext,
+    initial_weights,
+    named_specs,
+    set_fused_gradients,
+)
 from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
@@ -33,17 +40,17 @@ from parallel3d.tools.bench.harness import (
     Case,
     check_agreement,
     lacks_devices,
-    own_device,
     run_cases,
-    run_ranks,
     time_in_turn,
 )
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 from parallel3d.tools.bench.plain_torch.stack import apply_tp
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.bench.step import BF16_AGREEMENT, StepLayout, StepSize, timed_cases
+from parallel3d.tools.local_ranks import own_device, run_ranks
 
-_MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)  # a block without embedding and head
+# a block without embedding and head
+_MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)
 SIZES = (
     StepSize(
         name="hidden 64",
@@ -70,35 +77,49 @@ _LLAMA_8B = StepSize(
     precision="bf16",
     wall_bar=1.15,
 )
-GPU_SIZES = (_LLAMA_8B, replace(_LLAMA_8B, name="Llama 8B, compiled", is_compiled=True, wall_bar=1.05))
+GPU_SIZES = (
+    _LLAMA_8B,
+    replace(_LLAMA_8B, name="Llama 8B, compiled", is_compiled=True, wall_bar=1.05),
+)
 TP_BARS = {"hidden 64": 0.4, "hidden 1024": 1.0}  # processor time, ours / DTensor's
 LAYOUTS = (
     StepLayout(name="one process", parallel=ParallelConfig()),
     StepLayout(name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars=TP_BARS),
-    StepLayout(name="tp 2 sequence parallel", parallel=ParallelConfig(tp=2, sequence_parallel=True), cpu_bars=TP_BARS),
+    StepLayout(
+        name="tp 2 sequence parallel",
+        parallel=ParallelConfig(tp=2, sequence_parallel=True),
+        cpu_bars=TP_BARS,
+    ),
 )
 LOSS_VOCAB, LOSS_HIDDEN, LOSS_TOKENS, LOSS_CHUNK = 128_256, 64, 1024, 128
 LOSS_BAR = 0.25
 
 
 def bench_layers(options: Options) -> list[ResultRow]:
-    """Measures every case that `options` names, and returns their rows. Rows against one process need the size's case
-    `one process` among them."""
+    """Measures every case that `options` names, and returns their rows. Rows against one process
+    need the size's case `one process` among them."""
     sizes = GPU_SIZES if options.device == "cuda" else SIZES
     cases: dict[str, Case] = {**timed_cases(measure, sizes, LAYOUTS, prefix="block of ")}
     if options.device == "cpu":
         cases |= converted_cases(SIZES, TP_BARS)
     for tp in (1, 2):
-        name = f"loss of vocabulary {LOSS_VOCAB}, {LOSS_TOKENS} tokens in chunks of {LOSS_CHUNK}: tp {tp}"
+        name = (
+            f"loss of vocabulary {LOSS_VOCAB}, {LOSS_TOKENS} tokens in chunks of {LOSS_CHUNK}: tp "
+            f"{tp}"
+        )
         cases[name] = partial(bench_loss, name, tp)
     return run_cases(cases, options)
 
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks both contestants against each other, then times them in turn on one sequence."""
+    """Runs on every rank: checks both contestants against each other, then times them in turn on
+    one sequence."""
     model, is_cut = size.model, parallel.sequence_parallel
     tp = init_device_mesh(size.device, (parallel.tp,)) if parallel.tp > 1 else None
-    settings, dtype = size.peer_settings(), torch.bfloat16 if size.precision == "bf16" else torch.float32
+    settings, dtype = (
+        size.peer_settings(),
+        torch.bfloat16 if size.precision == "bf16" else torch.float32,
+    )
     device = settings.device
     weights = initial_weights(Llama(model, device="meta"), 0)
     ours = cut(Llama(model, tp=tp, sequence_parallel=is_cut, device=device), _MIDDLE).to(dtype)
@@ -107,7 +128,9 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         compile_blocks(ours)
     with torch.no_grad():
         for name, spec in named_specs(ours):
-            local_tensor(ours.get_parameter(name)).copy_(spec.local_part(weights[name], Axis.of(tp)))
+            local_tensor(ours.get_parameter(name)).copy_(
+                spec.local_part(weights[name], Axis.of(tp))
+            )
     with device:
         peer = PlainLlama(model)
     peer.embed = peer.norm = peer.head = None
@@ -116,14 +139,17 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
     if tp is not None:
         apply_tp(peer, tp, is_cut)
     settings.compile(peer)
-    x, grad = torch.randn((2, 1, size.seq_len, model.hidden), generator=torch.Generator().manual_seed(0)).to(
-        device, dtype
-    )
+    x, grad = torch.randn(
+        (2, 1, size.seq_len, model.hidden), generator=torch.Generator().manual_seed(0)
+    ).to(device, dtype)
     if is_cut:
-        x, grad = (part.chunk(parallel.tp, dim=1)[dist.get_rank()].contiguous() for part in (x, grad))
+        x, grad = (
+            part.chunk(parallel.tp, dim=1)[dist.get_rank()].contiguous() for part in (x, grad)
+        )
 
     def step(block: nn.Module) -> tuple[Tensor, Tensor]:
-        """Returns the output and the input's gradient; the weights' gradients add up, as over microbatches."""
+        """Returns the output and the input's gradient; the weights' gradients add up, as over
+        microbatches."""
         leaf = x.detach().requires_grad_()
         y = block(leaf)
         y.backward(grad)
@@ -132,30 +158,36 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
 
     results = zip(("output", "input gradient"), step(ours), step(peer), strict=True)
     check_agreement(results, AGREEMENT if dtype == torch.float32 else BF16_AGREEMENT)
-    return time_in_turn(lambda _: step(ours), lambda _: step(peer), rounds=rounds, steps=steps, device=device)
+    return time_in_turn(
+        lambda _: step(ours), lambda _: step(peer), rounds=rounds, steps=steps, device=device
+    )
 
 
 def bench_loss(case: str, tp: int, options: Options) -> list[ResultRow]:
-    """Compares the peak memory, above what was there before, of head and loss in chunks with that of all tokens at
-    once. Forward and backward count, and each runs in a fresh process."""
+    """Compares the peak memory, above what was there before, of head and loss in chunks with that
+    of all tokens at once. Forward and backward count, and each runs in a fresh process."""
     device = options.device
     if lacks_devices(device, tp):
         return []
     chunked, whole = (
-        run_ranks(peak_of_loss, tp, in_chunks, device, world_size=tp, device=device) for in_chunks in (True, False)
+        run_ranks(peak_of_loss, tp, in_chunks, device, world_size=tp, device=device)
+        for in_chunks in (True, False)
     )
     return [row_of(case, "peak_mib", [(chunked / 2**20, whole / 2**20)], LOSS_BAR)]
 
 
 def peak_of_loss(tp: int, in_chunks: bool, device_type: str) -> int:
-    """Runs on every rank, and returns rank 0's peak in bytes: of the process, or of a GPU's allocator."""
+    """Runs on every rank, and returns rank 0's peak in bytes: of the process, or of a GPU's
+    allocator."""
     device = own_device(device_type)
     mesh = init_device_mesh(device_type, (tp,)) if tp > 1 else None
-    head = VocabParallelHead(LOSS_HIDDEN, LOSS_VOCAB, tp=Placement(mesh, device=device))
+    head = VocabParallelHead(LOSS_HIDDEN, LOSS_VOCAB, tp=ParallelContext(mesh, device=device))
 
     def step(tokens: int) -> None:
         x = torch.randn(1, tokens, LOSS_HIDDEN, device=device, requires_grad=True)
-        labels = torch.randint(LOSS_VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+        labels = torch.randint(
+            LOSS_VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0)
+        ).to(device)
         if in_chunks:
             losses = head_cross_entropy(x, labels, head, chunk_tokens=LOSS_CHUNK)
         else:

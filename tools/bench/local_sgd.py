@@ -1,7 +1,8 @@
-"""`bench local_sgd`: the quickstart's model and data on two replicas that train apart, against two that sum gradients.
+"""`bench local_sgd`: the quickstart's model and data on two replicas that train apart, against two
+that sum gradients.
 
-Both see the same tokens. What is compared is the validation loss of what each run leaves behind, and the bytes that a
-rank sends to the other replica, counted at the collectives.
+Both see the same tokens. What is compared is the validation loss of what each run leaves behind,
+and the bytes that a rank sends to the other replica, counted at the collectives.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe
 from parallel3d.sharding.counting import CollectiveCounter
-from parallel3d.tools.bench.harness import run_ranks
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
+from parallel3d.tools.local_ranks import run_ranks
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import build_loaders
 
@@ -33,9 +34,14 @@ LAYOUT = (
     "parallel.dp_replicate=2",
     "parallel.microbatch_size=8",
 )
-# A replica has half of the batch, and a lower rate keeps it near the others; in a run of thirty synchronisations the
-# paper's outer momentum of 0.9 does not settle (docs/low-bandwidth.md).
-DILOCO = ("optimizer.lr=1.5e-3", "local_sgd.sync_every=20", "local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.5")
+# A replica has half of the batch, and a lower rate keeps it near the others; in a run of thirty
+# synchronisations the paper's outer momentum of 0.9 does not settle (docs/low-bandwidth.md).
+DILOCO = (
+    "optimizer.lr=1.5e-3",
+    "local_sgd.sync_every=20",
+    "local_sgd.outer_lr=0.7",
+    "local_sgd.outer_momentum=0.5",
+)
 CASES = {
     "sync_every 20": DILOCO,
     "sync_every 20, int8, 4 fragments, overlap 4": (
@@ -48,15 +54,16 @@ CASES = {
 
 
 def bench_local_sgd(options: Options) -> list[ResultRow]:
-    """Trains every case that `options` names, and returns two rows of each. `options.steps` are the steps of a run,
-    over which the learning rate decays."""
+    """Trains every case that `options` names, and returns two rows of each. `options.steps` are the
+    steps of a run, over which the learning rate decays."""
     names, steps = chosen(CASES, options), options.steps or STEPS
     length = (
         f"train.steps={steps}",
         f"optimizer.decay_steps={steps}",
         f"optimizer.warmup_steps={min(30, steps // 10)}",  # the recipe's own
         "train.device=cpu",
-        "train.eval_sequences=256",  # the loss of fewer sequences says more about them than about the run
+        # the loss of fewer sequences says more about them than about the run
+        "train.eval_sequences=256",
     )
     results = {}
     for name in announced([_PEER, *names]):
@@ -73,10 +80,15 @@ def bench_local_sgd(options: Options) -> list[ResultRow]:
 
 
 def train(recipe: Recipe) -> tuple[float, float]:
-    """Runs on every rank: trains the whole run, without checkpoints. Returns the validation loss of its last parameters
-    and the MiB that each rank sent to the other replica."""
+    """Runs on every rank: trains the whole run, without checkpoints. Returns the validation loss of
+    its last parameters and the MiB that each rank sent to the other replica."""
     mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
-    trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
+    trainer = Trainer(
+        recipe,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        model_class=model_class(recipe.model.architecture),
+    )
     training, (validation,) = build_loaders(recipe, load_corpora(recipe.data), rank)
     with CollectiveCounter(mesh) as sent:
         for step in range(recipe.train.steps):

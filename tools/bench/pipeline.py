@@ -1,10 +1,11 @@
-"""`bench pipeline`: the runtime against torch.distributed.pipelining, same stages and schedule, in turn in the same
-processes, with nothing else around them: no trainer, no data dimension, no optimizer.
+"""`bench pipeline`: the runtime against torch.distributed.pipelining, same stages and schedule, in
+turn in the same processes, with nothing else around them: no trainer, no data dimension, no
+optimizer.
 
-Losses and gradients must agree before anything is timed. Two sizes: `overhead`, whose stages have next to nothing to
-compute, and `compute`, where matrix products rule. Then the bubble, in % of all rank-time: ours is the measured share,
-and the peer what the simulator says of the same schedule with the actions' own median times. Last the memory of 200
-steps, which must not grow.
+Losses and gradients must agree before anything is timed. Two sizes: `overhead`, whose stages have
+next to nothing to compute, and `compute`, where matrix products rule. Then the bubble, in % of all
+rank-time: ours is the measured share, and the peer what the simulator says of the same schedule
+with the actions' own median times. Last the memory of 200 steps, which must not grow.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ from parallel3d.tools.bench.harness import (
     TimedCase,
     check_agreement,
     lacks_devices,
-    own_device,
     run_cases,
-    run_ranks,
     time_in_turn,
 )
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
+from parallel3d.tools.local_ranks import own_device, run_ranks
 
 BUBBLE_STEPS = 7
 BUBBLE_POINTS = 5.0  # by which the measured bubble may differ
@@ -84,20 +84,33 @@ class PipelineCase:
 
     def build(self) -> Schedule:
         return build_schedule(
-            self.schedule, pp=self.pp, microbatches=self.size.microbatches, virtual_stages=self.virtual_stages
+            self.schedule,
+            pp=self.pp,
+            microbatches=self.size.microbatches,
+            virtual_stages=self.virtual_stages,
         )
 
 
-OVERHEAD = StageSize(name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85)
+OVERHEAD = StageSize(
+    name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85
+)
 # Matrix products of tens of milliseconds, beside which a transfer is nothing.
-COMPUTE = StageSize(name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0)
+COMPUTE = StageSize(
+    name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0
+)
 GPU_COMPUTE = replace(COMPUTE, width=4096, inner=16384, rows=2048, rounds=5, steps=3)
 TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # the stages of a rank, and torch's own
     "1f1b": (1, Schedule1F1B),
     "interleaved_1f1b": (2, ScheduleInterleaved1F1B),
     "interleaved_zb": (2, ScheduleInterleavedZeroBubble),
 }
-BUBBLE_SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_v": 2}
+BUBBLE_SCHEDULES: dict[ScheduleName, int] = {
+    "1f1b": 1,
+    "gpipe": 1,
+    "interleaved_1f1b": 2,
+    "zb_h1": 1,
+    "zb_v": 2,
+}
 
 
 def bench_pipeline(options: Options) -> list[ResultRow]:
@@ -139,9 +152,16 @@ def _bubble(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
 def _memory(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
     if lacks_devices(case.size.device, case.pp):
         return []
-    after_and_before = run_ranks(measure_memory, case, MEMORY_STEPS, world_size=case.pp, device=case.size.device)
+    after_and_before = run_ranks(
+        measure_memory, case, MEMORY_STEPS, world_size=case.pp, device=case.size.device
+    )
     return [
-        row_of(name, "rss_mib" if case.size.device == "cpu" else "allocated_mib", [after_and_before], bar=MEMORY_BAR)
+        row_of(
+            name,
+            "rss_mib" if case.size.device == "cpu" else "allocated_mib",
+            [after_and_before],
+            bar=MEMORY_BAR,
+        )
     ]
 
 
@@ -160,8 +180,8 @@ def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
 
 
 def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
-    """Runs on every rank, and returns (measured, simulated) in % of the step whose difference is the median. Rank 0's
-    result is the right one."""
+    """Runs on every rank, and returns (measured, simulated) in % of the step whose difference is
+    the median. Rank 0's result is the right one."""
     schedule, step = case.build(), build_ours(case, own_stages(case))
     pairs = []
     for number in range(steps + 1):
@@ -181,8 +201,8 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
 
 
 def measure_memory(case: PipelineCase, steps: int) -> tuple[float, float]:
-    """Returns the memory of both ranks together, in MiB, after and before so many steps: what is resident, or allocated
-    on a GPU. Some steps go before, to warm up."""
+    """Returns the memory of both ranks together, in MiB, after and before so many steps: what is
+    resident, or allocated on a GPU. Some steps go before, to warm up."""
     stages, device = own_stages(case), own_device(case.size.device)
     step, resident = _from_no_gradients(build_ours(case, stages), stages), []
     for count in (20, steps):
@@ -203,7 +223,9 @@ def own_stages(case: PipelineCase) -> list[nn.Module]:
     torch.manual_seed(0)
     width, inner, schedule = case.size.width, case.size.inner, case.build()
     stages = [
-        nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width), nn.LayerNorm(width))
+        nn.Sequential(
+            nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width), nn.LayerNorm(width)
+        )
         for _ in range(schedule.stages)
     ]
     device = own_device(case.size.device)
@@ -215,16 +237,25 @@ def build_ours(case: PipelineCase, stages: list[nn.Module]) -> Callable[..., Ten
     pp = init_device_mesh(case.size.device, (case.pp,), mesh_dim_names=("pp",))
     boundary = TensorSpec((case.size.rows, case.size.width))
     runtime = PipelineRuntime(
-        stages, case.build(), pp, nn.functional.mse_loss, boundaries=boundary, device=own_device(case.size.device)
+        stages,
+        case.build(),
+        pp,
+        nn.functional.mse_loss,
+        boundaries=boundary,
+        device=own_device(case.size.device),
     )
     return partial(runtime.run, *_batch(case))
 
 
 def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Tensor]:
-    """Returns torch's step, with shapes known beforehand and nothing done to gradients that ours leaves out."""
+    """Returns torch's step, with shapes known beforehand and nothing done to gradients that ours
+    leaves out."""
     schedule, device = case.build(), own_device(case.size.device)
     group = init_device_mesh(device.type, (case.pp,), mesh_dim_names=("pp",)).get_group()
-    rank, example = dist.get_rank(), torch.empty(case.size.rows, case.size.width, device=device, requires_grad=True)
+    rank, example = (
+        dist.get_rank(),
+        torch.empty(case.size.rows, case.size.width, device=device, requires_grad=True),
+    )
     stages = [
         PipelineStage(
             module,
@@ -237,8 +268,13 @@ def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Ten
         )
         for index, module in zip(schedule.stages_of(rank), modules, strict=True)
     ]
-    single_or_all, build = stages if len(stages) > 1 else stages[0], TORCH_SCHEDULES[case.schedule][1]
-    peer = build(single_or_all, case.size.microbatches, loss_fn=nn.functional.mse_loss, scale_grads=False)
+    single_or_all, build = (
+        stages if len(stages) > 1 else stages[0],
+        TORCH_SCHEDULES[case.schedule][1],
+    )
+    peer = build(
+        single_or_all, case.size.microbatches, loss_fn=nn.functional.mse_loss, scale_grads=False
+    )
     inputs, labels = _batch(case)
     first = (inputs.flatten(0, 1),) if rank == schedule.placement[0] else ()
     target = labels.flatten(0, 1) if rank == schedule.placement[-1] else None
@@ -258,7 +294,9 @@ def _batch(case: PipelineCase) -> tuple[Tensor, Tensor]:
     return inputs.to(device), labels.to(device)
 
 
-def _from_no_gradients(step: Callable[[], Tensor], stages: list[nn.Module]) -> Callable[[int], float]:
+def _from_no_gradients(
+    step: Callable[[], Tensor], stages: list[nn.Module]
+) -> Callable[[int], float]:
     def cleared(index: int) -> float:
         for stage in stages:
             stage.zero_grad()

@@ -1,11 +1,11 @@
-"""`bench planner`: this planner's errors on published runs, and another planner's on the very same runs.
+"""`bench planner`: this planner's errors on published runs, and another planner's on the very same
+runs.
 
-A run that the peer cannot express is left out of both. Both are asked about the run that `planner.published` reads, so
-that a field which the source leaves open has one value, and both are judged by the same measured figure. llm-analysis
-assumes an efficiency and is asked twice: at the one that its documentation advises, and at the one that makes its own
-median error on these runs smallest, which nobody who plans could know.
-
-The peers are not part of an installed package: a checkout has them in tools/bench/peers.
+A run that the peer cannot express is left out of both. Both are asked about the run that
+`planner.published` reads, so that a field which the source leaves open has one value, and both are
+judged by the same measured figure. llm-analysis assumes an efficiency and is asked twice: at the
+one that its documentation advises, and at the one that makes its own median error on these runs
+smallest, which nobody who plans could know.
 """
 
 from __future__ import annotations
@@ -50,14 +50,25 @@ def _wrong_fits(of: Score) -> tuple[float | None, int]:
 
 
 THROUGHPUT = (
-    Figure("throughput median", "abs_error_percent", lambda of: (of.throughput.median, of.throughput.cases)),
-    Figure("throughput 90th percentile", "abs_error_percent", lambda of: (of.throughput.p90, of.throughput.cases)),
+    Figure(
+        "throughput median",
+        "abs_error_percent",
+        lambda of: (of.throughput.median, of.throughput.cases),
+    ),
+    Figure(
+        "throughput 90th percentile",
+        "abs_error_percent",
+        lambda of: (of.throughput.p90, of.throughput.cases),
+    ),
 )
 MEMORY = (
-    Figure("peak memory median", "abs_error_percent", lambda of: (of.memory.median, of.memory.cases)),
+    Figure(
+        "peak memory median", "abs_error_percent", lambda of: (of.memory.median, of.memory.cases)
+    ),
     Figure("fit or out of memory", "balanced_error_percent", _wrong_fits),
 )
-_FIGURES = {  # by the peer and what is assumed for it; memory does not depend on llm-analysis's efficiency
+# by the peer and what is assumed for it; memory does not depend on llm-analysis's efficiency
+_FIGURES = {
     f"llm-analysis at {ADVISED:g}": (*THROUGHPUT, *MEMORY),
     "llm-analysis fitted": THROUGHPUT,
     "Calculon as is": (*THROUGHPUT, *MEMORY),
@@ -66,29 +77,34 @@ _FIGURES = {  # by the peer and what is assumed for it; memory does not depend o
 
 
 def bench_planner(options: Options) -> list[ResultRow]:
-    """Returns the rows of every case that `options` names. Raises ConfigError where a peer is not installed."""
+    """Returns the rows of every case that `options` names. Raises ConfigError where a peer is not
+    installed."""
     if options.rounds is not None or options.steps is not None:
-        raise ConfigError("bench planner: times nothing, so it takes no --rounds and no --steps; leave them out")
-    names = {f"{who}: {figure.name}": (who, figure) for who, figures in _FIGURES.items() for figure in figures}
+        raise ConfigError(
+            "bench planner: times nothing, so it takes no --rounds and no --steps; leave them out"
+        )
+    names = {
+        f"{who}: {figure.name}": (who, figure)
+        for who, figures in _FIGURES.items()
+        for figure in figures
+    }
     wanted = {name: names[name] for name in chosen(names, options)}
     peers = {who: _peer(who) for who, _ in wanted.values()}
     file = read_cases(CASES, [HARDWARE])
     every = score(counted(file))
     scores = {who: both_scores(who, peer, file) for who, peer in peers.items()}
-    return [row(name, figure, *scores[who], of=figure.of(every)[1]) for name, (who, figure) in wanted.items()]
+    return [
+        row(name, figure, *scores[who], of=figure.of(every)[1])
+        for name, (who, figure) in wanted.items()
+    ]
 
 
 def _peer(who: str, efficiency: float = ADVISED) -> Peer:
-    """Returns the planner of that name; llm-analysis assumes this efficiency. Raises ConfigError where the planner, or
-    the checkout's peers, are not there."""
-    try:
-        from parallel3d.tools.bench.peers.calculon import Calculon
-        from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
-    except ModuleNotFoundError as missing:
-        raise ConfigError(
-            "bench planner: the other planners are not part of an installed package; run it in a checkout of "
-            "parallel3d, which has them in tools/bench/peers"
-        ) from missing
+    """Returns the planner of that name; llm-analysis assumes this efficiency. Raises ConfigError
+    if it is not installed."""
+    from parallel3d.tools.bench.peers.calculon import Calculon
+    from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
+
     if who.startswith("llm-analysis"):
         return LlmAnalysis(efficiency=efficiency)
     return Calculon(approximate=who == "Calculon approximated")
@@ -100,8 +116,12 @@ def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
     for why, number in left_out.items():
         print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
     ours, theirs = score(both), score(both, peer.predict)
-    for name, why in (*ours.skipped, *theirs.skipped):  # else the two would be judged by different runs
-        raise ConfigError(f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it cannot")
+    # else the two would be judged by different runs
+    for name, why in (*ours.skipped, *theirs.skipped):
+        raise ConfigError(
+            f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it "
+            "cannot"
+        )
     if who == "llm-analysis fitted":
         best = fitted_efficiency(theirs, ADVISED)
         print(f"{who}: efficiency {best:g}", file=sys.stderr)
@@ -116,7 +136,8 @@ def counted(file: CaseFile) -> CaseFile:
 
 
 def same_runs(file: CaseFile, peer: Peer) -> tuple[CaseFile, Counter[str]]:
-    """Returns the runs that are counted and that the peer can express, and how many others it cannot, by the reason."""
+    """Returns the runs that are counted and that the peer can express, and how many others it
+    cannot, by the reason."""
     every = counted(file).cases
     reasons = {case.id: peer.cannot(case) for case in every}
     both = CaseFile(cases=tuple(case for case in every if not reasons[case.id]), skipped=())
@@ -124,17 +145,28 @@ def same_runs(file: CaseFile, peer: Peer) -> tuple[CaseFile, Counter[str]]:
 
 
 def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> ResultRow:
-    """Returns the row of one figure. `of` is the number of all runs, those that the peer cannot express included."""
+    """Returns the row of one figure. `of` is the number of all runs, those that the peer cannot
+    express included."""
     (our_error, runs), (peer_error, _) = figure.of(ours), figure.of(peer)
     if our_error is None or peer_error is None:
-        raise ConfigError(f"bench planner: {case}: no run of {of} can be expressed by both; nothing to compare")
+        raise ConfigError(
+            f"bench planner: {case}: no run of {of} can be expressed by both; nothing to compare"
+        )
     return row_of(f"{case} ({runs} of {of} runs)", figure.unit, [(our_error, peer_error)], BAR)
 
 
 def fitted_efficiency(predicted: Score, at: float) -> float:
-    """Returns the efficiency with the smallest median error of throughput, to a thousandth, for a planner whose
-    throughput is in proportion to its efficiency and which predicts this score at the efficiency `at`."""
+    """Returns the efficiency with the smallest median error of throughput, to a thousandth, for a
+    planner whose throughput is in proportion to its efficiency and which predicts this score at the
+    efficiency `at`."""
     # Predicted over measured throughput of each run that was timed.
-    ratios = [1 + case.errors_pct["throughput"] / 100 for case in predicted.cases if "throughput" in case.errors_pct]
+    ratios = [
+        1 + case.errors_pct["throughput"] / 100
+        for case in predicted.cases
+        if "throughput" in case.errors_pct
+    ]
     efficiencies = (step / 1000 for step in range(1, 1001))
-    return min(efficiencies, key=lambda efficiency: median(abs(ratio * efficiency / at - 1) for ratio in ratios))
+    return min(
+        efficiencies,
+        key=lambda efficiency: median(abs(ratio * efficiency / at - 1) for ratio in ratios),
+    )

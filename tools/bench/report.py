@@ -1,4 +1,5 @@
-"""What a benchmark says: rows of ours against a peer, from timed rounds to a table for people or JSON for machines."""
+"""What a benchmark says: rows of ours against a peer, from timed rounds to a table for people or
+JSON for machines."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class Round:
 
 
 def chosen(cases: Iterable[str], options: Options) -> list[str]:
-    """Returns the names of the cases that `options` asks for. Raises ConfigError with all names where no case
-    matches."""
+    """Returns the names of the cases that `options` asks for. Raises ConfigError with all names
+    where no case matches."""
     names = list(cases)
     found = [name for name in names if options.case in name]
     if not found:
@@ -73,27 +74,36 @@ def announced(cases: Sequence[str]) -> Iterator[str]:
 def rows_against_peer(
     case: str, rounds: Sequence[Round], cpu_bar: float | None, wall_bar: float | None = None
 ) -> list[ResultRow]:
-    """Returns the medians over the rounds. The ratio is the median of the rounds' ratios: a disturbance hits both of a
-    round."""
+    """Returns the medians over the rounds. The ratio is the median of the rounds' ratios: a
+    disturbance hits both of a round."""
     cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
     wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
-    return [row_of(case, "cpu_s_per_step", cpu, cpu_bar), row_of(case, "wall_s_per_step", wall, wall_bar)]
+    return [
+        row_of(case, "cpu_s_per_step", cpu, cpu_bar),
+        row_of(case, "wall_s_per_step", wall, wall_bar),
+    ]
 
 
-def rows_against_one_process(case: str, rounds: Sequence[Round], one_process: Sequence[Round]) -> list[ResultRow]:
-    """Compares ours in its layout with the plain loop of one process: what parallelism itself costs, and what it
-    gains."""
+def rows_against_one_process(
+    case: str, rounds: Sequence[Round], one_process: Sequence[Round]
+) -> list[ResultRow]:
+    """Compares ours in its layout with the plain loop of one process: what parallelism itself
+    costs, and what it gains."""
     cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
     wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
     name = f"{case} vs one process"
     return [row_of(name, "cpu_s_per_step", [cpu]), row_of(name, "wall_s_per_step", [wall])]
 
 
-def row_of(case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None = None) -> ResultRow:
+def row_of(
+    case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None = None
+) -> ResultRow:
     """Returns the medians of pairs of (ours, peer), and that of their ratios."""
     ours, peers = zip(*pairs, strict=True)
     ratio = median(ours / peer for ours, peer in pairs)
-    return ResultRow(case=case, ours=median(ours), peer=median(peers), unit=unit, ratio=ratio, bar=bar)
+    return ResultRow(
+        case=case, ours=median(ours), peer=median(peers), unit=unit, ratio=ratio, bar=bar
+    )
 
 
 def as_json(rows: Sequence[ResultRow]) -> str:
@@ -107,7 +117,16 @@ def as_table(rows: Sequence[ResultRow]) -> str:
     for row in rows:
         bar = "-" if row.bar is None else f"{row.bar:.2f}"
         over = " over the bar" if row.bar is not None and row.ratio > row.bar else ""
-        cells.append((row.case, row.unit, f"{row.ours:.4f}", f"{row.peer:.4f}", bar, f"{row.ratio:6.2f}{over}"))
+        cells.append(
+            (
+                row.case,
+                row.unit,
+                f"{row.ours:.4f}",
+                f"{row.peer:.4f}",
+                bar,
+                f"{row.ratio:6.2f}{over}",
+            )
+        )
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = []
     for line in cells:

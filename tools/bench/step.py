@@ -1,8 +1,10 @@
-"""`bench step`: a training step in each layout, ours and torch's own stack in turn in the same processes.
+"""`bench step`: a training step in each layout, ours and torch's own stack in turn in the same
+processes.
 
-Both start from the same weights and see the same tokens, and their losses must agree before anything is timed: a peer
-that trains another model proves nothing. Two sizes: `overhead`, where there is next to nothing to compute, so that the
-cost of parallelism itself is seen, and `compute`, where matrix products rule, as in real training.
+Both start from the same weights and see the same tokens, and their losses must agree before
+anything is timed: a peer that trains another model proves nothing. Two sizes: `overhead`, where
+there is next to nothing to compute, so that the cost of parallelism itself is seen, and `compute`,
+where matrix products rule, as in real training.
 """
 
 from __future__ import annotations
@@ -14,16 +16,30 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recipe, TrainConfig
+from parallel3d.config.recipe import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    Recipe,
+    TrainConfig,
+)
 from parallel3d.data.loader import Batch
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models.llama import Llama
 from parallel3d.reporting.metrics import gpu_bytes
-from parallel3d.tools.bench.harness import AGREEMENT, TimedCase, check_agreement, own_device, run_cases, time_in_turn
+from parallel3d.tools.bench.harness import (
+    AGREEMENT,
+    TimedCase,
+    check_agreement,
+    run_cases,
+    time_in_turn,
+)
 from parallel3d.tools.bench.plain_torch.llama import PeerSettings, PlainStack
 from parallel3d.tools.bench.plain_torch.stack import TorchStack
 from parallel3d.tools.bench.report import Options, ResultRow, Round
+from parallel3d.tools.local_ranks import own_device
 from parallel3d.training.trainer import Trainer
 
 TrainStep = Callable[[Batch], float]
@@ -32,8 +48,9 @@ BF16_AGREEMENT = 2e-2
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """A model, a sequence length, how long to measure it, and on what. On a GPU the peer is always compiled, and
-    `is_compiled` says whether ours is; `wall_bar` is what ours promises of the stream's time, ours / peer."""
+    """A model, a sequence length, how long to measure it, and on what. On a GPU the peer is always
+    compiled, and `is_compiled` says whether ours is; `wall_bar` is what ours promises of the
+    stream's time, ours / peer."""
 
     name: str
     model: ModelConfig
@@ -49,7 +66,9 @@ class StepSize:
         """Returns how the peer trains this size, on this rank."""
         on_gpu = self.device == "cuda"
         return PeerSettings(
-            device=own_device(self.device), is_bf16=self.precision == "bf16", is_compiled=on_gpu or self.is_compiled
+            device=own_device(self.device),
+            is_bf16=self.precision == "bf16",
+            is_compiled=on_gpu or self.is_compiled,
         )
 
 
@@ -93,9 +112,15 @@ GPU_SIZES = (
 )
 LAYOUTS = (
     StepLayout(name="single", parallel=ParallelConfig()),
-    StepLayout(name="pp 2", parallel=ParallelConfig(pp=2), cpu_bars={"overhead": 0.9, "compute": 1.0}),
-    StepLayout(name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars={"overhead": 0.4, "compute": 0.75}),
-    StepLayout(name="tp 2 sequence parallel", parallel=ParallelConfig(tp=2, sequence_parallel=True)),
+    StepLayout(
+        name="pp 2", parallel=ParallelConfig(pp=2), cpu_bars={"overhead": 0.9, "compute": 1.0}
+    ),
+    StepLayout(
+        name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars={"overhead": 0.4, "compute": 0.75}
+    ),
+    StepLayout(
+        name="tp 2 sequence parallel", parallel=ParallelConfig(tp=2, sequence_parallel=True)
+    ),
     StepLayout(name="dp_shard 2", parallel=ParallelConfig(dp_shard=2)),
     StepLayout(
         name="tp 2 x pp 2 x dp_shard 2",
@@ -106,20 +131,26 @@ LAYOUTS = (
 
 
 def bench_step(options: Options) -> list[ResultRow]:
-    """Times every case that `options` names, and returns their rows. Rows against one process need the size's case
-    `single` among them."""
+    """Times every case that `options` names, and returns their rows. Rows against one process need
+    the size's case `single` among them."""
     sizes = GPU_SIZES if options.device == "cuda" else SIZES
     return run_cases(timed_cases(measure, sizes, LAYOUTS), options)
 
 
 def timed_cases(
-    measure: Callable[..., list[Round]], sizes: Sequence[StepSize], layouts: Sequence[StepLayout], prefix: str = ""
+    measure: Callable[..., list[Round]],
+    sizes: Sequence[StepSize],
+    layouts: Sequence[StepLayout],
+    prefix: str = "",
 ) -> dict[str, TimedCase]:
-    """Returns the cases of each size in each layout, as `measure(size, parallel, rounds, steps)` measures them. Where
-    the first layout has one process, the others are compared with it as well."""
+    """Returns the cases of each size in each layout, as `measure(size, parallel, rounds, steps)`
+    measures them. Where the first layout has one process, the others are compared with it as
+    well."""
     cases = {}
     for size in sizes:
-        first = f"{prefix}{size.name}: {layouts[0].name}" if layouts[0].parallel.world_size == 1 else ""
+        first = (
+            f"{prefix}{size.name}: {layouts[0].name}" if layouts[0].parallel.world_size == 1 else ""
+        )
         for layout in layouts:
             cases[f"{prefix}{size.name}: {layout.name}"] = TimedCase(
                 measure=measure,
@@ -135,7 +166,8 @@ def timed_cases(
 
 
 def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
-    """Returns a recipe with 8 sequences a step in microbatches of 1, and a constant learning rate."""
+    """Returns a recipe with 8 sequences a step in microbatches of 1, and a constant learning
+    rate."""
     return Recipe(
         model=size.model,
         parallel=replace(parallel, microbatch_size=1),
@@ -148,39 +180,62 @@ def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
             compile=size.is_compiled,
             device=size.device,
         ),
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), warmup_steps=0, min_lr_ratio=1.0),
+        optimizer=OptimizerConfig(
+            lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), warmup_steps=0, min_lr_ratio=1.0
+        ),
     )
 
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks this project's trainer against torch's own stack, or against the plain loop where
-    there is one process, from the same weights; then times them in turn."""
+    """Runs on every rank: checks this project's trainer against torch's own stack, or against the
+    plain loop where there is one process, from the same weights; then times them in turn."""
     plan, settings = recipe(size, parallel), size.peer_settings()
     device = settings.device
     mesh = build_mesh(plan.parallel, size.device)
-    trainer = Trainer(plan, mesh=mesh, device=device, model_class=Llama, gpu_bytes=gpu_bytes(device))
+    trainer = Trainer(
+        plan, mesh=mesh, device=device, model_class=Llama, gpu_bytes=gpu_bytes(device)
+    )
     weights = initial_weights(Llama(plan.model, device="meta"), plan.train.seed)
     if parallel.world_size == 1:
         stack: PlainStack | TorchStack = PlainStack(plan, weights, settings)
     else:
         stack = TorchStack(plan, build_mesh(plan.parallel, size.device), weights, settings)
-    # Two steps agree, because the second one depends on the first one's gradients; they warm up both as well.
-    ours, peer = (lambda batch: trainer.train_step(batch).loss), (lambda batch: stack.train_step(batch)[0])
+    # Two steps agree, because the second one depends on the first one's gradients; they warm up
+    # both as well.
+    ours, peer = (
+        (lambda batch: trainer.train_step(batch).loss),
+        (lambda batch: stack.train_step(batch)[0]),
+    )
     return time_train_steps(plan, ours, peer, agreement_steps=2, rounds=rounds, steps=steps)
 
 
 def time_train_steps(
-    recipe: Recipe, ours: TrainStep, peer: TrainStep, *, agreement_steps: int, rounds: int, steps: int
+    recipe: Recipe,
+    ours: TrainStep,
+    peer: TrainStep,
+    *,
+    agreement_steps: int,
+    rounds: int,
+    steps: int,
 ) -> list[Round]:
-    """Checks that both contestants, functions from this rank's batch to the global loss, train alike for some steps;
-    then times them in turn on further batches. Raises RankError where the losses differ."""
-    batches = [random_batch(recipe, dist.get_rank(), seed) for seed in range(agreement_steps + steps)]
+    """Checks that both contestants, functions from this rank's batch to the global loss, train
+    alike for some steps; then times them in turn on further batches. Raises RankError where the
+    losses differ."""
+    batches = [
+        random_batch(recipe, dist.get_rank(), seed) for seed in range(agreement_steps + steps)
+    ]
     first, further = batches[:agreement_steps], batches[agreement_steps:]
-    losses = ((f"loss of step {step}", ours(batch), peer(batch)) for step, batch in enumerate(first))
+    losses = (
+        (f"loss of step {step}", ours(batch), peer(batch)) for step, batch in enumerate(first)
+    )
     check_agreement(losses, BF16_AGREEMENT if recipe.train.precision == "bf16" else AGREEMENT)
     device = own_device(recipe.train.device)
     return time_in_turn(
-        lambda at: ours(further[at]), lambda at: peer(further[at]), rounds=rounds, steps=steps, device=device
+        lambda at: ours(further[at]),
+        lambda at: peer(further[at]),
+        rounds=rounds,
+        steps=steps,
+        device=device,
     )
 
 
@@ -188,7 +243,16 @@ def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:
     """Returns the contiguous share that `rank` has of a global batch of random tokens."""
     place = recipe.parallel.coordinates(rank)
     share = place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard
-    shape = (recipe.parallel.dp, recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
-    tokens = torch.randint(recipe.model.vocab, shape, generator=torch.Generator().manual_seed(seed))[share]
+    shape = (
+        recipe.parallel.dp,
+        recipe.microbatches,
+        recipe.parallel.microbatch_size,
+        recipe.train.seq_len + 1,
+    )
+    tokens = torch.randint(
+        recipe.model.vocab, shape, generator=torch.Generator().manual_seed(seed)
+    )[share]
     samples = torch.arange(tokens[..., 0].numel()).view(tokens.shape[:-1])
-    return Batch(inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous(), samples=samples)
+    return Batch(
+        inputs=tokens[..., :-1].contiguous(), labels=tokens[..., 1:].contiguous(), samples=samples
+    )

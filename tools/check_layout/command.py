@@ -1,4 +1,5 @@
-"""`parallel3d-check-layout`: proves that a layout trains the same model as one process, or says where it does not."""
+"""`parallel3d-check-layout`: proves that a layout trains the same model as one process, or says
+where it does not."""
 
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe, whole
-from parallel3d.tools.check_layout.shrink import VOCAB, shrink
+from parallel3d.tools.check_layout.shrink import STEPS, VOCAB, shrink
 from parallel3d.tools.reply import exit_status
 
 if TYPE_CHECKING:
     from parallel3d.tools.check_layout.data import TrainingRecord
 
-    Run = tuple[Callable[..., TrainingRecord], object]  # a function that each rank calls, and its argument
+    # a function that each rank calls, and its argument
+    Run = tuple[Callable[..., TrainingRecord], object]
 
-_MOST_RANKS = 16  # processes of one machine; every layout has a small one that shows the same faults
+# processes of one machine; every layout has a small one that shows the same faults
+_MOST_RANKS = 16
 _EPILOG = """\
 examples:
   parallel3d-check-layout quickstart
@@ -38,7 +41,7 @@ exit status:
     2  usage, or a layout that breaks a rule
    70  a rank failed, was killed or hung
    71  the loss or the gradient norm is not finite
-"""
+"""  # noqa: E501
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,26 +52,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = Parser(
         prog="parallel3d-check-layout",
-        description="Trains a few steps in a layout and in one process, from the same weights on the same batches, and "
-        "compares every loss, gradient, gradient norm and weight.",
+        description=(
+            "Trains a few steps in a layout and in one process, from the same weights on the same "
+            "batches, and compares every loss, gradient, gradient norm and weight."
+        ),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(parser, shipped_recipes())
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="check a function that builds a model instead")
-    parser.add_argument("--layers", type=whole, metavar="N", help="blocks of the model (default: 2, or the stages)")
-    parser.add_argument("--hidden", type=whole, metavar="N", help="its width (default: 64, or what heads need)")
-    parser.add_argument("--vocab", type=whole, metavar="N", help=f"with --model: ids (default: {VOCAB})")
-    parser.add_argument("--steps", type=whole, metavar="N", default=3, help="steps to compare (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument(
-        "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
+        "--model", metavar="MODULE:FUNCTION", help="check a function that builds a model instead"
     )
+    numbers = {
+        "--layers": "blocks of the model (default: 2, or the stages)",
+        "--hidden": "its width (default: 64, or what heads need)",
+        "--vocab": f"with --model: ids (default: {VOCAB})",
+    }
+    for option, text in numbers.items():
+        parser.add_argument(option, type=whole, metavar="N", help=text)
+    help_of_steps = f"steps to compare (default: {STEPS})"
+    parser.add_argument("--steps", type=whole, metavar="N", default=STEPS, help=help_of_steps)
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    version = f"parallel3d {parallel3d.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version")
     options = parser.parse_intermixed_args(arguments)
     alone, layout, parallel = _model_check(options) if options.model else _recipe_check(options)
-    from parallel3d.tools.bench.harness import run_ranks  # torch, which --help and a wrong key do not wait for
+    # These import torch, which --help and a wrong key do not wait for.
     from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.report import as_json, as_text
+    from parallel3d.tools.local_ranks import run_ranks
 
     reference = run_ranks(*alone, world_size=1)
     comparison = compare(reference, run_ranks(*layout, world_size=parallel.world_size))
@@ -79,7 +91,10 @@ def _run(arguments: list[str]) -> int:
 def _recipe_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig]:
     """Returns the run of plain PyTorch, that of the layout, and the layout."""
     if options.recipe is None:
-        raise ConfigError("no RECIPE is given; try quickstart, another that --help lists, or --model module:function")
+        raise ConfigError(
+            "no RECIPE is given; try quickstart, another that --help lists, or --model "
+            "module:function"
+        )
     if options.vocab:
         raise ConfigError("--vocab: goes with --model; write model.vocab=N for a recipe")
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
@@ -93,39 +108,42 @@ def _recipe_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig
 
 
 def _model_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig]:
-    """Returns the same as `_recipe_check`, for a function that builds a model. The settings name only the data and
-    tensor axes, such as `parallel.tp=2`, because such a model has no stages."""
+    """Returns the same as `_recipe_check`, for a function that builds a model. The settings name
+    only the data and tensor axes, such as `parallel.tp=2`, because such a model has no stages."""
     axes: dict[str, Any] = {}
     for text in (*([options.recipe] if options.recipe else []), *options.overrides):
         key, _, value = text.partition("=")
         name = key.removeprefix("parallel.")
         if key == name or name not in ("dp_replicate", "dp_shard", "tp"):
             raise ConfigError(
-                f"{text}: with --model only parallel.dp_replicate, dp_shard and tp are set; try parallel.tp=2"
+                f"{text}: with --model only parallel.dp_replicate, dp_shard and tp are set; try "
+                "parallel.tp=2"
             )
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"{text}: must be a whole number from 1; try {key}=2")
         axes[name] = int(value)
     parallel = ParallelConfig(**axes)
     if parallel.world_size == 1:
-        raise ConfigError("parallel: one process has nothing to be compared with; try parallel.tp=2")
+        raise ConfigError(
+            "parallel: one process has nothing to be compared with; try parallel.tp=2"
+        )
     _check_ranks(parallel)
     from parallel3d.tools.check_layout.model import ModelCheck, load_builder, record_model
 
-    named = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab}
-    asked = {name: value for name, value in named.items() if value is not None}
-    vocab = options.vocab or VOCAB
-    load_builder(options.model, asked, vocab)  # refuses here, before any process starts
-    job = ModelCheck(target=options.model, parallel=parallel, options=asked, vocab=vocab, steps=options.steps)
+    asked = {}
+    for name in ("layers", "hidden", "vocab"):
+        if vars(options)[name] is not None:
+            asked[name] = vars(options)[name]
+    job = ModelCheck(options.model, parallel, asked, asked.get("vocab", VOCAB), options.steps)
+    load_builder(job)  # refuses here, before any process starts
     alone = replace(job, parallel=ParallelConfig())
     return (record_model, alone), (record_model, job), parallel
 
 
 def _check_ranks(parallel: ParallelConfig) -> None:
     if parallel.world_size > _MOST_RANKS:
-        axes = " x ".join(f"{axis} {size}" for axis, size in parallel.axes.items() if size > 1)
         largest = max(parallel.axes, key=parallel.axes.__getitem__)
         raise ConfigError(
-            f"parallel needs {axes} = {parallel.world_size} processes, and a check starts at most {_MOST_RANKS}; 2 "
-            f"along each axis show the same faults, so try parallel.{largest}=2"
+            f"parallel needs {parallel.world_size} processes, and a check starts at most "
+            f"{_MOST_RANKS}; 2 along each axis show the same faults, so try parallel.{largest}=2"
         )

@@ -1,4 +1,5 @@
-"""The conformance test of a model, by one call: its recipe, shrunk, trains in layout after layout and in one process.
+"""The conformance test of a model: its recipe, shrunk, trains in layout after layout and in one
+process.
 
 from parallel3d.tools.check_layout.conformance import assert_conforms
 
@@ -22,16 +23,16 @@ from parallel3d.errors import ConfigError, Parallel3dError
 from parallel3d.models import check_model, model_class, shape_cards
 from parallel3d.parallelize import block_weights_of
 from parallel3d.recipes import find_recipe
-from parallel3d.tools.bench.harness import run_ranks
 from parallel3d.tools.check_layout.compare import compare
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.plain import record_plain
 from parallel3d.tools.check_layout.record import record_recipe
-from parallel3d.tools.check_layout.report import layout_name, told
+from parallel3d.tools.check_layout.report import describe
 from parallel3d.tools.check_layout.shrink import shrink
+from parallel3d.tools.local_ranks import run_ranks
 
 STEPS, WHOLE_STEPS = 20, 2  # tensors are compared in the first steps, losses and norms in all
-FIRST_LOSS, LAST = 1e-6, 1e-4  # relative to one process: the first step's loss, the last step's loss and gradient norm
+FIRST_LOSS, LAST = 1e-6, 1e-4  # relative to one process: the first loss, the last loss and norm
 BATCH, MICROBATCH, LAYERS = 8, 2, 4
 LAYOUTS: tuple[Mapping[str, Any], ...] = (
     {"tp": 2},
@@ -54,97 +55,102 @@ def assert_conforms(
     most_processes: int = 8,
     run: Callable[..., TrainingRecord] = run_ranks,
 ) -> str:
-    """Trains the recipe's model, shrunk and in float32 on the CPU, by plain PyTorch, in one process and in each of
-    `layouts` (keys of `parallel:`) that needs at most `most_processes`. Returns a report with a line for each layout,
-    or raises AssertionError with it if a layout trains another model than plain PyTorch: other initial weights,
-    outputs, gradients, norms, losses or numbers of parameters, no training at all, or another start from the checkpoint
-    that one process has saved after its training. `run` starts the processes.
+    """Trains the model of a recipe, shrunk and in float32 on the CPU, with plain PyTorch, in one
+    process, and in each of `layouts` (keys of `parallel:`) of at most `most_processes`.
 
-    Raises ConfigError where the recipe or its class is refused as a run would refuse it, or no layout is left."""
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(find_recipe(str(recipe)), cards=shape_cards())
+    Returns a report with a line for each layout. Raises AssertionError with the report if a layout
+    has other initial weights, outputs, gradients, norms, losses or numbers of parameters than plain
+    PyTorch, or starts otherwise from the checkpoint that one process has saved. Raises ConfigError
+    if the recipe or its class is refused as a run would refuse it, or no layout can be checked.
+    `run` starts the processes."""
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(find_recipe(str(recipe)), cards=shape_cards())
     alone = _small(recipe)
     check_model(alone.model)
+    reference = run(record_plain, alone, WHOLE_STEPS, world_size=1)
+    report = list(_check_block_weights(alone, reference))
+    is_wrong, checked = bool(report), 0
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "trained"
-        reference = run(record_plain, alone, WHOLE_STEPS, world_size=1)
-        faults = list(_faults_of_formula(alone, reference))
-        page, checked = [f"one process  {fault}" for fault in faults], 0
-        for settings in ({}, *layouts):  # one process saves the checkpoint that the others start from
-            job = replace(alone, parallel=ParallelConfig(**{"microbatch_size": MICROBATCH, **settings}))
-            name = ", ".join([layout_name(job.parallel), *(f"{k} {v}" for k, v in settings.items() if not _is_axis(k))])
+        for settings in ({}, *layouts):  # one process saves the checkpoint that the others load
+            parallel = ParallelConfig(**{"microbatch_size": MICROBATCH, **settings})
+            job, ranks = replace(alone, parallel=parallel), parallel.world_size
+            name = ", ".join(f"{key} {value}" for key, value in settings.items()) or "one process"
             try:
                 validate(job)
+                if ranks > most_processes:
+                    raise ConfigError(f"needs {ranks} processes")
             except ConfigError as error:
-                page.append(f"{name}  left out: {error}")
-                continue
-            if job.parallel.world_size > most_processes:
-                page.append(f"{name}  left out: needs {job.parallel.world_size} processes")
+                report.append(f"{name}  left out: {error}")
                 continue
             checked += 1
             try:
-                record = run(record_recipe, job, WHOLE_STEPS, saved, world_size=job.parallel.world_size)
-                found = list(_faults(reference, record))
+                record = run(record_recipe, job, WHOLE_STEPS, saved, world_size=ranks)
+                found = list(_differences(reference, record))
             except Parallel3dError as error:
                 found = [str(error)]
-            faults += found
-            page.append("\n  ".join([f"{name}  {'differs' if found else 'the same model'}", *found]))
+            is_wrong |= bool(found)
+            verdict = "differs" if found else "the same model"
+            report.append("\n  ".join([f"{name}  {verdict}", *found]))
+    text = "\n".join(report)
     if checked < 2:
-        raise ConfigError("\n".join(["layouts: none of them can be checked; try most_processes=2", *page]))
-    if faults:
-        raise AssertionError("\n".join([f"{recipe.model.architecture} is not the same model in every layout", *page]))
-    return "\n".join(page)
+        raise ConfigError(f"layouts: none can be checked; try most_processes=2\n{text}")
+    if is_wrong:
+        name = recipe.model.architecture
+        raise AssertionError(f"{name} is not the same model in every layout\n{text}")
+    return text
 
 
 def _small(recipe: Recipe) -> Recipe:
-    """Returns the recipe's model in one process, with sizes that all layouts divide, and a batch that all share."""
-    plain = replace(
-        recipe,
-        parallel=ParallelConfig(tp=2, microbatch_size=MICROBATCH),  # what tp divides in the small model
-        train=replace(recipe.train, global_batch_size=BATCH, compile=False),
-        optimizer=replace(recipe.optimizer, step_in_backward=False),
-        local_sgd=LocalSgdConfig(),
+    """Returns the recipe of the model in one process, with sizes that all layouts divide."""
+    parallel = ParallelConfig(microbatch_size=MICROBATCH)
+    train = replace(recipe.train, global_batch_size=BATCH, compile=False)
+    divisible = replace(
+        recipe, parallel=replace(parallel, tp=2), train=train, local_sgd=LocalSgdConfig()
     )
-    small = shrink(plain, layers=LAYERS, steps=STEPS)
-    alone = replace(small, parallel=ParallelConfig(microbatch_size=MICROBATCH))
-    return replace(alone, train=replace(alone.train, global_batch_size=BATCH))
+    small = shrink(divisible, layers=LAYERS, steps=STEPS)
+    train = replace(small.train, global_batch_size=BATCH)
+    return replace(small, parallel=parallel, train=train)
 
 
-def _faults(reference: TrainingRecord, record: TrainingRecord) -> Iterator[str]:
-    """Yields what a layout does differently, the nearest to its cause alone."""
-    parameters = sum(next(iter(views.values())).size for views in record.initial.values())
-    if not reference.parameter_count == record.parameter_count == parameters:
-        counts = (
-            f"{reference.parameter_count:,} in one process, {record.parameter_count:,} here, {parameters:,} on ranks"
+def _differences(reference: TrainingRecord, record: TrainingRecord) -> Iterator[str]:
+    """Yields what differs in a layout, only the nearest to its cause if tensors do."""
+    held = sum(next(iter(views.values())).size for views in record.initial.values())
+    if not reference.parameter_count == record.parameter_count == held:
+        yield (
+            f"the numbers of parameters differ: {reference.parameter_count:,} in one process, "
+            f"{record.parameter_count:,} here, {held:,} on ranks"
         )
-        yield f"the numbers of parameters differ: {counts}"
     first = compare(reference, record).first
     if first is not None:
-        yield from told(first)
+        yield from describe(first)
         return
-    for step, what, kind, limit in ((0, "loss", 0, FIRST_LOSS), (-1, "loss", 0, LAST), (-1, "gradient norm", 1, LAST)):
-        theirs, ours = reference.curve[step][kind], record.curve[step][kind]
-        if not math.isclose(theirs, ours, rel_tol=limit):
-            number = step % len(record.curve) + 1
-            yield f"the {what} of step {number} is {ours:.8g}, and {theirs:.8g} in one process (limit {limit:g})"
-    if record.changed:
-        yield f"a start from one process's checkpoint has other numbers in {', '.join(record.changed)}"
-    trained, started = reference.start_loss, record.start_loss
-    assert trained is not None and started is not None
-    if not math.isclose(trained, started, rel_tol=FIRST_LOSS):
-        words = (
-            f"the loss of a start from one process's checkpoint is {started:.8g}, and {trained:.8g} before it was saved"
-        )
-        yield f"{words}: something that the class learns is no parameter"
+    (first_loss, _), (last_loss, last_norm) = record.curve[0], record.curve[-1]
+    (wanted_first, _), (wanted_last, wanted_norm) = reference.curve[0], reference.curve[-1]
+    assert record.start_loss is not None and reference.start_loss is not None
+    pairs = {
+        "loss of the first step": (first_loss, wanted_first, FIRST_LOSS),
+        "loss of the last step": (last_loss, wanted_last, LAST),
+        "gradient norm of the last step": (last_norm, wanted_norm, LAST),
+        # If it differs, something that the class learns is not a parameter.
+        "loss after a start from the checkpoint of one process": (
+            record.start_loss,
+            reference.start_loss,
+            FIRST_LOSS,
+        ),
+    }
+    for what, (ours, wanted, limit) in pairs.items():
+        if not math.isclose(wanted, ours, rel_tol=limit):
+            yield f"the {what} is {ours:.8g}, and {wanted:.8g} in one process (limit {limit:g})"
 
 
-def _faults_of_formula(recipe: Recipe, reference: TrainingRecord) -> Iterator[str]:
-    """Yields the fault of a formula for the weights of a block, if the class has one, that the model does not have."""
-    said = block_weights_of(model_class(recipe.model.architecture), recipe.model)
-    block = [views[0] for name, views in reference.initial.items() if name.startswith("layers.0.")]
-    counted = sum(weight.size for weight in block if weight.ndim > 1)
-    if said is not None and said != counted:
-        yield f"block_weights(config) is {said:,}, and the matrices of a block have {counted:,} weights"
-
-
-def _is_axis(key: str) -> bool:
-    return key in ParallelConfig().axes
+def _check_block_weights(recipe: Recipe, reference: TrainingRecord) -> Iterator[str]:
+    """Yields a line if `block_weights` of the class is not what a block has."""
+    stated = block_weights_of(model_class(recipe.model.architecture), recipe.model)
+    counted = 0
+    for name, views in reference.initial.items():
+        if name.startswith("layers.0.") and views[0].ndim > 1:
+            counted += views[0].size
+    if stated is not None and stated != counted:
+        held = f"the matrices of a block have {counted:,} weights"
+        yield f"block_weights(config) is {stated:,}, and {held}"

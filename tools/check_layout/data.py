@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from parallel3d.config.recipe import ParallelConfig
 
 Array = NDArray[np.floating]
-Views = dict[str, dict[int, Array]]  # name -> rank -> what that rank sees; ranks that see the same share an array
+# name -> rank -> what that rank sees; ranks that see the same share an array
+Views = dict[str, dict[int, Array]]
 
 
 @dataclass
@@ -26,15 +27,15 @@ class StepRecord:
 
 @dataclass
 class TrainingRecord:
-    """A run's layout, its first weights, as the model was initialised and as they were jittered, and its steps."""
+    """A run's layout, its first weights, as the model was initialised and as they were jittered,
+    and its steps."""
 
     parallel: ParallelConfig
     initial: Views = field(default_factory=dict)
     start: Views = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
-    split: dict[str, int | None] = field(default_factory=dict)  # parameter -> the dim split over tp; None: replicated
-    tied: list[str] = field(default_factory=list)  # parameters that the model uses twice
     parameter_count: int = 0  # as the trainer counts them
-    curve: list[tuple[float, float]] = field(default_factory=list)  # loss and gradient norm of every step
-    start_loss: float | None = None  # of what one process has trained: there itself, and elsewhere started from it
-    changed: list[str] = field(default_factory=list)  # parameters that a start from it would save as other numbers
+    # loss and gradient norm of every step
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    # of what one process has trained: there itself, and elsewhere started from it
+    start_loss: float | None = None

@@ -1,10 +1,11 @@
-"""Some steps of training with a model that is not ours, by plain torch: what `--model module:function` checks.
+"""Some steps of training with a model that is not ours, by plain torch: what `--model
+module:function` checks.
 
-The function is called with the mesh (axes pp of size 1, dp_replicate, dp_shard, tp), or None for one process, and those
-of the options `layers`, `hidden` and `vocab` that it has parameters for. The module that it returns maps ids [B, S] to
-logits [B, S, V], or to this rank's [B, S, V / tp] of them, or to an object that has them as `logits`. After the
-backward of this rank's mean loss its gradients must be those of the mean over the data ranks, as DDP and `fully_shard`
-leave them.
+The function is called with the mesh (axes pp of size 1, dp_replicate, dp_shard, tp), or None for
+one process, and those of the options `layers`, `hidden` and `vocab` that it has parameters for. The
+module that it returns maps ids [B, S] to logits [B, S, V], or to this rank's [B, S, V / tp] of
+them, or to an object that has them as `logits`. After the backward of this rank's mean loss its
+gradients must be those of the mean over the data ranks, as DDP and `fully_shard` leave them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import ParallelConfig
@@ -47,7 +48,7 @@ _LR = 1e-3
 _SEED = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelCheck:
     """What to build, and how to train it. `options` are those that the user gave."""
 
@@ -59,10 +60,11 @@ class ModelCheck:
 
 
 def record_model(job: ModelCheck) -> TrainingRecord:
-    """Trains on every rank of the default group; the record is whole on rank 0 alone. One process is given no mesh."""
+    """Trains on every rank of the default group; the record is whole on rank 0 alone. One process
+    is given no mesh."""
     parallel = job.parallel
     mesh = build_mesh(parallel, "cpu") if parallel.world_size > 1 else None
-    build = load_builder(job.target, job.options, job.vocab)
+    build = load_builder(job)
     torch.manual_seed(_SEED)
     alone = build(None)
     jitter(alone.named_parameters(), _SEED)
@@ -76,17 +78,18 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         _copy_weights(alone, model)
     weights = collect(_named(model))
     record = TrainingRecord(parallel, initial=weights, start=weights)
-    record.split = {name: _split_dim(parameter) for name, parameter in _named(model)}
-    first: dict[int, str] = {}
-    pairs = [(name, first.setdefault(id(p), name)) for name, p in alone.named_parameters(remove_duplicate=False)]
-    record.tied = sorted({plain_name(original) for name, original in pairs if name != original})
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, eps=EPS)
     place = parallel.coordinates(dist.get_rank())
     batch = -(-BATCH // parallel.dp) * parallel.dp
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
         """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
-        ids = torch.randint(0, job.vocab, (batch, SEQ_LEN + 1), generator=torch.Generator().manual_seed(_SEED + step))
+        ids = torch.randint(
+            0,
+            job.vocab,
+            (batch, SEQ_LEN + 1),
+            generator=torch.Generator().manual_seed(_SEED + step),
+        )
         ids = ids.chunk(parallel.dp)[place.dp_replicate * parallel.dp_shard + place.dp_shard]
         labels = ids[:, 1:].contiguous()
         try:
@@ -94,7 +97,8 @@ def record_model(job: ModelCheck) -> TrainingRecord:
                 output = model(ids[:, :-1].contiguous())
         except RuntimeError as error:
             raise ConfigError(
-                f"--model {job.target}: its forward fails with {layout_name(job.parallel)}, in {error}"
+                f"--model {job.target}: its forward fails with {layout_name(job.parallel)}, in "
+                f"{error}"
             ) from error
         logits = getattr(output, "logits", output)
         if mesh is not None and logits.shape[-1] < job.vocab:
@@ -114,62 +118,65 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     return record
 
 
-def load_builder(target: str, asked: Mapping[str, int], vocab: int) -> Callable[[DeviceMesh | None], nn.Module]:
-    """Returns the function that `module:function` names, from the working directory too, with the options that the user
-    asked for and, where it takes one, the vocabulary. Raises ConfigError where there is no such function, or it does
-    not take an option."""
+def load_builder(job: ModelCheck) -> Callable[[DeviceMesh | None], nn.Module]:
+    """Returns the function that the job names, with the options that the user gave and, if it takes
+    one, the vocabulary. Raises ConfigError if there is no such function, or it does not take an
+    option."""
+    target = job.target
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise ConfigError(f"--model {target}: must be module:function, such as my_model:build")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = import_module(module_name)
+        build: Callable[..., nn.Module] | None = getattr(import_module(module_name), name, None)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--model {target}: {error}; run this where {module_name}.py is, or install it") from error
-    build: Callable[..., nn.Module] | None = getattr(module, name, None)
+        raise ConfigError(
+            f"--model {target}: {error}; run this where {module_name}.py is, or install it"
+        ) from error
     if not callable(build):
         raise ConfigError(f"--model {target}: {module_name} has no function {name}")
     parameters = inspect.signature(build).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for option in asked:
+    options = {"vocab": job.vocab} if takes_all or "vocab" in parameters else {}
+    for option, value in job.options.items():
         if option not in parameters and not takes_all:
-            raise ConfigError(f"--{option}: {name} has no parameter {option}; give it one, or drop the option")
-    return partial(build, **{**({"vocab": vocab} if takes_all or "vocab" in parameters else {}), **asked})
+            raise ConfigError(
+                f"--{option}: {name} has no parameter {option}; give it one, or drop the option"
+            )
+        options[option] = value
+    return partial(build, **options)
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
     weights = {plain_name(name): parameter for name, parameter in source.named_parameters()}
     for name, parameter in _named(target):
         if name not in weights:
-            raise ConfigError(f"{name}: a parameter of the layout that one process does not have; keep the names alike")
+            raise ConfigError(
+                f"{name}: a parameter of the layout that one process does not have; keep the names "
+                "alike"
+            )
         if parameter.shape != weights[name].shape:
             raise ConfigError(
-                f"{name}: {list(parameter.shape)} in the layout and {list(weights[name].shape)} in one process; make "
-                f"it a DTensor, whose shape is the whole one"
+                f"{name}: {list(parameter.shape)} in the layout and {list(weights[name].shape)} in "
+                "one process; make it a DTensor, whose shape is the whole one"
             )
         put(parameter, weights[name].detach())
 
 
 def _grad_norm(model: nn.Module) -> float:
-    """Returns the norm of all gradients as torch takes it, mesh by mesh, because torch refuses several meshes at
-    once."""
+    """Returns the norm of all gradients as torch takes it, mesh by mesh, because torch refuses
+    several meshes at once."""
     by_mesh: dict[object, list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter.grad)
-    squares = [whole(nn.utils.get_total_norm(gradients)).double().square() for gradients in by_mesh.values()]
+    squares = [
+        whole(nn.utils.get_total_norm(gradients)).double().square()
+        for gradients in by_mesh.values()
+    ]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
-
-
-def _split_dim(parameter: Tensor) -> int | None:
-    """Returns the dim that tp splits; None where tp replicates the parameter."""
-    if isinstance(parameter, DTensor):
-        for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
-            if name == "tp" and isinstance(placement, Shard):
-                return placement.dim
-    return None
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -1,13 +1,14 @@
 """The reference of a recipe: its model, unsplit, trained in one process by plain PyTorch.
 
-It shares the model's class, the initial weights, the batches and the learning rate with the layout that is checked.
-The training loop, the loss, the gradients and the optimizer are PyTorch's own, so that a fault of the trainer cannot be
-on both sides of the comparison.
+It shares the model's class, the initial weights, the batches and the learning rate with the layout
+that is checked. The training loop, the loss, the accumulation of gradients and the optimizer are
+PyTorch's own, so a fault of the trainer, the pipeline or the sharding shows as a difference. A
+fault in the layers of the model does not if it is the same in every layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,30 +23,38 @@ from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.parameter import initialize
 from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.models import model_class
-from parallel3d.parallelize import tied_names
-from parallel3d.tools.bench.plain_torch.llama import adamw, parameter_groups
 from parallel3d.tools.check_layout.data import TrainingRecord
-from parallel3d.tools.check_layout.record import TrainedStep, collect, jitter, random_batches, record_steps
+from parallel3d.tools.check_layout.record import (
+    TrainedStep,
+    collect,
+    jitter,
+    random_batches,
+    record_steps,
+)
 from parallel3d.training.update import learning_rate
 
 
 def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
-    """Trains in one process and records what `record.record_recipe` records of a layout. Each global batch is one
-    microbatch."""
-    recipe = replace(recipe, parallel=ParallelConfig(microbatch_size=recipe.train.global_batch_size))
+    """Trains in one process and records what `record.record_recipe` records of a layout. Each
+    global batch is one microbatch."""
+    recipe = replace(
+        recipe, parallel=ParallelConfig(microbatch_size=recipe.train.global_batch_size)
+    )
     train, sizes = recipe.train, recipe.model
     model = model_class(sizes.architecture)(
         sizes, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
     )
     initialize(model, train.seed, "cpu")
-    record = TrainingRecord(recipe.parallel, tied=sorted(set(tied_names(model).values())))
+    record = TrainingRecord(recipe.parallel)
     record.parameter_count = sum(parameter.numel() for parameter in model.parameters())
     record.initial = collect(model.named_parameters())
     jitter(model.named_parameters(), train.seed)
     record.start = collect(model.named_parameters())
     batches = random_batches(recipe)
     linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    matrices = [part.get_parameter("weight") for part in linears if not isinstance(part, VocabParallelHead)]
+    matrices = [
+        part.get_parameter("weight") for part in linears if not isinstance(part, VocabParallelHead)
+    ]
     optimizers = plain_optimizers(model, recipe.optimizer, matrices)
 
     def rate(step: int) -> float:
@@ -55,10 +64,15 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
 
     def loss_of(step: int, smoothing: float, z_loss: float) -> Tensor:
         batch = batches.batch(step)
-        keywords: dict[str, Any] = {} if batch.documents is None else {"documents": batch.documents[0]}
+        keywords: dict[str, Any] = (
+            {} if batch.documents is None else {"documents": batch.documents[0]}
+        )
         if sizes.dropout or sizes.attention_dropout:
             keywords["key"] = dropout_key(train.seed, step, batch.samples)[0]
-        logits, labels = model(batch.inputs[0], **keywords).double().flatten(0, -2), batch.labels.flatten()
+        logits, labels = (
+            model(batch.inputs[0], **keywords).double().flatten(0, -2),
+            batch.labels.flatten(),
+        )
         loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
         is_label = labels != -100
         return loss + z_loss * logits.logsumexp(-1).square()[is_label].mean()
@@ -67,10 +81,13 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
         model.zero_grad()
         loss = loss_of(step, train.label_smoothing, train.z_loss)
         loss.backward()
-        gradients = collect((name, p.grad) for name, p in model.named_parameters()) if is_whole else {}
+        gradients = (
+            collect((name, p.grad) for name, p in model.named_parameters()) if is_whole else {}
+        )
         limit = float("inf") if train.grad_clip is None else train.grad_clip
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-        with mock.patch.object(Tensor, "bfloat16", Tensor.double):  # torch's Muon rounds to bfloat16
+        # torch's Muon rounds to bfloat16
+        with mock.patch.object(Tensor, "bfloat16", Tensor.double):
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
@@ -104,8 +121,28 @@ def plain_optimizers(
     if config.name == "sgd":
         momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
         return [torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)]
-    if config.name == "adafactor":
-        decay, clip = config.beta2_decay, config.update_clip
-        assert decay is not None and clip is not None
-        return [torch.optim.Adafactor(groups, lr=config.lr, beta2_decay=decay, d=clip)]
     return [adamw(model.parameters(), config)]
+
+
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+) -> list[dict[str, object]]:
+    """Returns the groups of torch's optimizers: the first one, the matrices, decays; norms do
+    not."""
+    parameters = list(parameters)
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Returns AdamW at the peak learning rate, held constant."""
+    parameters = list(parameters)
+    groups, on_gpu = (
+        parameter_groups(parameters, config),
+        any(parameter.is_cuda for parameter in parameters),
+    )
+    kernels = {"fused": True} if on_gpu else {"foreach": True}  # which is the faster one there
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernels)

@@ -1,7 +1,8 @@
-"""What a few steps of training leave behind, written down by the ranks that train: on one process, or in a layout.
+"""What a few steps of training leave behind, written down by the ranks that train: on one process,
+or in a layout.
 
-Tensors are global: of its own part each rank makes the whole, and rank 0 keeps what every rank then sees, so that
-copies that should agree can be found not to.
+Tensors are global: of its own part each rank makes the whole, and rank 0 keeps what every rank then
+sees, so that copies that should agree can be found not to.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel3d.checkpoint.files import MODEL
-from parallel3d.checkpoint.manifest import read_manifest
-from parallel3d.checkpoint.reader import read_tensor
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
@@ -32,6 +30,7 @@ from parallel3d.models import model_class
 from parallel3d.parallelize import inside_compiled
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
+from parallel3d.tools.local_ranks import CPU
 from parallel3d.torch_private import is_in_backward
 from parallel3d.training.state import load_start, save_trainer
 from parallel3d.training.trainer import Trainer
@@ -43,16 +42,24 @@ JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hide
 TrainedStep = tuple[float, float, Views]  # loss, gradient norm, gradients
 
 
-def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | None = None) -> TrainingRecord:
-    """Trains on every rank of the default group; the record is complete on rank 0 only. Batches are of random ids: the
-    run's own data is not read. Tensors are kept of the first `whole_steps` steps, of the others the loss and the norm
-    (None: of all). Saves the trained model at `saved`, or, if that exists, starts from it afterwards.
+def record_recipe(
+    recipe: Recipe, whole_steps: int | None = None, saved: Path | None = None
+) -> TrainingRecord:
+    """Trains on every rank of the default group; the record is complete on rank 0 only. Batches are
+    of random ids: the run's own data is not read. Tensors are kept of the first `whole_steps`
+    steps, of the others the loss and the norm (None: of all). Saves the trained model at `saved`,
+    or, if that exists, starts from it afterwards.
 
-    Size chooses some code paths, and the small model takes those of a large one: fused gradients and a loss that
-    overwrites the logits. Every second step computes the loss in chunks.
+    Size chooses some code paths, and the small model takes those of a large one: fused gradients
+    and a loss that overwrites the logits. Every second step computes the loss in chunks.
     """
     mesh, train = build_mesh(recipe.parallel, "cpu"), recipe.train
-    trainer = Trainer(recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class(recipe.model.architecture))
+    trainer = Trainer(
+        recipe,
+        mesh=mesh,
+        device=CPU,
+        model_class=model_class(recipe.model.architecture),
+    )
     record = TrainingRecord(recipe.parallel)
 
     def tensors() -> list[tuple[str, Tensor]]:
@@ -63,10 +70,6 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | 
     for data in trainer.data:
         data.publish()
     record.start = collect(tensors())
-    everyone: list[dict[str, int | None]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, {p.name: p.spec.dim for p in trainer.parameters})
-    record.split = {name: dim for theirs in everyone for name, dim in theirs.items()}
-    record.tied = sorted(trainer.tied)
     loader = random_batches(recipe)
     chunk_tokens = recipe.parallel.microbatch_size * train.seq_len // 2 + 1
     modules = [stage.module for stage in trainer.stages]
@@ -75,21 +78,27 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | 
         gradients: list[tuple[str, Tensor | None]] = []
 
         def keep(parameter: LocalParameter) -> None:
-            """Keeps a copy between the norm and the clipping, because the gradient is scaled or dropped next."""
+            """Keeps a copy between the norm and the clipping, because the gradient is scaled or
+            dropped next."""
             grad = parameter.local.grad
-            gradients.append((parameter.name, None if grad is None else parameter.distributed(grad.clone())))
+            gradients.append(
+                (parameter.name, None if grad is None else parameter.distributed(grad.clone()))
+            )
 
         trainer.loss.chunk_tokens = chunk_tokens if step % 2 else None
         trainer.loss.use_head(modules)
         result = trainer.train_step(loader.batch(step), observe=keep if is_whole else None)
         return result.loss, result.grad_norm, collect(gradients)
 
-    with mock.patch.object(linear, "FUSED_FROM_ELEMENTS", 0), mock.patch.object(loss, "PLAIN_BELOW_ELEMENTS", 0):
+    with (
+        mock.patch.object(linear, "FUSED_FROM_ELEMENTS", 0),
+        mock.patch.object(loss, "PLAIN_BELOW_ELEMENTS", 0),
+    ):
         record_steps(record, modules, tensors, train_step, train.steps, whole_steps)
     record.parameter_count = trainer.parameter_count
     if saved is not None:
         if saved.exists():
-            trainer, record.changed = start_again(trainer, saved)
+            trainer = start_from(saved, trainer.recipe)
         else:
             save_trainer(trainer, saved)
         record.start_loss = trainer.evaluate(loader.batch(train.steps - 1))
@@ -97,7 +106,8 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None, saved: Path | 
 
 
 def random_batches(recipe: Recipe) -> BatchLoader:
-    """Returns this data rank's batches of random ids, which are cut into documents if the recipe masks them."""
+    """Returns batches of random ids for this DP rank, cut into documents if the recipe uses a
+    document mask."""
     train, generator = recipe.train, np.random.default_rng(recipe.train.seed)
     length = train.steps * train.global_batch_size * train.seq_len + 1
     ids = generator.integers(0, recipe.model.vocab, length, dtype=np.int32)
@@ -108,18 +118,17 @@ def random_batches(recipe: Recipe) -> BatchLoader:
     return training_loader(recipe, source, dist.get_rank(), document_end)
 
 
-def start_again(trained: Trainer, saved: Path) -> tuple[Trainer, list[str]]:
-    """Returns a trainer of the same recipe that starts from the checkpoint `saved`, and the names of the parameters
-    that it would save as other numbers."""
-    build, again = model_class(trained.recipe.model.architecture), saved.with_name("again")
-    mesh = build_mesh(trained.recipe.parallel, "cpu")
-    trainer = Trainer(trained.recipe, mesh=mesh, device=trained.device, model_class=build, initialize=False)
+def start_from(saved: Path, recipe: Recipe) -> Trainer:
+    """Returns a trainer of the recipe that starts from the checkpoint `saved`."""
+    trainer = Trainer(
+        recipe,
+        mesh=build_mesh(recipe.parallel, "cpu"),
+        device=CPU,
+        model_class=model_class(recipe.model.architecture),
+        initialize=False,
+    )
     load_start(trainer, saved)
-    save_trainer(trainer, again)
-    first, second = read_manifest(saved).tensors, read_manifest(again).tensors
-    names = [name for name in first if name.startswith(MODEL)]
-    changed = [n for n in names if not torch.equal(read_tensor(saved, first[n]), read_tensor(again, second[n]))]
-    return trainer, [name.removeprefix(MODEL) for name in changed]
+    return trainer
 
 
 def record_steps(
@@ -130,12 +139,13 @@ def record_steps(
     steps: int,
     whole_steps: int | None = None,
 ) -> None:
-    """Adds to the record what each step leaves behind. `train_step` gets the number of the step and whether it is one
-    of the first `whole_steps`, whose tensors are kept; `tensors()` returns the parameters after it.
+    """Adds to the record what each step leaves behind. `train_step` gets the number of the step and
+    whether it is one of the first `whole_steps`, whose tensors are kept; `tensors()` returns the
+    parameters after it.
 
-    Recorded of a module that has parameters are its outputs of all microbatches as one batch, where they have one
-    shape. Forwards that a backward recomputes, the parts of a compiled block and heads that leave their product to the
-    loss are left out.
+    Recorded of a module that has parameters are its outputs of all microbatches as one batch, where
+    they have one shape. It leaves out forward passes that a backward pass recomputes, the parts of
+    a compiled block, and heads that leave their matmul to the loss.
     """
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
@@ -156,19 +166,30 @@ def record_steps(
         loss, grad_norm, gradients = train_step(step, is_whole)
         record.curve.append((loss, grad_norm))
         if is_whole:
-            alike = {name: torch.cat(parts) for name, parts in outputs.items() if len({x.shape for x in parts}) == 1}
-            record.steps.append(StepRecord(loss, grad_norm, gathered(alike), gradients, collect(tensors())))
+            alike = {
+                name: torch.cat(parts)
+                for name, parts in outputs.items()
+                if len({x.shape for x in parts}) == 1
+            }
+            record.steps.append(
+                StepRecord(loss, grad_norm, gathered(alike), gradients, collect(tensors()))
+            )
     for hook in hooks:
         hook.remove()
 
 
 def plain_name(name: str) -> str:
     """Returns a name without what DDP, activation checkpointing and torch.compile put into it."""
-    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    return (
+        name.removeprefix("module.")
+        .replace("_checkpoint_wrapped_module.", "")
+        .replace("_orig_mod.", "")
+    )
 
 
 def collect(tensors: Iterable[tuple[str, Tensor | None]]) -> Views:
-    """Returns, on rank 0, what every rank sees of these as global tensors. A gradient of None is left out."""
+    """Returns, on rank 0, what every rank sees of these as global tensors. A gradient of None is
+    left out."""
     return gathered({name: whole(tensor) for name, tensor in tensors if tensor is not None})
 
 
@@ -179,7 +200,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensors: dict[str, Tensor]) -> Views:
-    """Returns every rank's tensors by name on rank 0, equal ones as one array; nothing elsewhere."""
+    """Returns every rank's tensors by name on rank 0, equal ones as one array; nothing
+    elsewhere."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     everyone: list[dict[str, Array]] | None = [{}] * size if rank == 0 else None
@@ -188,7 +210,9 @@ def gathered(tensors: dict[str, Tensor]) -> Views:
     for other, theirs in enumerate(everyone or []):
         for name, array in theirs.items():
             seen = views.setdefault(name, {})
-            seen[other] = next((known for known in seen.values() if np.array_equal(known, array)), array)
+            seen[other] = next(
+                (known for known in seen.values() if np.array_equal(known, array)), array
+            )
     return views
 
 
@@ -206,5 +230,7 @@ def jitter(tensors: Iterable[tuple[str, Tensor]], seed: int) -> None:
 def put(tensor: Tensor, value: Tensor) -> None:
     """Writes a global value into this rank's part of a parameter."""
     if isinstance(tensor, DTensor):
-        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+        value = distribute_tensor(
+            value, tensor.device_mesh, tensor.placements, src_data_rank=None
+        ).to_local()
     local_tensor(tensor.detach()).copy_(value)

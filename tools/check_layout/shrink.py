@@ -1,4 +1,5 @@
-"""A recipe made small enough to train in seconds on a CPU, with the layout, and what it divides, as they were."""
+"""A recipe made small enough to train in seconds on a CPU, with the layout, and what it divides, as
+they were."""
 
 from __future__ import annotations
 
@@ -7,27 +8,39 @@ from dataclasses import replace
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe
 from parallel3d.config.rules import validate
 
-SEQ_LEN, VOCAB = 16, 264
-EPS = 1e-3  # AdamW's: with the usual 1e-8 a gradient that is zero but for rounding moves a weight by the whole rate
+SEQ_LEN, VOCAB, STEPS = 16, 264, 3
+# AdamW's: with the usual 1e-8 a gradient that is zero but for rounding moves a weight by the whole
+# rate
+EPS = 1e-3
 
 
-def shrink(recipe: Recipe, *, layers: int | None = None, hidden: int | None = None, steps: int = 3) -> Recipe:
-    """Returns the recipe in float32 on the CPU, its model and batch cut down, with a layer for each pipeline stage at
-    least. The numbers still keep what tp, dp and the schedule ask of them; a vocabulary that tp does not divide stays
-    so. Raises ConfigError."""
+def shrink(
+    recipe: Recipe, *, layers: int | None = None, hidden: int | None = None, steps: int = STEPS
+) -> Recipe:
+    """Returns the recipe in float32 on the CPU, its model and batch cut down, with a layer for each
+    pipeline stage at least. The numbers still keep what tp, dp and the schedule ask of them; a
+    vocabulary that tp does not divide stays so. Raises ConfigError."""
     parallel, train = recipe.parallel, recipe.train
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
     # All in float32: bf16 would turn the last bit of a gradient into the first of a state.
-    optimizer = replace(recipe.optimizer, warmup_steps=0, decay_steps=None, state_dtype=None, stochastic_rounding=False)
+    optimizer = replace(
+        recipe.optimizer,
+        warmup_steps=0,
+        decay_steps=None,
+        state_dtype=None,
+    )
     if optimizer.name == "muon":
         optimizer = replace(optimizer, ns_dtype="fp32")
     if optimizer.name in ("adamw", "muon"):
         optimizer = replace(optimizer, eps=EPS)
     small = replace(
         recipe,
-        model=_shrink_model(recipe.model, max(layers or 2, parallel.stages), hidden or 64, parallel.tp),
-        parallel=replace(parallel, microbatch_size=microbatch_size, stage_boundaries=None),  # they count real layers
+        model=_shrink_model(
+            recipe.model, max(layers or 2, parallel.stages), hidden or 64, parallel.tp
+        ),
+        # they count real layers
+        parallel=replace(parallel, microbatch_size=microbatch_size, stage_boundaries=None),
         train=replace(
             train,
             steps=steps,

@@ -1,5 +1,5 @@
-"""`parallel3d-checkpoint`: takes checkpoints to other programs and from them, and says what is in them. The file of a
-subcommand is imported when it is asked for something."""
+"""`parallel3d-checkpoint`: takes checkpoints to other programs and from them, and says what is in
+them. The file of a subcommand is imported when it is asked for something."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ exit status:
    65  a checkpoint that is damaged
    73  files that cannot be written
   130  interrupted
-"""
+"""  # noqa: E501
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,16 +40,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_checkpoint(text: str) -> tuple[Path, list[str]]:
-    """Returns the checkpoint that CKPT means, and a line for each newer one of the run that is passed over. Raises
-    ConfigError where there is none."""
+    """Returns the checkpoint that CKPT means, and a line for each newer one of the run that is
+    passed over. Raises ConfigError where there is none."""
     path = Path(text)
     if (path / MANIFEST_FILE).is_file():
         return path, []
     if found := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
-        newer = [each for each in step_folders(found[-1].parent) if step_of(each) > step_of(found[-1])]
-        return found[-1], [f"step {step_of(found[-1])}: {each} is incomplete (no {MANIFEST_FILE})" for each in newer]
+        newer = [
+            each for each in step_folders(found[-1].parent) if step_of(each) > step_of(found[-1])
+        ]
+        return found[-1], [
+            f"step {step_of(found[-1])}: {each} is incomplete (no {MANIFEST_FILE})"
+            for each in newer
+        ]
     words = "has no whole checkpoint" if path.is_dir() else "there is no such folder"
-    raise ConfigError(f"CKPT = {text}: {words}; try a .../step_00000100 folder, or the folder of a run that has saved")
+    raise ConfigError(
+        f"CKPT = {text}: {words}; try a .../step_00000100 folder, or the folder of a run that has "
+        "saved"
+    )
 
 
 def _run(words: list[str]) -> int:
@@ -66,39 +74,76 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
+        "--version",
+        action="version",
+        version=f"parallel3d {parallel3d.__version__}",
+        help="show the version",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, metavar, answer, summary in (
-        ("ls", "RUN", _list, "the checkpoints of a run: steps, sizes, dates, which is whole and which is best"),
-        ("inspect", "CKPT", _inspect, "what a checkpoint holds: progress, layout, tensors and recipe"),
-        ("verify", "CKPT", _verify, "read every byte of a checkpoint, or of all of a run; name what is damaged"),
+        (
+            "ls",
+            "RUN",
+            _list,
+            "the checkpoints of a run: steps, sizes, dates, which is whole and which is best",
+        ),
+        (
+            "inspect",
+            "CKPT",
+            _inspect,
+            "what a checkpoint holds: progress, layout, tensors and recipe",
+        ),
+        (
+            "verify",
+            "CKPT",
+            _verify,
+            "read every byte of a checkpoint, or of all of a run; name what is damaged",
+        ),
     ):
-        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        command = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
         command.add_argument("path", metavar=metavar, help="a checkpoint, or the folder of a run")
-        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON object and nothing else"
+        )
         command.set_defaults(answer=answer)
     _add_import(
-        commands.add_parser("import", help="a folder of transformers as the recipe of a run that starts from it")
+        commands.add_parser(
+            "import", help="a folder of transformers as the recipe of a run that starts from it"
+        )
     )
-    _add_export(commands.add_parser("export", help="the model of a checkpoint as a folder that transformers opens"))
+    _add_export(
+        commands.add_parser(
+            "export", help="the model of a checkpoint as a folder that transformers opens"
+        )
+    )
     return parser
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `export`."""
     parser.description = (
-        "Writes the model of a checkpoint as transformers keeps one: safetensors, config.json, and the tokenizer. "
-        "The checkpoint is checked first. It takes one process, and the memory of the largest tensor."
+        "Writes the model of a checkpoint as transformers keeps one: safetensors, config.json, and "
+        "the tokenizer. The checkpoint is checked first. It takes one process, and the memory of "
+        "the largest tensor."
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or the folder of a run")
     parser.add_argument("to", metavar="DIR", type=Path, help="the new folder")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as saved)")
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", type=memory_bytes, default=5e9, help="of one file (default: 5GB)"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as saved)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=memory_bytes,
+        default=5e9,
+        help="of one file (default: 5GB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at DIR")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
     parser.set_defaults(answer=_export)
 
 
@@ -119,17 +164,24 @@ def _export(options: argparse.Namespace) -> Reply:
 def _add_import(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `import`."""
     parser.description = (
-        "Writes the model section of a recipe, and the checkpoint.start_from with which a run begins with the weights. "
-        "Names, shapes and types of the tensors are compared; what a recipe cannot say is an error."
+        "Writes the model section of a recipe, and the checkpoint.start_from with which a run "
+        "begins with the weights. Names, shapes and types of the tensors are compared; what a "
+        "recipe cannot say is an error."
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder with config.json and safetensors")
-    parser.add_argument("-o", "--out", metavar="RECIPE", type=Path, help="the file to write (default: print it)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a folder with config.json and safetensors"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="RECIPE", type=Path, help="the file to write (default: print it)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
     parser.set_defaults(answer=_import)
 
 
 def _import(options: argparse.Namespace) -> Reply:
-    from parallel3d.tools.checkpoint.bring_in import import_from
+    from parallel3d.tools.checkpoint.import_hf import import_from
 
     return import_from(options.folder, options.out)
 

@@ -1,5 +1,5 @@
-"""`parallel3d-checkpoint ls`, `inspect` and `verify`: the checkpoints of a run, what is in one, and whether every byte
-is what was saved. None of them imports torch or changes a file."""
+"""`parallel3d-checkpoint ls`, `inspect` and `verify`: the checkpoints of a run, what is in one, and
+whether every byte is what was saved. None of them imports torch or changes a file."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ _ENDINGS = {  # No run reads a folder with such a name.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class CheckpointEntry:
     """What `ls` says of a checkpoint, or of the folder of one that was set aside."""
 
     step: int
     path: str
     bytes: int
     saved: str | None
-    state: Literal["whole", "damaged", "unknown", "aside"]  # unknown: another version has written it
+    # unknown: another version has written it
+    state: Literal["whole", "damaged", "unknown", "aside"]
     reason: str | None = None  # why it is not whole
     val_loss: float | None = None
     best: bool = False  # no other has a lower loss
@@ -48,39 +49,53 @@ class Listed:
     def line(self) -> str:
         loss = "" if self.val_loss is None else f"{self.val_loss:.4f}"
         saved = "" if self.saved is None else self.saved[:16].replace("T", " ")
-        words = self.state + ", best" * self.best if self.reason is None else f"{self.state}: {self.reason}"
+        words = f"{self.state}, best" if self.best else self.state
+        if self.reason is not None:
+            words = f"{self.state}: {self.reason}"
         return f"{self.step:>10}{_size(self.bytes):>12}  {saved:<16}{loss:>10}  {words}"
 
 
 def list_run(run: Path) -> Reply:
-    """Says what checkpoints a run has, how large and how old they are, and which has the lowest validation loss. Files
-    are looked for and not read. Raises ConfigError where there are none."""
+    """Says what checkpoints a run has, how large and how old they are, and which has the lowest
+    validation loss. Files are looked for and not read. Raises ConfigError where there are none."""
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    steps = [(path, match) for path in folder.glob("step_*") if (match := _STEP.fullmatch(path.name))]
+    steps = [
+        (path, match) for path in folder.glob("step_*") if (match := _STEP.fullmatch(path.name))
+    ]
     if not steps:
-        raise ConfigError(f"RUN = {run}: has no checkpoints; try the folder of a run, such as runs/quickstart")
+        raise ConfigError(
+            f"RUN = {run}: has no checkpoints; try the folder of a run, such as runs/quickstart"
+        )
     rows = sorted((_listed(*each) for each in steps), key=lambda row: (row.step, row.path))
     lowest = min((row.val_loss for row in rows if row.val_loss is not None), default=None)
     rows = [replace(row, best=row.val_loss is not None and row.val_loss == lowest) for row in rows]
     whole = sum(row.state == "whole" for row in rows)
     page = [
-        f"{folder}: {whole} whole of {len(rows)} (by the sizes of their files; `verify` reads every byte)",
+        f"{folder}: {whole} whole of {len(rows)} (by the sizes of their files; `verify` reads "
+        "every byte)",
         f"{'step':>10}{'size':>12}  {'saved':<16}{'val loss':>10}",
         *(row.line for row in rows),
     ]
-    return Reply(page=lambda: page, tree=lambda: {"run": str(run), "checkpoints": [asdict(row) for row in rows]})
+    return Reply(
+        page=lambda: page,
+        tree=lambda: {"run": str(run), "checkpoints": [asdict(row) for row in rows]},
+    )
 
 
-def _listed(path: Path, name: re.Match[str]) -> Listed:
+def _listed(path: Path, name: re.Match[str]) -> CheckpointEntry:
     """Returns what `ls` says of the folder at `path`, whose name was matched."""
     total = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
-    row = Listed(step=int(name[1]), path=str(path), bytes=total, saved=_saved(path), state="whole")
+    row = CheckpointEntry(
+        step=int(name[1]), path=str(path), bytes=total, saved=_saved(path), state="whole"
+    )
     if name[2] is not None:
         return replace(row, state="aside", reason=_ENDINGS.get(name[2], "is no checkpoint"))
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        state: Literal["damaged", "unknown"] = "damaged" if isinstance(error, DamagedCheckpointError) else "unknown"
+        state: Literal["damaged", "unknown"] = "unknown"
+        if isinstance(error, DamagedCheckpointError):
+            state = "damaged"
         return replace(row, state=state, reason=str(error).removeprefix(str(path)).lstrip("/: "))
     damage = next(missing_files(path, manifest), None)
     if damage is not None:
@@ -89,66 +104,89 @@ def _listed(path: Path, name: re.Match[str]) -> Listed:
 
 
 def inspect(checkpoint: Path, notes: list[str]) -> Reply:
-    """Says what a checkpoint holds: how far its run was, the layout that saved it, tensors and recipe, after `notes`.
-    Raises CheckpointError where its manifest cannot be read."""
+    """Describes a checkpoint, after `notes`: the progress of its run, the layout that saved it, its
+    tensors and recipe. Raises CheckpointError if its manifest cannot be read."""
     manifest = read_manifest(checkpoint)
     recipe = {setting.key: setting.value for setting in read_settings(checkpoint / CONFIG_FILE)}
-    tensors = {name: {"dtype": each.dtype, "shape": list(each.shape)} for name, each in manifest.tensors.items()}
+    tensors = {
+        name: {"dtype": each.dtype, "shape": list(each.shape)}
+        for name, each in manifest.tensors.items()
+    }
     total = sum(file.bytes for file in manifest.files.values())
     progress = manifest.progress
 
     def page() -> Iterator[str]:
         yield from notes
-        yield f"{checkpoint}: format {manifest.format}, parallel3d {manifest.parallel3d}, torch {manifest.torch}"
+        yield (
+            f"{checkpoint}: format {manifest.format}, parallel3d {manifest.parallel3d}, torch "
+            f"{manifest.torch}"
+        )
         yield f"  saved     {_saved(checkpoint)}, {_size(total)} in {len(manifest.files)} files"
-        yield f"  progress  step {progress.step:,}, {progress.tokens:,} tokens, seed {progress.seed}"
+        yield (
+            f"  progress  step {progress.step:,}, {progress.tokens:,} tokens, seed {progress.seed}"
+        )
         yield f"  batches   {progress.global_batch_size:,} sequences of {progress.seq_len:,} tokens"
-        for words, ranges in (("data.skip", progress.skip), ("rollbacks", progress.skipped_by_rollbacks)):
+        for words, ranges in (
+            ("data.skip", progress.skip),
+            ("rollbacks", progress.skipped_by_rollbacks),
+        ):
             if ranges:
                 listed = ", ".join(f"{each.first:,} to {each.last:,}" for each in ranges)
                 yield f"  left out  sequences {listed} ({words})"
-        yield f"  optimizer {progress.optimizer}" + (", replicas that train apart" if progress.local_sgd else "")
-        axes = (f"{axis} {progress.parallel.get(axis, 1)}" for axis in ParallelConfig().axes)
-        yield f"  layout    {' x '.join(axis for axis in axes if not axis.endswith(' 1')) or 'one process'}"
+        yield f"  optimizer {progress.optimizer}" + (
+            ", replicas that train apart" if progress.local_sgd else ""
+        )
+        sizes = {axis: progress.parallel.get(axis, 1) for axis in ParallelConfig().axes}
+        axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        yield f"  layout    {axes or 'one process'}"
         yield f"  model     {progress.parameters:,} parameters"
         yield f"tensors ({len(tensors):,}):"
         yield from (
             f"  {line}"
-            for line in by_block((name, f"{each['dtype']} {each['shape']}") for name, each in tensors.items())
+            for line in by_block(
+                (name, f"{each['dtype']} {each['shape']}") for name, each in tensors.items()
+            )
         )
         yield f"recipe ({CONFIG_FILE}):"
         yield from (f"  {key}: {shown(value)}" for key, value in recipe.items())
 
     tree = {
-        **{
-            "checkpoint": str(checkpoint),
-            "notes": notes,
-            "saved": _saved(checkpoint),
-            "bytes": total,
-            "format": manifest.format,
-        },
-        **{"parallel3d": manifest.parallel3d, "torch": manifest.torch, "progress": asdict(progress)},
-        **{
-            "files": {name: asdict(file) for name, file in manifest.files.items()},
-            "tensors": tensors,
-            "recipe": recipe,
-        },
+        "checkpoint": str(checkpoint),
+        "notes": notes,
+        "saved": _saved(checkpoint),
+        "bytes": total,
+        "format": manifest.format,
+        "parallel3d": manifest.parallel3d,
+        "torch": manifest.torch,
+        "progress": asdict(progress),
+        "files": {name: asdict(file) for name, file in manifest.files.items()},
+        "tensors": tensors,
+        "recipe": recipe,
     }
     return Reply(page=page, tree=lambda: tree)
 
 
 def verify(path: Path) -> Reply:
-    """Reads every byte of a checkpoint, or of all those of a run, and names each damaged file and its tensors. Raises
-    ConfigError where there is no checkpoint."""
-    chosen = [path] if _STEP.fullmatch(path.name) else step_folders(path / "checkpoints") or step_folders(path)
+    """Reads every byte of a checkpoint, or of all those of a run, and names each damaged file and
+    its tensors. Raises ConfigError where there is no checkpoint."""
+    chosen = (
+        [path]
+        if _STEP.fullmatch(path.name)
+        else step_folders(path / "checkpoints") or step_folders(path)
+    )
     if not path.is_dir() or not chosen:
         words = "has no checkpoint" if path.is_dir() else "there is no such folder"
-        raise ConfigError(f"CKPT = {path}: {words}; try a .../step_00000100 folder, or the folder of a run")
+        raise ConfigError(
+            f"CKPT = {path}: {words}; try a .../step_00000100 folder, or the folder of a run"
+        )
     found = {checkpoint: [*find_damage(checkpoint)] for checkpoint in chosen}
 
     def page() -> Iterator[str]:
         for checkpoint, damages in found.items():
-            yield f"{checkpoint}: {f'{len(damages)} damaged' if damages else 'every byte is what was saved'}"
+            yield (
+                f"{checkpoint}: "
+                f"{f'{len(damages)} damaged' if damages else 'every byte is what was saved'}"
+            )
             for damage in damages:
                 yield f"  {damage.file}: {damage.reason}"
                 yield from (f"    {name}" for name in damage.tensors[:_SHOWN_TENSORS])
@@ -159,7 +197,9 @@ def verify(path: Path) -> Reply:
         {"path": str(each), "whole": not damages, "damage": [asdict(damage) for damage in damages]}
         for each, damages in found.items()
     ]
-    return Reply(page=page, tree=lambda: {"checkpoints": tree}, status=_DAMAGED if any(found.values()) else 0)
+    return Reply(
+        page=page, tree=lambda: {"checkpoints": tree}, status=_DAMAGED if any(found.values()) else 0
+    )
 
 
 def _saved(checkpoint: Path) -> str | None:

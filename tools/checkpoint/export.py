@@ -17,13 +17,20 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 
 
 def export_from(
-    checkpoint: Path, to: Path, *, notes: list[str], dtype: str | None, largest_file_bytes: int, overwrite: bool
+    checkpoint: Path,
+    to: Path,
+    *,
+    notes: list[str],
+    dtype: str | None,
+    largest_file_bytes: int,
+    overwrite: bool,
 ) -> Reply:
-    """Exports a checkpoint to the folder `to`, and says what is there, with `notes`. Raises DamagedCheckpointError,
-    before anything is written, where a byte of the checkpoint is not what was saved."""
+    """Exports a checkpoint to the folder `to`, and describes the result, with `notes`. Raises
+    DamagedCheckpointError before it writes anything if a byte of the checkpoint is not what was
+    saved."""
     for damage in find_damage(checkpoint):
         raise damage.error(checkpoint)
-    form = ExportForm.of(load_recipe(checkpoint / CONFIG_FILE, cards=shape_cards()))
+    form = ExportForm.from_recipe(load_recipe(checkpoint / CONFIG_FILE, cards=shape_cards()))
     form = replace(form, dtype=_DTYPES[dtype], largest_file_bytes=largest_file_bytes)
     for _ in export(checkpoint, to, form, overwrite=overwrite):
         pass

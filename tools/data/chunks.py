@@ -1,4 +1,5 @@
-"""A piece of the inputs, encoded by one process and kept as a file: what is done once, a kill does not undo."""
+"""A piece of the inputs, encoded by one process and kept as a file, so that a kill loses only the
+pieces under way."""
 
 from __future__ import annotations
 
@@ -21,26 +22,40 @@ from parallel3d.data.windows import TokenIds
 from parallel3d.errors import DataError
 from parallel3d.tools.data.inputs import InputPiece
 
-_BATCH_CHARACTERS = 1 << 20  # encoded by one call: the library keeps some hundred bytes a token until it returns
-# The end of a line with no white space beside it: no pattern that splits a text into words joins what is cut here.
+# encoded by one call: the library keeps some hundred bytes per token until it returns
+_BATCH_CHARACTERS = 1 << 20
+# The end of a line without white space next to it: no pattern that splits a text into words joins
+# what is cut here.
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """The tokenizer that every worker builds for itself: bytes or the path of a tokenizer.json, and its end of text."""
+    """The tokenizer that every worker builds for itself: bytes or the path of a tokenizer.json, and
+    its end of text."""
 
     name: str
     mark: str | None = None
 
     def build(self) -> Tokenizer:
-        """Returns the tokenizer, for which a process reads the file once."""
-        return _built(self)
+        """Returns the tokenizer, which a process reads once."""
+        return _build(self)
 
 
 @cache
-def _built(choice: TokenizerChoice) -> Tokenizer:
+def _build(choice: TokenizerChoice) -> Tokenizer:
     return build_tokenizer(choice.name, choice.mark, key="--tokenizer", mark_key="--end-of-text")
+
+
+@dataclass(frozen=True)
+class ChunkSummary:
+    """What a finished chunk holds, without its ids."""
+
+    tokens: int
+    documents: int
+    hashes: tuple[int, int]  # the smallest and the largest
+    empty: int  # documents without text, which are left out
+    faulty: Counter[str]  # documents by file that are not UTF-8, which are skipped or repaired
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,52 +63,47 @@ class Chunk:
     """Documents as ids, one after the other, each with its end of text."""
 
     ids: TokenIds
-    lengths: NDArray[np.int64]  # each document's, its end of text counted
-    hashes: NDArray[np.uint64]  # each text's, which decide what is for validation
+    lengths: NDArray[np.int64]  # of each document, with its end of text
+    hashes: NDArray[np.uint64]  # of each text, which decide what is for validation
+    empty: NDArray[np.int64]
+    faulty: NDArray[np.str_]  # a path for each document
 
     @classmethod
     def read(cls, path: Path) -> Chunk:
-        """Reads a file that `encode_piece` wrote. Raises DataError where it has been damaged since."""
+        """Raises DataError if the file has been damaged since it was written."""
         try:
             with np.load(path) as found:
-                return cls(found["ids"], found["lengths"], found["hashes"])
-        except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path}: is damaged ({error}); delete it and give the same command again") from None
+                return cls(**found)
+        except (ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"{path}: is damaged ({error}); delete it and give the same command again"
+            ) from None
 
-    @staticmethod
-    def read_hashes(path: Path) -> NDArray[np.uint64]:
-        """Reads the hashes alone."""
-        with np.load(path) as found:
-            return found["hashes"]
+    def write(self, path: Path) -> None:
+        """Writes the file, complete or not at all."""
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        with unfinished.open("wb") as file:
+            np.savez(file, **vars(self))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
 
-
-@dataclass(frozen=True)
-class ChunkCounts:
-    """What a finished chunk holds, without its ids."""
-
-    tokens: int
-    empty: int  # documents without text, which are left out
-    faulty: Counter[str]  # documents by file that are not UTF-8, which are skipped or repaired
-
-    @classmethod
-    def read(cls, path: Path) -> ChunkCounts | None:
-        """Returns the counts of a chunk that is done, None where there is no whole file."""
-        try:
-            with np.load(path) as found:
-                faulty = Counter(found["faulty"].tolist())
-                return cls(int(found["lengths"].sum()), int(found["empty"]), faulty)
-        except (FileNotFoundError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
-            return None
+    @property
+    def summary(self) -> ChunkSummary:
+        hashes = (2**64, 0)
+        if len(self.hashes):
+            hashes = int(self.hashes.min()), int(self.hashes.max())
+        faulty = Counter[str](self.faulty.tolist())
+        return ChunkSummary(len(self.ids), len(self.lengths), hashes, int(self.empty), faulty)
 
 
-def encode_piece(piece: InputPiece, choice: TokenizerChoice, path: Path) -> ChunkCounts:
-    """Encodes the documents of `piece` into the file `path`, which is there once it is whole. Raises DataError as the
-    piece does."""
+def encode_piece(documents: InputPiece, choice: TokenizerChoice, path: Path) -> ChunkSummary:
+    """Encodes the documents of a piece into the file `path`. Raises DataError as the piece does."""
     tokenizer = choice.build()
     end = np.array([tokenizer.end_of_text], dtype=ids_dtype(tokenizer.vocab_size))
     ids, lengths, hashes, empty = [end[:0]], array("q"), array("Q"), 0
     faulty = Counter[str]()
-    for texts in _batches(piece.documents(faulty)):
+    for texts in _batches(documents(faulty)):
         filled = [text for text in texts if text]
         empty += len(texts) - len(filled)
         slices = [_slices(text, choice) for text in filled]
@@ -102,21 +112,17 @@ def encode_piece(piece: InputPiece, choice: TokenizerChoice, path: Path) -> Chun
             own = [next(encoded) for _ in document]
             ids += [*own, end]
             lengths.append(sum(map(len, own)) + 1)
-            hashes.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big"))
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    with unfinished.open("wb") as file:
-        np.savez(
-            file,
-            ids=np.concatenate(ids),
-            lengths=np.array(lengths),
-            hashes=np.array(hashes),
-            empty=np.array(empty),
-            faulty=np.array([*faulty.elements()], dtype=str),
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    return ChunkCounts(sum(lengths), empty, faulty)
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            hashes.append(int.from_bytes(digest, "big"))
+    chunk = Chunk(
+        ids=np.concatenate(ids),
+        lengths=np.array(lengths),
+        hashes=np.array(hashes),
+        empty=np.array(empty),
+        faulty=np.array([*faulty.elements()], dtype=str),
+    )
+    chunk.write(path)
+    return chunk.summary
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
@@ -133,7 +139,7 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _slices(text: str, choice: TokenizerChoice) -> list[str]:
-    """Cuts a long text at ends of lines, where that does not change its ids."""
+    """Cuts a long text at ends of lines, if that does not change its ids."""
     slices, start = [], 0
     while len(text) - start > 2 * _BATCH_CHARACTERS and _may_cut(choice):
         found = _LINE_END.search(text, start + _BATCH_CHARACTERS)
@@ -146,7 +152,8 @@ def _slices(text: str, choice: TokenizerChoice) -> list[str]:
 
 @cache
 def _may_cut(choice: TokenizerChoice) -> bool:
-    """Tells whether two lines have the same ids apart as together. Some tokenizers begin each text with a space."""
+    """Tells whether two lines have the same ids apart as together. Some tokenizers begin each text
+    with a space."""
     first, second = "One line.\n", "And another one\n"
     together, *apart = choice.build().encode_batch([first + second, first, second])
     return np.array_equal(together, np.concatenate(apart))

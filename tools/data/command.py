@@ -1,4 +1,5 @@
-"""`parallel3d-data`: makes folders of tokens from text, says what is in them, checks them and joins them."""
+"""`parallel3d-data`: makes folders of tokens from text, says what is in them, checks them and joins
+them."""
 
 from __future__ import annotations
 
@@ -45,26 +46,40 @@ def _run(words: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="parallel3d-data",
-        description="Makes folders of tokens that training reads (data.source: tokens), and says what is in them.",
+        description=(
+            "Makes folders of tokens that training reads (data.source: tokens), and says what is "
+            "in them."
+        ),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--version", action="version", version=f"parallel3d {parallel3d.__version__}", help="show the version"
+        "--version",
+        action="version",
+        version=f"parallel3d {parallel3d.__version__}",
+        help="show the version",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_tokenize(commands.add_parser("tokenize", help="text, JSON lines, Parquet or data sets into tokens"))
+    _add_tokenize(
+        commands.add_parser("tokenize", help="text, JSON lines, Parquet or data sets into tokens")
+    )
     for name, answer, summary in (
         ("inspect", _inspect, "what is in a folder of tokens, or in Megatron's PREFIX.bin"),
         ("check", _check, "verify checksums, ids and borders of documents; show three samples"),
     ):
-        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        command = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
         command.add_argument("path", metavar="DIR|PREFIX", type=Path)
-        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON object and nothing else"
+        )
         command.set_defaults(answer=answer)
     summary = "several folders of one tokenizer into one"
     merge = commands.add_parser("merge", help=summary, description=f"Joins {summary}.")
-    merge.add_argument("paths", metavar="DIR", nargs="+", type=Path, help="folders, in the order of the result")
+    merge.add_argument(
+        "paths", metavar="DIR", nargs="+", type=Path, help="folders, in the order of the result"
+    )
     merge.add_argument("--out", metavar="DIR", type=new_path, required=True, help="the new folder")
     merge.set_defaults(answer=_merge, json=False)
     return parser
@@ -73,24 +88,54 @@ def _parser() -> Parser:
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tokenize`."""
     parser.description = (
-        "Encodes text on all cores. Stopped at any moment, the same command goes on, and gives the same files."
+        "Encodes text on all cores. Stopped at any moment, the same command goes on, and gives the "
+        "same files."
     )
     parser.add_argument(
-        "inputs", metavar="INPUT", nargs="+", help="a file, a folder searched recursively, or a saved data set"
+        "inputs",
+        metavar="INPUT",
+        nargs="+",
+        help="a file, a folder searched recursively, or a saved data set",
     )
-    parser.add_argument("--out", metavar="DIR", type=new_path, required=True, help="the new folder (megatron: PREFIX)")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=new_path,
+        required=True,
+        help="the new folder (megatron: PREFIX)",
+    )
     made = parser.add_mutually_exclusive_group()
     made.add_argument("--tokenizer", metavar="bytes|PATH", help="a tokenizer.json (default: bytes)")
-    made.add_argument("--train-bpe", metavar="VOCAB", type=whole, help="train a byte-level BPE of so many ids first")
-    parser.add_argument("--end-of-text", metavar="TOKEN", help="the tokenizer's token that ends a document")
-    parser.add_argument("--pattern", metavar="GLOB", help="names of a folder's files (default: of known formats)")
-    formats = ("auto", "text", "jsonl", "parquet", "datasets")
-    parser.add_argument("--input-format", choices=formats, default="auto", help="default: by each file's name")
-    parser.add_argument(
-        "--field", metavar="NAME", default="text", help="of JSON, Parquet and data sets (default: text)"
+    made.add_argument(
+        "--train-bpe",
+        metavar="VOCAB",
+        type=whole,
+        help="train a byte-level BPE of so many ids first",
     )
-    parser.add_argument("--separator", metavar="TEXT", help="between documents of a text file (default: a file is one)")
-    parser.add_argument("--split", metavar="NAME", default="train", help="of a data set (default: train)")
+    parser.add_argument(
+        "--end-of-text", metavar="TOKEN", help="the tokenizer's token that ends a document"
+    )
+    parser.add_argument(
+        "--pattern", metavar="GLOB", help="names of a folder's files (default: of known formats)"
+    )
+    formats = ("auto", "text", "jsonl", "parquet", "datasets")
+    parser.add_argument(
+        "--input-format", choices=formats, default="auto", help="default: by each file's name"
+    )
+    parser.add_argument(
+        "--field",
+        metavar="NAME",
+        default="text",
+        help="of JSON, Parquet and data sets (default: text)",
+    )
+    parser.add_argument(
+        "--separator",
+        metavar="TEXT",
+        help="between documents of a text file (default: a file is one)",
+    )
+    parser.add_argument(
+        "--split", metavar="NAME", default="train", help="of a data set (default: train)"
+    )
     parser.add_argument(
         "--errors",
         choices=("strict", "skip", "replace"),
@@ -98,10 +143,21 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
         help="for text that is not UTF-8 (default: strict)",
     )
     parser.add_argument(
-        "--validation-fraction", metavar="F", type=share, default=0.05, help="the share of documents (default: 0.05)"
+        "--validation-fraction",
+        metavar="F",
+        type=share,
+        default=0.05,
+        help="the share of documents (default: 0.05)",
     )
-    parser.add_argument("--format", choices=("flat", "megatron"), default="flat", help="of the result (default: flat)")
-    parser.add_argument("--workers", metavar="N", type=whole, help="processes (default: one a core)")
+    parser.add_argument(
+        "--format",
+        choices=("flat", "megatron"),
+        default="flat",
+        help="of the result (default: flat)",
+    )
+    parser.add_argument(
+        "--workers", metavar="N", type=whole, help="processes (default: one a core)"
+    )
     parser.set_defaults(answer=_tokenize, json=False)
 
 
@@ -109,7 +165,10 @@ def _tokenize(options: argparse.Namespace) -> Reply:
     if options.validation_fraction == 1:
         raise ConfigError("--validation-fraction 1: leaves nothing to train on; try 0.05")
     if options.train_bpe is not None and options.train_bpe < _BYTE_LEVEL_IDS:
-        raise ConfigError(f"--train-bpe {options.train_bpe}: must be at least {_BYTE_LEVEL_IDS}, the bytes; try 8000")
+        raise ConfigError(
+            f"--train-bpe {options.train_bpe}: must be at least {_BYTE_LEVEL_IDS}, the bytes; try "
+            "8000"
+        )
     from parallel3d.tools.data.chunks import TokenizerChoice
     from parallel3d.tools.data.folders import inspect
     from parallel3d.tools.data.inputs import Reading

@@ -1,10 +1,10 @@
-"""The progress of `tokenize` on stderr: a live bar on a terminal, a plain line every ten seconds elsewhere."""
+"""The progress of `tokenize` on stderr: a live bar on a terminal, a plain line every ten seconds
+elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Self
 
 _LINE_EVERY_S = 10.0
@@ -23,7 +23,9 @@ class TokenizeDisplay:
             from rich.console import Console
 
             columns = (progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24))
-            self._bar = progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True))
+            self._bar = progress.Progress(
+                *columns, progress.TimeRemainingColumn(), console=Console(stderr=True)
+            )
             self._task = self._bar.add_task(title, total=self._total)
 
     def advance(self, input_bytes: int, tokens: int = 0) -> None:
@@ -45,8 +47,6 @@ class TokenizeDisplay:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -1,7 +1,8 @@
-"""What `tokenize` reads: files of text, of JSON lines and of Parquet, and data sets of Hugging Face's `datasets`, cut
-into pieces that worker processes read on their own.
+"""What `tokenize` reads: files of text, of JSON lines and of Parquet, and data sets of Hugging
+Face's `datasets`, cut into pieces that worker processes read on their own.
 
-The order of the pieces follows from the inputs alone: the arguments in their order, the files of a folder by name.
+The order of the pieces follows from the inputs: the arguments in their order, the files of a folder
+by name.
 """
 
 from __future__ import annotations
@@ -11,26 +12,28 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from parallel3d.data.tokenizers import import_extra
 from parallel3d.errors import ConfigError, DataError
 
 InputFormat = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 Errors = Literal["strict", "skip", "replace"]
-PIECE_BYTES = 8 << 20  # one worker encodes so much text at a time: a few seconds, which a kill loses at most
+# Yields the texts of some documents in their order, and counts by file those that are not UTF-8 and
+# are skipped or repaired. Raises InputError if the input has a fault.
+InputPiece = Callable[[Counter[str]], Iterator[str]]
+PIECE_BYTES = 8 << 20  # a worker encodes them in a few seconds, which a kill loses at most
 _BLOCK_BYTES = 1 << 20
-_PACKED_BYTES = 256  # zstd unpacks these to 8 MiB at most
 _MOST_BYTES = 256 << 20  # of a document in a file that is read block by block
-_OF_SUFFIX: dict[str, InputFormat] = {
+_FORMATS: dict[str, InputFormat] = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"},
     **{".txt": "text", ".md": "text"},
 }
-_PACKED = (".gz", ".zst")
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +41,11 @@ class Reading:
     """How documents are found in the inputs."""
 
     format: InputFormat = "auto"  # auto: by each file's name
-    pattern: str | None = None  # the names of a folder's files; None: those whose format is known by their name
+    # the names of a folder's files; None: those with a known format
+    pattern: str | None = None
     field: str = "text"  # of a JSON line, a Parquet file or a data set
-    separator: str | None = None  # between the documents of a text file; None: a file is one document
+    # between the documents of a text file; None: a file is one document
+    separator: str | None = None
     split: str = "train"  # of a data set
     errors: Errors = "strict"  # what becomes of text that is not UTF-8
 
@@ -53,18 +58,10 @@ class NotTextError(InputError):
     """A document is not text in UTF-8."""
 
 
-class InputPiece(Protocol):
-    """A part of the inputs that one worker reads: some whole documents."""
-
-    def documents(self, faulty: Counter[str]) -> Iterator[str]:
-        """Yields the texts of the documents in their order. Counts those in `faulty`, by file, that are not UTF-8 and
-        are skipped or repaired. Raises InputError if the input has a fault."""
-
-
 class SizedPiece(NamedTuple):
     """A piece, and the bytes of the inputs that have been read for it."""
 
-    piece: InputPiece
+    documents: InputPiece
     input_bytes: int
 
 
@@ -79,177 +76,162 @@ class InputFile:
 
 
 def find_inputs(inputs: tuple[str, ...], reading: Reading) -> list[InputFile]:
-    """Returns the files that `inputs` name, and the folders that `datasets` opens. Raises ConfigError for a path that
-    is not there, or a folder without a file that matches, InputError for a folder that cannot be listed."""
+    """Returns the files that `inputs` name, and the folders that `datasets` opens. Raises
+    ConfigError for a path that does not exist, or a folder without a file that matches, InputError
+    for a folder that cannot be listed."""
     found = []
     for name in inputs:
         path = Path(name).expanduser().absolute()
+        is_data_set = reading.format == "datasets" or (
+            reading.format == "auto" and _is_saved_data_set(path)
+        )
         if not path.exists():
-            raise ConfigError(f"{name}: no such file or folder{_where(name)}; try a file or a folder of texts")
+            where = "" if Path(name).is_absolute() else f" in {Path.cwd()}"
+            raise ConfigError(
+                f"{name}: no such file or folder{where}; try a file or a folder of texts"
+            )
         if path.is_file():
             found.append(_input_file(path, reading))
         elif not path.is_dir():
-            raise ConfigError(f"{name}: is neither a file nor a folder; save its content to a file, and give that")
-        elif reading.format == "datasets" or (reading.format == "auto" and _is_saved_data_set(path)):
-            parts = [each.stat() for each in sorted(path.rglob("*")) if each.is_file()]
+            raise ConfigError(
+                f"{name}: is neither a file nor a folder; save its content to a file, and give that"
+            )
+        elif is_data_set:
+            parts = [part.stat() for part in path.rglob("*") if part.is_file()]
             newest = max((part.st_mtime_ns for part in parts), default=0)
-            found.append(InputFile(path, "datasets", sum(part.st_size for part in parts), newest))
+            size = sum(part.st_size for part in parts)
+            found.append(InputFile(path, "datasets", size, newest))
         else:
-            files = sorted(_below(path), key=lambda file: file.relative_to(path).as_posix())
-            if reading.pattern is not None:
-                matching = [file for file in files if file.match(reading.pattern.removeprefix("**/"))]
-            elif reading.format in ("auto", "text"):
-                kinds = {"text"} if reading.format == "text" else set(_OF_SUFFIX.values())
-                matching = [file for file in files if _format_of_name(file) in kinds]
-            else:
-                matching = [file for file in files if _format_of_name(file) == reading.format]
-            if not matching:
-                wanted = f"matches --pattern {reading.pattern}" if reading.pattern else "says its format by its name"
-                suffix = next((file.suffix for file in files if file.suffix), "")
-                tries = f"--pattern '*{suffix}'" if suffix else "a folder with files in it"
-                raise ConfigError(f"{name}: none of its {len(files)} files {wanted}; try {tries}")
-            found += [_input_file(file, reading) for file in matching]
+            found += [_input_file(file, reading) for file in _matching_files(path, name, reading)]
     return found
+
+
+def _matching_files(folder: Path, name: str, reading: Reading) -> list[Path]:
+    """Returns the files below a folder that the pattern selects, or whose name has the format."""
+    files = sorted(_walk(folder), key=lambda file: file.relative_to(folder).as_posix())
+    if reading.pattern is not None:
+        pattern = reading.pattern.removeprefix("**/")
+        matching = [file for file in files if file.match(pattern)]
+        wanted = f"matches --pattern {reading.pattern}"
+    else:
+        formats = set(_FORMATS.values()) if reading.format == "auto" else {reading.format}
+        matching = [file for file in files if _format_of(file) in formats]
+        wanted = "says its format by its name"
+    if not matching:
+        suffix = next((file.suffix for file in files if file.suffix), "")
+        tries = f"--pattern '*{suffix}'" if suffix else "a folder with files in it"
+        raise ConfigError(f"{name}: none of its {len(files)} files {wanted}; try {tries}")
+    return matching
 
 
 def pieces(files: list[InputFile], reading: Reading) -> Iterator[SizedPiece]:
     """Yields the pieces of all `files` in their order. Small text files share a piece."""
-    together: list[InputFile] = []
-
-    def text_files() -> Iterator[SizedPiece]:
-        if together:
-            paths = tuple(file.path for file in together)
-            yield SizedPiece(TextFiles(paths, reading.errors), sum(file.size for file in together))
-            together.clear()
-
+    together: list[Path] = []
+    size = 0
     for file in files:
-        if file.format == "text" and reading.separator is None and not _packing(file.path):
-            if sum(each.size for each in (*together, file)) > PIECE_BYTES:
-                yield from text_files()
-            together.append(file)
-            continue
-        yield from text_files()
-        if file.format == "text":
-            yield from _pieces_of_stream(file.path, (reading.separator or "").encode(), reading)
-        elif file.format == "jsonl":
-            yield from _pieces_of_stream(file.path, b"\n", reading)
+        is_document = file.format == "text" and reading.separator is None
+        is_document = is_document and _compression(file.path) is None
+        if together and (not is_document or size + file.size > PIECE_BYTES):
+            yield SizedPiece(partial(_read_texts, together, reading.errors), size)
+            together, size = [], 0
+        if is_document:
+            together.append(file.path)
+            size += file.size
         elif file.format == "parquet":
             yield from _row_groups(file, reading.field)
-        else:
+        elif file.format == "datasets":
             yield from _rows(file, reading)
-    yield from text_files()
+        else:
+            yield from _pieces_of_stream(file, reading)
+    if together:
+        yield SizedPiece(partial(_read_texts, together, reading.errors), size)
 
 
-@dataclass(frozen=True)
-class TextFiles:
-    """Files that are one document each."""
+def _read_texts(paths: list[Path], errors: Errors, faulty: Counter[str]) -> Iterator[str]:
+    """Yields files that are one document each."""
+    for path in paths:
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        yield from _as_text(raw.removeprefix(codecs.BOM_UTF8), path, errors, faulty)
 
-    paths: tuple[Path, ...]
-    errors: Errors
 
-    def documents(self, faulty: Counter[str]) -> Iterator[str]:
-        for path in self.paths:
+def _read_separated(
+    path: Path, data: bytes, separator: bytes, errors: Errors, faulty: Counter[str]
+) -> Iterator[str]:
+    """Yields the documents of a part of a text file."""
+    parts = [data]
+    if separator:
+        parts = [part.strip(b"\r\n") for part in data.split(separator)]
+    for part in parts:
+        yield from _as_text(part, path, errors, faulty)
+
+
+def _read_json_lines(
+    path: Path, data: bytes, first_line: int, reading: Reading, faulty: Counter[str]
+) -> Iterator[str]:
+    """Yields the field of each line, which is a JSON object."""
+    remedy = "correct or delete that line, or select other files by --pattern"
+    for number, line in enumerate(data.split(b"\n"), first_line):
+        where = f"{path}, line {number}"
+        for text in _as_text(line, path, reading.errors, faulty, number):
+            if not text.strip():
+                continue
             try:
-                raw = path.read_bytes()
-            except OSError as error:
-                raise _unreadable(path, error) from None
-            yield from _as_text(raw.removeprefix(codecs.BOM_UTF8), path, self.errors, faulty)
+                found = json.loads(text.removeprefix("\ufeff"))
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{where}: is not JSON ({error}); {remedy}") from None
+            if not isinstance(found, dict):
+                raise InputError(
+                    f'{where}: must be a JSON object, such as {{"text": "..."}}; {remedy}'
+                )
+            if reading.field not in found:
+                raise _no_field(reading.field, list(found), where)
+            yield _checked_text(found[reading.field], reading.field, where)
 
 
-@dataclass(frozen=True)
-class SeparatedText:
-    """The part of a text file that begins and ends where documents do."""
-
-    path: Path
-    data: bytes
-    separator: bytes
-    errors: Errors
-
-    def documents(self, faulty: Counter[str]) -> Iterator[str]:
-        parts = [self.data]
-        if self.separator:
-            parts = [part.strip(b"\r\n") for part in self.data.split(self.separator)]
-        for part in parts:
-            yield from _as_text(part, self.path, self.errors, faulty)
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """Some lines of a file that has a JSON object in each."""
-
-    path: Path
-    data: bytes
-    first_line: int  # counted from 1
-    field: str
-    errors: Errors
-
-    def documents(self, faulty: Counter[str]) -> Iterator[str]:
-        for number, line in enumerate(self.data.split(b"\n"), self.first_line):
-            if line.strip():
-                for text in _as_text(line, self.path, self.errors, faulty, number):
-                    yield self._text_of(text, f"{self.path}, line {number}")
-
-    def _text_of(self, line: str, where: str) -> str:
-        remedy = "correct or delete that line, or select other files by --pattern"
-        try:
-            found = json.loads(line.removeprefix("\ufeff"))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: is not JSON ({error}); {remedy}") from None
-        if not isinstance(found, dict):
-            raise InputError(f'{where}: must be a JSON object, such as {{"text": "..."}}; {remedy}')
-        return _field_of(found, self.field, where)
+def _read_row_group(
+    path: Path, group: int, first_row: int, field: str, faulty: Counter[str]
+) -> Iterator[str]:
+    """Yields the texts of a row group of a Parquet file, whose rows are counted from 0."""
+    row = first_row
+    try:
+        batches = _open_parquet(path).iter_batches(1024, row_groups=[group], columns=[field])
+        for batch in batches:
+            for value in batch.column(0).to_pylist():
+                yield _checked_text(value, field, f"{path}, row {row}")
+                row += 1
+    except (OSError, UnicodeDecodeError) as error:  # also pyarrow's, for a damaged page
+        raise InputError(
+            f"{path}, row {row}: cannot be read ({error}); make the file again"
+        ) from None
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """A row group of a Parquet file."""
-
-    path: Path
-    group: int
-    first_row: int  # the file's rows are counted from 0
-    field: str
-
-    def documents(self, faulty: Counter[str]) -> Iterator[str]:
-        row = self.first_row
-        try:
-            for batch in _open_parquet(self.path).iter_batches(1024, row_groups=[self.group], columns=[self.field]):
-                for value in batch.column(0).to_pylist():
-                    yield _field_of({self.field: value}, self.field, f"{self.path}, row {row}")
-                    row += 1
-        except (OSError, UnicodeDecodeError) as error:  # that of pyarrow for a damaged page among them
-            raise InputError(f"{self.path}, row {row}: cannot be read ({error}); make the file again") from None
+def _read_rows(
+    path: Path, split: str, rows: range, field: str, faulty: Counter[str]
+) -> Iterator[str]:
+    """Yields the texts of some rows of a data set."""
+    texts = _open_data_set(path, split)[rows.start : rows.stop][field]
+    for row, value in zip(rows, texts, strict=True):
+        yield _checked_text(value, field, f"{path}, row {row}")
 
 
-@dataclass(frozen=True)
-class DataSetRows:
-    """Some rows of a data set of Hugging Face's `datasets`."""
-
-    path: Path
-    split: str
-    rows: range
-    field: str
-
-    def documents(self, faulty: Counter[str]) -> Iterator[str]:
-        texts = _open_data_set(self.path, self.split)[self.rows.start : self.rows.stop][self.field]
-        for row, value in zip(self.rows, texts, strict=True):
-            yield _field_of({self.field: value}, self.field, f"{self.path}, row {row}")
+def _format_of(path: Path) -> InputFormat | None:
+    """Returns the format that a file's name says, compressed or not, or None."""
+    name = path.with_suffix("") if _compression(path) else path
+    return _FORMATS.get(name.suffix.lower())
 
 
-def _format_of_name(path: PurePath) -> InputFormat | None:
-    """Returns the format that a file's name says, packed or not; None where it says nothing."""
-    suffix = PurePath(path.stem).suffix if _packing(path) else path.suffix
-    return _OF_SUFFIX.get(suffix.lower())
-
-
-def _packing(path: PurePath) -> str | None:
-    """Returns `.gz` or `.zst` for a file that is packed so by its name, else None."""
-    suffix = path.suffix.lower()
-    return suffix if suffix in _PACKED else None
+def _compression(path: Path) -> str | None:
+    return _COMPRESSIONS.get(path.suffix.lower())
 
 
 def _input_file(path: Path, reading: Reading) -> InputFile:
     status = path.stat()
-    kind = reading.format if reading.format != "auto" else _format_of_name(path) or "text"
+    kind = reading.format
+    if kind == "auto":
+        kind = _format_of(path) or "text"
     return InputFile(path, kind, status.st_size, status.st_mtime_ns)
 
 
@@ -257,33 +239,37 @@ def _is_saved_data_set(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     """Yields the regular files below `folder`, outside hidden folders."""
     try:
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-                yield from _below(path)
+                yield from _walk(path)
             elif path.is_file():
                 yield path
     except OSError as error:
         raise _unreadable(folder, error) from None
 
 
-def _pieces_of_stream(path: Path, border: bytes, reading: Reading) -> Iterator[SizedPiece]:
-    """Cuts a file, packed or not, behind a `border` of documents; without a border it is one piece."""
+def _pieces_of_stream(file: InputFile, reading: Reading) -> Iterator[SizedPiece]:
+    """Cuts a file, compressed or not, after a border of documents; without a border it is one
+    piece."""
+    path, border = file.path, (reading.separator or "").encode()
+    if file.format == "jsonl":
+        border = b"\n"
     left, done, line = bytearray(), 0, 1
 
     def piece(data: bytes) -> InputPiece:
-        if border == b"\n":
-            return JsonLines(path, data, line, reading.field, reading.errors)
+        if file.format == "jsonl":
+            return partial(_read_json_lines, path, data, line, reading)
         text = data if done else data.removeprefix(codecs.BOM_UTF8)
-        return SeparatedText(path, text, border, reading.errors)
+        return partial(_read_separated, path, text, border, reading.errors)
 
     position = 0
     for block, position in _blocks(path):
         left += block
         if len(left) >= PIECE_BYTES and border and border in left:
-            # A separator such as "--" may overlap itself; then the last one is found only by splitting.
+            # A separator such as "--" may overlap itself: only splitting finds the last one.
             rest = left.rpartition(border)[2] if len(border) == 1 else left.split(border)[-1]
             data = bytes(left[: len(left) - len(rest)])
             yield SizedPiece(piece(data), position - done)
@@ -291,55 +277,31 @@ def _pieces_of_stream(path: Path, border: bytes, reading: Reading) -> Iterator[S
             done, line = position, line + data.count(b"\n")
         if len(left) > _MOST_BYTES:
             raise InputError(
-                f"{path}, line {line}: the document that begins there is longer than {_MOST_BYTES >> 20} MiB; "
-                f"cut it, or leave the file out"
+                f"{path}, line {line}: the document that begins there is longer than "
+                f"{_MOST_BYTES >> 20} MiB; cut it, or leave the file out"
             )
     if left:
         yield SizedPiece(piece(bytes(left)), position - done)
 
 
 def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yields the unpacked content of a file block by block, each with the bytes that the file itself was read to.
-    Raises InputError for a file that cannot be read, or is damaged or cut off."""
+    """Yields the uncompressed content of a file block by block, each with the bytes that the file
+    itself was read to. Raises InputError for a file that cannot be read, is damaged or cut off."""
+    compression = _compression(path)
     try:
         with path.open("rb") as raw:
-            if _packing(path) == ".gz":
-                with gzip.open(raw) as unpacked:
-                    while block := unpacked.read(_BLOCK_BYTES):
-                        yield block, raw.tell()
-            elif _packing(path) == ".zst":
-                yield from ((block, raw.tell()) for block in _unpacked_zst(path, raw))
-            else:
-                while block := raw.read(_BLOCK_BYTES):
-                    yield block, raw.tell()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            file: Any = raw
+            if compression == "gzip":
+                file = gzip.GzipFile(fileobj=raw)
+            elif compression is not None:
+                pyarrow = import_extra("pyarrow", str(path))
+                file = pyarrow.CompressedInputStream(raw, compression)
+            while block := file.read(_BLOCK_BYTES):
+                yield block, raw.tell()
+    except (OSError, ValueError, EOFError, zlib.error) as error:
+        if compression is None or getattr(error, "errno", None):
+            raise _unreadable(path, error) from None
         raise InputError(f"{path}: cannot be unpacked ({error}); fetch or make it again") from None
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unpacked_zst(path: Path, raw: Any) -> Iterator[bytes]:
-    """Yields the content of a file of zstd frames, in blocks of some 8 MiB at most. The library's own reader takes a
-    file that is cut off for whole."""
-    zstandard = import_extra("zstandard", str(path))
-    frame, packed = zstandard.ZstdDecompressor().decompressobj(), b""
-    begun, block = False, bytearray()
-    try:
-        while packed := packed or raw.read(_PACKED_BYTES):
-            begun = True
-            block += frame.decompress(packed)
-            if len(block) >= _BLOCK_BYTES:
-                yield bytes(block)
-                block.clear()
-            packed = b""
-            if frame.eof:
-                packed, begun = frame.unused_data, False
-                frame = zstandard.ZstdDecompressor().decompressobj()
-    except zstandard.ZstdError as error:
-        raise InputError(f"{path}: cannot be unpacked ({error}); fetch or make it again") from None
-    if begun:
-        raise InputError(f"{path}: cannot be unpacked (it ends within a frame); fetch or make it again")
-    yield bytes(block)
 
 
 def _row_groups(file: InputFile, field: str) -> Iterator[SizedPiece]:
@@ -350,7 +312,7 @@ def _row_groups(file: InputFile, field: str) -> Iterator[SizedPiece]:
     groups, row = parquet.metadata.num_row_groups, 0
     for group in range(groups):
         share = file.size * (group + 1) // groups - file.size * group // groups
-        yield SizedPiece(RowGroup(file.path, group, row, field), share)
+        yield SizedPiece(partial(_read_row_group, file.path, group, row, field), share)
         row += parquet.metadata.row_group(group).num_rows
 
 
@@ -360,7 +322,9 @@ def _open_parquet(path: Path) -> Any:
     try:
         return library.ParquetFile(path)
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
-        raise InputError(f"{path}: cannot be read as Parquet ({error}); fetch or make it again") from None
+        raise InputError(
+            f"{path}: cannot be read as Parquet ({error}); fetch or make it again"
+        ) from None
 
 
 def _rows(file: InputFile, reading: Reading) -> Iterator[SizedPiece]:
@@ -373,30 +337,39 @@ def _rows(file: InputFile, reading: Reading) -> Iterator[SizedPiece]:
     for first in range(0, count, step):
         rows = range(first, min(first + step, count))
         share = file.size * rows.stop // count - file.size * rows.start // count
-        yield SizedPiece(DataSetRows(file.path, reading.split, rows, reading.field), share)
+        piece = partial(_read_rows, file.path, reading.split, rows, reading.field)
+        yield SizedPiece(piece, share)
 
 
 @cache
 def _open_data_set(path: Path, split: str) -> Any:
-    """Opens a data set that was saved by `datasets`, or a folder of files that it opens. Nothing is downloaded."""
-    if path.suffix == ".py" or (path / f"{path.name}.py").exists():  # which releases before 4 would run
-        raise InputError(f"{path}: has a loading script, and no code of a data set is run; save it as Parquet")
+    """Opens a data set that was saved by `datasets`, or a folder of files that it opens. Nothing is
+    downloaded."""
     datasets = import_extra("datasets", str(path))
     datasets.disable_progress_bars()
     try:
-        found = datasets.load_from_disk(path) if _is_saved_data_set(path) else datasets.load_dataset(str(path))
+        if _is_saved_data_set(path):
+            found = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset(str(path))
     except Exception as error:  # the library raises errors of many kinds
-        raise InputError(f"{path}: cannot be opened by the library datasets ({error}); save it again") from None
-    if isinstance(found, dict):
-        if split not in found:
-            raise ConfigError(f"--split {split}: {path} has none of that name; try --split {' or '.join(found)}")
-        found = found[split]
-    return found
+        raise InputError(
+            f"{path}: cannot be opened by the library datasets ({error}); save it again"
+        ) from None
+    if not isinstance(found, dict):
+        return found
+    if split not in found:
+        raise ConfigError(
+            f"--split {split}: {path} has none of that name; try --split {' or '.join(found)}"
+        )
+    return found[split]
 
 
-def _as_text(raw: bytes, path: Path, errors: Errors, faulty: Counter[str], line: int | None = None) -> Iterator[str]:
-    """Yields the text of `raw`. Text that is not UTF-8, or holds NUL as a picture does, is skipped or repaired as
-    `errors` says, or raises NotTextError."""
+def _as_text(
+    raw: bytes, path: Path, errors: Errors, faulty: Counter[str], line: int | None = None
+) -> Iterator[str]:
+    """Yields the text of `raw`. Text that is not UTF-8, or holds NUL as a picture does, is skipped
+    or repaired as `errors` says, or raises NotTextError."""
     try:
         text = raw.decode()
         if "\0" not in text:
@@ -414,17 +387,18 @@ def _as_text(raw: bytes, path: Path, errors: Errors, faulty: Counter[str], line:
         yield raw.decode(errors="replace").replace("\0", "\ufffd")
 
 
-def _field_of(found: dict[str, Any], field: str, where: str) -> str:
-    if field not in found:
-        raise _no_field(field, list(found), where)
-    text = found[field]
-    if not isinstance(text, str):
-        raise InputError(f"{where}: {field} must be a text, and is {json.dumps(text, default=str)[:40]}")
+def _checked_text(value: object, field: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(
+            f"{where}: {field} must be a text, and is {json.dumps(value, default=str)[:40]}"
+        )
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{where}: {field} holds half of a surrogate pair, which is no character; mend it") from None
-    return text
+        raise InputError(
+            f"{where}: {field} holds half of a surrogate pair, which is not a character; fix it"
+        ) from None
+    return value
 
 
 def _no_field(field: str, names: list[str], where: str) -> InputError:
@@ -433,9 +407,6 @@ def _no_field(field: str, names: list[str], where: str) -> InputError:
     return InputError(f"{where}: has no field {field}, but {known or 'none at all'}{tries}")
 
 
-def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path}: cannot be read ({error.strerror or error}); make it readable or leave it out")
-
-
-def _where(name: str) -> str:
-    return "" if Path(name).is_absolute() else f" in {Path.cwd()}"
+def _unreadable(path: Path, error: Exception) -> InputError:
+    reason = getattr(error, "strerror", None) or error
+    return InputError(f"{path}: cannot be read ({reason}); make it readable or leave it out")

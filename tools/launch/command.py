@@ -1,5 +1,5 @@
-"""The command `parallel3d-launch`: prints a launcher for a recipe, or checks the nodes that it is to run on. torch is
-imported by a check alone."""
+"""The command `parallel3d-launch`: prints a launcher for a recipe, or checks the nodes that it is
+to run on. torch is imported by a check alone."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ examples:
   srun python -m parallel3d.tools.launch check my.yaml    the same on all nodes of a job; torchrun starts it likewise
 
 Each start goes on from the newest checkpoint of the run's folder, and starts anew where there is none.
-"""
+"""  # noqa: E501
 CHECK = "check"
 WAIT_S = 60.0
 _CHECK_KEYS = ("as_json", "hardware", "emit_hardware", "strict", "wait_s")
 _CHECK_HELP = "check the nodes before the first step, on all of them at once"
 _CHECK_EPILOG = (
-    "exit status: 0 the recipe can run; 1 something would break it, and the node is named; 2 usage, or a recipe that "
-    "breaks a rule; 69 ranks did not come; 70 a rank died or hung"
+    "exit status: 0 the recipe can run; 1 something would break it, and the node is named; 2 "
+    "usage, or a recipe that breaks a rule; 69 ranks did not come; 70 a rank died or hung"
 )
 _HELP = {
     "torchrun": "a script to run on every node",
@@ -63,16 +63,25 @@ def _run(arguments: list[str]) -> int:
         else:
             options.overrides.append(word)
     if options.recipe is None:
-        raise ConfigError(f"RECIPE: required; try parallel3d-launch {options.kind} quickstart, or the path of a recipe")
+        raise ConfigError(
+            f"RECIPE: required; try parallel3d-launch {options.kind} quickstart, or the path of a "
+            "recipe"
+        )
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     if options.kind == CHECK:
         from parallel3d.tools.preflight.options import CheckOptions
-        from parallel3d.tools.preflight.start import check_cluster  # this imports the planner and the start of a run
 
-        return check_cluster(recipe, CheckOptions(**{key: vars(options)[key] for key in _CHECK_KEYS}))
+        # this imports the planner and the start of a run
+        from parallel3d.tools.preflight.start import check_cluster
+
+        return check_cluster(
+            recipe, CheckOptions(**{key: vars(options)[key] for key in _CHECK_KEYS})
+        )
     per_node = _workers_per_node(recipe, options.gpus_per_node)
     said = (options.recipe, *options.overrides)
-    site = Site(**{key.name: vars(options)[key.name] for key in fields(Site) if key.name in vars(options)})
+    site = Site(
+        **{key.name: vars(options)[key.name] for key in fields(Site) if key.name in vars(options)}
+    )
     launcher = Launcher(
         kind=options.kind,
         recipe=recipe,
@@ -97,8 +106,12 @@ def _parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = parser.add_subparsers(dest="kind", metavar="{" + ",".join([*LAUNCHERS, CHECK]) + "}", required=True)
-    _add_check(kinds.add_parser(CHECK, help=_CHECK_HELP, description=_CHECK_HELP, epilog=_CHECK_EPILOG))
+    kinds = parser.add_subparsers(
+        dest="kind", metavar="{" + ",".join([*LAUNCHERS, CHECK]) + "}", required=True
+    )
+    _add_check(
+        kinds.add_parser(CHECK, help=_CHECK_HELP, description=_CHECK_HELP, epilog=_CHECK_EPILOG)
+    )
     for kind in LAUNCHERS:
         each = kinds.add_parser(kind, help=_HELP[kind], description=f"Prints {_HELP[kind]}.")
         add_recipe(each, shipped_recipes())
@@ -109,34 +122,60 @@ def _parser() -> Parser:
             help=f"workers of a node (default: {_USUAL_NODE}, or all of them where they are fewer)",
         )
         each.add_argument(
-            "--restarts", type=whole, metavar="N", default=RESTARTS, help=f"starts after a failure ({RESTARTS})"
+            "--restarts",
+            type=whole,
+            metavar="N",
+            default=RESTARTS,
+            help=f"starts after a failure ({RESTARTS})",
         )
         if kind != "torchx":  # which starts one program in a job
             each.add_argument(
-                "--check-first", action="store_true", help="check the nodes before each start (parallel3d-launch check)"
+                "--check-first",
+                action="store_true",
+                help="check the nodes before each start (parallel3d-launch check)",
             )
         if kind == "slurm":
             each.add_argument("--partition", metavar="NAME", help="where the job is queued")
             each.add_argument("--account", metavar="NAME", help="who pays for it")
-            each.add_argument("--time", metavar="T", help="the limit of one start, such as 24:00:00")
-            each.add_argument("--container", metavar="IMAGE", help="the image that srun starts the workers in (pyxis)")
+            each.add_argument(
+                "--time", metavar="T", help="the limit of one start, such as 24:00:00"
+            )
+            each.add_argument(
+                "--container",
+                metavar="IMAGE",
+                help="the image that srun starts the workers in (pyxis)",
+            )
         elif kind == "k8s":
-            each.add_argument("--image", default="IMAGE", help="the container image, with parallel3d in it")
-            each.add_argument("--claim", default="CLAIM", help="the PersistentVolumeClaim that is mounted at /work")
+            each.add_argument(
+                "--image", default="IMAGE", help="the container image, with parallel3d in it"
+            )
+            each.add_argument(
+                "--claim",
+                default="CLAIM",
+                help="the PersistentVolumeClaim that is mounted at /work",
+            )
     return parser
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, shipped_recipes())
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print the report as one JSON object")
-    parser.add_argument("--hardware", metavar="NAME", help="what the planner takes the nodes for: a name or a file")
+    parser.add_argument(
+        "--json", action="store_true", dest="as_json", help="print the report as one JSON object"
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="the hardware file that --emit-hardware starts from: a name or a file",
+    )
     parser.add_argument(
         "--emit-hardware",
         metavar="FILE",
         type=Path,
         help="write what was measured as a hardware file, for parallel3d-plan --hardware FILE",
     )
-    parser.add_argument("--strict", action="store_true", help="warnings give the exit status 1, too")
+    parser.add_argument(
+        "--strict", action="store_true", help="warnings give the exit status 1, too"
+    )
     parser.add_argument(
         "--wait",
         metavar="S",
@@ -153,22 +192,30 @@ def _workers_per_node(recipe: Recipe, asked: int | None) -> int:
     if workers % per_node:
         fits = next(size for size in range(min(per_node, workers), 0, -1) if workers % size == 0)
         raise ConfigError(
-            f"--gpus-per-node {per_node}: must divide the layout's {product(recipe.parallel.axes)} workers; "
-            f"try --gpus-per-node {fits}"
+            f"--gpus-per-node {per_node}: must divide the layout's {product(recipe.parallel.axes)} "
+            f"workers; try --gpus-per-node {fits}"
         )
     return per_node
 
 
 def _notes(recipe: Recipe, per_node: int, kind: str) -> list[str]:
     notes = []
-    classes = [*recipe.train.callbacks, *([recipe.model.architecture] if recipe.model.is_custom else [])]
+    classes = [
+        *recipe.train.callbacks,
+        *([recipe.model.architecture] if recipe.model.is_custom else []),
+    ]
     if kind == "k8s" and classes:
-        notes.append(f"{', '.join(classes)}: not in the manifest; put the modules into the image, or at /work")
+        notes.append(
+            f"{', '.join(classes)}: not in the manifest; put the modules into the image, or at "
+            "/work"
+        )
     if per_node % recipe.parallel.tp:
         notes.append(
-            f"parallel.tp = {recipe.parallel.tp}: does not divide a node of {per_node}, and tp sends in every layer; "
-            "try a parallel.tp that stays within a node"
+            f"parallel.tp = {recipe.parallel.tp}: does not divide a node of {per_node}, and tp "
+            "sends in every layer; try a parallel.tp that stays within a node"
         )
     if recipe.checkpoint.every is None:
-        notes.append("checkpoint.every is not set, so a restart begins anew; try checkpoint.every=100")
+        notes.append(
+            "checkpoint.every is not set, so a restart begins anew; try checkpoint.every=100"
+        )
     return notes

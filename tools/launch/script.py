@@ -1,4 +1,5 @@
-"""The scripts that start a recipe under torchrun, SLURM, torchx or Kubernetes: templates, and what is filled in."""
+"""The scripts that start a recipe under torchrun, SLURM, torchx or Kubernetes: templates, and what
+is filled in."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 
-# The template of each launcher, by whose name its script is usually called, and the command that starts the script. All
-# start the same worker, parallel3d.recipes.pretrain, which reads what its launcher sets.
+# The template of each launcher, by whose name its script is usually called, and the command that
+# starts the script. All start the same worker, parallel3d.recipes.pretrain, which reads what its
+# launcher sets.
 LAUNCHERS = {
     "torchrun": ("launch.sh", "bash"),
     "slurm": ("job.sbatch", "sbatch"),
@@ -31,38 +33,9 @@ _END_S = 20  # from the end of that to the kill
 _KILL_S = 30  # from torchrun's own kill to that of the pod that it runs in
 _SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$((cores > 0 ? cores : 1))"'
 _RECIPE_OF_POD = "/recipe/recipe.yaml"
-_OF_SBATCH = {"partition": "gpu", "account": "me", "time": "24:00:00"}  # with a value that sbatch reads in a comment
+# with a value that sbatch reads in a comment
+_OF_SBATCH = {"partition": "gpu", "account": "me", "time": "24:00:00"}
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
-
-
-@dataclass(frozen=True)
-class GpuSetting:
-    """Variables that belong to a job on GPUs, and the reason, which stands as a comment above them."""
-
-    reason: str
-    values: tuple[tuple[str, str], ...]
-
-
-GPU_SETTINGS = (
-    GpuSetting(
-        "NCCL's flight recorder: each rank keeps its last operations, and where one times out it writes them into the\n"
-        "run's folder, in nccl_flight_record_rank_N, which says on what the ranks waited and which did not come.",
-        (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")),
-    ),
-    GpuSetting(
-        "NCCL says which link, device or memory it could not use; torch alone says that NCCL has failed.",
-        (("NCCL_DEBUG", "WARN"),),
-    ),
-    GpuSetting(
-        "The allocator grows its segments in place. Otherwise, when memory runs out, it frees what it has cached by a\n"
-        "call that waits for the whole device, for which two ranks of a pipeline in a step can wait for ever.",
-        (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
-    ),
-    GpuSetting(
-        "The GPUs compute. More threads on the CPU would take the cores from those that launch kernels and read data.",
-        (("OMP_NUM_THREADS", "1"),),
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +52,9 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One recipe on nodes of so many workers each. `said` is how the worker is told the recipe: a file or the name of a
-    shipped one, then `key=value`; `file` is what the script will be called."""
+    """One recipe on nodes of so many workers each. `said` is how the worker is told the recipe:
+    a file or the name of a shipped one, then `key=value`; `file` is what the script will be
+    called."""
 
     kind: str
     recipe: Recipe
@@ -103,62 +77,83 @@ class Launcher:
     def start(self) -> str:
         """The command that starts the script, without the script."""
         start = LAUNCHERS[self.kind][1]
-        return f"HEAD=NAME_OF_ONE_NODE {start}" if self.kind == "torchrun" and self.nodes > 1 else start
+        return (
+            f"HEAD=NAME_OF_ONE_NODE {start}"
+            if self.kind == "torchrun" and self.nodes > 1
+            else start
+        )
 
     @property
     def stop_s(self) -> int:
-        """The seconds from the signal that asks for an end to the kill: more than the last save may take."""
+        """The seconds from the signal that asks for an end to the kill: more than the last save may
+        take."""
         return ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
 
     def text(self) -> str:
-        """Returns the script. Raises ConfigError for a value that its language cannot hold, and for a path of the
-        recipe that the workers would not have."""
+        """Returns the script. Raises ConfigError for a value that its language cannot hold, and for
+        a path of the recipe that the workers would not have."""
         self._refuse()
         values = self._values()
-        template = Path(__file__).with_name("launchers").joinpath(LAUNCHERS[self.kind][0]).read_text()
+        template = _read(LAUNCHERS[self.kind][0])
         return "".join(f"{line}\n" for line in _filled(template, values))
 
     def _refuse(self) -> None:
         for option, value in asdict(self.site).items():
             if value is not None and not value.isprintable():
-                raise ConfigError(f"--{option} {shown(value)}: holds a line break or another control character")
+                raise ConfigError(
+                    f"--{option} {shown(value)}: holds a line break or another control character"
+                )
             if option in _OF_SBATCH and value is not None and not _PLAIN.fullmatch(value):
                 raise ConfigError(
-                    f"--{option} {shown(value)}: must match {_PLAIN.pattern}; try --{option} {_OF_SBATCH[option]}"
+                    f"--{option} {shown(value)}: must match {_PLAIN.pattern}; try --{option} "
+                    f"{_OF_SBATCH[option]}"
                 )
         if not self.file.isprintable():
             raise ConfigError(
-                f"{shown(self.file)}: no file of a launcher has such a name; try {LAUNCHERS[self.kind][0]}"
+                f"{shown(self.file)}: no file of a launcher has such a name; try "
+                f"{LAUNCHERS[self.kind][0]}"
             )
         for key, path in _paths(self.recipe) if self.kind == "k8s" else []:
             if not Path("/work", path).resolve().is_relative_to("/work"):
-                words = f"is not in /work, the storage of the pods; try {key}=/work/{Path(path).name}"
+                words = (
+                    f"is not in /work, the storage of the pods; try {key}=/work/{Path(path).name}"
+                )
                 raise ConfigError(f"{key} = {shown(path)}: {words}")
         for path in self._mounts() if self.site.container else []:
             if {",", ":"} & {*path}:
                 raise ConfigError(
-                    f"--container: cannot mount {shown(path)}, whose name has a comma or a colon; rename it"
+                    f"--container: cannot mount {shown(path)}, whose name has a comma or a colon; "
+                    "rename it"
                 )
 
     def _values(self) -> dict[str, str]:
         # SLURM, DNS and a shell all take such a name as it is.
-        name = re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower())[:40].strip("-") or "parallel3d"
+        name = (
+            re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower())[:40].strip("-")
+            or "parallel3d"
+        )
         name = name if name[0].isalpha() else f"p3d-{name}"
         has_gpus = self.recipe.train.device != "cpu"
-        settings = [each for setting in GPU_SETTINGS for each in setting.values] if has_gpus else []
+        settings = _read("gpu_settings.sh").rstrip() if has_gpus else ""
+        variables = re.findall(r"(\w+)=\$\{", settings)
         # A launcher that starts the run anew gives it no other sign of an earlier start.
         resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
         numbers = {
-            **{"workers": self.workers, "nodes": self.nodes, "per_node": self.per_node, "restarts": self.restarts},
-            **{"gpus_per_node": self.per_node if has_gpus else 0, "backoff": self.restarts * self.nodes},
-            **{"stop_s": self.stop_s, "kill_s": self.stop_s + _KILL_S},
+            "workers": self.workers,
+            "nodes": self.nodes,
+            "per_node": self.per_node,
+            "restarts": self.restarts,
+            "gpus_per_node": self.per_node if has_gpus else 0,
+            "backoff": self.restarts * self.nodes,
+            "stop_s": self.stop_s,
+            "kill_s": self.stop_s + _KILL_S,
         }
         values = {key: str(number) for key, number in numbers.items()} | {
             "name": name,
             "arguments": shlex.join([*self.said, *resume]),
             "start": f"{self.start} {shlex.quote(self.file)}",
-            "settings": "\n\n".join(_exports()) if has_gpus else "",
-            "names": "".join(f",{key}=${key}" for key, _ in settings),
+            "settings": settings,
+            "names": "".join(f",{name}=${name}" for name in variables),
             "rendezvous": self._rendezvous(name, 29500),
             "check": "",
             "site": "\n".join(self._slurm_lines(has_gpus)),
@@ -173,19 +168,30 @@ class Launcher:
         if self.kind == "k8s":
             gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {self.per_node}" if has_gpus else ""
             inner = replace(self, kind="torchrun", said=(_RECIPE_OF_POD,), file="this")
-            script = "\n".join(line for line in inner.text().splitlines() if not line.startswith("#"))
-            values |= {"limits": gpus, "recipe": to_yaml(self.recipe), "script": script.replace('"$@"', "").strip()}
+            script = "\n".join(
+                line for line in inner.text().splitlines() if not line.startswith("#")
+            )
+            values |= {
+                "limits": gpus,
+                "recipe": to_yaml(self.recipe),
+                "script": script.replace('"$@"', "").strip(),
+            }
         return values
 
     def _rendezvous(self, name: str, port: int) -> str:
         if self.nodes == 1:
             return "--standalone"
-        job = f'"{name}-${{JOB_ID:-${{SLURM_JOB_ID:-0}}}}"'  # each job has its own, as far as the launcher knows it
-        return f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{port}" --rdzv-id {job}'
+        # each job has its own, as far as the launcher knows it
+        job = f'"{name}-${{JOB_ID:-${{SLURM_JOB_ID:-0}}}}"'
+        return f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{port}" --rdzv-id {job}'  # noqa: E501
 
     def _check(self, values: Mapping[str, str]) -> Iterator[str]:
-        """Yields the lines that check the nodes. What they find broken ends the script, and names the node."""
-        yield "# The same workers check these nodes first: the run does not start on nodes that would break it."
+        """Yields the lines that check the nodes. What they find broken ends the script, and names
+        the node."""
+        yield (
+            "# The same workers check these nodes first: the run does not start on nodes that "
+            "would break it."
+        )
         if self.kind == "slurm":
             yield f"{_SRUN} {values['srun']}\\"
             yield f'    python -m parallel3d.tools.launch check {values["arguments"]} "$@" &&'
@@ -206,12 +212,16 @@ class Launcher:
             return ""
         image = shlex.quote(self.site.container)
         mounts = "".join(f",{shlex.quote(path)}" for path in self._mounts())
-        return f'--container-image={image} --container-mounts="$PWD"{mounts} --container-workdir="$PWD" '
+        return f'--container-image={image} --container-mounts="$PWD"{mounts} --container-workdir="$PWD" '  # noqa: E501
 
     def _mounts(self) -> list[str]:
-        """Returns the paths that a container needs beside the current folder: those that the recipe names from the
-        root, and the folder of the recipe itself, where the modules of its classes are."""
-        named = [str(Path(path).parent) if Path(f"{path}.bin").exists() else path for _, path in _paths(self.recipe)]
+        """Returns the paths that a container needs in addition to the current folder: the absolute
+        paths in the recipe, and the folder of the recipe itself, where the modules of its classes
+        are."""
+        named = [
+            str(Path(path).parent) if Path(f"{path}.bin").exists() else path
+            for _, path in _paths(self.recipe)
+        ]
         if self.said[0].endswith((".yaml", ".yml")):
             named.append(str(Path(self.said[0]).parent))
         return sorted({path for path in named if Path(path).is_absolute()})
@@ -229,30 +239,33 @@ def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     data, resume = recipe.data, recipe.checkpoint.resume
     tokenizer = None if data.tokenizer == "bytes" else data.tokenizer
     from_checkpoint = None if resume in ("none", "auto") else resume
-    single = {"run_dir": recipe.run_dir, "data.path": data.path, "data.tokenizer": tokenizer}
-    single |= {"checkpoint.start_from": recipe.checkpoint.start_from, "checkpoint.resume": from_checkpoint}
-    found = [(key, path) for key, path in single.items() if path is not None]
-    found += [(f"data.sources[{index}].path", source.path) for index, source in enumerate(data.sources)]
-    found += [(f"data.evaluation[{index}].path", each.path) for index, each in enumerate(data.evaluation)]
-    for key, path in found:
-        yield key, os.path.expanduser(path) if key.startswith("data.") else path
+    found = {"run_dir": recipe.run_dir, "data.path": data.path, "data.tokenizer": tokenizer}
+    found["checkpoint.start_from"] = recipe.checkpoint.start_from
+    found["checkpoint.resume"] = from_checkpoint
+    for index, source in enumerate(data.sources):
+        found[f"data.sources[{index}].path"] = source.path
+    for index, evaluated in enumerate(data.evaluation):
+        found[f"data.evaluation[{index}].path"] = evaluated.path
+    for key, path in found.items():
+        if path is not None:
+            yield key, os.path.expanduser(path) if key.startswith("data.") else path
+
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name("launchers").joinpath(name).read_text()
 
 
 def _yaml_text(text: str) -> str:
     """Returns `text` as a scalar of YAML, in quotes."""
-    return str(yaml.safe_dump(text, default_style='"', allow_unicode=True, width=len(text) + 2)).strip()
-
-
-def _exports() -> Iterator[str]:
-    """Yields each setting of a GPU's job as lines of shell, which leave alone what the user has set."""
-    for setting in GPU_SETTINGS:
-        reason = "\n".join(f"# {line}" for line in setting.reason.splitlines())
-        yield f"{reason}\nexport {' '.join(f'{key}=${{{key}:-{value}}}' for key, value in setting.values)}"
+    return str(
+        yaml.safe_dump(text, default_style='"', allow_unicode=True, width=len(text) + 2)
+    ).strip()
 
 
 def _filled(template: str, values: dict[str, str]) -> Iterator[str]:
-    """Yields the template's lines with its `{{names}}` replaced. A line that is a name alone becomes the lines of its
-    value, each with the same indentation, or none, and then one empty line is left out as well."""
+    """Yields the template's lines with its `{{names}}` replaced. A line that is a name alone
+    becomes the lines of its value, each with the same indentation, or none, and then one empty line
+    is left out as well."""
     skips_empty = False
     for line in template.splitlines():
         alone = re.fullmatch(r"( *){{(\w+)}}", line)

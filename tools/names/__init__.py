@@ -1,1 +1,2 @@
-"""The names that people have for models, hardware files and engines (names.toml), and how a name is looked up."""
+"""The names that people have for models, hardware files and engines (names.toml), and how a name is
+looked up."""

@@ -1,4 +1,5 @@
-"""Layouts as people write them: `tp=8,pp=2`, with the keys of `parallel:` or what other programs call these."""
+"""Layouts as people write them: `tp=8,pp=2`, with the keys of `parallel:` or what other programs
+call these."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ _FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
 
 
 def read_layout(texts: list[str], option: str) -> dict[str, Any]:
-    """Returns `tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values; `option` names the source in
-    errors."""
+    """Returns `tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values; `option` names
+    the source in errors."""
     found: dict[str, Any] = {}
     for text in (part.strip() for words in texts for part in words.split(",")):
         key, equals, value = text.partition("=")
@@ -63,11 +64,20 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
         if name in _ELSEWHERE:
             raise ConfigError(f"{option} {text}: {_ELSEWHERE[name]}")
         if not equals and name in _FIXABLE:
-            raise ConfigError(f"{option} {text}: has no value; try {name}={_WORDS[name][0] if name in _WORDS else 8}")
+            raise ConfigError(
+                f"{option} {text}: has no value; try "
+                f"{name}={_WORDS[name][0] if name in _WORDS else 8}"
+            )
         if name not in _FIXABLE:
             near = get_close_matches(name, [*_FIXABLE, *_ALIASES], n=1)
-            advice = f"did you mean {_ALIASES.get(near[0], near[0])}?" if near else f"keys are {', '.join(_FIXABLE)}"
-            raise ConfigError(f"{option} {text}: not a key of the layout with its value, such as tp=8; {advice}")
+            advice = (
+                f"did you mean {_ALIASES.get(near[0], near[0])}?"
+                if near
+                else f"keys are {', '.join(_FIXABLE)}"
+            )
+            raise ConfigError(
+                f"{option} {text}: not a key of the layout with its value, such as tp=8; {advice}"
+            )
         if name in found:
             raise ConfigError(f"{option} {text}: {name} is given twice; keep one of the two")
         value = value.strip()
@@ -75,13 +85,19 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
             raise ConfigError(f"{option} {name}={value}: must be one of {', '.join(_WORDS[name])}")
         if name not in _WORDS and not (value.isascii() and value.isdigit() and int(value) > 0):
             raise ConfigError(f"{option} {name}={value}: must be a whole number from 1 on")
-        found[name] = value == "true" if name == "sequence_parallel" else value if name in _WORDS else int(value)
+        found[name] = (
+            value == "true"
+            if name == "sequence_parallel"
+            else value
+            if name in _WORDS
+            else int(value)
+        )
     return found
 
 
 def read_parallel(texts: list[str], option: str) -> ParallelConfig:
-    """Returns a complete layout: virtual stages imply interleaving, tp its sequence parallelism, and whatever else is
-    not said has its default."""
+    """Returns a complete layout: virtual stages imply interleaving, tp its sequence parallelism,
+    and whatever else is not said has its default."""
     said = read_layout(texts, option)
     if said.get("virtual_stages", 1) > 1:
         said = {"schedule": "interleaved_1f1b", **said}

@@ -1,5 +1,6 @@
-"""Names as people write them: what names.toml has beside the names of models, hardware files and engines, and for a
-name that nobody knows the nearest ones. A name is found as a whole, never by a part of it."""
+"""Names as people write them: what names.toml has beside the names of models, hardware files and
+engines, and for a name that nobody knows the nearest ones. A name is found as a whole, never by a
+part of it."""
 
 from __future__ import annotations
 
@@ -22,14 +23,19 @@ from parallel3d.tools.arguments import HARDWARE
 
 Kind = Literal["model", "hardware", "engine"]
 _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "engine": "--engine"}
-_TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)  # the same shape, trained otherwise
-_ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
+# the same shape, trained otherwise
+_TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)
+_ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
+    Path(__file__).with_name("names.toml").read_text()
+)
 
 
 def find_name(kind: Kind, text: str) -> str | None:
-    """Returns the project's own name for what a person calls so; None where there is none. Hardware may be called by
-    what CUDA calls the device, and a model as a hub does, after its owner's name."""
-    found, own = _by_plain_name(kind), text.rpartition("/")[2] if kind == "model" else text
+    """Returns the project's own name for what a person calls so; None where there is none.
+    Hardware may be called by what CUDA calls the device, and a model as a hub does, after its
+    owner's name."""
+    found = _by_plain_name(kind)
+    own = text.rpartition("/")[2] if kind == "model" else text
     plain = _plain(own)
     if plain not in found and kind == "model":
         plain = _plain(_TUNED.sub("", own))
@@ -42,6 +48,15 @@ def find_name(kind: Kind, text: str) -> str | None:
     return None
 
 
+def known_name(kind: Kind, text: str) -> str:
+    """Returns the project's own name, as `find_name` does. Raises ConfigError for an unknown
+    one."""
+    found = find_name(kind, text)
+    if found is None:
+        raise unknown_name(kind, text)
+    return found
+
+
 def known_names(kind: Kind) -> Collection[str]:
     """Returns all names of a kind."""
     if kind == "model":
@@ -50,20 +65,23 @@ def known_names(kind: Kind) -> Collection[str]:
 
 
 def unknown_name(kind: Kind, text: str) -> ConfigError:
-    """Returns the error for a name that `find_name` does not find, which offers the nearest, or the option that the
-    name belongs to."""
+    """Returns the error for a name that `find_name` does not find, which offers the nearest, or the
+    option that the name belongs to."""
     place = f"hardware {text}" if kind == "hardware" else f"{_OPTIONS[kind]} {text}"
     for other, option in _OPTIONS.items():
         if other != kind and (found := find_name(other, text)) is not None:
-            return ConfigError(f"{place}: unknown, and the name of another thing; try {option} {found}")
+            return ConfigError(
+                f"{place}: unknown, and the name of another thing; try {option} {found}"
+            )
     table = _by_plain_name(kind)
-    close = get_close_matches(_plain(text), table, n=100, cutoff=0.55)
+    close = [table[each] for each in get_close_matches(_plain(text), table, n=20, cutoff=0.55)]
     if kind == "model" and (size := _billions(text)) is not None:  # names of a like size come first
-        close.sort(key=lambda each: abs(log((_billions(table[each]) or 1e3 * size) / size)))
-    near = dict.fromkeys(table[each] for each in close)
-    lists = {"model": "see parallel3d-plan models", "hardware": "see parallel3d-plan hardware"}
-    known = lists.get(kind) or f"known are {', '.join(sorted(known_names(kind)))}"
-    told = f"did you mean {', '.join([*near][:3])}?" if near else known
+        close.sort(key=lambda name: abs(log((_billions(name) or 1e3 * size) / size)))
+    near = [*dict.fromkeys(close)][:3]
+    known = f"known are {', '.join(sorted(known_names(kind)))}"
+    if kind == "model":
+        known = "see parallel3d-plan models"
+    told = f"did you mean {', '.join(near)}?" if near else known
     others = {"model": "or give its config.json", "engine": "or take unknown, a typical program"}
     return ConfigError(f"{place}: unknown; {told} {others.get(kind, '')}".rstrip())
 

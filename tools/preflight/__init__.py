@@ -1,1 +1,2 @@
-"""`parallel3d-launch check`: what the nodes of a recipe have and how fast they are, before the first step."""
+"""`parallel3d-launch check`: what the nodes of a recipe have and how fast they are, before the
+first step."""

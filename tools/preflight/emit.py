@@ -1,4 +1,5 @@
-"""The hardware file of what was measured, for the planner: `parallel3d-plan --hardware FILE` reads it."""
+"""The hardware file of what was measured, for the planner: `parallel3d-plan --hardware FILE` reads
+it."""
 
 from __future__ import annotations
 
@@ -12,15 +13,19 @@ from parallel3d.planner.hardware.units import rounded
 from parallel3d.tools.preflight.findings import Measured, bus_bandwidth
 from parallel3d.tools.preflight.measure import Rows
 
-_CPU_ATTENTION = 0.4  # the share of the rate of matrix products, as in tools/hardware/cpu.yaml
+_CPU_ATTENTION = 0.4  # the share of the rate of matmuls, as in tools/hardware/cpu.yaml
 
 
 def hardware_text(measured: Measured, base: Cluster, precision: str) -> str:
-    """Returns the file's text: `base` with the rate of matrix products of the slowest rank, for which all wait, and
-    with the links of the slowest group. What was not measured stays that of `base`, and the header says so."""
-    slowest = min(measured.products)
+    """Returns the text of the file: `base` with the matmul rate of the slowest rank, for which all
+    wait, and with the links of the slowest group."""
+    slowest = min(measured.matmuls)
     if base.device.is_cpu:
-        free = [each.free_bytes / len(_of(measured, each.host)) for each in measured.leaders if each.free_bytes]
+        free = [
+            each.free_bytes / len(measured.ranks_of(each.host))
+            for each in measured.leaders
+            if each.free_bytes
+        ]
         device = replace(
             base.device,
             peak_flops=dict.fromkeys(base.device.peak_flops, slowest),
@@ -29,7 +34,9 @@ def hardware_text(measured: Measured, base: Cluster, precision: str) -> str:
             memory_bytes=min(free, default=base.device.memory_bytes),
         )
     else:
-        device = replace(base.device, matmul_efficiency=min(1.0, slowest / base.device.peak(precision)))
+        device = replace(
+            base.device, matmul_efficiency=min(1.0, slowest / base.device.peak(precision))
+        )
     links = {name: _link(measured, name) for name in ("node", "network")}
     cluster = replace(
         base,
@@ -39,21 +46,32 @@ def hardware_text(measured: Measured, base: Cluster, precision: str) -> str:
         oversubscription=1.0,  # all nodes were measured at once
         measured=None,
     )
-    hosts = [each.host for each in measured.leaders]
+    everyone = measured.ranks_and_hosts([each.rank for each in measured.facts])
     head = [
-        f"{len(hosts)} host{'s' * (len(hosts) > 1)} ({measured.hosts_of(range(len(measured.facts)))}) with "
-        f"{len(measured.facts)} ranks, measured by parallel3d-launch check",
-        f"Products in {precision}; memory bandwidth and kernels' times are those of {base.device_file}.",
-        *(f"`{name}` was not measured: one rank has no other to send to." for name in links if links[name] is None),
+        f"Measured by parallel3d-launch check on {everyone}",
+        f"Matmuls in {precision}; memory bandwidth and kernel times are those of "
+        f"{base.device_file}.",
         'Keys: docs/planner.md, "Hardware files".',
     ]
-    body = yaml.safe_dump(rounded(cluster_tree(cluster), digits=4), sort_keys=False, default_flow_style=None, width=120)
+    head += [f"`{name}` was not measured." for name in links if links[name] is None]
+    body = yaml.safe_dump(
+        rounded(cluster_tree(cluster), digits=4),
+        sort_keys=False,
+        default_flow_style=None,
+        width=120,
+    )
     return "".join(f"# {line}\n" for line in head) + body
 
 
 def _link(measured: Measured, name: str) -> Link | None:
-    """Returns the link by which the planner's formulas give the slowest group's all-reduces (`planner.time`)."""
-    groups = [each for of_rank in measured.axes for each in of_rank if each.axis == name and each.all_reduce]
+    """Returns the link by which the planner's formulas give the slowest group's all-reduces
+    (`planner.time`)."""
+    groups = [
+        each
+        for of_rank in measured.axes
+        for each in of_rank
+        if each.axis == name and each.all_reduce
+    ]
     if not groups:
         return None
     slowest = min(groups, key=lambda each: bus_bandwidth(len(each.ranks), each.all_reduce))
@@ -63,11 +81,8 @@ def _link(measured: Measured, name: str) -> Link | None:
 
 
 def _slope(size: int, rows: Rows) -> float:
-    """Returns the bytes per second that each further byte of an all-reduce takes, beyond the smallest one."""
+    """Returns the bytes per second that each further byte of an all-reduce takes, beyond the
+    smallest one."""
     (least, latency_s), (bytes_, seconds) = rows[0], rows[-1]
     sent = 2 * (size - 1) / size * (bytes_ - least)
     return sent / max(seconds - latency_s, 1e-9)
-
-
-def _of(measured: Measured, host: str) -> list[int]:
-    return [each.rank for each in measured.facts if each.host == host]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """What is asked of a check. `run_dir` is the recipe's, into whose folder a check writes nothing."""
+    """What is asked of a check. `run_dir` is the recipe's, into whose folder a check writes
+    nothing."""
 
     run_dir: str | None = None
     hardware: str | None = None

@@ -1,5 +1,5 @@
-"""Starts `parallel3d-launch check` on the ranks of a recipe: here, where no launcher has started this process, else as
-one of them. torch is imported by the ranks."""
+"""Starts `parallel3d-launch check` on the ranks of a recipe: here, where no launcher has started
+this process, else as one of them. torch is imported by the ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from functools import partial
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers
 from parallel3d.errors import ConfigError
-from parallel3d.launch.attempt import join_attempt
 from parallel3d.launch.devices import refuse_without_torch
 from parallel3d.launch.failure import end_process
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.restart import join_attempt
 from parallel3d.launch.worker_process import die_with_the_parent
 from parallel3d.models import check_model
 from parallel3d.planner.hardware.cluster import load_cluster
@@ -58,9 +58,10 @@ def _refuse(options: CheckOptions) -> None:
     """Raises ConfigError for a file that cannot be written or read, before anything starts."""
     path = options.emit_hardware
     if path is not None and path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--emit-hardware {path}: must end in .yaml, by which --hardware tells a file; try mine.yaml")
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"--emit-hardware {path}: there is no folder {path.parent}; try {path.name}")
+        raise ConfigError(
+            f"--emit-hardware {path}: must end in .yaml, by which --hardware tells a file; try "
+            "mine.yaml"
+        )
     check_free("--emit-hardware", path)
     if options.hardware is not None:
         load_cluster(options.hardware, [HARDWARE])

@@ -1,15 +1,16 @@
 """The mean of tensors over the replicas, in fewer bits than float32 where that is asked for.
 
-Each replica sends every other its encoded part of a slice (all-to-all), decodes what it got, averages it in float32,
-and sends the encoded mean of its slice back (all-gather): 2 (n - 1) / n times the encoded size per rank, as a ring
-all-reduce, and no sum can overflow. Everything is done element by element, or by blocks that no two tensors share, and
-in the order of the replicas: a tensor's mean does not depend on what it travels with, so that equal copies (a tied
-embedding's on two stages, a norm on all tp ranks) stay equal to the bit; and each replica decodes the same bytes.
+Each replica sends every other its encoded part of a slice (all-to-all), decodes what it got,
+averages it in float32, and sends the encoded mean of its slice back (all-gather): 2 (n - 1) / n
+times the encoded size per rank, as a ring all-reduce, and no sum can overflow. Everything is done
+element by element, or by blocks that no two tensors share, and in the order of the replicas: a
+tensor's mean does not depend on what it travels with, so that equal copies (a tied embedding's on
+two stages, a norm on all tp ranks) stay equal to the bit; and each replica decodes the same bytes.
 
     transport  bytes per element   error of the mean of x
     fp32       4                   rounding of float32
-    fp16       2                   2^-10 |x|max, in all (2^-24 where |x| is below 6e-5); x up to 65504
-    int8       1 + 4 / 256         |x|max / 127 of 256 neighbours: half a step of the scale on either way
+    fp16       2                   2^-10 |x|max (2^-24 if |x| is below 6e-5); x up to 65504
+    int8       1 + 4 / 256         |x|max / 127 of 256 neighbours: half a step on either way
 
 Bounds are over all replicas' x. Each tensor is rounded up to blocks of 256 elements.
 """
@@ -40,7 +41,8 @@ class Codec:
 
 def _to_int8(blocks: Tensor) -> Tensor:
     scale = blocks.abs().amax(dim=1, keepdim=True) / 127
-    # A block of zeros has scale 0. A block that is not finite has a scale that is not, and decodes to such numbers.
+    # A block of zeros has scale 0. A block that is not finite has a scale that is not, and decodes
+    # to such numbers.
     whole = (blocks / torch.where(scale == 0, 1.0, scale)).round().to(torch.int8)
     return torch.cat((scale.view(torch.uint8), whole.view(torch.uint8)), dim=1)
 
@@ -51,9 +53,15 @@ def _from_int8(payload: Tensor) -> Tensor:
 
 
 CODECS: dict[Transport, Codec] = {
-    "fp32": Codec(4 * BLOCK, lambda blocks: blocks.view(torch.uint8), lambda payload: payload.view(torch.float32)),
+    "fp32": Codec(
+        4 * BLOCK,
+        lambda blocks: blocks.view(torch.uint8),
+        lambda payload: payload.view(torch.float32),
+    ),
     "fp16": Codec(
-        2 * BLOCK, lambda blocks: blocks.half().view(torch.uint8), lambda payload: payload.view(torch.float16).float()
+        2 * BLOCK,
+        lambda blocks: blocks.half().view(torch.uint8),
+        lambda payload: payload.view(torch.float16).float(),
     ),
     "int8": Codec(4 + BLOCK, _to_int8, _from_int8),
 }
@@ -70,14 +78,16 @@ def sent_bytes(numels: Sequence[int], codec: Codec, replicas: int) -> int:
 
 
 class MeanOverReplicas:
-    """The mean of `tensors` over the replicas, on its way. All ranks of the axis make it at once, and call `gather` (or
-    `wait`, which gathers) of several means in the same order."""
+    """The mean of `tensors` over the replicas, on its way. All ranks of the axis make it at once,
+    and call `gather` (or `wait`, which gathers) of several means in the same order."""
 
     def __init__(self, tensors: Sequence[Tensor], replicas: Axis, codec: Codec) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
         self._replicas, self._codec = replicas, codec
         wanted = sum(blocks_of(tensor.numel()) for tensor in tensors)
-        blocks = torch.zeros(-(-wanted // replicas.size) * replicas.size, BLOCK, device=tensors[0].device)
+        blocks = torch.zeros(
+            -(-wanted // replicas.size) * replicas.size, BLOCK, device=tensors[0].device
+        )
         flat, start = blocks.view(-1), 0
         for tensor in tensors:  # each begins a block
             flat[start : start + tensor.numel()].copy_(tensor.reshape(-1))
@@ -100,11 +110,14 @@ class MeanOverReplicas:
         mean = self._codec.encode(mean / self._replicas.size)
         everyone = torch.empty_like(theirs)
         self._buffers = mean, everyone
-        self._arrives = dist.all_gather(list(everyone.unbind(0)), mean, group=self._replicas.group, async_op=True)
+        self._arrives = dist.all_gather(
+            list(everyone.unbind(0)), mean, group=self._replicas.group, async_op=True
+        )
         self._is_averaged = True
 
     def wait(self) -> list[Tensor]:
-        """Returns the means, float32, of the tensors' shapes; they have the same bits on every replica."""
+        """Returns the means, float32, of the tensors' shapes; they have the same bits on every
+        replica."""
         self.gather()
         _wait(self._arrives)
         _, everyone = self._buffers

@@ -1,11 +1,12 @@
-"""Calculon (Isaev et al. 2023, https://github.com/calculon-ai/calculon) asked about a published run, with the system
-files of its own checkout. It is no dependency and in no package index (the package of that name there is another one):
-who wants it clones it and puts the clone on PYTHONPATH.
+"""Calculon (Isaev et al. 2023, https://github.com/calculon-ai/calculon) asked about a published
+run, with the system files of its own checkout. It is no dependency and in no package index (the
+package of that name there is another one): who wants it clones it and puts the clone on PYTHONPATH.
 
-Its attention keeps the scores, its feed-forward is two matrices, every head has keys of its own, and it shards the
-optimizer's states alone. Asked as it is, other runs are left out. Approximated, a tiled attention is one whose scores
-are recomputed, a gated feed-forward two matrices with as many parameters as the three, grouped keys one for each head.
-Each axis goes over the network, of those it allows, that it finds fastest. Memory is compared with the case's device's.
+Its attention keeps the scores, its feed-forward is two matrices, every head has keys of its own,
+and it shards the optimizer's states alone. Asked as it is, other runs are left out. Approximated, a
+tiled attention is one whose scores are recomputed, a gated feed-forward two matrices with as many
+parameters as the three, grouped keys one for each head. Each axis goes over the network, of those
+it allows, that it finds fastest. Memory is compared with the case's device's.
 """
 
 from __future__ import annotations
@@ -37,13 +38,19 @@ class Calculon:
         self._approximate = approximate
         try:
             package = import_module("calculon")
-            self._llm, self._system = import_module("calculon.llm.llm").Llm, import_module("calculon.system").System
+            self._llm, self._system = (
+                import_module("calculon.llm.llm").Llm,
+                import_module("calculon.system").System,
+            )
             folder = Path(str(package.__file__)).parents[1] / "systems"
-            self._systems = {part: json.loads((folder / name).read_text()) for part, name in _SYSTEMS.items()}
+            self._systems = {
+                part: json.loads((folder / name).read_text()) for part, name in _SYSTEMS.items()
+            }
         except (ImportError, OSError) as missing:
             raise ConfigError(
-                f"bench planner: needs Calculon ({missing}); git clone https://github.com/calculon-ai/calculon, put "
-                "the clone on PYTHONPATH, pip install pandas psutil"
+                f"bench planner: needs Calculon ({missing}); git clone "
+                "https://github.com/calculon-ai/calculon, put the clone on PYTHONPATH, pip install "
+                "pandas psutil"
             ) from missing
 
     def cannot(self, case: PublishedCase) -> str:
@@ -61,13 +68,15 @@ class Calculon:
         return "grouped keys" if run.shape.kv_heads != run.shape.heads else ""
 
     def predict(self, case: PublishedCase) -> Prediction:
-        """Returns the prediction of a case that Calculon can express. Raises ConfigError where it refuses the case
-        after all."""
+        """Returns the prediction of a case that Calculon can express. Raises ConfigError where it
+        refuses the case after all."""
         layout, shape = case.run.layout, case.run.shape
         application = self._llm.Application(
             {
                 "hidden": shape.hidden,
-                "feedforward": int(shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1)),
+                "feedforward": int(
+                    shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1)
+                ),
                 "seq_size": case.run.seq_len,
                 "attn_heads": shape.heads,
                 "attn_size": shape.head_dim,
@@ -93,9 +102,11 @@ class Calculon:
             step_time_s=step_time_s,
         )
 
-    def _asked(self, case: PublishedCase, application: Any, networks: tuple[int, ...]) -> tuple[float, float]:
-        """Returns the seconds of a step and the bytes of a device, with tp, pp and dp over these of the system's
-        networks."""
+    def _asked(
+        self, case: PublishedCase, application: Any, networks: tuple[int, ...]
+    ) -> tuple[float, float]:
+        """Returns the seconds of a step and the bytes of a device, with tp, pp and dp over these of
+        the system's networks."""
         run, layout = case.run, case.run.layout
         tree = next(tree for part, tree in self._systems.items() if part in run.cluster.device.name)
         system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
@@ -110,10 +121,13 @@ class Calculon:
             "data_par_net": networks[2],
             "batch_size": run.global_batch_size,
             "microbatch_size": layout.microbatch_size,
-            "datatype": "float16",  # bfloat16 takes as long, and its system files have no figures for it
+            # bfloat16 takes as long, and its system files have no figures for it
+            "datatype": "float16",
             "fused_activation": True,
             "attention_type": "multihead",
-            "activation_recompute": "attn_only" if keeps_no_scores else _RECOMPUTE[layout.recompute],
+            "activation_recompute": "attn_only"
+            if keeps_no_scores
+            else _RECOMPUTE[layout.recompute],
             "pipeline_interleaving": layout.virtual_stages if layout.pp > 1 else 1,
             "optimizer_sharding": layout.optimizer_shards > 1,
             "tensor_par_comm_type": "rs_ag" if layout.sequence_parallel else "ar",
@@ -134,4 +148,8 @@ def why_not(layout: RunLayout) -> str:
         return f"recompute of a part ({layout.recompute})"
     if layout.gradient_shards > 1 or layout.parameter_shards > 1:
         return "sharded gradients or parameters"
-    return "" if layout.optimizer_shards in (1, layout.dp) else "states sharded over a part of the data ranks"
+    return (
+        ""
+        if layout.optimizer_shards in (1, layout.dp)
+        else "states sharded over a part of the data ranks"
+    )

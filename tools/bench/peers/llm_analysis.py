@@ -1,10 +1,12 @@
-"""llm-analysis (Li 2023, https://github.com/cli99/llm-analysis) asked about a published run: the same job that this
-project's planner is asked about, in that package's own words. The package is no dependency: who wants it installs it.
+"""llm-analysis (Li 2023, https://github.com/cli99/llm-analysis) asked about a published run: the
+same job that this project's planner is asked about, in that package's own words. The package is no
+dependency: who wants it installs it.
 
-What it has no words for is left to it, not corrected. Its step is FLOPs over efficiency x peak, without bubble and
-communication; a feed-forward is two matrices, and its FLOPs those of ffn = 4 hidden; embeddings are tied; layers that
-pp does not divide are rounded down for memory. A gated feed-forward is given to it as two matrices with as many
-parameters as the three, which then keep as many activations.
+What it has no words for is left to it, not corrected. Its step is FLOPs over efficiency x peak,
+without bubble and communication; a feed-forward is two matrices, and its FLOPs those of ffn = 4
+hidden; embeddings are tied; layers that pp does not divide are rounded down for memory. A gated
+feed-forward is given to it as two matrices with as many parameters as the three, which then keep as
+many activations.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
-_RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}  # as ActivationRecomputation names it
+# as ActivationRecomputation names it
+_RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}
 _GATED = 1.5  # three matrices as two
 
 
@@ -35,8 +38,8 @@ class LlmAnalysis:
             import_module("llm_analysis.logger").logger.setLevel(logging.CRITICAL)
         except ImportError as missing:
             raise ConfigError(
-                f"bench planner: needs llm-analysis ({missing}); pip install llm-analysis, in an environment whose "
-                "transformers may be older than 5"
+                f"bench planner: needs llm-analysis ({missing}); pip install llm-analysis, in an "
+                "environment whose transformers may be older than 5"
             ) from missing
 
     def cannot(self, case: PublishedCase) -> str:
@@ -74,7 +77,9 @@ class LlmAnalysis:
             sp_size=layout.tp if layout.sequence_parallel else 1,
         )
         words = self._analysis
-        question = words.LLMAnalysis(model, device, self._config.DtypeConfig(), ways, flops_efficiency=self._efficiency)
+        question = words.LLMAnalysis(
+            model, device, self._config.DtypeConfig(), ways, flops_efficiency=self._efficiency
+        )
         summary = question.training(
             batch_size_per_gpu=layout.microbatch_size,
             gradient_accumulation_steps=layout.microbatches,

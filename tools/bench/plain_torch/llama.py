@@ -1,16 +1,17 @@
-"""A Llama in plain torch, one module after the other, and its training in one process by a plain loop: the referee of
-the tests and the peer of the benchmarks.
+"""A Llama in plain torch, one module after the other, and its training in one process by a plain
+loop: the referee of the tests and the peer of the benchmarks.
 
-It shares nothing with the project's own layers but the numbers of `ModelConfig` and the names of the parameters, so
-that an error in the layers cannot hide in their referee. On a pipeline stage `embed`, `norm` and `head` may be None
-and `layers` a part of the whole: `forward` then takes and returns hidden states, as in torch's own pipelines.
+It shares nothing with the project's own layers but the numbers of `ModelConfig` and the names of
+the parameters, so that an error in the layers cannot hide in their referee. On a pipeline stage
+`embed`, `norm` and `head` may be None and `layers` a part of the whole: `forward` then takes and
+returns hidden states, as in torch's own pipelines.
 
 Shapes: B batch, S sequence, D hidden, H heads, J key-value heads, K head dim, F ffn, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,12 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config.recipe import ModelConfig, OptimizerConfig, Recipe
+from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.loader import Batch
+from parallel3d.tools.check_layout.plain import adamw
 
 
 class PlainRotary:
-    """Cosines and sines of the rotary angles, [S, K] each, kept for the last length that was asked for."""
+    """Cosines and sines of the rotary angles, [S, K] each, kept for the last length that was asked
+    for."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim = head_dim
@@ -31,11 +34,14 @@ class PlainRotary:
         self.cos = self.sin = torch.empty(0, 0)
 
     def rotate(self, x_BHSK: Tensor) -> Tensor:
-        """Returns heads with their positions turned in, by Hugging Face's rotate-half: dim i turns with dim i + K /
-        2."""
+        """Returns heads with their positions turned in, by Hugging Face's rotate-half: dim i turns
+        with dim i + K / 2."""
         length, device = x_BHSK.shape[2], x_BHSK.device
         if self.cos.shape[0] != length or self.cos.device != device:
-            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+            exponents = (
+                torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
+                / self.head_dim
+            )
             positions = torch.arange(length, dtype=torch.float32, device=device)
             angles = torch.outer(positions, self.theta**-exponents)  # [S, K / 2]
             angles = torch.cat((angles, angles), dim=-1)  # [S, K]
@@ -48,7 +54,8 @@ class PlainRotary:
 class PlainAttention(nn.Module):
     """Causal attention, [B, S, D] to [B, S, D]; H / J query heads share a key-value head.
 
-    The heads are counted from the projections' outputs, not from the config: under tensor parallelism they are fewer.
+    The heads are counted from the projections' outputs, not from the config: under tensor
+    parallelism they are fewer.
     """
 
     def __init__(self, config: ModelConfig, rotary: PlainRotary) -> None:
@@ -65,7 +72,9 @@ class PlainAttention(nn.Module):
         q_BHSK = self.rotary.rotate(self._heads(self.q(x_BSD)))
         k_BJSK = self.rotary.rotate(self._heads(self.k(x_BSD)))
         v_BJSK = self._heads(self.v(x_BSD))
-        out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BJSK, v_BJSK, is_causal=True, enable_gqa=self.grouped)
+        out_BHSK = F.scaled_dot_product_attention(
+            q_BHSK, k_BJSK, v_BJSK, is_causal=True, enable_gqa=self.grouped
+        )
         return self.o(out_BHSK.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -101,13 +110,16 @@ class PlainBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Tokens [B, S] to logits [B, S, V]; on a pipeline stage without `embed` or `head`, hidden states in or out."""
+    """Tokens [B, S] to logits [B, S, V]; on a pipeline stage without `embed` or `head`, hidden
+    states in or out."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         rotary = PlainRotary(config.head_size, config.rope_theta)
         self.embed: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleDict({str(i): PlainBlock(config, rotary) for i in range(config.layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): PlainBlock(config, rotary) for i in range(config.layers)}
+        )
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied_embeddings:
@@ -124,20 +136,22 @@ class PlainLlama(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Sets every parameter to the full tensor of its name. `weights` may have tensors of other pipeline stages, and
-        must have all of this stage's."""
+        """Sets every parameter to the full tensor of its name. `weights` may have tensors of other
+        pipeline stages, and must have all of this stage's."""
         for name, parameter in self.named_parameters():  # a tied weight comes once, as embed.weight
             parameter.copy_(weights[name])
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean cross-entropy over the tokens of one microbatch: logits [B, S, V], labels [B, S]."""
+    """Returns the mean cross-entropy over the tokens of one microbatch: logits [B, S, V], labels
+    [B, S]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """How a peer trains: on which device, by bf16 products of float32 weights or in float32, compiled or not."""
+    """How a peer trains: on which device, by bf16 products of float32 weights or in float32,
+    compiled or not."""
 
     device: torch.device = torch.device("cpu")
     is_bf16: bool = False
@@ -157,18 +171,24 @@ FLOAT32_CPU = PeerSettings()
 
 
 class PlainStack:
-    """One process, whose `train_step` takes the whole global batch whatever layout `recipe.parallel` names."""
+    """One process, whose `train_step` takes the whole global batch whatever layout
+    `recipe.parallel` names."""
 
-    def __init__(self, recipe: Recipe, weights: Mapping[str, Tensor], settings: PeerSettings = FLOAT32_CPU) -> None:
+    def __init__(
+        self, recipe: Recipe, weights: Mapping[str, Tensor], settings: PeerSettings = FLOAT32_CPU
+    ) -> None:
         self.grad_clip, self.settings = recipe.train.grad_clip, settings
         with settings.device:
             self.model = PlainLlama(recipe.model)
         self.model.load(weights)
         settings.compile(self.model)
-        self.optimizers: list[torch.optim.Optimizer] = [adamw(self.model.parameters(), recipe.optimizer.resolved)]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            adamw(self.model.parameters(), recipe.optimizer.resolved)
+        ]
 
     def train_step(self, batch: Batch) -> tuple[float, float]:
-        """One step on `batch`; returns the mean loss over its tokens and the norm of its gradient."""
+        """One step on `batch`; returns the mean loss over its tokens and the norm of its
+        gradient."""
         self.model.zero_grad()
         device = self.settings.device
         total = torch.zeros((), device=device)
@@ -183,21 +203,3 @@ class PlainStack:
         for optimizer in self.optimizers:
             optimizer.step()
         return total.item(), norm.item()
-
-
-def parameter_groups(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> list[dict[str, object]]:
-    """Returns the groups of torch's optimizers: the first one, the matrices, decays; norms do not."""
-    parameters = list(parameters)
-    groups: list[dict[str, object]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Returns AdamW at the peak learning rate, held constant."""
-    parameters = list(parameters)
-    groups, on_gpu = parameter_groups(parameters, config), any(parameter.is_cuda for parameter in parameters)
-    kernels = {"fused": True} if on_gpu else {"foreach": True}  # which is the faster one there
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernels)

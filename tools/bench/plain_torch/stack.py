@@ -1,8 +1,10 @@
-"""The same model and layout trained by torch's own stack, as its users set it up: the peer that the benchmarks time.
+"""The same model and layout trained by torch's own stack, as its users set it up: the peer that the
+benchmarks time.
 
-One plain function an axis, in the order that torchtitan made customary: cut the stage, `parallelize_module` over tp,
-`fully_shard` over the data axes, then `torch.distributed.pipelining` over pp. Where torch leaves a choice, the fastest
-one is taken: one gradient reduction a step, parameters gathered once a step, static learning rate, foreach AdamW.
+One plain function an axis, in the order that torchtitan made customary: cut the stage,
+`parallelize_module` over tp, `fully_shard` over the data axes, then `torch.distributed.pipelining`
+over pp. Where torch leaves a choice, the fastest one is taken: one gradient reduction a step,
+parameters gathered once a step, static learning rate, foreach AdamW.
 """
 
 from __future__ import annotations
@@ -31,12 +33,18 @@ from torch.distributed.tensor.parallel import (
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import ConfigError
-from parallel3d.tools.bench.plain_torch.llama import FLOAT32_CPU, PeerSettings, PlainLlama, adamw, token_loss
+from parallel3d.tools.bench.plain_torch.llama import (
+    FLOAT32_CPU,
+    PeerSettings,
+    PlainLlama,
+    token_loss,
+)
+from parallel3d.tools.check_layout.plain import adamw
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
-    """Returns the layers of one pipeline stage, on the meta device. The cut is even; the first stages take what is
-    left."""
+    """Returns the layers of one pipeline stage, on the meta device. The cut is even; the first
+    stages take what is left."""
     with torch.device("meta"):
         model = PlainLlama(config)
     each, left_over = divmod(config.layers, stages)
@@ -53,7 +61,8 @@ def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
 
 
 def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Shards the matrices over `mesh`. Between blocks the hidden states are [B, S / tp, D] under sequence parallelism.
+    """Shards the matrices over `mesh`. Between blocks the hidden states are [B, S / tp, D] under
+    sequence parallelism.
 
     Without it the norms stay plain tensors and plain arithmetic: DTensor would only slow them down.
     """
@@ -62,14 +71,21 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
     whole = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
     ends: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
         **norm,
     }
     block: dict[str, ParallelStyle] = {
         **dict.fromkeys(("attention", "mlp"), whole),
-        **{name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")},
+        **{
+            name: ColwiseParallel()
+            for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+        },
         **{name: RowwiseParallel(output_layouts=between) for name in ("attention.o", "mlp.down")},
-        **{f"{part}_{name}": style for part in ("attention", "mlp") for name, style in norm.items()},
+        **{
+            f"{part}_{name}": style for part in ("attention", "mlp") for name, style in norm.items()
+        },
     }
     # A stage in the middle has no ends, and parallelize_module warns of names that match nothing.
     ends = {name: style for name, style in ends.items() if getattr(model, name) is not None}
@@ -79,8 +95,9 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
 
 
 def apply_fsdp(model: PlainLlama, mesh: DeviceMesh, *, is_bf16: bool = False) -> None:
-    """Shards over `mesh`, one group a block. A block stays gathered until the last microbatch's backward: gathering it
-    anew for each one only costs time. With `is_bf16` parameters are gathered in bf16, and gradients summed in float32.
+    """Shards over `mesh`, one group a block. A block stays gathered until the last microbatch's
+    backward: gathering it anew for each one only costs time. With `is_bf16` parameters are gathered
+    in bf16, and gradients summed in float32.
     """
     policy = MixedPrecisionPolicy()
     if is_bf16:
@@ -91,8 +108,8 @@ def apply_fsdp(model: PlainLlama, mesh: DeviceMesh, *, is_bf16: bool = False) ->
 
 
 def sync_in_last_backward(model: nn.Module, index: int, is_last: bool) -> None:
-    """Before microbatch `index`: has a `fully_shard` model reduce its gradients, and free what it gathered, in the last
-    microbatch's backward alone."""
+    """Before microbatch `index`: has a `fully_shard` model reduce its gradients, and free what it
+    gathered, in the last microbatch's backward alone."""
     if isinstance(model, FSDPModule) and (index == 0 or is_last):  # each call walks the whole model
         model.set_requires_gradient_sync(is_last)
         model.set_is_last_backward(is_last)
@@ -100,8 +117,8 @@ def sync_in_last_backward(model: nn.Module, index: int, is_last: bool) -> None:
 
 
 class TorchStack:
-    """One rank of torch's own stack, whose `train_step` takes this data rank's share of the global batch. `mesh` has
-    all four axes."""
+    """One rank of torch's own stack, whose `train_step` takes this data rank's share of the global
+    batch. `mesh` has all four axes."""
 
     def __init__(
         self,
@@ -112,8 +129,14 @@ class TorchStack:
     ) -> None:
         parallel = recipe.parallel
         precision = "bf16" if settings.is_bf16 else "fp32"
-        if recipe.model.tied_embeddings or parallel.recompute != "none" or recipe.train.precision != precision:
-            raise ConfigError(f"TorchStack trains in {precision}, without tied embeddings and without recompute")
+        if (
+            recipe.model.tied_embeddings
+            or parallel.recompute != "none"
+            or recipe.train.precision != precision
+        ):
+            raise ConfigError(
+                f"TorchStack trains in {precision}, without tied embeddings and without recompute"
+            )
         if parallel.schedule != "1f1b" or parallel.dp_replicate > 1:
             raise ConfigError("TorchStack pipelines by 1f1b alone, and shards over dp_shard alone")
         self.mesh = mesh
@@ -121,10 +144,13 @@ class TorchStack:
         self.microbatches = recipe.microbatches
         stage = mesh["pp"].get_local_rank()
         self.model = cut_stage(recipe.model, stage, parallel.pp).to_empty(device=settings.device)
-        self.model.load(weights)  # before it is cut further: every rank slices the same full tensors, nothing is sent
+        # before it is cut further: every rank slices the same full tensors, nothing is sent
+        self.model.load(weights)
         if parallel.tp > 1:
             apply_tp(self.model, mesh["tp"], parallel.sequence_parallel)
-        else:  # a whole model of compiled blocks has no backward along tp (2.13): a DTensor gets a plain gradient
+        else:
+            # a whole model of compiled blocks has no backward along tp (2.13): a DTensor gets a
+            # plain gradient
             settings.compile(self.model)
         # What is gathered in bf16 is computed in bf16, and needs no autocast.
         self.settings = replace(settings, is_bf16=settings.is_bf16 and parallel.dp == 1)
@@ -132,16 +158,22 @@ class TorchStack:
             apply_fsdp(self.model, mesh["dp_shard"], is_bf16=settings.is_bf16)
         self.schedule: Schedule1F1B | None = None
         if parallel.pp > 1:
-            part = PipelineStage(self.model, stage, parallel.pp, settings.device, group=mesh.get_group("pp"))
-            # The loss is divided by the microbatches, so that torch need not walk over every gradient to do it.
-            self.schedule = Schedule1F1B(part, self.microbatches, loss_fn=self._loss, scale_grads=False)
+            part = PipelineStage(
+                self.model, stage, parallel.pp, settings.device, group=mesh.get_group("pp")
+            )
+            # The loss is divided by the microbatches, so that torch need not walk over every
+            # gradient to do it.
+            self.schedule = Schedule1F1B(
+                part, self.microbatches, loss_fn=self._loss, scale_grads=False
+            )
         self.optimizer = adamw(self.model.parameters(), recipe.optimizer)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return token_loss(logits, labels) / self.microbatches
 
     def train_step(self, batch: Batch) -> tuple[float, float]:
-        """One step; returns, on every rank, the mean loss over the global batch and the global gradient norm."""
+        """One step; returns, on every rank, the mean loss over the global batch and the global
+        gradient norm."""
         self.optimizer.zero_grad()
         device = self.settings.device
         inputs, labels = batch.inputs.to(device), batch.labels.to(device)
@@ -150,7 +182,8 @@ class TorchStack:
         if self.mesh["dp_shard"].size() > 1:
             dist.all_reduce(loss, group=self.mesh.get_group("dp_shard"))
             loss = loss / self.mesh["dp_shard"].size()
-        # By optimizer group: with tp alone, matrices are DTensors and norms are not, and torch does not mix them.
+        # By optimizer group: with tp alone, matrices are DTensors and norms are not, and torch does
+        # not mix them.
         grads = [[p.grad for p in group["params"]] for group in self.optimizer.param_groups]
         squares = [_whole(nn.utils.get_total_norm(group, foreach=True)) ** 2 for group in grads]
         loss_and_square = torch.stack([loss, torch.stack(squares).sum()])
@@ -164,7 +197,8 @@ class TorchStack:
         return loss.item(), norm.item()
 
     def _losses(self, inputs: Tensor, labels: Tensor) -> Iterator[Tensor]:
-        """Runs forward and backward, and yields the microbatches' losses; a rank without the head has none."""
+        """Runs forward and backward, and yields the microbatches' losses; a rank without the head
+        has none."""
         if self.schedule is not None:
             losses: list[Tensor] = []
             first = (inputs.flatten(0, 1),) if self.model.embed is not None else ()

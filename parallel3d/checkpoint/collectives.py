@@ -1,0 +1,52 @@
+"""A step that all ranks take together, and that fails on all of them if it fails on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from parallel3d.errors import Parallel3dError
+
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+
+Own = TypeVar("Own")
+Reply = TypeVar("Reply")
+
+
+def collect(
+    step: Callable[[], Own],
+    reply: Callable[[list[Own]], Sequence[Reply]],
+    group: dist.ProcessGroup | None = None,
+) -> Reply:
+    """Runs `step` on every rank, and `reply` on rank 0 with the results of all; gives each rank its
+    item of the reply. An error of this project in either is raised on all ranks."""
+    everyone: list[Any] | None = None
+    answers: list[Any] | None = None
+    if dist.get_rank(group) == 0:
+        everyone = [None] * dist.get_world_size(group)
+    dist.gather_object(_result_or_error(step), everyone, dst=0, group=group)
+    if everyone is not None:
+        answers = _result_or_error(lambda: list(reply(_without_errors(everyone))))
+        if isinstance(answers, Parallel3dError):
+            answers = [answers] * len(everyone)
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, answers, src=0, group=group)
+    answer: Reply = _without_errors(own)[0]
+    return answer
+
+
+def _result_or_error(step: Callable[[], Any]) -> Any:
+    try:
+        return step()
+    except Parallel3dError as error:
+        return error
+
+
+def _without_errors(results: list[Any]) -> list[Any]:
+    """Raises the first error among the results of the ranks."""
+    for each in results:
+        if isinstance(each, Parallel3dError):
+            raise each
+    return results

@@ -1,0 +1,88 @@
+"""A class of the user's own, which a recipe names as `package.module:Class`. Importing a module
+runs it, so only a command that uses the class imports it, and the folder of the recipe is searched
+only during that import."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from parallel3d.errors import ConfigError
+
+# the folders of the recipes that this process has loaded, and that name a class
+BESIDE_RECIPES: list[str] = []
+
+
+def import_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
+    """Returns the class that the recipe's `key` names: `base`, which people know as `base_name`, or
+    one derived from it. Raises ConfigError if there is no such module or class, and with the
+    traceback of the user's own code if that fails."""
+    said = f"{key} = {name}"
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name:
+        first, _, last = name.strip(":").rpartition(".")
+        tries = f"{first or 'my_module'}:{last or 'MyClass'}"
+        raise ConfigError(f"{said}: must name a class as package.module:Class; try {tries}")
+    with naming_user_code(f"{said}: importing {module_name} fails"):
+        try:
+            with _recipe_folders():
+                module = import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # a module that the user's own imports
+            where = "it is looked for on PYTHONPATH, beside the recipe and in the current folder"
+            raise ConfigError(
+                f"{said}: there is no module {error.name}; {where}; try PYTHONPATH=its/folder"
+            ) from None
+    found = getattr(module, class_name, None)
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    own = [each for each in vars(module).values() if isinstance(each, type)]
+    names = [each.__name__ for each in own if issubclass(each, base) and each is not base]
+    near = get_close_matches(class_name, names, 1) or names[-1:] or ["MyClass"]
+    fault = "is not there" if found is None else f"is no {base_name}"
+    file = getattr(module, "__file__", None) or "built into Python"
+    raise ConfigError(
+        f"{said}: {class_name} {fault} in {module_name} ({file}); try {module_name}:{near[0]}"
+    )
+
+
+@contextmanager
+def _recipe_folders() -> Iterator[None]:
+    """Adds the folders of recipes and the current folder to the end of sys.path, so that no file in
+    them hides an installed module. torch comes first, because it tries to import optional
+    modules."""
+    import_module("torch")
+    added = [folder for folder in (*BESIDE_RECIPES, os.getcwd()) if folder not in sys.path]
+    sys.path += added
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
+
+
+@contextmanager
+def naming_user_code(words: str) -> Iterator[None]:
+    """Turns an error of the user's module into a ConfigError with the part of its traceback that is
+    in their files. An error of this project's that is about the recipe stays as it is."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        trace = error.__traceback__
+        while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        told = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        raise ConfigError(f"{words}:\n{told}") from error
+
+
+def _is_ours(file: str) -> bool:
+    return file.endswith(("config/import_class.py", "models/custom.py")) or "importlib" in file

@@ -1,0 +1,256 @@
+"""Ranks that torchrun or srun started monitor each other.
+
+Such a launcher ends the other ranks only by SIGTERM, which asks them to save, and only on its own
+host. So the first failure is written to the store at which the ranks met. A thread of each rank
+reads the store twice a second, writes this rank's heartbeat, and checks the processes of its own
+host. Rank 0 judges the heartbeats of all ranks; the others judge those of rank 0 and of their own
+host. The rank that reports a failure prints it; all others end silently with its exit status. A
+rank that gets no answer from the store is cut off and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from parallel3d.errors import RankError
+from parallel3d.launch.devices import Place
+from parallel3d.launch.failure import Failure, end_process, print_error
+from parallel3d.launch.run_dir import RunOutcome
+from parallel3d.watch.hang_detector import LOST_S, STOPPED_S, HangDetector, process_state
+from parallel3d.watch.heartbeat import BEAT_S, HEARTBEAT, Beat
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_T = TypeVar("_T")
+# A rank that learns of a failure may be about to report its own.
+_GRACE_S = 2.5
+_FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The failure that ends the run, and the rank that prints it."""
+
+    reporter: int
+    failure: Failure
+
+
+class ReportedError(RankError):
+    """Replaces the error of a failing rank after the ranks agreed on the cause. `is_ours` says that
+    this rank prints it."""
+
+    def __init__(self, failure: Failure, is_ours: bool) -> None:
+        super().__init__(failure.line())
+        self.failure, self.is_ours, self.exit_status = failure, is_ours, failure.exit_status
+
+
+class PeerMonitor:
+    """Monitors the other ranks in a thread, because the main thread of a hanging rank does nothing.
+
+    `connect` opens a connection to the store that only this monitor uses. `coordinates` are the
+    places of all ranks in the mesh."""
+
+    def __init__(
+        self,
+        connect: Callable[[], dist.Store],
+        rank: int,
+        places: Sequence[Place],
+        coordinates: Sequence[str],
+        run_dir: str | None,
+    ) -> None:
+        self._connect, self._store, self._rank, self._run_dir = connect, connect(), rank, run_dir
+        self._places, self._coordinates = places, coordinates
+        hosts = [f"{place.host} {place.pid_namespace}" for place in places]
+        self._neighbours = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+        watched = range(len(places)) if rank == 0 else sorted({0, *self._neighbours})
+        self._watched = [each for each in watched if each != rank]
+        self._detector = HangDetector(hosts, hosts[rank])
+        self._closed = threading.Event()
+        self._ending = threading.Lock()  # the thread that has it ends the process
+        # A store on a lost host never answers, so another thread asks it.
+        self._requests = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._thread = threading.Thread(target=self._monitor, name="peer-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops monitoring. Every rank calls it before the first of them ends."""
+        self._closed.set()
+        self._thread.join()
+        with suppress(RuntimeError):
+            self._ask(lambda: self._write_beat("done"))
+        self._requests.shutdown()
+
+    def report(self, failure: Failure) -> ReportedError:
+        """Reports the failure of this rank, unless another was reported before. Returns the error
+        to raise instead of the original one."""
+        self._ending.acquire()
+        found = self._find_cause() if failure.secondary else None
+        found = found or self._publish(failure)
+        is_ours, cause = found.reporter == self._rank, found.failure
+        if not is_ours:
+            time.sleep(0.5)  # launchers blame the process that ends first
+        self._closed.set()
+        return ReportedError(failure if cause.rank == self._rank else cause, is_ours)
+
+    def _monitor(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            found = self._check_peers() or self._judge_beats()
+            if found is None:
+                continue
+            # A rank that failed by itself gets time to report; one that hangs does not.
+            wait_s = BEAT_S if found.failure.died else _GRACE_S
+            if not self._closed.wait(wait_s):
+                self._ending.acquire()
+                self._end(found)
+
+    def _ask(self, request: Callable[[], _T]) -> _T:
+        """Returns the answer of the store. Ends this rank if none comes in LOST_S. The time counts
+        in short waits, so that a process that was stopped meanwhile does not end."""
+        answer: Future[_T] = self._requests.submit(request)
+        for waited in range(round(LOST_S / BEAT_S)):
+            with suppress(NoAnswer):
+                return answer.result(timeout=BEAT_S)
+            # Under srun, rank 0 holds the store. The next rank of its host reports for it.
+            is_stopped = 0 in self._neighbours and process_state(self._places[0].pid) == "T"
+            if is_stopped and waited * BEAT_S >= STOPPED_S and self._rank == self._speaker():
+                message = f"is stopped (state T){self._detector.last_seen(0)}"
+                self._end(Report(self._rank, self._failure_of(0, message)))
+        if self._rank == min(self._neighbours):
+            why = f"has no answer of the store for {LOST_S:.0f} s: its host is cut off"
+            print_error(self._failure_of(self._rank, f"{why}, and its ranks end").line())
+        end_process(RankError.exit_status)
+
+    def _find_cause(self) -> Report | None:
+        """Waits for another rank's report. Without one, names a rank whose heart does not beat."""
+        before = self._beat_counts()
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            if found := self._check_peers():
+                return found
+            time.sleep(0.1)
+        after = self._beat_counts()
+        silent = [rank for rank in before if before[rank] == after.get(rank)]
+        if not silent:
+            return None
+        message = "gives no sign: it was killed or stopped, or its host is lost or cut off"
+        return self._publish(self._failure_of(silent[0], message))
+
+    def _beat_counts(self) -> Mapping[int, int]:
+        everyone = [rank for rank in range(len(self._places)) if rank != self._rank]
+        with suppress(RuntimeError):
+            beats = self._ask(lambda: self._read_beats(everyone))
+            return {rank: beat.count for rank, beat in beats.items()}
+        return {}
+
+    def _judge_beats(self) -> Report | None:
+        """Writes this rank's beat, and judges those of the watched ranks."""
+        states = {rank: process_state(self._places[rank].pid) for rank in self._neighbours}
+
+        def exchange() -> dict[int, Beat]:
+            return {self._rank: self._write_beat(), **self._read_beats(self._watched)}
+
+        with suppress(RuntimeError):
+            beats = self._ask(exchange)
+            if found := self._detector.check(beats, states, time.monotonic()):
+                return self._publish(self._failure_of(*found))
+        return None
+
+    def _write_beat(self, phase: str | None = None) -> Beat:
+        beat = HEARTBEAT.beat(phase)
+        self._store.set(f"beat/{self._rank}", beat.to_json())
+        return beat
+
+    def _read_beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        """Returns the newest beats; none before all ranks have sent one."""
+        keys = [f"beat/{rank}" for rank in ranks]
+        if not keys or not self._store.check(keys):
+            return {}
+        beats = map(Beat.from_json, self._store.multi_get(keys))
+        return {rank: beat for rank, beat in zip(ranks, beats, strict=True) if beat is not None}
+
+    def _check_peers(self) -> Report | None:
+        """Returns the first reported failure, or reports a neighbour whose process has ended, or a
+        store that has gone."""
+        gone = [rank for rank in self._neighbours if not _is_alive(self._places[rank].pid)]
+        try:
+            reported = self._ask(self._read_failure)
+        except (RuntimeError, OSError):
+            message = "does not answer: the store that it or its launcher holds has gone"
+            failure = self._ended(0) if 0 in gone else self._failure_of(0, message)
+            return Report(self._speaker(), failure)
+        if reported is not None or not gone:
+            return reported
+        return self._publish(self._ended(gone[0]))
+
+    def _read_failure(self) -> Report | None:
+        try:
+            is_reported = self._store.check([_FAILURE])
+        except RuntimeError:  # the connection may be lost, and the store still there
+            self._store = self._connect()
+            is_reported = self._store.check([_FAILURE])
+        return _parse_report(self._store.get(_FAILURE)) if is_reported else None
+
+    def _publish(self, failure: Failure) -> Report:
+        """Writes a failure to the store. Returns the first one that any rank has written."""
+        own = json.dumps([self._rank, asdict(replace(failure, traceback=""))])
+        try:
+            return self._ask(lambda: _parse_report(self._store.compare_set(_FAILURE, "", own)))
+        except RuntimeError:  # nobody can read it
+            return Report(self._speaker() if failure.rank == 0 else self._rank, failure)
+
+    def _speaker(self) -> int:
+        """Returns the rank of this host that reports for rank 0, which may hold the store."""
+        return min({*self._neighbours} - {0} or {0})
+
+    def _ended(self, rank: int) -> Failure:
+        seen = self._detector.last_seen(rank)
+        message = f"ended without a word{seen}; the lines of its launcher may say how"
+        return self._failure_of(rank, message)
+
+    def _failure_of(self, rank: int, message: str) -> Failure:
+        return Failure(
+            rank=rank,
+            host=self._places[rank].host,
+            coordinates=self._coordinates[rank],
+            message=message,
+            died=True,
+        )
+
+    def _end(self, found: Report) -> None:
+        """Ends this process, and one on this host that is stopped or held: its launcher would wait
+        for it."""
+        cause = found.failure
+        if cause.died and cause.rank != self._rank and cause.rank in self._neighbours:
+            with suppress(ProcessLookupError):
+                os.kill(self._places[cause.rank].pid, signal.SIGKILL)
+        if found.reporter == self._rank:
+            print_error(cause.line())
+        if self._rank in (0, found.reporter):
+            RunOutcome.of(cause).write(self._run_dir)
+        end_process(cause.exit_status)
+
+
+def _parse_report(text: bytes) -> Report:
+    reporter, failure = json.loads(text)
+    return Report(reporter, Failure(**failure))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,323 @@
+"""Splits a model that others wrote into pipeline stages, by a table of its modules' names.
+
+[Note: one forward] Every stage runs the model's own forward. Modules of other stages are replaced:
+a block, a norm or a head by `Identity`, and a module whose output is added to an embedding by
+`Zero`. So masks, rotary positions and whatever else the forward makes between its modules are made
+on every stage as in the full model. A module without parameters, such as a rotary embedding, is on
+every stage. An earlier stage returns what its forward hands to the first module of the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.torch_private import with_modules
+
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class SplitSpec:
+    """Names the list of blocks of a model, and the modules of the first and the last stage."""
+
+    blocks: str
+    first: tuple[str, ...]  # each returns its input on a later stage
+    last: tuple[str, ...]  # in the forward's order; each returns its input on an earlier stage
+    # of the first stage; their outputs are added to another's, as learned positions are
+    added: tuple[str, ...] = ()
+    # keyword by which the forward takes hidden states; None: they replace the ids
+    hidden: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # keywords of every forward
+    tuples: bool = False  # a block returns a tuple that starts with the hidden states
+    # keys of the config or the forward that must be off, and why
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        return (self.blocks, *self.first, *self.added, *self.last)
+
+
+_HIDDEN: dict[str, Any] = {"hidden": "inputs_embeds", "settings": {"use_cache": False}}
+LLAMA = SplitSpec("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), **_HIDDEN)
+MIXTURE = replace(
+    LLAMA,
+    refused={
+        "output_router_logits": (
+            "it adds a loss of all blocks' routers to the model's, and a stage has only its own"
+        )
+    },
+)
+GPT2 = SplitSpec(
+    "transformer.h",
+    ("transformer.wte", "transformer.drop"),
+    ("transformer.ln_f", "lm_head"),
+    added=("transformer.wpe",),
+    **_HIDDEN,
+)
+GPT_NEOX = SplitSpec(
+    "gpt_neox.layers",
+    ("gpt_neox.embed_in", "gpt_neox.emb_dropout"),
+    ("gpt_neox.final_layer_norm", "lm_head"),
+    **_HIDDEN,
+)
+OPT = SplitSpec(
+    "model.decoder.layers",
+    ("model.decoder.embed_tokens", "model.decoder.project_in"),
+    ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+    added=("model.decoder.embed_positions",),
+    **_HIDDEN,
+)
+FALCON = SplitSpec(
+    "transformer.h",
+    ("transformer.word_embeddings",),
+    ("transformer.ln_f", "lm_head"),
+    tuples=True,
+    **_HIDDEN,
+)
+# by the `model_type` of transformers' config, for models with a head on top
+FAMILIES: dict[str, SplitSpec] = {
+    **dict.fromkeys(("llama", "llama4_text", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), LLAMA),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), MIXTURE),
+    "gpt2": GPT2,
+    "gpt_neox": GPT_NEOX,
+    "opt": OPT,
+    "falcon": FALCON,
+}
+
+
+class Identity(nn.Module):
+    """Returns its first input, in place of a module of another stage."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+class IdentityTuple(nn.Module):
+    """Returns its first input as a tuple, in place of a block that returns a tuple."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> tuple[Any]:
+        return (x,)
+
+
+class StageEnd(nn.Module):
+    """Keeps its input for `_forward`, in place of the first module of the last stage."""
+
+    taken: Any = None
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        self.taken = x
+        return x
+
+
+class Zero(nn.Module):
+    """Returns 0, in place of a module of the first stage whose output is added to another's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(())
+
+
+def split_model(
+    model: nn.Module,
+    boundaries: Sequence[int],
+    rules: SplitSpec | None = None,
+    *,
+    check: bool = True,
+    example: Tensor | tuple[Tensor] | None = None,
+) -> list[nn.Module]:
+    """Splits a model into stages, which share its modules and keep its parameters' names. Call it
+    after `tensor_parallelize` and before `shard`.
+
+    Args:
+        model: Decoder of transformers with a head, or another model with `rules`.
+        boundaries: Number of the first block of each stage except the first.
+        rules: Table of names. Default: the one of the model's family in `FAMILIES`.
+        check: Compares the stages with the model on the ids `example`.
+        example: A tensor of ids, or a tuple of it. Models of transformers need none, and a model
+            on the meta device is not compared.
+
+    Returns:
+        Stages that take ids or the output of the stage before, and return one tensor. Keywords go
+        to the model's own forward.
+
+    Raises:
+        ValueError: No table, a name that is not in the model, a stage without blocks, a parameter
+            of no stage or of two, a setting that no stage can compute, or another output."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if rules is None and kind not in FAMILIES:
+        advice = "give one, such as SplitSpec('blocks', first=('embed',), last=('norm', 'head'))"
+        if getattr(config, "is_encoder_decoder", False):
+            advice = "an encoder with a decoder cannot be split: all blocks read its output"
+        raise ValueError(
+            f"{type(model).__name__}: there is no table for {kind or 'it'}, but for the decoders "
+            f"{', '.join(FAMILIES)}; {advice}"
+        )
+    rules = _without_absent(model, rules or FAMILIES[str(kind)])
+    if boundaries:
+        _refuse_settings(rules, vars(config) if config is not None else {})
+    blocks = list(dict(model.get_submodule(rules.blocks).named_children()))
+    ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(blocks)))]
+    if not all(ranges):
+        raise ValueError(
+            f"boundaries {list(boundaries)}: leave a stage without blocks, of which there are "
+            f"{len(blocks)}"
+        )
+    _refuse_lost_or_shared(model, rules, blocks, ranges)
+    stages = []
+    for number, own in enumerate(ranges):
+        is_last = number == len(ranges) - 1
+        stages.append(_stage(model, rules, blocks[own.start : own.stop], number == 0, is_last))
+    vocab = getattr(config, "vocab_size", None)
+    if example is None and vocab is not None:
+        example = (torch.arange(8) * 7 + 1).view(2, 4) % vocab
+    tensors = [*model.parameters(), *model.buffers()]
+    if check and not any(tensor.is_meta for tensor in tensors):
+        if example is None:
+            raise ValueError(
+                "the stages are checked with an example of ids; try example=ids, or check=False"
+            )
+        ids = example if isinstance(example, Tensor) else example[0]
+        _check(model, stages, rules, ids.to(tensors[0].device))
+    return stages
+
+
+cut_model = split_model  # its name in earlier versions
+
+
+def _without_absent(model: nn.Module, rules: SplitSpec) -> SplitSpec:
+    """Returns the rules without modules that are None in this model, such as the projections of
+    most OPTs. Raises ValueError for a name that the model does not have."""
+    modules = dict(model.named_modules())
+    kept: dict[str, tuple[str, ...]] = {}
+    for place in ("first", "last", "added"):
+        names = []
+        for name in getattr(rules, place):
+            parent, _, child = name.rpartition(".")
+            if getattr(modules.get(parent), child, model) is not None:
+                names.append(name)
+        kept[place] = tuple(names)
+    rules = replace(rules, first=kept["first"], last=kept["last"], added=kept["added"])
+    missing = [name for name in rules.owned if name not in modules]
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__}: has no module {', '.join(missing)}, which its rules name"
+        )
+    return rules
+
+
+def _refuse_settings(rules: SplitSpec, values: Mapping[str, Any]) -> None:
+    for name, why in rules.refused.items():
+        if values.get(name):
+            raise ValueError(
+                f"{name} = {values[name]}: {why}; with more than one stage set {name}=False"
+            )
+
+
+def _stage(
+    model: nn.Module, rules: SplitSpec, own: Sequence[str], is_first: bool, is_last: bool
+) -> nn.Module:
+    replaced: dict[str, nn.Module] = {}
+    for name, _ in model.get_submodule(rules.blocks).named_children():
+        if name not in own:
+            replaced[f"{rules.blocks}.{name}"] = IdentityTuple() if rules.tuples else Identity()
+    if not is_first:
+        replaced |= {name: Identity() for name in rules.first}
+        replaced |= {name: Zero() for name in rules.added}
+    if not is_last:
+        replaced |= {name: Identity() for name in rules.last}
+        replaced[rules.last[0]] = StageEnd()
+    stage = with_modules(model, replaced)
+    stage.forward = partial(_forward, stage, rules, is_first)
+    return stage
+
+
+def _forward(
+    stage: nn.Module, rules: SplitSpec, is_first: bool, x: Tensor, **keywords: Any
+) -> Tensor:
+    """Runs the model's own forward on ids or hidden states. Returns what it hands to the first
+    module of the last stage; the last stage returns its first tensor."""
+    _refuse_settings(rules, keywords)
+    settings = {**rules.settings, **keywords}
+    forward = partial(type(stage).forward, stage)
+    if is_first or rules.hidden is None:
+        output = forward(x, **settings)
+    else:
+        output = forward(**{rules.hidden: x}, **settings)
+    end = stage.get_submodule(rules.last[0]) if rules.last else None
+    if isinstance(end, StageEnd):
+        taken: Tensor = end.taken
+        end.taken = None
+        return taken
+    return _first_tensor(output)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    first: Tensor = output if isinstance(output, Tensor) else output[0]
+    return first
+
+
+def _refuse_lost_or_shared(
+    model: nn.Module, rules: SplitSpec, blocks: Sequence[str], ranges: Sequence[range]
+) -> None:
+    """Raises ValueError for a parameter of no stage, or one of two names on different stages."""
+    stage_of: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners = [each for each in rules.owned if name.startswith(f"{each}.")]
+        if not owners:
+            raise ValueError(
+                f"{name}: no rule gives it to a stage; name its module among `first`, `added` or "
+                "`last`"
+            )
+        stage = len(ranges) - 1 if owners[0] in rules.last else 0
+        if owners[0] == rules.blocks:
+            block = blocks.index(name[len(rules.blocks) + 1 :].split(".")[0])
+            stage = next(number for number, own in enumerate(ranges) if block in own)
+        other, before = stage_of.setdefault(id(parameter), (name, stage))
+        if before != stage:
+            raise ValueError(
+                f"{name}: is tied to {other}, and they would be on stages {stage} and {before}, "
+                "where each would learn something else; build a new model with "
+                "tie_word_embeddings=False, or untie loaded weights before the model is split: "
+                f"model.{name} = torch.nn.Parameter(model.{name}.detach().clone())"
+            )
+
+
+@torch.no_grad()
+def _check(
+    model: nn.Module, stages: Sequence[nn.Module], rules: SplitSpec, example: Tensor
+) -> None:
+    """Raises ValueError if the stages do not give the model's output for an example."""
+    modules = nn.ModuleList([model, *stages]).modules()
+    training = {part: part.training for part in modules}
+    model.eval()
+    try:
+        wanted, x = _first_tensor(model(example, **rules.settings)), example
+        for stage in stages:
+            x = stage.eval()(x)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__}: its stages cannot be computed with the example: {error}; if "
+            f"its blocks return tuples (now tuples={rules.tuples}) or its forward takes hidden "
+            f"states by a keyword (now hidden={rules.hidden!r}), say so: SplitSpec(..., "
+            "tuples=True, hidden='inputs_embeds')"
+        ) from error
+    finally:
+        for part, was in training.items():
+            part.training = was
+    difference = float("inf")
+    if x.shape == wanted.shape:
+        difference = float((x - wanted).abs().max() / wanted.abs().max())
+    if not difference <= _TOLERANCE:
+        raise ValueError(
+            f"the stages of {type(model).__name__} give another output than the model, by "
+            f"{difference:.1e} of its size; its forward computes something between its modules "
+            "that only one stage may do: see SplitSpec"
+        )

@@ -1,0 +1,51 @@
+"""The interface between the trainer and an outer loop, in which replicas train apart for some steps
+and are brought together again. `local_sgd` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from parallel3d.diagnosis.replicas import Copies
+from parallel3d.training.step_result import StepTotals
+
+Tensors = dict[str, Tensor]  # by their names in a checkpoint
+Saved = Mapping[str, Any] | None  # `SavedProgress.local_sgd` of a checkpoint
+
+
+class OuterLoop(Protocol):
+    """The trainer of one replica calls these methods, on every rank at once."""
+
+    def combine(self, totals: StepTotals) -> StepTotals:
+        """Returns the totals over all replicas, given those of this replica. They stay on the
+        device."""
+
+    def after_step(self, step: int) -> None:
+        """Is called after the optimizer's step, before the model computes with new parameters."""
+
+    def finish(self, step: int) -> None:
+        """Makes the replicas equal after `step`, the last of the run."""
+
+    def evaluating(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
+        """Returns a context in which the parameters are those to evaluate. `publish` makes the
+        model compute with changed parameters."""
+
+    def copies(self) -> Copies:
+        """Returns the tensors that must be equal on all replicas."""
+
+    def begin(self) -> None:
+        """Starts from the weights that were loaded into the parameters."""
+
+    def save(self, state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        """Returns the tensors of a checkpoint, given those of a replica, and the value of
+        `SavedProgress.local_sgd`."""
+
+    def tensors_to_load(self, state: Tensors, saved: Saved, path: Path) -> Tensors:
+        """Maps names in the checkpoint `path` to tensors to load them into."""
+
+    def after_loading(self, saved: Saved, path: Path) -> None:
+        """Continues from the tensors that were loaded."""

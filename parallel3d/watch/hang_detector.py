@@ -1,0 +1,156 @@
+"""Names the rank at fault if a run makes no progress: the one that is stopped, silent or busy, not
+those that wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel3d.watch.heartbeat import Beat
+
+STOPPED_S = 2.5  # a process may be stopped for so long
+LOST_S = 4.0  # all ranks of another host may be silent for so long; a link lost for 2 s takes 3.2 s
+STUCK_S = 7.0  # a rank may keep the others waiting for so long, ...
+STUCK_STEPS = 5  # ... or for so many steps, if that is longer
+ALL_READ_S = 60.0  # all ranks may wait for data for so long: a file server may restart
+_GAP_S = 2.0  # a detector that was not called for so long was itself held
+# Other phases may take long on one rank. train.timeout_s limits them.
+_JUDGED = ("data", "forward or backward", "optimizer")
+
+
+@dataclass
+class _Seen:
+    """What is known of a rank, in the detector's own time."""
+
+    beat: Beat
+    beaten_at: float  # when the count last grew
+    doing: tuple[int, bool, str]  # steps, waits, phase (of the unjudged ones only "")
+    since: float
+    stopped_since: float | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Two steps are done, and the phase is one that takes no longer than a step."""
+        return self.beat.step_s is not None and self.beat.phase in _JUDGED
+
+
+class HangDetector:
+    """Remembers the beats of all ranks. `hosts` has the host of each rank. Hosts need no common
+    clock. If the detector itself was held, as in a job that was stopped and continued as a whole,
+    it begins anew."""
+
+    def __init__(self, hosts: Sequence[str], own_host: str) -> None:
+        self._world_size = len(hosts)
+        self._other_hosts = [
+            [rank for rank, host in enumerate(hosts) if host == name]
+            for name in dict.fromkeys(hosts)
+            if name != own_host
+        ]
+        self._seen: dict[int, _Seen] = {}
+        self._checked_at: float | None = None
+
+    def check(
+        self, beats: Mapping[int, Beat], states: Mapping[int, str], now: float
+    ) -> tuple[int, str] | None:
+        """Takes the newest beats, and the states of processes of this host ("T": stopped). Returns
+        the rank at fault and what is wrong with it, or None."""
+        if self._checked_at is not None and now - self._checked_at > _GAP_S:
+            self._seen = {}
+        self._checked_at = now
+        for rank, beat in beats.items():
+            self._update(rank, beat, states.get(rank, ""), now)
+        durations = [seen.beat.step_s or 0.0 for seen in self._seen.values()]
+        patience = max([STUCK_S, *(STUCK_STEPS * seconds for seconds in durations)])
+        return (
+            self._find_stopped(now)
+            or self._find_lost_host(now)
+            or self._find_silent(states, now, patience)
+            or self._find_stuck(now, patience)
+        )
+
+    def last_seen(self, rank: int) -> str:
+        """Returns a rank's last known phase and step, to follow words on its end."""
+        return f", last seen {_place(self._seen[rank].beat)}" if rank in self._seen else ""
+
+    def _update(self, rank: int, beat: Beat, state: str, now: float) -> None:
+        phase = beat.phase if beat.phase in _JUDGED else ""
+        doing = (beat.step, beat.waits, phase)
+        seen = self._seen.setdefault(rank, _Seen(beat, now, doing, now))
+        if beat.count != seen.beat.count:
+            seen.beat, seen.beaten_at = beat, now
+            if seen.doing != doing:
+                seen.doing, seen.since = doing, now
+        if state != "T":
+            seen.stopped_since = None
+        elif seen.stopped_since is None:
+            seen.stopped_since = now
+
+    def _find_stopped(self, now: float) -> tuple[int, str] | None:
+        for rank, seen in self._seen.items():
+            if seen.stopped_since is not None and now - seen.stopped_since > STOPPED_S:
+                return rank, f"is stopped (state T) {_place(seen.beat)}"
+        return None
+
+    def _find_lost_host(self, now: float) -> tuple[int, str] | None:
+        """Finds another host with several ranks, all silent. A single rank's beat may just be
+        late, which `_find_silent` allows for."""
+        for ranks in self._other_hosts:
+            seen = [self._seen[rank] for rank in ranks if rank in self._seen]
+            in_a_step = [each for each in seen if each.is_judged]
+            if len(ranks) > 1 and len(in_a_step) == len(ranks):
+                silent_s = now - max(each.beaten_at for each in seen)
+                if silent_s > LOST_S:
+                    return ranks[0], (
+                        f"gives no sign for {silent_s:.0f} s {_place(seen[0].beat)}, like all "
+                        f"{len(ranks)} ranks on its host: the host is lost or cut off"
+                    )
+        return None
+
+    def _find_silent(
+        self, states: Mapping[int, str], now: float, patience: float
+    ) -> tuple[int, str] | None:
+        for rank, seen in self._seen.items():
+            silent_s = now - seen.beaten_at
+            if seen.is_judged and silent_s > patience:
+                why = "its host is lost or its interpreter is held"
+                if states.get(rank):
+                    why = f"its interpreter is held (state {states[rank]})"
+                return rank, f"gives no sign for {silent_s:.0f} s {_place(seen.beat)}: {why}"
+        return None
+
+    def _find_stuck(self, now: float, patience: float) -> tuple[int, str] | None:
+        """Finds the first rank that does not wait for others, if no rank has completed a step or
+        changed its phase for long. If no rank waits, all must wait for data."""
+        if len(self._seen) < self._world_size:
+            return None
+        busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
+        has_steps = all(seen.beat.step_s is not None for seen in self._seen.values())
+        if not busy or not has_steps or not all(seen.is_judged for seen in busy.values()):
+            return None
+        others = "while the others wait"
+        if len(busy) == self._world_size:
+            if any(seen.beat.phase != "data" for seen in busy.values()):
+                return None
+            others, patience = "as are all others", max(ALL_READ_S, patience)
+        stuck_s = min(now - seen.since for seen in self._seen.values())
+        if stuck_s <= patience:
+            return None
+        rank, seen = min(busy.items())
+        return (
+            rank,
+            f"is stuck for {stuck_s:.0f} s {_place(seen.beat)}, {others}; {seen.beat.stack}",
+        )
+
+
+def process_state(pid: int) -> str:
+    """Returns Linux's letter for the state of a process of this host, or "" if unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _place(beat: Beat) -> str:
+    when = f"after step {beat.step}" if beat.step else "before its first step"
+    return f"in {beat.phase} {when}"

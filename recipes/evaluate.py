@@ -1,0 +1,177 @@
+"""The commands on the folder of a run: `parallel3d-train evaluate`, `generate` and `replay`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from parallel3d.config.load import KEYS, load_recipe
+from parallel3d.config.recipe import Recipe, SinkName
+from parallel3d.config.yaml_text import shown
+from parallel3d.errors import ConfigError, SinkError
+from parallel3d.launch.run_dir import locked
+from parallel3d.models import shape_cards
+from parallel3d.recipes import Job
+from parallel3d.reporting.sinks import SINKS, SinkRun, cause_of
+from parallel3d.tools.arguments import Parser
+
+_DESCRIPTIONS = {
+    "evaluate": (
+        "Prints the loss and the perplexity of a run's newest checkpoint on its validation text."
+    ),
+    "generate": "Writes text with a run's newest checkpoint.",
+    "replay": "Sends all lines of a run's metrics.jsonl to a dashboard, as a new run there.",
+}
+COMMANDS = tuple(_DESCRIPTIONS)
+_EXAMPLES = {
+    "evaluate": [
+        "runs/quickstart",
+        "runs/quickstart --json parallel.tp=1 parallel.pp=1 parallel.dp_shard=1",
+    ],
+    "generate": [
+        "runs/quickstart --prompt 'class '",
+        "runs/quickstart --tokens 50 --top-k 5 --temperature 0.8",
+    ],
+    "replay": ["runs/quickstart tensorboard", "runs/quickstart wandb logging.project=mine"],
+}
+_SAMPLING = {  # options of `generate` -> the key of the recipe that each of them sets
+    "--prompt": ("train.sample_prompt", "the text to go on from"),
+    "--tokens": ("train.sample_tokens", "how many tokens to write at most (default: 200)"),
+    "--top-k": (
+        "train.sample_top_k",
+        "draw from so many of the likeliest tokens; 1 takes the likeliest",
+    ),
+    "--top-p": (
+        "train.sample_top_p",
+        "... and of them from the fewest that have this probability together",
+    ),
+    "--temperature": (
+        "train.sample_temperature",
+        "below 1 prefers likely tokens, above 1 unlikely ones",
+    ),
+    "--seed": ("train.sample_seed", "another seed draws another text"),
+}
+# These keys say how parameters are stepped and what is logged. A model that is only read has the
+# defaults, an optimizer without states, and a single run instead of local SGD.
+_NOT_READ = (
+    "optimizer.",
+    "loss_scale.",
+    "local_sgd.",
+    "checkpoint.",
+    "logging.",
+    "train.batch_warmup_",
+    "train.on_spike",
+    "train.spike",
+)
+_OVERRIDES = [
+    f"{name}={shown(key.default)}" for name, key in KEYS.items() if name.startswith(_NOT_READ)
+]
+_OVERRIDES += [
+    "optimizer.name=sgd",
+    "optimizer.momentum=0",
+    "checkpoint.resume=auto",
+    "train.sample_tokens=0",
+]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parses the command line of one of COMMANDS. Its `load` makes a `Job` of the options of
+    evaluate and generate."""
+    command, *rest = arguments
+    prog = f"parallel3d-train {command}"
+    epilog = "\n".join(["examples:", *(f"  {prog} {example}" for example in _EXAMPLES[command])])
+    parser = Parser(
+        prog=prog,
+        description=_DESCRIPTIONS[command],
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", nargs="?", help="the folder of a run (its run_dir)")
+    if command == "replay":
+        names = get_args(SinkName)
+        parser.add_argument("sink", metavar="SINK", nargs="?", help=f"one of {', '.join(names)}")
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="a key of the run's recipe and its value",
+    )
+    if command != "replay":
+        parser.add_argument(
+            "--step", type=int, help="load the checkpoint of this step, not the newest"
+        )
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+    for option, (_, words) in _SAMPLING.items() if command == "generate" else ():
+        parser.add_argument(option, help=words)
+    options = parser.parse_intermixed_args(rest)
+    if options.run is None:
+        parser.error("no RUN is given; name the folder of a run, such as runs/quickstart")
+    options.command, options.print_config, options.command_line = command, False, arguments
+    options.load = _job
+    return options
+
+
+def _job(options: argparse.Namespace) -> Job:
+    from parallel3d.checkpoint.store import find_checkpoints  # not needed for --help
+
+    sampling = []
+    if options.command == "generate":
+        options.tokens = options.tokens or "200"
+        given = {
+            key: getattr(options, name[2:].replace("-", "_"))
+            for name, (key, _) in _SAMPLING.items()
+        }
+        sampling = [f"{key}={value}" for key, value in given.items() if value is not None]
+    folder = Path(options.run)
+    recipe = _recipe_of(folder, [*_OVERRIDES, *sampling, *options.overrides])
+    saved = find_checkpoints(recipe.checkpoint.resume, folder / "checkpoints")
+    if options.step is not None:
+        saved = [path for path in saved if path.name == f"step_{options.step:08d}"]
+    if not saved:
+        there = [path.name for path in find_checkpoints("auto", folder / "checkpoints")]
+        words = f"--step {options.step}: no such checkpoint" if there else "has no checkpoint"
+        tries = f"there are {', '.join(there)}" if there else "train with checkpoint.every=100"
+        raise ConfigError(f"{folder}: {words}; {tries}")
+    # Nothing is written into the run's folder.
+    recipe = replace(
+        recipe, run_dir=None, checkpoint=replace(recipe.checkpoint, resume=str(saved[0]))
+    )
+    return Job(recipe, function=f"run_{options.command}", arguments=(options.json,))
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Sends a run's metrics to a sink, and returns the exit status. Raises SinkError where the sink
+    fails."""
+    if options.sink not in SINKS:
+        raise ConfigError(f"SINK = {options.sink}: no such sink; try {' or '.join(SINKS)}")
+    folder = Path(options.run)
+    run = SinkRun.of(_recipe_of(folder, options.overrides), folder, resumed_step=0)
+    file = folder / "metrics.jsonl"
+    if not file.exists():
+        raise ConfigError(f"{folder}: has no metrics.jsonl; nothing was trained there")
+    *whole, _cut_off = file.read_text(errors="replace").split("\n")
+    with locked(folder):
+        # a new run, which later lines go to as well
+        run.id_file(options.sink).unlink(missing_ok=True)
+        try:
+            sink = SINKS[options.sink]()
+            sink.start(run)
+            for line in whole:
+                sink.log(json.loads(line))
+            sink.finish(succeeded=True)
+        except Exception as error:
+            raise SinkError(f"{options.sink}: {cause_of(error, options.sink)}") from error
+    print(f"{len(whole)} lines of {file} are in {options.sink}")
+    return 0
+
+
+def _recipe_of(folder: Path, overrides: list[str]) -> Recipe:
+    """Returns the recipe that a run's folder holds, changed by `key=value` overrides."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{folder}: has no config.yaml, so it is no run's folder; try runs/quickstart"
+        )
+    return load_recipe(folder / "config.yaml", overrides, cards=shape_cards())

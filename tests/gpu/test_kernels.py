@@ -1,0 +1,179 @@
+"""Layers by themselves: their kernels, memory, speed and sums, and the calibration."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.layers.attention import AttentionOptions, ParallelAttention
+from parallel3d.layers.gradients import add_product
+from parallel3d.layers.parameter import ParallelContext, set_fused_gradients
+from parallel3d.layers.positions import PackedDocuments
+from parallel3d.layers.vocabulary import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    head_cross_entropy,
+)
+from parallel3d.tools.bench.layers import GPU_SIZES, measure
+from parallel3d.tools.bench.report import rows_against_peer
+from parallel3d.tools.bench.step import StepSize
+from parallel3d.tools.clock import DeviceClock
+from parallel3d.tools.local_ranks import run_ranks
+from tests.gpu.conftest import Measure
+from tests.gpu.training import kernels_of
+
+GPU = torch.device("cuda")
+CLOCK = DeviceClock(GPU)
+GIB = 2**30
+SEQ, HIDDEN, HEADS, VOCAB = 8192, 4096, 32, 128_256  # Llama 3 8B
+
+
+def attention(dtype: torch.dtype, window: int | None = None) -> ParallelAttention:
+    tp = ParallelContext(device=GPU, dtype=dtype)
+    options = AttentionOptions(window=window)
+    return ParallelAttention(HIDDEN, HEADS, HEADS // 4, tp=tp, options=options)
+
+
+def hidden_states(dtype: torch.dtype) -> Tensor:
+    return torch.randn(1, SEQ, HIDDEN, device=GPU, dtype=dtype, requires_grad=True)
+
+
+def step(layer: ParallelAttention, x: Tensor, documents: PackedDocuments | None = None) -> None:
+    layer(x, documents=documents).sum().backward()
+    for tensor in (x, *layer.parameters()):
+        tensor.grad = None
+
+
+def peak_gib(work: Callable[[], object]) -> float:
+    """Returns the most that the allocator holds during `work`, beyond what it held before."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    return (torch.cuda.max_memory_allocated() - before) / GIB
+
+
+@pytest.mark.parametrize("window", [None, SEQ // 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_never_writes_the_scores(
+    dtype: torch.dtype, window: int | None, measured: Measure
+) -> None:
+    work = partial(step, attention(dtype, window), hidden_states(dtype))
+    work()
+    measured("ms", CLOCK.seconds(work, 3) * 1e3)
+    assert measured("peak GiB", peak_gib(work)) <= 0.6 * dtype.itemsize
+    names = {kernel.name for kernel in kernels_of(work)}
+    assert not [name for name in names if "softmax" in name.lower()]
+
+
+def test_new_lengths_of_packed_sequences_cost_no_compilation(measured: Measure) -> None:
+    layer, x = attention(torch.bfloat16), hidden_states(torch.bfloat16)
+    draw = random.Random(0)
+    first: list[float] = []
+    again: list[float] = []
+    for number in range(21):
+        is_start = torch.zeros(1, SEQ, dtype=torch.bool)
+        is_start[0, draw.sample(range(SEQ), 15)] = True
+        documents = PackedDocuments.starting(is_start).moved(Tensor.cuda)
+        for times in (first, again):
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            step(layer, x, documents)
+            torch.cuda.synchronize()
+            if number > 0:  # the first one loads kernels
+                times.append(time.perf_counter() - start_s)
+    assert measured("more ms", (median(first) - median(again)) * 1e3) <= 25.0
+
+
+@pytest.mark.parametrize("size", GPU_SIZES, ids=lambda size: size.name)
+def test_a_block_is_as_fast_as_compiled_plain_torch(size: StepSize, measured: Measure) -> None:
+    arguments = (size, ParallelConfig(), 3, size.steps)
+    rounds = run_ranks(measure, *arguments, world_size=1, device="cuda")
+    _, wall = rows_against_peer(size.name, rounds, None)
+    measured("ms", wall.ours * 1e3)
+    assert size.wall_bar is not None
+    assert measured("ratio", wall.ratio) <= size.wall_bar
+
+
+def test_the_chunked_loss_is_exact_small_and_fast(measured: Measure) -> None:
+    head = VocabParallelHead(HIDDEN, VOCAB, tp=ParallelContext(device=GPU, dtype=torch.bfloat16))
+    set_fused_gradients(head, True)
+    weight = head.weight
+    weight.main_grad = torch.zeros(weight.shape, device=GPU)  # type: ignore[attr-defined]
+    x, labels = hidden_states(torch.bfloat16), torch.randint(VOCAB, (1, SEQ), device=GPU)
+
+    def loss() -> Tensor:
+        x.grad = None
+        mean = head_cross_entropy(x, labels, head, chunk_tokens=SEQ // 4).mean()
+        mean.backward()
+        return mean.detach()
+
+    rows = weight.detach()
+    total = torch.zeros((), device=GPU, dtype=torch.float64)
+    for part, wanted in zip(x.detach()[0].chunk(8), labels[0].chunk(8), strict=True):
+        total += F.cross_entropy(F.linear(part, rows).float(), wanted, reduction="sum")
+    assert measured("loss / torch's", float(loss() / (total / SEQ))) == pytest.approx(1, rel=1e-4)
+    assert measured("peak GiB", peak_gib(loss)) <= 3.0
+
+    def matmuls() -> None:
+        """Computes the logits of each chunk twice, and the gradients of input and weight."""
+        for part in x.detach()[0].chunk(4):
+            logits = F.linear(part, rows)
+            F.linear(part, rows)
+            logits @ rows
+            logits.t() @ part
+
+    matmuls()
+    taken_s, matmuls_s = CLOCK.seconds(loss, 3), CLOCK.seconds(matmuls, 3)
+    assert measured("time / its matmuls", taken_s / matmuls_s) <= 1.3
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Returns the largest error, relative to the largest exact number."""
+    return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+def test_gradients_are_summed_in_float32(measured: Measure) -> None:
+    torch.manual_seed(0)
+    side = 512
+    total = torch.zeros(side, side, device=GPU)
+    exact = torch.zeros(side, side, device=GPU, dtype=torch.float64)
+    for grad, x in torch.randn(64, 2, 256, side, device=GPU, dtype=torch.bfloat16):
+        add_product(total, grad, x)
+        exact += grad.double().t() @ x.double()
+    assert measured("weight", error(total, exact)) <= 1e-5
+    embedding = VocabParallelEmbedding(16, 64, tp=ParallelContext(device=GPU, dtype=torch.bfloat16))
+    set_fused_gradients(embedding, True)
+    gradient = torch.rand(1, 4000, 64, device=GPU, dtype=torch.bfloat16)
+    embedding(torch.full((1, 4000), 3, device=GPU)).backward(gradient)
+    assert embedding.weight.grad is not None
+    row = embedding.weight.grad[3]
+    assert measured("embedding", error(row, gradient[0].double().sum(0))) <= 2.0**-8
+
+
+def test_calibration_finds_the_speed_of_attention(tmp_path: Path, measured: Measure) -> None:
+    path = tmp_path / "measured.yaml"
+    options = ["--quick", "--ranks", "1", "--device", "cuda", "-o", str(path)]
+    subprocess.run(
+        [sys.executable, "-m", "parallel3d.tools.plan", "calibrate", *options], check=True
+    )
+    process = yaml.safe_load(path.read_text())["measured"]["processes"][1]
+    rates = {tuple(sizes): rate for *sizes, rate in process["attention"]["bf16"]["forward"]}
+    for length in (2048, 8192):
+        q, k, v = torch.randn(3, 1, HEADS, length, 128, device=GPU, dtype=torch.bfloat16)
+        work = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        work()
+        rate = 0.5 * 4 * HEADS * length**2 * 128 / CLOCK.seconds(work, 10)
+        assert measured(f"{length} keys", rates[length, 128] / rate) >= 0.6

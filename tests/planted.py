@@ -1,0 +1,111 @@
+"""Faults inside a rank, which no signal from outside can cause.
+
+`Planted` is a Llama that looks for the file `plant` before each forward pass. The file names a rank
+and a function of this module, which that rank then calls. Each rank writes its process id into the
+file `rank<N>`, so that a test can signal it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.checkpoint import saver
+from parallel3d.checkpoint.files import PlannedSave
+from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.positions import PackedDocuments
+from parallel3d.mesh import Axis
+from parallel3d.models.llama import Llama
+from parallel3d.sharding.optimizer_parts import LocalParameter
+from parallel3d.training import update
+from parallel3d.training.callbacks import Callback
+
+FOLDER = "PARALLEL3D_TEST_FOLDER"  # the environment variable that names the folder of these files
+
+
+class Pace(Callback):
+    """Makes each step last a moment, so that a run does not end before its fault."""
+
+    def step_done(self, run: object, result: object) -> None:
+        time.sleep(0.05)
+
+
+class Planted(Llama):
+    """A Llama with a planted fault. `model.architecture` names it."""
+
+    is_known = False  # the file with this process id is there
+
+    def forward(
+        self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
+    ) -> Tensor:
+        folder = Path(os.environ[FOLDER])
+        if self.training:
+            if not self.is_known:
+                own = folder / f"rank{dist.get_rank()}"
+                own.with_suffix(".partial").write_text(str(os.getpid()))
+                own.with_suffix(".partial").rename(own)
+                self.is_known = True
+            with suppress(FileNotFoundError):
+                rank, function = (folder / "plant").read_text().split()
+                if dist.get_rank() == int(rank):
+                    (folder / "plant").unlink()
+                    globals()[function](self)
+        return super().forward(x, key, documents)
+
+
+def loop_forever(model: nn.Module) -> None:
+    while True:
+        pass
+
+
+def read_forever(model: nn.Module) -> None:
+    """Waits for data that nobody writes, as a reader does when its file server is gone."""
+    os.read(os.pipe()[0], 1)
+
+
+def raise_error(model: nn.Module) -> None:
+    raise ValueError("a planted fault")
+
+
+def save_slowly(model: nn.Module) -> None:
+    """Makes each save of this rank take a minute longer."""
+    write = saver.write_and_commit
+
+    def slow(save: PlannedSave, group: dist.ProcessGroup | None) -> None:
+        time.sleep(60)
+        write(save, group)
+
+    vars(saver)["write_and_commit"] = slow
+
+
+def abort(model: nn.Module) -> None:
+    """Ends the process as a failed assertion in C++ does."""
+    os.abort()
+
+
+def spoil_a_gradient(model: nn.Module) -> None:
+    """Makes one element of the summed gradient of this step NaN on this rank."""
+    measure = update.squared_norm
+
+    def spoiled(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
+        update.squared_norm = measure
+        own = [p for p in parameters if not p.is_copy]
+        gradient = max(own, key=lambda p: (p.name.endswith("mlp.up.weight"), p.name)).local.grad
+        assert gradient is not None
+        gradient.view(-1)[0] = float("nan")
+        return measure(parameters, axes)
+
+    update.squared_norm = spoiled
+
+
+def flip_a_bit(model: nn.Module) -> None:
+    """Flips one bit of a weight in the memory of this rank."""
+    weight = local_tensor(model.get_parameter("layers.1.mlp.up.weight").detach())
+    weight.view(torch.int32).view(-1)[0] ^= 1 << 12

@@ -1,0 +1,199 @@
+"""The commands on the folder of a run: evaluate, generate and replay, and their errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel3d import recipes
+from parallel3d.config.recipe import (
+    CheckpointConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    TrainConfig,
+)
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.recipes import evaluate, pretrain
+from parallel3d.reporting import sinks
+from parallel3d.reporting.sinks import Line, SinkRun
+from parallel3d.training.generation import draw
+
+RECIPE = Recipe(
+    model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=264),
+    train=TrainConfig(
+        steps=4, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=4
+    ),
+    # whose states a model that is only read must not need
+    optimizer=OptimizerConfig(name="muon", warmup_steps=2),
+    checkpoint=CheckpointConfig(every=2),
+    logging=LoggingConfig(every=1),
+)
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four steps."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    recipe = replace(RECIPE, run_dir=str(folder))
+    recipes.work(recipe, place(folder.parent))
+    return folder
+
+
+def place(folder: Path) -> Rendezvous:
+    store = folder / f"store_{len(list(folder.iterdir()))}"
+    return Rendezvous(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=f"file://{store}"
+    )
+
+
+def answer(command: str, run_dir: Path, tmp_path: Path, said: Said) -> str:
+    """Returns what a command prints, run in this process."""
+    options = evaluate.parse([*command.replace("RUN", str(run_dir)).split()])
+    job = options.load(options)
+    before = sorted(run_dir.rglob("*"))
+    getattr(recipes, job.function)(job.recipe, place(tmp_path), *job.arguments)
+    assert sorted(run_dir.rglob("*")) == before, "a command wrote into the run's folder"
+    return said.readouterr().out
+
+
+def test_evaluate_prints_the_loss_that_the_run_had_at_that_step(
+    run_dir: Path, tmp_path: Path, capsys: Said
+) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    val_losses = {line["step"]: line["val_loss"] for line in lines}
+    newest = json.loads(answer("evaluate RUN --json", run_dir, tmp_path, capsys))
+    assert newest == {
+        "checkpoint": str(run_dir / "checkpoints/step_00000004"),
+        "step": 4,
+        "tokens": 4 * 2 * 16,
+        "loss": val_losses[4],
+        "perplexity": pytest.approx(2.718281828459045 ** val_losses[4]),
+    }
+    older = json.loads(answer("evaluate RUN --json --step 2", run_dir, tmp_path, capsys))
+    assert (older["step"], older["loss"]) == (2, val_losses[2]) != (4, val_losses[4])
+    text = answer(
+        f"evaluate RUN checkpoint.resume={older['checkpoint']}", run_dir, tmp_path, capsys
+    )
+    assert text == f"step 2  loss {older['loss']:.4f}  perplexity {older['perplexity']:.2f}\n"
+
+
+def test_generate_writes_as_its_options_say(run_dir: Path, tmp_path: Path, capsys: Said) -> None:
+    def text(options: str) -> str:
+        return json.loads(answer(f"generate RUN --json {options}", run_dir, tmp_path, capsys))[
+            "text"
+        ]
+
+    greedy = text("--prompt class --tokens 5")
+    assert greedy.startswith("class") and len(greedy) > len("class")
+    drawn = "--tokens 30 --top-k 200 --temperature 3"
+    assert text(f"{drawn} --seed 1") == text(f"{drawn} --seed 1") != text(f"{drawn} --seed 2")
+    # the likeliest alone is left
+    assert text("--tokens 5 --top-k 200 --top-p 1e-6 --seed 2") == text("--tokens 5")
+
+
+def test_top_p_keeps_the_fewest_tokens_that_have_that_probability_together() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(top_k: int, top_p: float, temperature: float) -> set[int]:
+        train = replace(
+            RECIPE.train, sample_top_k=top_k, sample_top_p=top_p, sample_temperature=temperature
+        )
+        return {draw(logits, train, generator) for _ in range(300)}
+
+    assert drawn(4, 1.0, 1.0) == {0, 1, 2, 3}
+    assert drawn(3, 1.0, 1.0) == {1, 2, 3}
+    assert drawn(4, 0.69, 1.0) == {1, 3}  # 0.4 + 0.3
+    assert drawn(4, 0.71, 1.0) == {1, 2, 3}
+    assert drawn(4, 0.71, 0.2) == {1}  # which makes 0.4 ** 5 / (0.4 ** 5 + ...) = 0.78 of it
+
+
+def test_replay_sends_every_whole_line_as_a_new_run(
+    run_dir: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[object] = []
+
+    class Kept:
+        def start(self, run: SinkRun) -> None:
+            got.append((run.name, run.project, run.resumed_step, run.id_file("wandb").exists()))
+
+        def log(self, line: Line) -> None:
+            got.append(line)
+
+        def finish(self, succeeded: bool) -> None:
+            got.append(succeeded)
+
+    monkeypatch.setitem(sinks.SINKS, "wandb", Kept)
+    (run_dir / "wandb.id").write_text("of the run that was lost")
+    assert pretrain.main(["replay", str(run_dir), "wandb", "logging.project=mine"]) == 0
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert got == [("run", "mine", 0, False), *lines, True]
+    assert capsys.readouterr().out == f"4 lines of {run_dir}/metrics.jsonl are in wandb\n"
+    monkeypatch.setattr(Kept, "log", lambda self, line: 1 / 0)
+    assert pretrain.main(["replay", str(run_dir), "wandb"]) == 73
+    assert capsys.readouterr().err == "error: wandb: ZeroDivisionError: division by zero\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "evaluate",
+            " is given; name the folder of a run, such as runs/quickstart; see parallel3d-train "
+            "evaluate --help",
+        ),
+        ("evaluate nowhere", "nowhere: has no config.yaml, so it is no run's folder"),
+        (
+            "evaluate RUN --step 3",
+            "RUN: --step 3: no such checkpoint; there are step_00000004, step_00000002",
+        ),
+        ("evaluate EMPTY", "EMPTY: has no checkpoint; train with checkpoint.every=100"),
+        (
+            "generate RUN --frobnicate",
+            "unrecognized arguments: --frobnicate; see parallel3d-train generate --help",
+        ),
+        (
+            "generate RUN --tokens many",
+            "train.sample_tokens = many (command line): must be a whole number",
+        ),
+        (
+            "generate RUN --top-p 2",
+            "train.sample_top_p = 2 (command line): must be at most 1; try 1.0",
+        ),
+        (
+            "generate RUN --temperature 2",
+            "needs train.sample_top_k, and that is 1; try train.sample_top_k=40",
+        ),
+        ("generate RUN parallel.tp=3", "parallel.tp = 3: must divide"),
+        ("replay RUN", "SINK = None: no such sink; try tensorboard or wandb or mlflow"),
+        ("replay EMPTY tensorboard", "EMPTY: has no metrics.jsonl; nothing was trained there"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(
+    command: str, message: str, run_dir: Path, tmp_path: Path, capsys: Said
+) -> None:
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "EMPTY/config.yaml").write_text((run_dir / "config.yaml").read_text())
+    places = {"RUN": str(run_dir), "EMPTY": str(tmp_path / "EMPTY")}
+    assert pretrain.main([places.get(word, word) for word in command.split()]) == 2
+    said = capsys.readouterr()
+    for name, path in places.items():
+        message = message.replace(name, path)
+    assert said.out == "" and said.err.startswith("error: ") and message in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_replay_of_metrics_that_are_not_utf8_ends_in_words(
+    run_dir: Path, tmp_path: Path, capsys: Said
+) -> None:
+    (tmp_path / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    assert pretrain.main(["replay", str(tmp_path), "tensorboard"]) == 73
+    assert capsys.readouterr().err.startswith("error: tensorboard: ")

@@ -1,0 +1,88 @@
+"""What a host leaves for a run, read as Linux tells it, and the answer to a run that it cannot
+hold."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config.load import load_recipe
+from parallel3d.config.recipe import Recipe
+from parallel3d.errors import ConfigError
+from parallel3d.models import shape_cards
+from parallel3d.recipes import shipped_recipes
+from parallel3d.recipes.host_memory_check import FreeMemory, check_host, free_memory
+
+GIB = 1 << 30
+
+
+def quickstart(*overrides: str) -> Recipe:
+    return load_recipe(shipped_recipes()["quickstart"], overrides, cards=shape_cards())
+
+
+def write(files: dict[str, str], under: Path) -> None:
+    for name, text in files.items():
+        (under / name).parent.mkdir(parents=True, exist_ok=True)
+        (under / name).write_text(text)
+
+
+def host(folder: Path, cgroup: str, files: dict[str, str]) -> FreeMemory | None:
+    """What is read on a host with 8 GiB available, whose process is in control group `cgroup`, and
+    its files."""
+    meminfo = f"MemTotal: {16 << 20} kB\nMemAvailable:    {8 << 20} kB\n"
+    write({"meminfo": meminfo, "self/cgroup": cgroup}, folder / "proc")
+    write(files, folder / "cgroup")
+    return free_memory(folder / "proc", folder / "cgroup")
+
+
+def test_the_least_of_the_system_and_of_all_control_groups_above_is_left(tmp_path: Path) -> None:
+    assert host(tmp_path / "none", "0::/\n", {}) == FreeMemory(8 * GIB, "the system")
+    open_group = {"job/memory.max": "max\n", "job/memory.current": "5\n", "job/memory.stat": ""}
+    assert host(tmp_path / "open", "0::/job\n", open_group) == FreeMemory(8 * GIB, "the system")
+    outer = {"job/memory.max": f"{4 * GIB}\n", "job/memory.current": f"{3 * GIB}\n"}
+    outer["job/memory.stat"] = f"anon 7\ninactive_file {GIB // 2}\n"
+    limited = FreeMemory(3 * GIB // 2, "the control group's limit of 4.0 GiB")
+    assert host(tmp_path / "outer", "0::/job/step\n", open_group | outer) == limited
+    assert free_memory(tmp_path / "nothing") is None
+
+
+def test_a_run_that_does_not_fit_is_told_what_would_and_that_does() -> None:
+    free = FreeMemory(6 * GIB, "the system")
+    check_host(quickstart(), 8, free)
+    wide = ("model.layers=64", "model.hidden=3072", "parallel.pp=1")
+    with pytest.raises(ConfigError, match="6.0; try model.layers=") as said:
+        check_host(quickstart(*wide), 4, free)
+    layers = int(re.search(r"layers=(\d+)", str(said.value))[1])  # type: ignore[index]
+    check_host(quickstart(*wide, f"model.layers={layers}"), 4, free)
+    with pytest.raises(ConfigError):
+        check_host(quickstart(*wide, f"model.layers={layers + 1}"), 4, free)
+
+
+def test_a_batch_that_does_not_fit_is_answered_with_a_leaner_layout() -> None:
+    free = FreeMemory(6 * GIB, "the system")
+    large = (
+        "parallel.microbatch_size=512",
+        "train.global_batch_size=2048",
+        "train.eval_sequences=2048",
+    )
+    with pytest.raises(
+        ConfigError, match="try parallel.recompute=full parallel.microbatch_size=1, or"
+    ):
+        check_host(quickstart(*large), 8, free)
+    check_host(quickstart(*large, "parallel.recompute=full", "parallel.microbatch_size=1"), 8, free)
+
+
+def test_a_host_of_several_is_asked_about_its_own_ranks_and_gpus_about_nothing() -> None:
+    free, large = (
+        FreeMemory(6 * GIB, "the system"),
+        quickstart("model.layers=24", "model.hidden=1536"),
+    )
+    with pytest.raises(
+        ConfigError, match="8 processes of this host need .*try .*, or 2 such hosts under torchrun"
+    ):
+        check_host(large, 8, free)
+    check_host(large, 4, free)
+    check_host(replace(large, train=replace(large.train, device="cuda")), 8, free)

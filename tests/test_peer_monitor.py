@@ -1,0 +1,115 @@
+"""Ranks that another launcher has started watch each other: which of them is told to have failed,
+and by whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d.launch.devices import Place
+from parallel3d.launch.failure import Failure
+from parallel3d.launch.peer_monitor import PeerMonitor
+from parallel3d.watch.heartbeat import Beat
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def monitor(store: dist.TCPStore, rank: int, places: list[Place]) -> PeerMonitor:
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+    coordinates = [f"tp {each}" for each in range(len(places))]
+    return PeerMonitor(connect, rank, places, coordinates, None)
+
+
+def lost_peer(rank: int) -> Failure:
+    return Failure(rank=rank, coordinates="c", message="Connection closed by peer", secondary=True)
+
+
+def test_a_rank_that_was_alone_on_its_host_is_named_where_it_gives_no_sign(
+    store: dist.TCPStore,
+) -> None:
+    """Rank 2 is on another host, and its heart has stopped. Two ranks have lost it, and both report
+    the same."""
+    places = [
+        Place(host="here", pid=os.getpid()),
+        Place(host="there", pid=os.getpid()),
+        Place(host="lost", pid=1),
+    ]
+    monitors = [monitor(store, rank, places) for rank in range(2)]
+    beat = Beat(count=9, step=3, step_s=0.1, phase="data", waits=False, stack="")
+    store.set("beat/2", beat.to_json())
+    while not store.check(["beat/0", "beat/1"]):
+        time.sleep(0.05)
+    told = {}
+
+    def report(rank: int) -> None:
+        told[rank] = monitors[rank].report(lost_peer(rank))
+
+    threads = [threading.Thread(target=report, args=[rank]) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [error.failure.rank for error in told.values()] == [2, 2]
+    assert "rank 2 (lost, tp 2) gives no sign: it was killed or stopped" in str(told[0])
+    assert sorted(error.is_ours for error in told.values()) == [False, True]
+
+
+def test_where_all_give_a_sign_a_rank_tells_of_what_it_has_seen(store: dist.TCPStore) -> None:
+    places = [Place(host=host, pid=os.getpid()) for host in ("here", "there")]
+    monitors = [monitor(store, rank, places) for rank in range(2)]
+    error = monitors[0].report(lost_peer(0))
+    monitors[1].close()
+    assert (error.failure.rank, error.is_ours) == (0, True)
+    assert "Connection closed by peer" in str(error)
+
+
+def test_a_neighbour_whose_process_has_ended_is_named_at_once(store: dist.TCPStore) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    places = [Place(host="here", pid=os.getpid()), Place(host="here", pid=gone.pid)]
+    error = monitor(store, 0, places).report(lost_peer(0))
+    assert "rank 1 (here, tp 1) ended without a word" in str(error)
+
+
+CUT_OFF = """
+import os, threading
+from parallel3d.launch import peer_monitor
+from parallel3d.launch.devices import Place
+from parallel3d.launch.failure import Failure
+
+class Store:
+    is_cut = False
+    def check(self, keys):
+        if self.is_cut:
+            threading.Event().wait()  # a host without power neither answers nor refuses
+        return False
+    def set(self, key, value):
+        self.check([key])
+
+peer_monitor.LOST_S, peer_monitor.BEAT_S, store = 1.0, 0.02, Store()
+places = [Place(host="lost", pid=1), Place(host="here", pid=os.getpid())]
+own = peer_monitor.PeerMonitor(lambda: store, 1, places, ['tp 0', 'tp 1'], None)
+store.is_cut = True
+own.report(Failure(rank=1, coordinates="c", message="Connection closed by peer", secondary=True))
+"""
+
+
+def test_a_rank_whose_neighbour_ends_while_the_store_is_cut_off_ends_as_well() -> None:
+    """The neighbour's end brings the main thread to ask a store that never answers."""
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_OFF], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 70
+    assert "its host is cut off, and its ranks end" in done.stderr

@@ -1,0 +1,109 @@
+"""Starting again: ranks of one attempt meet at a store that holds an earlier one's keys, and what
+they do."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d.checkpoint.manifest import MANIFEST_FILE
+from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe, TrainConfig
+from parallel3d.errors import RendezvousError
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.restart import join_attempt, record_start, was_requeued
+from parallel3d.recipes import Job
+from parallel3d.recipes.pretrain import _restarted
+
+TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run7"}
+RECIPE = Recipe(
+    model=ModelConfig(layers=2, hidden=8, heads=2, ffn_hidden=8, vocab=264),
+    train=TrainConfig(steps=1, global_batch_size=4, seq_len=8),
+)
+
+
+def rendezvous(rank: int, world_size: int) -> Rendezvous:
+    return Rendezvous(
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        init_method="env://",
+    )
+
+
+def attempt(world_size: int, restarts: dict[int, str] | None = None) -> list[Rendezvous]:
+    """Has all ranks join; torchrun's count of restarts may differ, as each agent has its own."""
+
+    def join(rank: int) -> Rendezvous:
+        count = {"TORCHELASTIC_RESTART_COUNT": (restarts or {}).get(rank, "0")}
+        return join_attempt(rendezvous(rank, world_size), 20.0, TORCHRUN | count)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(join, range(world_size)))
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+def test_each_attempt_has_a_name_of_its_own_and_a_restart_is_one_after_the_folder_was_prepared(
+    store: dist.TCPStore,
+) -> None:
+    first = attempt(4)
+    assert len({each.attempt for each in first}) == 1 and not any(each.is_restart for each in first)
+    again = attempt(4, {0: "1", 1: "1"})  # the first has failed before it had a folder
+    assert not any(each.is_restart for each in again)
+    record_start(TORCHRUN)
+    fewer, more = attempt(2, {0: "1"}), attempt(5, {4: "1"})
+    names = [{each.attempt for each in ranks} for ranks in (first, again, fewer, more)]
+    assert [len(each) for each in names] == [1] * 4 and len(set.union(*names)) == 4
+    assert all(each.is_restart for each in (*fewer, *more))
+
+
+def test_a_new_store_was_lost_with_its_node_where_any_agent_counts_a_restart(
+    store: dist.TCPStore,
+) -> None:
+    assert all(each.is_restart for each in attempt(3, {2: "1"}))
+
+
+def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore) -> None:
+    with pytest.raises(
+        RendezvousError,
+        match="rank 0 of 3 did not meet the others in 1 s: ranks 1 and 2 did not come",
+    ):
+        join_attempt(rendezvous(0, 3), 1.0, TORCHRUN)
+
+
+def test_without_torchrun_slurm_says_whether_it_is_a_restart() -> None:
+    for count, is_restart in (("0", False), ("2", True)):
+        environ = {"SLURM_RESTART_COUNT": count}
+        assert was_requeued(environ) is is_restart
+        assert join_attempt(rendezvous(0, 1), 1.0, environ) == replace(
+            rendezvous(0, 1), is_restart=is_restart
+        )
+    assert not was_requeued({})
+
+
+@pytest.mark.parametrize(("resume", "at_first"), [("none", "auto"), ("path", "path")])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_restart_goes_on_from_the_runs_own_checkpoints(
+    resume: str, at_first: str, saved: bool, tmp_path: Path
+) -> None:
+    if saved:
+        (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step_00000003" / MANIFEST_FILE).touch()
+    job = Job(replace(RECIPE, run_dir=str(tmp_path), checkpoint=CheckpointConfig(resume=resume)))
+    restarted = _restarted(job)
+    assert restarted.recipe.checkpoint.resume == ("auto" if saved else at_first)
+    assert len(restarted.notes) == (restarted != job)
+    assert _restarted(restarted) is restarted
+    reading = replace(job, function="run_evaluate")
+    assert _restarted(reading) is reading

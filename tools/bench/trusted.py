@@ -1,0 +1,157 @@
+"""`bench trusted`: whether a plan finds the layouts that people published (layouts.yaml).
+
+Each job is planned twice: for the framework that ran it, with the recompute, the sequence
+parallelism and the sharding of the run, and for this project, if it can run it. Everything else is
+the choice of the search. A published layout is missed if its tp x pp x cp is not among the first
+five strategies. The second unit compares predicted steps: the first choice of the plan, and the
+published layout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
+from parallel3d.planner.memory.ranks import worst_rank
+from parallel3d.planner.model.planned_run import other_axes
+from parallel3d.planner.model.spread import memory_spread, safe_share
+from parallel3d.planner.published.cases import PublishedCase, read_cases
+from parallel3d.planner.search.fastest import search
+from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.planner.search.ties import settle_ties
+from parallel3d.planner.time.step import step_cost
+from parallel3d.tools.arguments import HARDWARE
+from parallel3d.tools.bench.planner import CASES
+from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
+from parallel3d.tools.plan.score import recorded_accuracy
+
+FIRST = 5
+RISK = 0.05  # the usual risk of a plan that it does not fit
+LAYOUTS = Path(__file__).with_name("layouts.yaml")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a plan says about a published layout. `place` is None if it is not among the first."""
+
+    place: int | None
+    steps_s: tuple[float, float] | None  # predicted: the first choice, the published layout
+
+
+def bench_trusted(options: Options) -> list[ResultRow]:
+    """Returns the rows of the groups of layouts that `options` names."""
+    if options.rounds is not None or options.steps is not None:
+        raise ConfigError("bench trusted: times nothing; leave out --rounds and --steps")
+    groups = {entry["title"]: entry for entry in yaml.safe_load(LAYOUTS.read_text())}
+    rows: list[ResultRow] = []
+    for title in announced(chosen(groups, options)):
+        cases = cases_of(groups[title])
+        theirs = [verdict(case, case.run.program) for case in cases]
+        can_run = [c for c in cases if c.run.precision == "bf16" and c.run.layout.cp == 1]
+        ours = [verdict(case, PARALLEL3D) for case in can_run]
+        rows += rows_of(title, theirs)
+        rows += rows_of(f"{title}, planned for parallel3d", ours)
+        for case, said in zip(cases, theirs, strict=True):
+            print(f"  {case.id}: place {said.place}", file=sys.stderr)
+    return rows
+
+
+def rows_of(title: str, verdicts: Sequence[Verdict]) -> list[ResultRow]:
+    """Returns the missed layouts among all, and the medians of the predicted steps."""
+    if not verdicts:
+        return []
+    missed = sum(each.place is None for each in verdicts)
+    rows = [row_of(title, "missed_layouts", [(missed, len(verdicts))])]
+    steps = [each.steps_s for each in verdicts if each.steps_s is not None]
+    if steps:
+        rows.append(row_of(title, "predicted_step_s", steps))
+    return rows
+
+
+def cases_of(entry: dict[str, Any]) -> list[PublishedCase]:
+    """Returns the runs that an entry of layouts.yaml names, and the fastest of each group in which
+    one of its sources measured several layouts of one job."""
+    cases = read_cases(CASES.with_name(entry["file"]), [HARDWARE]).cases
+    by_id = {case.id: case for case in cases}
+    named = [by_id[name] for name in entry.get("runs", ())]
+    return named + list(_fastest([c for c in cases if c.source in entry.get("best_of", ())]))
+
+
+def _fastest(cases: Sequence[PublishedCase]) -> Iterator[PublishedCase]:
+    groups: dict[object, list[PublishedCase]] = defaultdict(list)
+    for case in cases:
+        run = case.run
+        if case.measured.metric and not case.apart and "duplicate" not in case.tags:
+            job = (run.cluster.name, run.layout.world_size, run.global_batch_size, run.seq_len)
+            groups[case.source, run.shape, run.precision, job].append(case)
+    for group in groups.values():
+        if len({(case.run.layout.tp, case.run.layout.pp) for case in group}) > 1:
+            yield max(group, key=_speed)
+
+
+def _speed(case: PublishedCase) -> float:
+    metric = case.measured.metric or ""
+    value: float = getattr(case.measured, metric)
+    return -value if metric == "step_time_s" else value
+
+
+def question_of(case: PublishedCase, program: TrainingProgram) -> Question:
+    """Returns the question for a plan of the same job on the same devices by this program."""
+    run, layout = case.run, case.run.layout
+    if layout.cp > 1 and "cp" not in program.axes:  # the run shows that its program has the axis
+        program = replace(program, axes=(*program.axes, "cp"))
+    fixed = Fixed()
+    if not program.is_parallel3d:
+        dp_shard = None
+        if program.splits_optimizer_alone and layout.optimizer_shards < layout.dp * layout.cp:
+            dp_shard = max(1, layout.optimizer_shards // layout.cp)
+        is_plain_tp = layout.tp > 1 and not layout.sequence_parallel
+        fixed = Fixed(
+            recompute=layout.recompute if _states_recompute(case) else None,
+            sequence_parallel=False if is_plain_tp else None,
+            dp_shard=dp_shard,
+        )
+    spread = memory_spread(program, recorded_accuracy())
+    return Question(
+        shape=run.shape,
+        cluster=run.cluster,
+        gpus=layout.world_size,
+        seq_len=run.seq_len,
+        global_batch_size=run.global_batch_size,
+        precision=run.precision,
+        program=program,
+        fixed=fixed,
+        memory_fraction=min(1.0, round(safe_share(spread, RISK), 3)),
+    )
+
+
+def _states_recompute(case: PublishedCase) -> bool:
+    """Returns whether the plan gets the recompute of the run: its source states it, a plan has it,
+    and the run fits with it."""
+    run = case.run
+    is_open = any("activation_recompute" in field for field in case.filled)
+    fits = worst_rank(run).total <= 1.1 * run.cluster.device.memory_bytes
+    return not is_open and fits and run.layout.recompute in ("none", "selective", "full")
+
+
+def verdict(case: PublishedCase, program: TrainingProgram) -> Verdict:
+    """Plans the job of a run for a program, and looks for the layout of the run in the plan."""
+    layout = case.run.layout
+    strategies = settle_ties(search(question_of(case, program), top=FIRST)).strategies
+    found = [(s.parallel.tp, s.parallel.pp, other_axes(s.parallel)[0]) for s in strategies]
+    published = (layout.tp, layout.pp, layout.cp)
+    place = found.index(published) + 1 if published in found else None
+    took_s = strategies[place - 1].cost.step_time_s if place else None
+    if not program.is_parallel3d and _states_recompute(case):
+        took_s = step_cost(case.run).step_time_s
+    if took_s is None or not strategies:
+        return Verdict(place, None)
+    return Verdict(place, (strategies[0].cost.step_time_s, took_s))

@@ -1,0 +1,103 @@
+"""`parallel3d-checkpoint import`: a folder of transformers as the recipe of a run that starts from
+it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from parallel3d.checkpoint.start import CONFIG_JSON, is_pretrained
+from parallel3d.config.hugging_face import from_hugging_face, left_out, read_config_json
+from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.yaml_text import dump_yaml, shown
+from parallel3d.errors import ConfigError
+from parallel3d.tools.reply import Reply, write_output
+
+
+def import_from(folder: Path, to: Path | None) -> Reply:
+    """Writes the recipe of the model in `folder` to the file `to`, or prints it. Raises
+    ConfigError, with a line for each thing, where `folder` has a model that a recipe cannot say,
+    and CheckpointError where its tensors are not those of its config.json."""
+    path = folder / CONFIG_JSON
+    if to is not None and to.exists() and to.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"-o {to}: is a file of the model in DIR; try another file")
+    if not is_pretrained(folder):
+        words = "there is no such folder"
+        if folder.is_dir():
+            words = "has no safetensors (pickles are not read)"
+        raise ConfigError(
+            f"DIR = {folder}: {words}; try a folder with config.json and model.safetensors"
+        )
+    config = read_config_json(path)
+    model, problems = from_hugging_face(path), [*left_out(config, path)]
+    dropout, attended = 0.0, _probability(config, "attention_dropout", path, default=0.0)
+    if model.architecture == "gpt":  # its defaults are those of transformers
+        embedded = _probability(config, "embd_pdrop", path, default=0.1)
+        dropout = _probability(config, "resid_pdrop", path, default=0.1)
+        attended = _probability(config, "attn_pdrop", path, default=0.1)
+        if embedded != dropout:
+            problems.append(
+                f"embd_pdrop {embedded} and resid_pdrop {dropout} differ; a recipe has one "
+                "model.dropout"
+            )
+    if problems:
+        raise ConfigError("\n".join(f"{folder}: {problem}" for problem in problems))
+    model = replace(model, dropout=dropout, attention_dropout=attended)
+    _check_tensors(folder, model)
+    tree: dict[str, Any] = {"model": _changed_keys(model)}
+    if (folder / "tokenizer.json").is_file():
+        tree["data"] = {"tokenizer": str(folder / "tokenizer.json")}
+    tree["checkpoint"] = {"start_from": str(folder)}
+    needs = (
+        "# A run needs train.steps, train.global_batch_size, train.seq_len and its data as well.\n"
+    )
+    text = f"# {config.get('model_type')} from {folder}\n{needs}{dump_yaml(tree)}"
+    if to is None:
+        return Reply(page=text.splitlines, tree=lambda: tree)
+    write_output("-o", to, text)
+    run = f"parallel3d-train {to} train.steps=1000 train.global_batch_size=64 train.seq_len=1024"
+    page = [f"{folder} is in {to}; try", f"  {run} data.source=tokens data.path=DATA"]
+    return Reply(page=lambda: page, tree=lambda: tree)
+
+
+def _probability(config: dict[str, Any], key: str, path: Path, *, default: float) -> float:
+    """Returns the dropout probability of a key; null stands for no dropout. Raises ConfigError if
+    the value is not a number from 0 to 1."""
+    value = config.get(key, default)
+    if value is None:
+        return 0.0
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(
+            f"{path}: {key} = {shown(json.dumps(value))}: must be a number from 0 up to 1; try 0.1"
+        )
+    return float(value)
+
+
+def _check_tensors(folder: Path, model: ModelConfig) -> None:
+    """Raises CheckpointError unless the files have the tensors of the model, by their names and
+    shapes."""
+    # these import torch, after all that needs none
+    from parallel3d.checkpoint.pretrained import refuse_another_model
+    from parallel3d.layers.parameter import named_specs
+    from parallel3d.models import model_class
+
+    build = model_class(model.architecture)
+    whole = build(
+        model, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+    )
+    refuse_another_model(folder, model, {name: spec.shape for name, spec in named_specs(whole)})
+
+
+def _changed_keys(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of a recipe's `model:` section that are not at their defaults."""
+    changed: dict[str, Any] = {}
+    for key in fields(model):
+        value = getattr(model, key.name)
+        if value not in (key.default, {}):
+            changed[key.name] = value
+    if model.rope_scaling is not None:
+        scaling = asdict(model.rope_scaling).items()
+        changed["rope_scaling"] = {key: value for key, value in scaling if value is not None}
+    return changed

@@ -1,1 +1,0 @@
-"""`python -m parallel3d.tools.gpu_check`: the acceptance on one GPU."""

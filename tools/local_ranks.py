@@ -1,0 +1,133 @@
+"""Runs a function on local processes that share a process group: gloo with one thread each on
+CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.config.import_class import BESIDE_RECIPES
+from parallel3d.errors import Parallel3dError, RankError
+from parallel3d.launch.local import start_fork_server
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+_TIMEOUT_S = 300.0
+# With these NCCL takes each rank for a host of its own, so that ranks can share a GPU. It then
+# sends through sockets.
+_OWN_HOST = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+}
+
+
+def run_ranks(
+    function: Callable[..., T], *arguments: object, world_size: int, device: str = "cpu"
+) -> T:
+    """Calls `function(*arguments)` on ranks 0 to world_size - 1 of the default group, and returns
+    the result of rank 0. Arguments and results are pickled. With `device` "cuda" each rank has a
+    GPU, which is torch's current device; if the host has fewer, ranks share one.
+
+    Raises the error of this project that a rank raised, or RankError if a rank raised another one
+    (its traceback is on stderr) or died. The other ranks are then stopped.
+    """
+    # The fork server imports once what each rank needs, which saves seconds for each process.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__, "torch._dynamo"])
+    start_fork_server()
+    processes: list[ForkServerProcess] = []
+    rank_of: dict[Connection, int] = {}
+    results: dict[int, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                place = (f"file://{folder}/rendezvous", rank, world_size)
+                args = (sender, place, device, function, arguments, BESIDE_RECIPES)
+                process = context.Process(target=_rank, args=args, daemon=True)
+                process.start()
+                sender.close()  # so that reading from a dead rank ends
+                processes.append(process)
+                rank_of[receiver] = rank
+            while rank_of:
+                ready = wait(list(rank_of))
+                for receiver in [each for each in rank_of if each in ready]:
+                    rank = rank_of.pop(receiver)
+                    results[rank] = _receive(receiver, rank, world_size)
+            return results[0]
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+
+
+def _receive(receiver: Connection, rank: int, world_size: int) -> Any:
+    try:
+        result = receiver.recv()
+    except EOFError:
+        raise RankError(f"rank {rank} of {world_size} died before its result") from None
+    if isinstance(result, Parallel3dError):
+        raise result
+    return result
+
+
+def _rank(
+    sender: Connection,
+    place: tuple[str, int, int],
+    device: str,
+    function: Callable[..., object],
+    arguments: tuple[object, ...],
+    beside_recipes: list[str],
+) -> None:
+    BESIDE_RECIPES.extend(beside_recipes)
+    init_method, rank, world_size = place
+    torch.set_num_threads(1)
+    # DTensor recommends a flattened mesh for the norm, which torch has no public function for.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(device_of_rank(device, rank, world_size))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=_TIMEOUT_S),
+    )
+    try:
+        sender.send(function(*arguments))
+    except Parallel3dError as error:
+        sender.send(error)
+    dist.destroy_process_group()
+
+
+def device_of_rank(device: str, rank: int, world_size: int) -> torch.device:
+    """Returns the device of a rank of this host. Call it before NCCL starts: if the host has fewer
+    GPUs than ranks, it sets environment variables by which they share GPUs."""
+    if device != "cuda":
+        return CPU
+    gpus = max(1, torch.cuda.device_count())
+    if gpus < world_size:
+        os.environ.update(_OWN_HOST, NCCL_HOSTID=f"r{rank}")
+    return torch.device("cuda", rank % gpus)
+
+
+def own_device(device: str) -> torch.device:
+    """Returns the device of this rank inside `run_ranks`."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else CPU
