@@ -56,4 +56,5 @@ def test_a_batch_takes_few_calls_from_the_step_to_the_matrix_product(
 ) -> None:
     for path in world(pp).run(longest_path, ParallelConfig(pp=pp, microbatch_size=2)):
         assert len(path) <= MOST_CALLS, " -> ".join(path)
-        assert path[-2:] == ["ColumnParallelProduct.forward", "linear"]
+        product, called = path[-2:]
+        assert product.endswith("ParallelProduct.forward") and called == "linear"
