@@ -143,6 +143,8 @@ def test_ignored_ids_are_read_and_not_learned() -> None:
     first = batch.inputs[0, 0].tolist(), batch.labels[0, 0].tolist()
     assert first == ([0, 1, 2, 3, 4, 5, 6], [1, 2, IGNORED, 4, IGNORED, 6, 7])
     assert (batch.labels == IGNORED).sum().item() == 2
+    single = replace(some, global_batch_size=1, dp_size=1, dp_rank=0, microbatch_size=1)
+    assert single.batch(0).inputs.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_last_label_and_a_negative_id_are_checked_too() -> None:

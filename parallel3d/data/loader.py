@@ -131,7 +131,11 @@ class BatchLoader:
             wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), int(drawn.max()))
             drawn = np.where(is_wrong, 0, drawn)
         ids = torch.from_numpy(drawn.astype(np.int64)).unflatten(0, (-1, self.microbatch_size))
-        inputs, labels = ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
+        # Copies: of a single sequence both slices are contiguous, and would share their memory.
+        inputs, labels = (
+            part.clone(memory_format=torch.contiguous_format)
+            for part in (ids[..., :-1], ids[..., 1:])
+        )
         if self.ignored_ids:
             labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
         if self.stop is not None:
