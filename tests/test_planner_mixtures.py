@@ -230,7 +230,7 @@ def test_published_runs_of_mixtures_come_out_as_the_page_says() -> None:
         and errors.bias is not None
         and errors.p90 is not None
     )
-    assert 12 < errors.median < 14 and 12 < errors.bias < 14 and errors.p90 < 25
+    assert 12 < errors.median < 14 and 12 < errors.bias < 14 and errors.p90 < 28
     at_scale = [
         abs(each.error_pct or 0)
         for each in found.cases
