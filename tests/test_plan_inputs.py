@@ -314,7 +314,7 @@ def test_a_model_is_a_config_json_its_folder_a_recipe_or_a_name(tmp_path: Path) 
 @pytest.mark.parametrize(
     "text",
     [
-        "device: " + "[" * 10_000,
+        "device: " + "[" * 200_000,
         "device: {a: &a [x], peak_tflops: [*a, *a]}",
         f"device: {{memory_gib: 1{'0' * 400}}}",
     ],

@@ -32,7 +32,7 @@ class Setting:
         return f"{shown(self.key)} = {shown(self.value)} ({self.origin})"
 
 
-class _Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """Reads plain YAML, and 1e-4 as a number, which YAML 1.1 reads as text because it wants 1.0e-4.
     References are refused, because they can make a short file larger than memory."""
 
@@ -46,10 +46,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: text that looks like 1e-4 is quoted, and a tuple is a list."""
+    """Writes what `PlainLoader` reads: text that looks like 1e-4 is quoted, and a tuple is a list."""
 
 
-for _side in (_Loader, _Dumper):
+for _side in (PlainLoader, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
@@ -62,7 +62,7 @@ def read_settings(path: Path, *, under: str = "") -> list[Setting]:
     """Returns the settings of a YAML file, in its order. `under` is put before each key (`model`
     for a shape card)."""
     try:
-        loader = _Loader(read_short(path, "a recipe is a short YAML file").decode())
+        loader = PlainLoader(read_short(path, "a recipe is a short YAML file").decode())
         root = loader.get_single_node()
         if root is None:
             return []
@@ -117,7 +117,7 @@ def plain_name(name: object) -> str:
 def parse_value(text: str, key: str) -> object:
     """Returns the value of `key=text` on the command line, read as YAML reads it in a file."""
     try:
-        loader = _Loader(text)
+        loader = PlainLoader(text)
         node = loader.get_single_node()
         return None if node is None else loader.construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError, RecursionError) as e:
@@ -147,7 +147,7 @@ def shown(value: object) -> str:
 
 
 def _flatten(
-    loader: _Loader, mapping: yaml.MappingNode, prefix: str, file: str
+    loader: PlainLoader, mapping: yaml.MappingNode, prefix: str, file: str
 ) -> Iterator[Setting]:
     for key_node, value_node in mapping.value:
         name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from parallel3d.config.yaml_text import read_short, shown
+from parallel3d.config.yaml_text import PlainLoader, read_short, shown
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.calibration import Calibration, calibration_from_tree
 from parallel3d.planner.hardware.units import GIB
@@ -226,9 +226,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     where = f"hardware {path}"
     try:
         text = read_short(path, "a hardware file has some kB", _LARGEST_BYTES).decode()
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("it refers to another part of it")
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, PlainLoader)
     except yaml.MarkedYAMLError as problem:
         line = "" if problem.problem_mark is None else f":{problem.problem_mark.line + 1}"
         raise ConfigError(f"{where}{line}: not valid YAML: {problem.problem}") from problem
