@@ -28,7 +28,7 @@ from parallel3d.checkpoint.manifest import (
     FORMAT,
     MANIFEST_FILE,
     Manifest,
-    SavedProgress,
+    Progress,
     SavedTensor,
     read_manifest,
 )
@@ -36,7 +36,7 @@ from parallel3d.checkpoint.reader import read_box, read_tensor
 from parallel3d.checkpoint.writer import save_file, write_shard
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
-PROGRESS = SavedProgress(
+PROGRESS = Progress(
     step=1,
     tokens=2,
     seed=3,

@@ -16,7 +16,7 @@ from parallel3d.checkpoint.manifest import (
     FORMAT,
     MANIFEST_FILE,
     Manifest,
-    SavedProgress,
+    Progress,
     read_manifest,
 )
 from parallel3d.checkpoint.store import (
@@ -31,7 +31,7 @@ from parallel3d.checkpoint.store import (
 )
 from parallel3d.config.recipe import CheckpointConfig
 
-PROGRESS = SavedProgress(
+PROGRESS = Progress(
     step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={"tp": 2}
 )
 

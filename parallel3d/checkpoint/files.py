@@ -34,8 +34,8 @@ from parallel3d.checkpoint.manifest import (
     FORMAT,
     INDEX_FILE,
     Manifest,
+    Progress,
     SavedFile,
-    SavedProgress,
     SavedTensor,
     read_manifest,
 )
@@ -65,7 +65,7 @@ class PlannedSave:
     """What this rank writes of a checkpoint, and on rank 0 what it writes for all ranks."""
 
     path: Path
-    progress: SavedProgress
+    progress: Progress
     config: str
     written: WrittenParts
     parts: list[tuple[WriteItem, Tensor]]  # views of the state, or copies of it
@@ -75,9 +75,7 @@ class PlannedSave:
         return _partial_of(self.path)
 
 
-def save_tensors(
-    state: dict[str, Tensor], progress: SavedProgress, path: Path, config: str
-) -> None:
+def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, config: str) -> None:
     """Writes a checkpoint beside `path` and renames it there; `config` is the run's recipe. Every
     rank calls it. Raises SaveError if it cannot be written; an older checkpoint at `path` stays."""
     write_and_commit(plan_save(state, progress, path, config))
@@ -85,7 +83,7 @@ def save_tensors(
 
 def plan_save(
     state: dict[str, Tensor],
-    progress: SavedProgress,
+    progress: Progress,
     path: Path,
     config: str,
     earlier: WrittenParts | None = None,
@@ -197,8 +195,8 @@ def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
 def load_tensors(
     state: dict[str, Tensor],
     path: Path,
-    choose: Callable[[SavedProgress], dict[str, Tensor]] | None = None,
-) -> SavedProgress:
+    choose: Callable[[Progress], dict[str, Tensor]] | None = None,
+) -> Progress:
     """Reads a checkpoint of any layout into `state`'s tensors, or into those that `choose` returns
     for what was saved. Every rank calls it. `choose` is called before names are compared, and
     raises CheckpointError where this run cannot resume from the checkpoint. Raises

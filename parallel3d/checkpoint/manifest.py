@@ -49,7 +49,7 @@ class SpikeHistory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedProgress:
+class Progress:
     """The progress of a run: the state of its trainer, which a checkpoint holds beside tensors."""
 
     step: int
@@ -148,7 +148,7 @@ class Manifest:
     format: Literal[1]
     parallel3d: str  # the versions that wrote the checkpoint, for people
     torch: str
-    progress: SavedProgress
+    progress: Progress
     files: dict[FileName, SavedFile]
     tensors: dict[str, SavedTensor]
 

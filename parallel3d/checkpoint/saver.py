@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallel3d.checkpoint.collectives import collect
 from parallel3d.checkpoint.files import PlannedSave, WrittenParts, plan_save, write_and_commit
-from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.store import retain
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
@@ -93,7 +93,7 @@ class Saver(AbstractContextManager["Saver"]):
     def save(
         self,
         state: dict[str, Tensor],
-        progress: SavedProgress,
+        progress: Progress,
         path: Path,
         config: str,
         *,

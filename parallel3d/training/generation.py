@@ -11,6 +11,7 @@ from parallel3d.config.recipe import TrainConfig
 from parallel3d.data.loader import documents_ended_by
 from parallel3d.data.tokenizers import Tokenizer
 from parallel3d.layers.collectives import start_gather
+from parallel3d.mesh import Role
 from parallel3d.training.trainer import Trainer
 
 
@@ -18,7 +19,8 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     """Returns `sample_prompt` and up to `sample_tokens` tokens after it, fewer where the document
     ends. It takes one forward of the pipeline for each token. Every rank calls it and gets the same
     text, whatever the layout."""
-    seq_len, tp, pp = train.seq_len, trainer.axes["tp"], trainer.axes["pp"]
+    seq_len = train.seq_len
+    tp, pp = trainer.axes[Role.SPLIT_TENSORS], trainer.axes[Role.SPLIT_LAYERS]
     ids = [int(i) for i in tokenizer.encode(train.sample_prompt)][-seq_len:] or [
         tokenizer.end_of_text
     ]

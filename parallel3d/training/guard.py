@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from parallel3d.checkpoint.manifest import SavedProgress, SpikeHistory
+from parallel3d.checkpoint.manifest import Progress, SpikeHistory
 from parallel3d.config.recipe import LossScaleConfig, Recipe, TrainConfig
 from parallel3d.errors import NonFiniteError, SpikeError
 from parallel3d.training.step_result import StepResult
@@ -42,9 +42,9 @@ class Guard:
         self,
         step: int,
         result: StepResult,
-        progress: SavedProgress,
+        progress: Progress,
         describe_nonfinite: Callable[[], str],
-    ) -> tuple[StepResult, SavedProgress]:
+    ) -> tuple[StepResult, Progress]:
         """Returns the result with the reason to skip the step, if any, and the progress with the
         next loss scale and the history of spikes. Raises NonFiniteError or SpikeError to end the
         run. `describe_nonfinite` names the rank and the parameter; every rank calls it."""
@@ -78,8 +78,8 @@ class Guard:
         )
 
     def _check_spike(
-        self, step: int, result: StepResult, progress: SavedProgress
-    ) -> tuple[StepResult, SavedProgress]:
+        self, step: int, result: StepResult, progress: Progress
+    ) -> tuple[StepResult, Progress]:
         rule = self._train
         why, history = find_spike(progress.spikes, step, result.loss, result.grad_norm, rule)
         progress = replace(progress, spikes=history)
@@ -98,9 +98,7 @@ class Guard:
         return replace(result, spike=spike, left_out=f"{spike}; its update is left out"), progress
 
 
-def next_loss_scale(
-    config: LossScaleConfig, progress: SavedProgress, *, is_finite: bool
-) -> SavedProgress:
+def next_loss_scale(config: LossScaleConfig, progress: Progress, *, is_finite: bool) -> Progress:
     """Returns the progress with the loss scale of the next step."""
     scale, good_steps = progress.loss_scale, progress.loss_scale_good_steps + 1
     assert scale is not None

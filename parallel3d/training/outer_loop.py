@@ -14,7 +14,7 @@ from parallel3d.diagnosis.replicas import Copies
 from parallel3d.training.step_result import StepTotals
 
 Tensors = dict[str, Tensor]  # by their names in a checkpoint
-Saved = Mapping[str, Any] | None  # `SavedProgress.local_sgd` of a checkpoint
+Saved = Mapping[str, Any] | None  # `Progress.local_sgd` of a checkpoint
 
 
 class OuterLoop(Protocol):
@@ -42,7 +42,7 @@ class OuterLoop(Protocol):
 
     def save(self, state: Tensors) -> tuple[Tensors, dict[str, Any]]:
         """Returns the tensors of a checkpoint, given those of a replica, and the value of
-        `SavedProgress.local_sgd`."""
+        `Progress.local_sgd`."""
 
     def tensors_to_load(self, state: Tensors, saved: Saved, path: Path) -> Tensors:
         """Maps names in the checkpoint `path` to tensors to load them into."""

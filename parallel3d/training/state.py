@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
-from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.pretrained import load_pretrained
 from parallel3d.checkpoint.start import is_pretrained
 from parallel3d.checkpoint.store import after_resume
@@ -23,6 +23,7 @@ from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
 from parallel3d.data.order import SkippedRanges
 from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
+from parallel3d.mesh import Role
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.local_sgd.state import tensors_of_one_replica
@@ -36,9 +37,7 @@ def save_trainer(trainer: Trainer, path: Path) -> None:
     save_tensors(*state_of(trainer), path, to_yaml(trainer.recipe))
 
 
-def state_of(
-    trainer: Trainer, val_loss: float | None = None
-) -> tuple[dict[str, Tensor], SavedProgress]:
+def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str, Tensor], Progress]:
     """Returns what a checkpoint of the trainer's step holds, whose validation loss is `val_loss`:
     tensors by their global names, which share the trainer's memory, and the progress. Every rank
     calls it."""
@@ -56,7 +55,7 @@ def state_of(
     return tensors, progress
 
 
-def load_trainer(trainer: Trainer, path: Path) -> SavedProgress:
+def load_trainer(trainer: Trainer, path: Path) -> Progress:
     """Loads a checkpoint, whatever the layout that saved it; every rank calls it. Raises
     CheckpointError, with nothing changed, where the checkpoint is damaged, or is of another model,
     another optimizer, or a run with other batches: the place in the data is a count of sequences,
@@ -65,7 +64,7 @@ def load_trainer(trainer: Trainer, path: Path) -> SavedProgress:
         parameter.sync_views()
     state, outer_loop = tensors_of(trainer.parameters, trainer.optimizer), trainer.outer_loop
 
-    def choose(saved: SavedProgress) -> dict[str, Tensor]:
+    def choose(saved: Progress) -> dict[str, Tensor]:
         _check_same_run(trainer, path, saved)
         check_data(trainer, path, saved)
         if outer_loop is None:
@@ -103,7 +102,7 @@ def of_rank_0(paths: list[Path]) -> list[Path]:
 
 def resume_from(
     trainer: Trainer, checkpoints: list[Path], folder: Path
-) -> tuple[SavedProgress, list[str]]:
+) -> tuple[Progress, list[str]]:
     """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's
     `folder` that are damaged or newer. Returns the progress that was loaded, and lines for the
     user: what was passed over, and where the run goes on. Raises CheckpointError, with no damaged
@@ -154,11 +153,13 @@ def load_start(trainer: Trainer, path: Path) -> None:
     if not is_pretrained(path):
         load_model(trainer, path)
         return
-    load_pretrained(trainer.parameters, trainer.recipe.model, trainer.axes["tp"], path)
+    load_pretrained(
+        trainer.parameters, trainer.recipe.model, trainer.axes[Role.SPLIT_TENSORS], path
+    )
     _begin(trainer)
 
 
-def load_model(trainer: Trainer, path: Path) -> SavedProgress:
+def load_model(trainer: Trainer, path: Path) -> Progress:
     """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and
     the batches of the run that saved it, and returns how far that run was; every rank calls it. Of
     replicas that train apart it loads the outer parameters. Raises CheckpointError, with nothing
@@ -183,7 +184,7 @@ def _begin(trainer: Trainer) -> None:
         data.publish()
 
 
-def check_data(trainer: Trainer, path: Path, progress: SavedProgress) -> list[str]:
+def check_data(trainer: Trainer, path: Path, progress: Progress) -> list[str]:
     """Raises CheckpointError if the checkpoint's run had other data, or returns a line about it
     where the recipe allows that. Nothing is compared where either is not known."""
     then, now = progress.data_fingerprint, trainer.progress.data_fingerprint
@@ -210,7 +211,7 @@ def _copy_to_twins(trainer: Trainer) -> None:
                 own.copy_(trainer.optimizer.state[twin.local][kind])
 
 
-def _check_same_run(trainer: Trainer, path: Path, progress: SavedProgress) -> None:
+def _check_same_run(trainer: Trainer, path: Path, progress: Progress) -> None:
     """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than
     this one."""
     recipe, train = trainer.recipe, trainer.recipe.train

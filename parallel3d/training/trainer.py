@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.manifest import Progress
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, Documents, WrongId
 from parallel3d.data.order import SkippedRanges
@@ -20,7 +20,7 @@ from parallel3d.diagnosis.nonfinite import describe_nonfinite
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
-from parallel3d.mesh import Axis, axes_of, replica_mesh
+from parallel3d.mesh import Axis, Role, axes_of, replica_mesh
 from parallel3d.optimizers.build import build_optimizer
 from parallel3d.parallelize import ModelClass, block_weights_of, parallelize
 from parallel3d.pipeline.links import Connect, Links
@@ -72,7 +72,7 @@ class Trainer:
         own_recipe = recipe.of_one_replica
         self.mesh = replica_mesh(mesh) if is_apart else mesh
         self.axes = axes_of(self.mesh)
-        self.loss = MeanLoss(own_recipe, self.mesh["tp"], gpu_bytes)
+        self.loss = MeanLoss(own_recipe, self.mesh[Role.SPLIT_TENSORS], gpu_bytes)
         self._schedules: dict[int, Schedule] = {}  # by the number of microbatches
         parts = parallelize(
             model_class,
@@ -97,11 +97,11 @@ class Trainer:
             self.outer_loop = LocalSgd(
                 self.parameters,
                 recipe.local_sgd,
-                replicas=Axis.of(mesh["dp_replicate"]),
+                replicas=Axis.of(mesh[Role.REPLICATE]),
                 axes=self.axes,
                 steps=recipe.train.steps,
             )
-        self.progress = SavedProgress(
+        self.progress = Progress(
             step=0,
             tokens=0,
             seed=recipe.train.seed,
@@ -281,7 +281,7 @@ class Trainer:
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""
-        parts = self.axes["tp"].size if self.recipe.parallel.sequence_parallel else 1
+        parts = self.axes[Role.SPLIT_TENSORS].size if self.recipe.parallel.sequence_parallel else 1
         return {"batch": ids.shape[1], "seq": ids.shape[2] // parts}
 
     @contextmanager
@@ -334,7 +334,7 @@ class Trainer:
         both axes adds them. All arithmetic is in float64 on the device. Results are read at once:
         here the host waits for a GPU, once a step. Raises DataError, on all ranks, if any has a
         wrong id."""
-        tp, pp = self.axes["tp"], self.axes["pp"]
+        tp, pp = self.axes[Role.SPLIT_TENSORS], self.axes[Role.SPLIT_LAYERS]
         counted = count_labels(labels)
         if tp.rank or pp.rank:
             counted = torch.zeros_like(counted)

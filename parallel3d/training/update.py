@@ -15,7 +15,7 @@ from parallel3d.config.recipe import OptimizerConfig
 from parallel3d.diagnosis.replicas import Copies, States, tensors_of
 from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.mesh import Axis, axes_of
+from parallel3d.mesh import Axis, Role, axes_of
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.parallelize import Parallelized
 from parallel3d.sharding.optimizer_parts import LocalParameter
@@ -103,12 +103,12 @@ class GradientSync:
         )
         # the pipeline ranks that hold the first and the last stage
         ends = placement[0], placement[-1]
-        self._tp = Axis.of(mesh["tp"])
+        self._tp = Axis.of(mesh[Role.SPLIT_TENSORS])
         self._partial = [p for p in parameters if p.spec.partial_gradient and self._tp.size > 1]
         # this pipeline's two end ranks, on these if they are two
         self._ends: dist.ProcessGroup | None = None
-        if tied and ends[0] != ends[1] and mesh["pp"].get_local_rank() in ends:
-            ranks = dist.get_process_group_ranks(mesh["pp"].get_group())
+        if tied and ends[0] != ends[1] and mesh[Role.SPLIT_LAYERS].get_local_rank() in ends:
+            ranks = dist.get_process_group_ranks(mesh[Role.SPLIT_LAYERS].get_group())
             group = [ranks[end] for end in ends]
             self._ends = group_of(group, "pipeline_ends", name=f"{parts.pipeline.links.name} ends")
         # in the same order on both ends

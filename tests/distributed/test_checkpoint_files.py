@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d.checkpoint.files import load_tensors, plan_save, save_tensors, write_and_commit
 from parallel3d.checkpoint.integrity import find_damage
-from parallel3d.checkpoint.manifest import SavedProgress, read_manifest
+from parallel3d.checkpoint.manifest import Progress, read_manifest
 from parallel3d.checkpoint.reader import read_tensor
 from parallel3d.errors import DamagedCheckpointError, SaveError
 
-PROGRESS = SavedProgress(
+PROGRESS = Progress(
     step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={}
 )
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from parallel3d.checkpoint.files import save_tensors
-from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.manifest import Progress
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig
 from parallel3d.layers.parameter import named_specs
@@ -140,7 +140,7 @@ def save_large(path: Path) -> None:
         LARGE, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
     )
     state = {f"model.{name}": torch.rand(spec.shape) for name, spec in named_specs(llama)}
-    progress = SavedProgress(
+    progress = Progress(
         step=1, tokens=1, seed=0, global_batch_size=1, seq_len=SEQ_LEN, parameters=1, parallel={}
     )
     save_tensors(state, progress, path, to_yaml(make_recipe(LARGE, ParallelConfig())))

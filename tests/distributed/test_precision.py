@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.manifest import Progress
 from parallel3d.config.recipe import LossScaleConfig, ParallelConfig, Precision, Recipe
 from parallel3d.errors import NonFiniteError
 from parallel3d.training.guard import next_loss_scale
@@ -119,7 +119,7 @@ def test_a_run_resumed_with_a_shorter_interval_raises_the_scale() -> None:
     config = LossScaleConfig(interval=2, growth=2.0)
     known = {"step": 5, "tokens": 0, "seed": 0, "global_batch_size": 8, "seq_len": 8}
     scale = {"loss_scale": 8.0, "loss_scale_good_steps": 5}
-    progress = SavedProgress(**known, **scale, parameters=0, parallel={})
+    progress = Progress(**known, **scale, parameters=0, parallel={})
     progress = next_loss_scale(config, progress, is_finite=True)
     assert (progress.loss_scale, progress.loss_scale_good_steps) == (16.0, 0)
 

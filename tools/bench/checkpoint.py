@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.checkpoint.files import load_tensors, save_tensors
-from parallel3d.checkpoint.manifest import SavedProgress
+from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.saver import Saver
 from parallel3d.checkpoint.store import checkpoint_path
 from parallel3d.config.recipe import CheckpointConfig
@@ -45,7 +45,7 @@ from parallel3d.tools.local_ranks import run_ranks
 
 RANKS, ROUNDS = 4, 5
 SIZES = {"64 MB": 16, "1 GB": 256}  # tensors of 4 MiB
-_PROGRESS = SavedProgress(
+_PROGRESS = Progress(
     step=1, tokens=1, seed=0, global_batch_size=1, seq_len=1, parameters=1, parallel={}
 )
 State = dict[str, DTensor]

@@ -21,7 +21,7 @@ from parallel3d.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class SavedReplicas:
-    """The replicas of the run that wrote a checkpoint, as `SavedProgress.local_sgd` holds them."""
+    """The replicas of the run that wrote a checkpoint, as `Progress.local_sgd` holds them."""
 
     replicas: int
     sync_every: int
