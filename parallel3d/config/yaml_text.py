@@ -46,7 +46,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `PlainLoader` reads: text that looks like 1e-4 is quoted, and a tuple is a list."""
+    """Writes what `PlainLoader` reads: quotes text such as 1e-4, and writes tuples as lists."""
 
 
 for _side in (PlainLoader, _Dumper):
