@@ -100,7 +100,11 @@ def test_to_print_a_recipe_imports_neither_torch_nor_the_users_module(folder: Pa
             "model.options = {'activation': 'gelu_tanh', 'biases': True}: are for",
             "or drop",
         ),
-        ("model.options.scales=1", "model.options.scales = 1: unknown key", "mean scale?"),
+        (
+            "model.options.scales=1",
+            "model.options.scales: unknown key",
+            "mean model.options.scale?",
+        ),
         ("model.options.biases=3", "model.options.biases = 3: must be true or false", ""),
         (
             "model.options.scale=2.0",
@@ -255,7 +259,7 @@ def test_the_command_refuses_before_it_makes_the_runs_folder(
 ) -> None:
     assert pretrain.main(["palm.yaml", "model.options.scales=1"]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: model.options.scales = 1: unknown key; did you mean scale?"
+        "error: model.options.scales: unknown key; did you mean model.options.scale?"
     )
     assert not (folder / "runs").exists()
 

@@ -4,11 +4,12 @@ so that no option is silently ignored."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallel3d.config.ranges import any_of
-from parallel3d.config.recipe import OPTIMIZER_KEYS, Recipe
+from parallel3d.config.recipe import OPTIMIZER_KEYS, LocalSgdConfig, Recipe
 from parallel3d.config.schema import KEYS
 from parallel3d.config.yaml_text import shown
 
@@ -22,73 +23,63 @@ class Condition(NamedTuple):
     example: object = 100
 
 
-_EARLY_STOP = Condition("train.early_stop_patience", example=3)
-_SAMPLING = Condition("train.sample_top_k", example=40)
-_EVALUATION = Condition("train.eval_every")
-_WSD = Condition("optimizer.schedule", ("wsd",))
-_WARMUP = Condition("train.batch_warmup_start", example=8)
-_LLAMA = Condition("model.architecture", ("llama",))
-_LLAMA3 = Condition("model.rope_scaling.type", ("llama3",))
-_YARN = Condition("model.rope_scaling.type", ("yarn",))
-_LOCAL_SGD = Condition("local_sgd.sync_every", example=20)
-
-_CONDITIONS: dict[str, Condition] = {
-    "model.rope_theta": _LLAMA,
-    "model.qkv_bias": _LLAMA,
-    "model.qk_norm": _LLAMA,
-    "model.window": _LLAMA,
-    "model.rope_scaling": _LLAMA,
-    "model.max_positions": Condition("model.architecture", ("gpt",)),
-    "model.rope_scaling.low_freq_factor": _LLAMA3,
-    "model.rope_scaling.high_freq_factor": _LLAMA3,
-    "model.rope_scaling.beta_slow": _YARN,
-    "model.rope_scaling.beta_fast": _YARN,
-    "model.rope_scaling.attention_factor": _YARN,
-    "train.batch_warmup_steps": _WARMUP,
-    "train.batch_warmup_increment": _WARMUP,
-    "train.nonfinite_in_a_row": Condition("train.on_nonfinite", ("skip",)),
-    "train.spike_steps": Condition("train.on_spike", ("rollback",)),
-    "train.spikes_in_a_row": Condition("train.on_spike", ("skip", "rollback")),
-    "train.early_stop_patience": _EVALUATION,
-    "train.early_stop_min_delta": _EARLY_STOP,
-    "train.early_stop_set": _EARLY_STOP,
-    "train.sample_top_p": _SAMPLING,
-    "train.sample_temperature": _SAMPLING,
-    "train.sample_seed": _SAMPLING,
-    "optimizer.decay_start": _WSD,
-    "optimizer.decay_shape": _WSD,
-    "data.evaluation": _EVALUATION,
-    "checkpoint.export": Condition("checkpoint.every"),
-    "checkpoint.keep_best": _EVALUATION,
+_OF_LOCAL_SGD = [key.name for key in fields(LocalSgdConfig)]
+_READ_IF = {
+    Condition("model.architecture", ("llama",)): (
+        "model.rope_theta model.qkv_bias model.qk_norm model.window model.rope_scaling"
+    ),
+    Condition("model.architecture", ("gpt",)): "model.max_positions",
+    Condition("model.rope_scaling.type", ("llama3",)): (
+        "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor"
+    ),
+    Condition("model.rope_scaling.type", ("yarn",)): (
+        "model.rope_scaling.beta_slow model.rope_scaling.beta_fast "
+        "model.rope_scaling.attention_factor"
+    ),
+    Condition("parallel.recompute", ("every_n",)): "parallel.recompute_every",
+    Condition("train.batch_warmup_start", example=8): (
+        "train.batch_warmup_steps train.batch_warmup_increment"
+    ),
+    Condition("train.on_nonfinite", ("skip",)): "train.nonfinite_in_a_row",
+    Condition("train.on_spike", ("rollback",)): "train.spike_steps",
+    Condition("train.on_spike", ("skip", "rollback")): "train.spikes_in_a_row",
+    Condition("train.early_stop_patience", example=3): (
+        "train.early_stop_min_delta train.early_stop_set"
+    ),
+    Condition("train.sample_top_k", example=40): (
+        "train.sample_top_p train.sample_temperature train.sample_seed"
+    ),
+    Condition("train.eval_every"): (
+        "train.early_stop_patience data.evaluation checkpoint.keep_best"
+    ),
+    Condition("optimizer.schedule", ("wsd",)): "optimizer.decay_start optimizer.decay_shape",
+    Condition("checkpoint.every"): "checkpoint.export",
+    Condition("local_sgd.sync_every", example=20): " ".join(
+        f"local_sgd.{key}" for key in _OF_LOCAL_SGD if key != "sync_every"
+    ),
 }
-for _name in KEYS:
-    _section, _, _key = _name.partition(".")
-    if _section == "local_sgd" and _key != "sync_every":
-        _CONDITIONS[_name] = _LOCAL_SGD
+_CONDITIONS = {key: condition for condition, keys in _READ_IF.items() for key in keys.split()}
+for _key in {key for keys in OPTIMIZER_KEYS.values() for key in keys}:
     _readers = tuple(name for name, keys in OPTIMIZER_KEYS.items() if _key in keys)
-    if _section == "optimizer" and _readers:
-        _CONDITIONS[_name] = Condition("optimizer.name", _readers)
+    _CONDITIONS[f"optimizer.{_key}"] = Condition("optimizer.name", _readers)
 
 
 def unread_errors(recipe: Recipe) -> Iterator[str]:
     """Yields a line for each key that is set and would not be read."""
-    for name, condition in _CONDITIONS.items():
+    for name, (other, values, example) in _CONDITIONS.items():
         if recipe.model.rope_scaling is None and name.startswith("model.rope_scaling."):
             continue
-        if recipe.model.is_custom and condition.other == "model.architecture":
+        if recipe.model.is_custom and other == "model.architecture":
             continue  # `models.custom` sees what the class reads
-        value, default = attrgetter(name)(recipe), KEYS[name].default if name in KEYS else None
-        found = attrgetter(condition.other)(recipe)
-        is_read = found in condition.values
-        if not condition.values:
-            is_read = found != KEYS[condition.other].default
-        if value == default or is_read:
+        value, found = attrgetter(name, other)(recipe)
+        is_read = found in values if values else found != KEYS[other].default
+        if value == KEYS[name].default or is_read:
             continue
-        wanted, example = condition.other, condition.example
-        if condition.values:
-            wanted, example = f"{wanted} = {any_of(condition.values)}", condition.values[0]
+        wanted = other
+        if values:
+            wanted, example = f"{other} = {any_of(values)}", values[0]
         said = f"{name} = {shown(value)}" if isinstance(value, str | int | float) else name
         yield (
-            f"{said}: needs {wanted}, and that is {shown(found)}; try "
-            f"{condition.other}={example}, or drop {name}"
+            f"{said}: needs {wanted}, and that is {shown(found)}; try {other}={example}, or drop "
+            f"{name}"
         )
