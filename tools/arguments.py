@@ -206,6 +206,7 @@ def _with_unit(
 PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that a table of options has for them
     **{
         "path": Path,
+        "new_path": new_path,
         "int": int,
         "whole": whole,
         "sizes": sizes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,13 +14,12 @@ from typing import Literal
 from parallel3d.checkpoint.difference import by_block
 from parallel3d.checkpoint.integrity import find_damage, missing_files
 from parallel3d.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
-from parallel3d.checkpoint.store import step_folders
+from parallel3d.checkpoint.store import is_checkpoint, list_checkpoints, step_folders, step_of
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.yaml_text import read_settings, shown
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from parallel3d.tools.reply import Reply
 
-_DAMAGED = CheckpointError.exit_status
 _SHOWN_TENSORS = 10  # A page names so many of a damaged file; the JSON object has all.
 _STEP = re.compile(r"step_(\d{8,})(?:\.(\w+))?")
 _ENDINGS = {  # No run reads a folder with such a name.
@@ -40,7 +40,7 @@ class CheckpointEntry:
     bytes: int
     saved: str | None
     # unknown: another version has written it
-    state: Literal["whole", "damaged", "unknown", "aside"]
+    state: Literal["whole", "damaged", "unknown", "aside"] = "whole"
     reason: str | None = None  # why it is not whole
     val_loss: float | None = None
     best: bool = False  # no other has a lower loss
@@ -48,25 +48,48 @@ class CheckpointEntry:
     @property
     def line(self) -> str:
         loss = "" if self.val_loss is None else f"{self.val_loss:.4f}"
-        saved = "" if self.saved is None else self.saved[:16].replace("T", " ")
+        saved = (self.saved or "")[:16].replace("T", " ")
         words = f"{self.state}, best" if self.best else self.state
         if self.reason is not None:
-            words = f"{self.state}: {self.reason}"
+            words += f": {self.reason}"
         return f"{self.step:>10}{_size(self.bytes):>12}  {saved:<16}{loss:>10}  {words}"
 
 
-def list_run(run: Path) -> Reply:
+def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
+    """Returns the checkpoint that CKPT means, and a line for each newer one of the run that is
+    passed over. Raises ConfigError where there is none."""
+    if is_checkpoint(path):
+        return path, []
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not found:
+        raise _no_checkpoint(path)
+    newest, step = found[-1], step_of(found[-1])
+    newer = [each for each in step_folders(newest.parent) if step_of(each) > step]
+    return newest, [f"step {step}: {each} is incomplete (no {MANIFEST_FILE})" for each in newer]
+
+
+def _no_checkpoint(path: Path) -> ConfigError:
+    words = "has no whole checkpoint" if path.is_dir() else "there is no such folder"
+    return ConfigError(
+        f"CKPT = {path}: {words}; try a .../step_00000100 folder, or the folder of a run that has "
+        "saved"
+    )
+
+
+def answer_list(options: Namespace) -> Reply:
     """Says what checkpoints a run has, how large and how old they are, and which has the lowest
     validation loss. Files are looked for and not read. Raises ConfigError where there are none."""
+    run: Path = options.path
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    steps = [
-        (path, match) for path in folder.glob("step_*") if (match := _STEP.fullmatch(path.name))
-    ]
-    if not steps:
+    rows = []
+    for path in folder.glob("step_*"):
+        if name := _STEP.fullmatch(path.name):
+            rows.append(_listed(path, int(name[1]), name[2]))
+    if not rows:
         raise ConfigError(
             f"RUN = {run}: has no checkpoints; try the folder of a run, such as runs/quickstart"
         )
-    rows = sorted((_listed(*each) for each in steps), key=lambda row: (row.step, row.path))
+    rows.sort(key=lambda row: (row.step, row.path))
     lowest = min((row.val_loss for row in rows if row.val_loss is not None), default=None)
     rows = [replace(row, best=row.val_loss is not None and row.val_loss == lowest) for row in rows]
     whole = sum(row.state == "whole" for row in rows)
@@ -76,36 +99,31 @@ def list_run(run: Path) -> Reply:
         f"{'step':>10}{'size':>12}  {'saved':<16}{'val loss':>10}",
         *(row.line for row in rows),
     ]
-    return Reply(
-        page=lambda: page,
-        tree=lambda: {"run": str(run), "checkpoints": [asdict(row) for row in rows]},
-    )
+    tree = {"run": str(run), "checkpoints": [asdict(row) for row in rows]}
+    return Reply(page=lambda: page, tree=lambda: tree)
 
 
-def _listed(path: Path, name: re.Match[str]) -> CheckpointEntry:
-    """Returns what `ls` says of the folder at `path`, whose name was matched."""
+def _listed(path: Path, step: int, ending: str | None) -> CheckpointEntry:
+    """Returns what `ls` says of the folder at `path`."""
     total = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
-    row = CheckpointEntry(
-        step=int(name[1]), path=str(path), bytes=total, saved=_saved(path), state="whole"
-    )
-    if name[2] is not None:
-        return replace(row, state="aside", reason=_ENDINGS.get(name[2], "is no checkpoint"))
+    row = CheckpointEntry(step=step, path=str(path), bytes=total, saved=_saved(path))
+    if ending is not None:
+        return replace(row, state="aside", reason=_ENDINGS.get(ending, "is no checkpoint"))
     try:
         manifest = read_manifest(path)
+        for damage in missing_files(path, manifest):
+            raise damage.error(path)
     except CheckpointError as error:
-        state: Literal["damaged", "unknown"] = "unknown"
-        if isinstance(error, DamagedCheckpointError):
-            state = "damaged"
-        return replace(row, state=state, reason=str(error).removeprefix(str(path)).lstrip("/: "))
-    damage = next(missing_files(path, manifest), None)
-    if damage is not None:
-        return replace(row, state="damaged", reason=f"{damage.file}: {damage.reason}")
+        is_damaged = isinstance(error, DamagedCheckpointError)
+        reason = str(error).removeprefix(str(path)).lstrip("/: ")
+        return replace(row, state="damaged" if is_damaged else "unknown", reason=reason)
     return replace(row, val_loss=manifest.progress.val_loss)
 
 
-def inspect(checkpoint: Path, notes: list[str]) -> Reply:
-    """Describes a checkpoint, after `notes`: the progress of its run, the layout that saved it, its
-    tensors and recipe. Raises CheckpointError if its manifest cannot be read."""
+def answer_inspect(options: Namespace) -> Reply:
+    """Describes a checkpoint: the progress of its run, the layout that saved it, its tensors and
+    recipe. Raises CheckpointError if its manifest cannot be read."""
+    checkpoint, notes = find_checkpoint(options.path)
     manifest = read_manifest(checkpoint)
     recipe = {setting.key: setting.value for setting in read_settings(checkpoint / CONFIG_FILE)}
     tensors = {
@@ -114,42 +132,6 @@ def inspect(checkpoint: Path, notes: list[str]) -> Reply:
     }
     total = sum(file.bytes for file in manifest.files.values())
     progress = manifest.progress
-
-    def page() -> Iterator[str]:
-        yield from notes
-        yield (
-            f"{checkpoint}: format {manifest.format}, parallel3d {manifest.parallel3d}, torch "
-            f"{manifest.torch}"
-        )
-        yield f"  saved     {_saved(checkpoint)}, {_size(total)} in {len(manifest.files)} files"
-        yield (
-            f"  progress  step {progress.step:,}, {progress.tokens:,} tokens, seed {progress.seed}"
-        )
-        yield f"  batches   {progress.global_batch_size:,} sequences of {progress.seq_len:,} tokens"
-        for words, ranges in (
-            ("data.skip", progress.skip),
-            ("rollbacks", progress.skipped_by_rollbacks),
-        ):
-            if ranges:
-                listed = ", ".join(f"{each.first:,} to {each.last:,}" for each in ranges)
-                yield f"  left out  sequences {listed} ({words})"
-        yield f"  optimizer {progress.optimizer}" + (
-            ", replicas that train apart" if progress.local_sgd else ""
-        )
-        sizes = {axis: progress.parallel.get(axis, 1) for axis in ParallelConfig().axes}
-        axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        yield f"  layout    {axes or 'one process'}"
-        yield f"  model     {progress.parameters:,} parameters"
-        yield f"tensors ({len(tensors):,}):"
-        yield from (
-            f"  {line}"
-            for line in by_block(
-                (name, f"{each['dtype']} {each['shape']}") for name, each in tensors.items()
-            )
-        )
-        yield f"recipe ({CONFIG_FILE}):"
-        yield from (f"  {key}: {shown(value)}" for key, value in recipe.items())
-
     tree = {
         "checkpoint": str(checkpoint),
         "notes": notes,
@@ -163,43 +145,62 @@ def inspect(checkpoint: Path, notes: list[str]) -> Reply:
         "tensors": tensors,
         "recipe": recipe,
     }
+
+    def page() -> Iterator[str]:
+        versions = f"parallel3d {manifest.parallel3d}, torch {manifest.torch}"
+        yield from notes
+        yield f"{checkpoint}: format {manifest.format}, {versions}"
+        yield f"  saved     {_saved(checkpoint)}, {_size(total)} in {len(manifest.files)} files"
+        done = f"step {progress.step:,}, {progress.tokens:,} tokens"
+        yield f"  progress  {done}, seed {progress.seed}"
+        yield f"  batches   {progress.global_batch_size:,} sequences of {progress.seq_len:,} tokens"
+        skipped = {"data.skip": progress.skip, "rollbacks": progress.skipped_by_rollbacks}
+        for words, ranges in skipped.items():
+            if ranges:
+                listed = ", ".join(f"{each.first:,} to {each.last:,}" for each in ranges)
+                yield f"  left out  sequences {listed} ({words})"
+        replicas = ", replicas that train apart" if progress.local_sgd else ""
+        yield f"  optimizer {progress.optimizer}{replicas}"
+        sizes = {axis: progress.parallel.get(axis, 1) for axis in ParallelConfig().axes}
+        axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        yield f"  layout    {axes or 'one process'}"
+        yield f"  model     {progress.parameters:,} parameters"
+        yield f"tensors ({len(tensors):,}):"
+        described = ((name, f"{each['dtype']} {each['shape']}") for name, each in tensors.items())
+        yield from (f"  {line}" for line in by_block(described))
+        yield f"recipe ({CONFIG_FILE}):"
+        yield from (f"  {key}: {shown(value)}" for key, value in recipe.items())
+
     return Reply(page=page, tree=lambda: tree)
 
 
-def verify(path: Path) -> Reply:
+def answer_verify(options: Namespace) -> Reply:
     """Reads every byte of a checkpoint, or of all those of a run, and names each damaged file and
     its tensors. Raises ConfigError where there is no checkpoint."""
-    chosen = (
-        [path]
-        if _STEP.fullmatch(path.name)
-        else step_folders(path / "checkpoints") or step_folders(path)
-    )
+    path: Path = options.path
+    chosen = step_folders(path / "checkpoints") or step_folders(path)
+    if _STEP.fullmatch(path.name):
+        chosen = [path]
     if not path.is_dir() or not chosen:
-        words = "has no checkpoint" if path.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"CKPT = {path}: {words}; try a .../step_00000100 folder, or the folder of a run"
-        )
+        raise _no_checkpoint(path)
     found = {checkpoint: [*find_damage(checkpoint)] for checkpoint in chosen}
 
     def page() -> Iterator[str]:
         for checkpoint, damages in found.items():
-            yield (
-                f"{checkpoint}: "
-                f"{f'{len(damages)} damaged' if damages else 'every byte is what was saved'}"
-            )
+            words = f"{len(damages)} damaged" if damages else "every byte is what was saved"
+            yield f"{checkpoint}: {words}"
             for damage in damages:
                 yield f"  {damage.file}: {damage.reason}"
                 yield from (f"    {name}" for name in damage.tensors[:_SHOWN_TENSORS])
                 if len(damage.tensors) > _SHOWN_TENSORS:
                     yield f"    and {len(damage.tensors) - _SHOWN_TENSORS} more tensors"
 
-    tree = [
-        {"path": str(each), "whole": not damages, "damage": [asdict(damage) for damage in damages]}
-        for each, damages in found.items()
-    ]
-    return Reply(
-        page=page, tree=lambda: {"checkpoints": tree}, status=_DAMAGED if any(found.values()) else 0
-    )
+    tree = []
+    for each, damages in found.items():
+        damage = [asdict(damage) for damage in damages]
+        tree.append({"path": str(each), "whole": not damages, "damage": damage})
+    status = CheckpointError.exit_status if any(found.values()) else 0
+    return Reply(page=page, tree=lambda: {"checkpoints": tree}, status=status)
 
 
 def _saved(checkpoint: Path) -> str | None:

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from parallel3d.errors import ConfigError
 from parallel3d.tools.reply import Reply, write_output
 
 
-def import_from(folder: Path, to: Path | None) -> Reply:
-    """Writes the recipe of the model in `folder` to the file `to`, or prints it. Raises
-    ConfigError, with a line for each thing, where `folder` has a model that a recipe cannot say,
-    and CheckpointError where its tensors are not those of its config.json."""
+def answer(options: Namespace) -> Reply:
+    """Writes the recipe of the model in a folder to a file, or prints it. Raises ConfigError, with
+    a line for each thing, where the folder has a model that a recipe cannot say, and
+    CheckpointError where its tensors are not those of its config.json."""
+    folder: Path = options.folder
+    to: Path | None = options.out
     path = folder / CONFIG_JSON
     if to is not None and to.exists() and to.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"-o {to}: is a file of the model in DIR; try another file")

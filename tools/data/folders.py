@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zlib
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -73,6 +74,11 @@ class TokensSummary:
             yield f"  {name:<13}  {part.tokens:,} tokens in {part.documents:,} documents, {shards}"
 
 
+def answer_inspect(options: Namespace) -> Reply:
+    """Describes the path that the command line names."""
+    return inspect(options.path)
+
+
 def inspect(path: Path) -> Reply:
     """Describes a folder of tokens, or Megatron's files with the prefix `path`. Reads only headers.
     Raises DataError if there is neither."""
@@ -107,8 +113,9 @@ def _summarize(shards: Sequence[Shard]) -> PartSummary:
     return PartSummary(tokens, sum(shard.documents for shard in shards), len(shards))
 
 
-def check(path: Path) -> Reply:
-    """Reports what is wrong in all that `path` holds, and shows samples if nothing is."""
+def answer_check(options: Namespace) -> Reply:
+    """Reports what is wrong in all that a path holds, and shows samples if nothing is."""
+    path: Path = options.path
     samples: list[str] = []
     try:
         faults = list(verify(path))
@@ -151,6 +158,12 @@ def _samples(folder: Path) -> Iterator[str]:
         ids = shard_ids[first : first + _SAMPLE_TOKENS]
         ends = np.flatnonzero(ids == header.end_of_text).tolist()
         yield tokenizer.decode(ids[: min(ends, default=None)])
+
+
+def answer_merge(options: Namespace) -> Reply:
+    """Joins folders of tokens, and describes the result."""
+    merge(options.paths, options.out)
+    return inspect(options.out)
 
 
 def merge(folders: list[Path], out: Path) -> None:

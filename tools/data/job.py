@@ -12,9 +12,11 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
+from argparse import Namespace
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
     Executor,
@@ -25,7 +27,7 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,12 @@ from parallel3d.data.token_files import (
     ShardTokenizer,
 )
 from parallel3d.data.tokenizers import JsonTokenizer, train_bpe
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import ConfigError, DataError, printable
 from parallel3d.launch.local import start_fork_server
 from parallel3d.tools.data import inputs
 from parallel3d.tools.data.chunks import Chunk, ChunkSummary, TokenizerChoice, encode_piece
 from parallel3d.tools.data.display import TokenizeDisplay
+from parallel3d.tools.data.folders import inspect
 from parallel3d.tools.data.inputs import (
     InputError,
     InputFile,
@@ -51,9 +54,10 @@ from parallel3d.tools.data.inputs import (
     pieces,
 )
 from parallel3d.tools.data.split import ValidationSplit
+from parallel3d.tools.reply import Reply
 
+_BYTE_LEVEL_IDS = 257  # a byte-level BPE without merges has the bytes and an end of text
 _SETTINGS = "command.json"  # the settings of the job that an unfinished folder belongs to
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,38 @@ class TokenizeJob:
         return [self.out.with_name(f"{self.out.name}{ending}") for ending in endings]
 
 
-def tokenize(job: TokenizeJob, say: Say) -> None:
+def answer(options: Namespace) -> Reply:
+    """Makes a folder of tokens, and describes it. Raises ConfigError for options that exclude each
+    other."""
+    if options.validation_fraction == 1:
+        raise ConfigError("--validation-fraction 1: leaves nothing to train on; try 0.05")
+    if options.train_bpe is not None:
+        if options.tokenizer is not None:
+            raise ConfigError("--train-bpe: makes a tokenizer; leave out --tokenizer")
+        if options.train_bpe < _BYTE_LEVEL_IDS:
+            raise ConfigError(
+                f"--train-bpe {options.train_bpe}: must be at least {_BYTE_LEVEL_IDS}, the bytes; "
+                "try 8000"
+            )
+    reading = Reading(
+        format=options.input_format,
+        **{key.name: vars(options)[key.name] for key in fields(Reading) if key.name != "format"},
+    )
+    job = TokenizeJob(
+        inputs=tuple(options.inputs),
+        out=options.out,
+        reading=reading,
+        tokenizer=TokenizerChoice(options.tokenizer or "bytes", options.end_of_text),
+        train_bpe=options.train_bpe,
+        validation_fraction=options.validation_fraction,
+        megatron=options.format == "megatron",
+        workers=options.workers or len(os.sched_getaffinity(0)),
+    )
+    tokenize(job)
+    return inspect(options.out)
+
+
+def tokenize(job: TokenizeJob) -> None:
     """Runs the job to its end, from where an earlier run of the same job was stopped. Raises
     ConfigError for what cannot be done, InputError for an input that has a fault."""
     files = find_inputs(job.inputs, job.reading)
@@ -92,15 +127,15 @@ def tokenize(job: TokenizeJob, say: Say) -> None:
             # A kill between the last two steps leaves the goal and the folder of the job.
             if not job.goals[-1].exists():
                 try:
-                    choice = _prepare_tokenizer(job, files, say)
-                    _join(job, choice, _encode(job, files, choice, say))
+                    choice = _prepare_tokenizer(job, files)
+                    _join(job, choice, _encode(job, files, choice))
                 except (InputError, ConfigError):  # an input or an option has to change
                     _clear(job.partial)
                     raise
             _clear(job.partial)
     except NotTextError as error:
         if len(files) > 1:
-            say(f"{error}; looking for all such files")
+            _say(f"{error}; looking for all such files")
             error = NotTextError(_all_faulty(files, job.reading))
         raise error from None
     except BrokenProcessPool:
@@ -123,6 +158,10 @@ def _all_faulty(files: list[InputFile], reading: Reading) -> str:
             display.advance(input_bytes)
     words = "text is not UTF-8; try --errors skip or --errors replace, or convert or remove:"
     return "\n".join([words, *faulty])
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _total(files: list[InputFile]) -> int:
@@ -208,7 +247,7 @@ def _write_whole(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def _prepare_tokenizer(job: TokenizeJob, files: list[InputFile], say: Say) -> TokenizerChoice:
+def _prepare_tokenizer(job: TokenizeJob, files: list[InputFile]) -> TokenizerChoice:
     """Returns the tokenizer of the job: of a tokenizer.json, the copy in the job's own folder. A
     BPE that an earlier run has trained is there already."""
     copy = job.partial / TOKENIZER_JSON
@@ -220,7 +259,7 @@ def _prepare_tokenizer(job: TokenizeJob, files: list[InputFile], say: Say) -> To
         _write_whole(copy, tokenizer.path.read_text())
         return choice
     if not copy.exists():
-        say(f"training a BPE of {job.train_bpe:,} ids")
+        _say(f"training a BPE of {job.train_bpe:,} ids")
         with TokenizeDisplay("read", _total(files)) as display:
 
             def texts() -> Iterator[str]:
@@ -231,7 +270,7 @@ def _prepare_tokenizer(job: TokenizeJob, files: list[InputFile], say: Say) -> To
             _write_whole(copy, train_bpe(texts(), job.train_bpe))
     found = choice.build().vocab_size
     if found < job.train_bpe:
-        say(f"the text has enough for {found:,} ids, not for {job.train_bpe:,}")
+        _say(f"the text has enough for {found:,} ids, not for {job.train_bpe:,}")
     return choice
 
 
@@ -240,7 +279,7 @@ def _chunk_path(job: TokenizeJob, index: int) -> Path:
 
 
 def _encode(
-    job: TokenizeJob, files: list[InputFile], choice: TokenizerChoice, say: Say
+    job: TokenizeJob, files: list[InputFile], choice: TokenizerChoice
 ) -> list[ChunkSummary]:
     """Encodes every piece that is not there yet, and describes all."""
     chunks = _chunk_path(job, 0).parent
@@ -273,13 +312,13 @@ def _encode(
             collect(2 * job.workers)
         collect(0)
     if empty := sum(summary.empty for summary in summaries):
-        say(f"documents without text, left out: {empty:,}")
+        _say(f"documents without text, left out: {empty:,}")
     faulty = sum((summary.faulty for summary in summaries), Counter[str]())
     if faulty:
         deed = "skipped" if job.reading.errors == "skip" else "repaired"
-        say(f"documents that are not UTF-8, {deed}: {faulty.total():,}, in")
+        _say(f"documents that are not UTF-8, {deed}: {faulty.total():,}, in")
         for file, count in sorted(faulty.items()):
-            say(f"  {file}: {count:,}")
+            _say(f"  {file}: {count:,}")
     return summaries
 
 

@@ -1,0 +1,122 @@
+"""The front of a command with subcommands: it reads the command line, prints a subcommand's answer
+and tells errors.
+
+A subcommand's module is imported once the options are known to be right. To add one: a function
+`(options: argparse.Namespace) -> Reply` in a module that imports no torch at its top, and an entry
+in the command's commands.toml, which holds all options and the texts of --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import parallel3d
+from parallel3d.errors import ConfigError
+from parallel3d.schedules.registry import SCHEDULES
+from parallel3d.tools.arguments import PARSERS, VERBOSE, Parser
+from parallel3d.tools.reply import Reply, exit_status
+
+Options = Mapping[str, Mapping[str, Any]]  # argparse's settings, by an option's flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subcommand:
+    """A subcommand, as commands.toml says it. `answer` is `module:function` of a function (options)
+    -> Reply."""
+
+    answer: str
+    summary: str
+    does: str = ""  # the summary, unless there is more to say
+    epilog: str = ""
+    takes: str | None = None
+    json: str = "one JSON object on stdout and nothing else"
+    shared: Sequence[str] = ()
+    groups: Mapping[str, Options] = field(default_factory=dict)
+
+    def parser(self, name: str, shared: Mapping[str, Options]) -> Parser:
+        """Returns the parser of all options, --json among them. `name` is how the subcommand is
+        called, and `shared` has the groups that several subcommands take."""
+        parser = Parser(
+            prog=name,
+            usage=self.takes and f"{name} {self.takes}",
+            description=self.does or f"{self.summary[0].upper()}{self.summary[1:]}.",
+            epilog=self.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.add_argument("--json", action="store_true", help=self.json)
+        groups: dict[str, Any] = {"options": parser}
+        for title, options in [
+            *((title, shared[title]) for title in self.shared),
+            *self.groups.items(),
+        ]:
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            for flags, settings in options.items():
+                groups[title].add_argument(*flags.split(), **_argument(settings))
+        return parser
+
+
+def _argument(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns argparse's settings of an option, from those of the table."""
+    found = dict(settings)
+    if "type" in found:
+        found["type"] = PARSERS[found["type"]]
+    if isinstance(found.get("metavar"), list):
+        found["metavar"] = tuple(found["metavar"])
+    if found.get("choices") == "$schedules":
+        found["choices"] = tuple(SCHEDULES)
+    if "help" in found:
+        found["help"] = found["help"].replace("$schedules", ", ".join(SCHEDULES))
+    return found
+
+
+class CommandLine:
+    """The command line of `prog`, whose subcommands are those of the file `table`. An option in the
+    place of a subcommand is the first one of `default`."""
+
+    def __init__(self, prog: str, table: Path, default: str | None = None) -> None:
+        self.prog, self.default = prog, default
+        self.table = tomllib.loads(table.read_text())
+        self.commands = {
+            name: Subcommand(**entry) for name, entry in self.table["commands"].items()
+        }
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Runs the command line, and returns the exit status."""
+        return exit_status(arguments, self._run)
+
+    def _run(self, words: list[str]) -> int:
+        words = [word for word in words if word not in VERBOSE]
+        name = words[0] if words else ""
+        if name in ("-h", "--help"):
+            width = max(map(len, self.commands))
+            lines = "\n".join(
+                f"  {name:<{width}}  {command.summary}" for name, command in self.commands.items()
+            )
+            print(self.table["help"].replace("$commands", lines), end="")
+            return 0
+        if name == "--version":
+            print(f"parallel3d {parallel3d.__version__}")
+            return 0
+        if name.startswith("-") and self.default is not None:
+            name = self.default
+            words = [name, *words]
+        if name not in self.commands:
+            near = get_close_matches(name, self.commands, 1)
+            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(self.commands)}"
+            said = f"{name}: no such command" if name else "no command is given"
+            raise ConfigError(f"{said}; {advice}; see {self.prog} --help")
+        command = self.commands[name]
+        parser = command.parser(f"{self.prog} {name}", self.table.get("shared", {}))
+        asked = parser.parse_intermixed_args(words[1:])
+        module, _, function = command.answer.partition(":")
+        reply: Reply = vars(import_module(module))[function](asked)
+        return reply.print(as_json=asked.json)
