@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_low
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from parallel3d.config.recipe import ParallelConfig
 
@@ -48,23 +49,12 @@ def work_clock(device: torch.device) -> Callable[[], float]:
     return read
 
 
-@dataclass(frozen=True)
-class OwnTime:
-    """The seconds of a rank's own work, and those of them for which its thread ran."""
+class Slowest(NamedTuple):
+    """The rank whose own work takes longest, and how many times that of the median of its peers;
+    None where it is not known."""
 
-    work_s: float
-    ran_s: float
-
-    def __add__(self, other: OwnTime) -> OwnTime:
-        return OwnTime(self.work_s + other.work_s, self.ran_s + other.ran_s)
-
-
-@dataclass(frozen=True)
-class Slowest:
-    """The rank whose own work takes longest, and how many times that of the median of its peers."""
-
-    rank: int
-    ratio: float
+    rank: int | None = None
+    ratio: float | None = None
 
 
 class Stragglers:
@@ -76,42 +66,49 @@ class Stragglers:
         self._parallel = parallel
         self._are_alone = parallel.world_size == parallel.pp  # each with its stages
         # since the ranks were last judged
-        self._sums, self._steps = [OwnTime(0.0, 0.0)] * parallel.world_size, 0
+        self._sums, self._steps = np.zeros((2, parallel.world_size)), 0
         # the rank that was slowest then, and how often in a row it was too slow
         self._suspect, self._times = -1, 0
 
-    def see(self, times: Sequence[OwnTime], steps: int) -> tuple[Slowest | None, str | None]:
-        """Returns the slowest rank, and a warning where it has been much slower than its peers for
-        long enough. Every rank calls it, with the times of all ranks in so many steps."""
-        if len(times) < 2 or not all(own.work_s < math.inf and own.ran_s > 0 for own in times):
-            return None, None
-        self._sums = [total + own for total, own in zip(self._sums, times, strict=True)]
+    def see(
+        self, work_s: Sequence[float], ran_s: Sequence[float], steps: int
+    ) -> tuple[Slowest, str | None]:
+        """Returns the slowest rank, and a warning if it has been much slower than its peers for
+        long enough. Every rank calls it, with the seconds of every rank's own work in the last
+        `steps` steps, and those of them for which its thread ran."""
+        times = np.array([work_s, ran_s])
+        is_known = np.isfinite(times).all() and (times > 0).all()
+        if len(work_s) < 2 or not is_known:
+            return Slowest(), None
+        self._sums += times
         self._steps += steps
         warning = None
         if self._steps >= WARN_STEPS:
-            found = self._slowest(self._sums)
-            self._times = (self._times + 1 if found.rank == self._suspect else 1) * (
-                found.ratio >= WARN_RATIO
-            )
-            self._suspect, self._sums, self._steps = found.rank, [OwnTime(0.0, 0.0)] * len(times), 0
+            rank, ratio = self._slowest(self._sums)
+            self._times = self._times + 1 if rank == self._suspect else 1
+            if ratio < WARN_RATIO:
+                self._times = 0
+            self._suspect, self._sums, self._steps = rank, np.zeros_like(times), 0
             if self._times == WARN_TIMES:
-                warning = self._warning(found)
-        return self._slowest(times), warning
+                warning = self._warning(rank, ratio)
+        return Slowest(*self._slowest(times)), warning
 
-    def _slowest(self, times: Sequence[OwnTime]) -> Slowest:
-        # so many neighbours are peers
-        each = len(times) if self._are_alone else len(times) // self._parallel.pp
-        slowness = [own.work_s / own.ran_s if self._are_alone else own.work_s for own in times]
-        ratios = [
-            own / median_low(slowness[rank // each * each :][:each])
-            for rank, own in enumerate(slowness)
-        ]
-        return Slowest(ratios.index(max(ratios)), max(ratios))
+    def _slowest(self, times: NDArray[np.float64]) -> tuple[int, float]:
+        """Returns the slowest rank and its ratio to the lower median of its peers."""
+        stages = 1 if self._are_alone else self._parallel.pp
+        work_s, ran_s = times
+        slowness = work_s / ran_s if self._are_alone else work_s
+        by_stage = slowness.reshape(stages, -1)  # ranks of the same stages are neighbours
+        middle = (by_stage.shape[1] - 1) // 2
+        medians = np.sort(by_stage, axis=1)[:, middle, None]
+        ratios = (by_stage / medians).ravel()
+        rank = int(ratios.argmax())
+        return rank, float(ratios[rank])
 
-    def _warning(self, found: Slowest) -> str:
+    def _warning(self, rank: int, ratio: float) -> str:
         host = [socket.gethostname()]
-        dist.broadcast_object_list(host, src=found.rank)
-        place = f"rank {found.rank} ({host[0]}, {self._parallel.coordinates(found.rank)})"
-        per = ", each per second of processor time" * self._are_alone
-        times = f"its work takes {found.ratio:.1f} times that of its peers' median"
+        dist.broadcast_object_list(host, src=rank)
+        place = f"rank {rank} ({host[0]}, {self._parallel.coordinates(rank)})"
+        per = ", each per second of processor time" if self._are_alone else ""
+        times = f"its work takes {ratio:.1f} times that of its peers' median"
         return f"{place} is slow: {times}{per}, and all wait for it"

@@ -1,4 +1,4 @@
-"""The metrics of a run, the clock of its steps, and the file that the metrics are written to."""
+"""The metrics of a run, clocks, and the file that the metrics are written to."""
 
 from __future__ import annotations
 
@@ -138,42 +138,18 @@ def _read_line(line: str) -> dict[str, float | None] | None:
     return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
 
 
+@dataclass
 class Stopwatch:
-    """Adds up the time of the blocks that it times, until it is read: steps, but not validation or
-    checkpoints."""
+    """Adds up the time of the blocks that it times."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._seconds, self._blocks = 0.0, 0
+    clock: Callable[[], float] = time.perf_counter
+    seconds: float = 0.0
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        start = self._clock()
+        start = self.clock()
         yield
-        self._seconds += self._clock() - start
-        self._blocks += 1
-
-    def read(self) -> tuple[float, int]:
-        """Returns the seconds and the number of blocks since the last reading, and starts again
-        from 0."""
-        read, self._seconds, self._blocks = (self._seconds, self._blocks), 0.0, 0
-        return read
-
-
-@dataclass(frozen=True)
-class StepClocks:
-    """The clocks of a rank's steps: their time, the part of it that waits for a batch, the rank's
-    own work, and the part of that for which its thread ran."""
-
-    whole: Stopwatch
-    data: Stopwatch
-    work: Stopwatch
-    ran: Stopwatch
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        with self.whole.timing(), self.work.timing(), self.ran.timing():
-            yield
+        self.seconds += self.clock() - start
 
 
 def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +22,13 @@ from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ahead
 from parallel3d.data.order import SkippedRanges
-from parallel3d.diagnosis.stragglers import OwnTime, Stragglers, work_clock
-from parallel3d.errors import CtrlCError, Parallel3dError, PreemptedError
+from parallel3d.diagnosis.stragglers import Stragglers, work_clock
+from parallel3d.errors import CtrlCError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest, signal_name
 from parallel3d.layers.collectives import all_gather_single
 from parallel3d.reporting import metrics
-from parallel3d.reporting.metrics import MetricsFile, StepClocks, StepMetrics, Stopwatch
+from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.torch_private import limit_waits
@@ -41,33 +41,6 @@ from parallel3d.watch import heartbeat
 from parallel3d.watch.heartbeat import phase
 
 
-def fit(
-    trainer: Trainer,
-    loaders: tuple[BatchLoader, Sequence[EvaluationSet]],
-    checkpoints: Path,
-    metrics_file: MetricsFile | None,
-    progress: ProgressDisplay,
-    stop: StopRequest,
-    *,
-    callbacks: Callbacks,
-    peak_flops: float | None = None,
-) -> None:
-    """Trains from the trainer's step to the recipe's last, or until a callback asks to stop. Every
-    rank calls it; one rank has `metrics_file`. `loaders` give this data rank's batches for training
-    and for each evaluation. MFU is a share of `peak_flops` of one device. Raises NonFiniteError,
-    SaveError and DataError, and PreemptedError after the step in which any rank had a `stop`."""
-    TrainingLoop(
-        trainer,
-        loaders,
-        checkpoints,
-        metrics_file,
-        progress,
-        stop,
-        callbacks,
-        peak_flops,
-    ).run()
-
-
 class Requests(NamedTuple):
     """What any rank was asked to do during a step."""
 
@@ -78,7 +51,11 @@ class Requests(NamedTuple):
 
 @dataclass
 class TrainingLoop:
-    """The steps of a run, and what is done between them. Its fields are the arguments of `fit`."""
+    """The steps of a run, and what is done between them. Every rank has one.
+
+    `loaders` give this data rank's batches for training and for each evaluation. One rank has
+    `metrics_file`. MFU is a share of `peak_flops` of one device.
+    """
 
     trainer: Trainer
     loaders: tuple[BatchLoader, Sequence[EvaluationSet]]
@@ -87,34 +64,32 @@ class TrainingLoop:
     progress: ProgressDisplay
     stop: StopRequest
     callbacks: Callbacks
-    peak_flops: float | None
+    peak_flops: float | None = None
 
     def __post_init__(self) -> None:
         self.recipe = self.trainer.recipe
-        device = self.trainer.device
-        self.clocks = StepClocks(
-            whole=Stopwatch(),
-            data=Stopwatch(),
-            work=Stopwatch(work_clock(device)),
-            ran=Stopwatch(time.thread_time),
-        )
-        self.stragglers = Stragglers(self.recipe.parallel)
-        self.reported_tokens = self.trainer.tokens
-        self.is_first_step = True  # of this process
         self.run_dir = self.checkpoints.parent
+        self.stragglers = Stragglers(self.recipe.parallel)
+        self.start_clocks()
+        self.is_first_step = True  # of this process
         self.profiler = ProfilerWindow(
-            self.recipe.logging, self.run_dir / "profile", rank=dist.get_rank(), device=device
+            self.recipe.logging,
+            self.run_dir / "profile",
+            rank=dist.get_rank(),
+            device=self.trainer.device,
         )
         self.saver = Saver(self.recipe.checkpoint, saved=self._tell_saved, say=self.progress.say)
 
-    def run(self) -> None:
-        """Trains to the end."""
-        with self.profiler, self.saver, garbage_collected(self.recipe.train.gc_every) as collect:
+    def fit(self) -> None:
+        """Trains from the trainer's step to the recipe's last, or until a callback asks to stop.
+        Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which
+        any rank had a `stop`."""
+        with self.profiler, self.saver, garbage_frozen(self.recipe.train.gc_every):
             is_done = self.trainer.step >= self.recipe.train.steps
             while not is_done:
-                is_done = self.train(collect)
+                is_done = self.train()
 
-    def train(self, collect: Callable[[int], None]) -> bool:
+    def train(self) -> bool:
         """Trains to the run's last step and returns True, or until the run goes back to a
         checkpoint."""
         steps = range(self.trainer.step, self.recipe.train.steps)
@@ -123,7 +98,6 @@ class TrainingLoop:
         with closing(batches_ahead(loader, steps, self.trainer.device)) as batches:
             while True:
                 result = self.train_step(batches)
-                collect(self.trainer.step)
                 if rolls_back and result.spike and self.roll_back(result.spike):
                     return False
                 if self.step_done(result):
@@ -132,21 +106,29 @@ class TrainingLoop:
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Trains the next step, timed and profiled, and checks the ranks after it."""
         step, train, report = self.trainer.step + 1, self.recipe.train, None
-        with self.profiler.step(step), self.clocks.timing():
-            with phase("data"), self.clocks.data.timing():
+        with (
+            self.profiler.step(step),
+            self.step_clock.timing(),
+            self.work_clock.timing(),
+            self.ran_clock.timing(),
+        ):
+            with phase("data"), self.data_clock.timing():
                 batch = next(batches)
-            if step == self.recipe.logging.timeline:
-                with phase("forward or backward"):
+            with phase("forward or backward"):
+                if step == self.recipe.logging.timeline:
                     result, report = traced_step(self.trainer, batch, self.run_dir)
-            else:
-                is_asked_to_stop = (
-                    self.stop.is_made or self.callbacks.is_asked_to_stop or self.saver.has_failed
-                )
-                with phase("forward or backward"):
+                else:
+                    is_asked_to_stop = (
+                        self.stop.is_made
+                        or self.callbacks.is_asked_to_stop
+                        or self.saver.has_failed
+                    )
                     result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
         if self.is_first_step:  # kernels are loaded and ranks are connected
             limit_waits(train.timeout_s)
             self.is_first_step = False
+        if is_due(train.gc_every, step):
+            gc.collect()
         if is_due(train.compare_replicas_every, step):
             self.trainer.compare_replicas(f"step {step}")
         heartbeat.step_done(step)
@@ -170,13 +152,17 @@ class TrainingLoop:
         profiled = self.profiler.end_after(step)
         if profiled is not None:
             self.progress.say(profiled)
-        losses = None
+        losses: dict[str, float] = {}
         if is_due(self.recipe.train.eval_every, step, is_last):
             losses = self.evaluate()
-        if losses is not None or step == 1 or is_due(self.recipe.logging.every, step, is_last):
+        if losses or step == 1 or is_due(self.recipe.logging.every, step, is_last):
             with phase("metrics"):
                 self.report(result, losses)
-        self.save_if_due(requests, losses, is_last=is_last)
+        saves = is_due(self.recipe.checkpoint.every, step, is_last)
+        if saves or requests.signum or requests.wants_save:
+            exports = is_last or (saves and not requests.signum)
+            with phase("save"):
+                self.save(losses, is_last=is_last or requests.signum != 0, exports=exports)
         self.answer(requests, is_last=is_last)
         return is_last
 
@@ -186,32 +172,23 @@ class TrainingLoop:
         if not result.is_asked_to_stop:
             return Requests()
         wants_save, self.stop.wants_save = self.stop.wants_save, False
+        has_failed = self.saver.has_failed
+        own = self.stop.signum, wants_save, self.callbacks.is_asked_to_stop, has_failed
+        largest = torch.tensor([int(each) for each in own], device=self.trainer.device)
         # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
-        signum, saves, has_failed, is_stopped = _largest(
-            (self.stop.signum, wants_save, self.saver.has_failed, self.callbacks.is_asked_to_stop),
-            self.trainer.device,
-        )
-        if has_failed:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        signum, saves, is_stopped, any_failed = largest.tolist()
+        if any_failed:
             self.saver.finish()  # raises the error, on all ranks
         return Requests(signum, bool(saves), bool(is_stopped))
-
-    def save_if_due(
-        self, requests: Requests, losses: Mapping[str, float] | None, *, is_last: bool
-    ) -> None:
-        signum, wants_save, _ = requests
-        on_time = is_due(self.recipe.checkpoint.every, self.trainer.step, is_last)
-        if signum or wants_save or on_time:
-            exports = is_last or (on_time and not signum)
-            with phase("save"):
-                self.save(losses, is_last=is_last or signum != 0, exports=exports)
 
     def answer(self, requests: Requests, *, is_last: bool) -> None:
         """Reports that the requests were fulfilled. Raises the error that ends the run for a
         signal."""
-        step, (signum, wants_save, _) = self.trainer.step, requests
+        step, signum = self.trainer.step, requests.signum
         if signum:
             self.stop.is_answered()
-        elif wants_save and not is_last:
+        elif requests.wants_save and not is_last:
             self.progress.say(f"SIGUSR1: saves after step {step}, and goes on")
         if signum and not is_last:
             error = CtrlCError if signum == signal.SIGINT else PreemptedError
@@ -225,17 +202,25 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, float]:
         """Returns the loss of each evaluation set by its name."""
-        trainer, sets = self.trainer, self.loaders[1]
         with phase("evaluation"):
-            losses = {each.name: trainer.evaluate_all(each.batches) for each in sets}
+            losses = {
+                each.name: self.trainer.evaluate_all(each.batches) for each in self.loaders[1]
+            }
         self.callbacks.tell("evaluated", self.trainer.step, losses)
         return losses
 
-    def report(self, result: StepResult, losses: Mapping[str, float] | None) -> None:
+    def start_clocks(self) -> None:
+        """Starts the time of the next line of metrics, without validation and checkpoints."""
+        self.reported_step, self.reported_tokens = self.trainer.step, self.trainer.tokens
+        self.step_clock, self.data_clock = Stopwatch(), Stopwatch()
+        self.work_clock = Stopwatch(work_clock(self.trainer.device))
+        self.ran_clock = Stopwatch(time.thread_time)
+
+    def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an
-        evaluation."""
-        line, warning = self.measure(result, dict(losses or {}))
-        self.reported_tokens = self.trainer.tokens
+        evaluation, and warns of a slow rank. Every rank calls it."""
+        line, warning = self.measure(result, dict(losses))
+        self.start_clocks()
         self.progress.measured(line)
         if warning is not None:
             self.progress.say(f"warning: {warning}")
@@ -244,29 +229,25 @@ class TrainingLoop:
         self.callbacks.tell("measured", self.trainer.step, line)
 
     def measure(self, result: StepResult, sets: dict[str, float]) -> tuple[StepMetrics, str | None]:
-        """Returns the metrics of the steps since the line before, with the losses of the evaluation
-        `sets`, and a warning if a rank is slow. Every rank calls it."""
-        trainer, recipe, clocks = self.trainer, self.recipe, self.clocks
-        tokens = trainer.tokens - self.reported_tokens
-        (seconds, steps), (waited_s, _) = clocks.whole.read(), clocks.data.read()
-        (work_s, _), (ran_s, _) = clocks.work.read(), clocks.ran.read()
-        per_device = tokens / seconds / recipe.parallel.world_size
+        trainer, recipe, progress = self.trainer, self.recipe, self.trainer.progress
+        tokens, steps = trainer.tokens - self.reported_tokens, trainer.step - self.reported_step
+        seconds, waited_s = self.step_clock.seconds, self.data_clock.seconds
+        tokens_per_s = tokens / seconds
+        per_device = tokens_per_s / recipe.parallel.world_size
         mfu = None
         if self.peak_flops is not None and trainer.block_weights is not None:
             flops = metrics.flops_per_token(
                 recipe.model, trainer.block_weights, recipe.train.seq_len
             )
             mfu = per_device * flops / self.peak_flops
-        peak_bytes, reserved_bytes, waits_s, works_s, ran = _from_all_ranks(
-            (
-                *metrics.peak_memory_bytes(trainer.device),
-                waited_s / steps,
-                work_s + waited_s,
-                ran_s,
-            ),
-            trainer.device,
-        )
-        slowest, warning = self.stragglers.see([*map(OwnTime, works_s, ran)], steps)
+        own = [
+            *metrics.peak_memory_bytes(trainer.device),
+            waited_s / steps,
+            self.work_clock.seconds + waited_s,
+            self.ran_clock.seconds,
+        ]
+        peak_bytes, reserved_bytes, waits_s, works_s, ran_s = _from_all_ranks(own, trainer.device)
+        slowest, warning = self.stragglers.see(works_s, ran_s, steps)
         line = StepMetrics(
             step=trainer.step,
             loss=result.loss,
@@ -275,7 +256,7 @@ class TrainingLoop:
             tokens=trainer.tokens,
             step_time_s=seconds / steps,
             data_wait_s=max(waits_s),
-            tokens_per_s=tokens / seconds,
+            tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=per_device,
             mfu=mfu,
             peak_memory_bytes=round(max(peak_bytes)),
@@ -283,26 +264,21 @@ class TrainingLoop:
             val_loss=sets.pop(VALIDATION, None),
             set_losses=sets,
             loss_scale=result.loss_scale,
-            spikes=trainer.progress.spikes.spikes,
-            rollbacks=trainer.progress.spikes.rollbacks,
-            skipped_steps=trainer.skipped_steps,
-            slowest_rank=None if slowest is None else slowest.rank,
-            slowest_ratio=None if slowest is None else slowest.ratio,
+            spikes=progress.spikes.spikes,
+            rollbacks=progress.spikes.rollbacks,
+            skipped_steps=progress.skipped_steps,
+            slowest_rank=slowest.rank,
+            slowest_ratio=slowest.ratio,
         )
         return line, warning
 
-    def save(self, losses: Mapping[str, float] | None, *, is_last: bool, exports: bool) -> None:
+    def save(self, losses: Mapping[str, float], *, is_last: bool, exports: bool) -> None:
         """Saves a checkpoint, and exports it if the recipe asks for that."""
-        path, wanted, then = (
-            checkpoint_path(self.checkpoints, self.trainer.step),
-            self.recipe.checkpoint.export,
-            None,
-        )
+        path, then = checkpoint_path(self.checkpoints, self.trainer.step), None
+        wanted = self.recipe.checkpoint.export
         if exports and (wanted == "all" or (wanted == "last" and is_last)):
             then = partial(export_saved, self.recipe, path, self.run_dir / "export" / path.name)
-        val_loss = None if losses is None else losses.get(VALIDATION)
-        state, progress = state_of(self.trainer, val_loss)
-        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
+        self._save(losses.get(VALIDATION), path, is_last=is_last, then=then)
 
     def roll_back(self, spike: str) -> bool:
         """Goes back to the newest checkpoint from before the steps that are suspected of the spike,
@@ -318,64 +294,57 @@ class TrainingLoop:
         last_innocent = max(0, before.step - self.recipe.train.spike_steps)
         old_enough = [path for path in newest_first if step_of(path) <= last_innocent]
         loaded, lines = resume_from(trainer, old_enough or newest_first[-1:], self.checkpoints)
-        first = self.recipe.batch_sizes.before(max(last_innocent, trainer.step))
-        suspects = left_out.span(first, self.recipe.batch_sizes.before(before.step))
-        trainer.update_progress(
-            skipped_by_rollbacks=SkippedRanges.merge(
-                (*before.skipped_by_rollbacks, suspects)
-            ).ranges,
-            spikes=replace(
-                before.spikes,  # the counts of the run, with the steps of the checkpoint
-                losses=loaded.spikes.losses,
-                grad_norms=loaded.spikes.grad_norms,
-                rollbacks=before.spikes.rollbacks + 1,
-            ),
+        sequences_before = self.recipe.batch_sizes.before
+        first = sequences_before(max(last_innocent, trainer.step))
+        suspects = left_out.span(first, sequences_before(before.step))
+        skipped = SkippedRanges.merge((*before.skipped_by_rollbacks, suspects))
+        spikes = replace(
+            before.spikes,  # the counts of the run, with the steps of the checkpoint
+            losses=loaded.spikes.losses,
+            grad_norms=loaded.spikes.grad_norms,
+            rollbacks=before.spikes.rollbacks + 1,
         )
-        self.progress.say(
-            f"goes back, and leaves out the sequences {suspects.first} to {suspects.last}"
-        )
-        for line in lines:
+        trainer.update_progress(skipped_by_rollbacks=skipped.ranges, spikes=spikes)
+        told = f"goes back, and leaves out the sequences {suspects.first} to {suspects.last}"
+        for line in (told, *lines):
             self.progress.say(line)
-        state, progress = state_of(trainer, loaded.val_loss)
-        path = checkpoint_path(self.checkpoints, trainer.step)
-        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=False)
-        self.forget_undone_steps(spike)
-        return True
-
-    def forget_undone_steps(self, spike: str) -> None:
-        """Takes back what was measured and reported of the steps after the trainer's."""
-        step = self.trainer.step
-        self.reported_tokens = self.trainer.tokens
-        for clock in (self.clocks.whole, self.clocks.data, self.clocks.work):
-            clock.read()
+        step = trainer.step
+        self._save(loaded.val_loss, checkpoint_path(self.checkpoints, step), is_last=False)
+        self.start_clocks()
         if self.metrics_file is not None:
             self.metrics_file.go_back(step)
             self.callbacks.tell_of_a_rollback(step, spike, self.metrics_file.history)
         self.progress.step_done(step)
+        return True
+
+    def _save(
+        self,
+        val_loss: float | None,
+        path: Path,
+        *,
+        is_last: bool,
+        then: partial[str] | None = None,
+    ) -> None:
+        state, progress = state_of(self.trainer, val_loss)
+        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
 
     def _tell_saved(self, path: Path) -> None:
         self.callbacks.tell("saved", self.trainer.step, path)
 
 
 @contextmanager
-def garbage_collected(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call after each step. It collects Python's garbage after each `every`
-    steps, and Python itself does not, so that all ranks pause in the same steps, not each in
-    another. None: Python collects as always."""
+def garbage_frozen(every: int | None) -> Iterator[None]:
+    """Turns Python's garbage collection off for a block, so that all ranks collect after the same
+    steps. None: Python collects as always."""
     if every is None:
-        yield lambda step: None
+        yield
         return
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()
     gc.freeze()  # what a run is made of stays to its end, and is not looked through again
-
-    def collect(step: int) -> None:
-        if step % every == 0:
-            gc.collect()
-
     try:
-        yield collect
+        yield
     finally:
         gc.unfreeze()
         if was_enabled:
@@ -386,39 +355,22 @@ def export_saved(
     recipe: Recipe, checkpoint: Path, to: Path, group: dist.ProcessGroup | None
 ) -> str:
     """Writes the model of a checkpoint as a folder that transformers opens, and returns a line for
-    the user. Rank 0 writes, and tells the others after each tensor that it goes on, so that none
-    waits for longer than a tensor takes. Every rank of the group calls it; an error is raised on
-    all of them."""
+    the user. Rank 0 writes, and all ranks meet after each tensor, so that none waits for longer
+    than a tensor takes. Every rank of the group calls it; an error is raised on all of them."""
     form = ExportForm.from_recipe(recipe)
-    written: Iterator[str] = (
-        export(checkpoint, to, form, overwrite=True) if dist.get_rank() == 0 else iter(())
-    )
-    failed: list[Parallel3dError] = []
+    written: Iterator[str] = iter(())
+    if dist.get_rank() == 0:
+        written = export(checkpoint, to, form, overwrite=True)
 
-    def goes_on() -> bool:
-        try:
-            return next(written, None) is not None
-        except Parallel3dError as error:
-            failed.append(error)
-            return False
+    def write_next() -> bool:
+        return next(written, None) is not None
 
-    def end() -> None:
-        if failed:
-            raise failed[0]
+    def reply(everyone: list[bool]) -> list[bool]:
+        return [any(everyone)] * len(everyone)
 
-    while any(_largest([goes_on()], torch.device("cpu"), group)):
+    while collect_from_all(write_next, reply, group):
         pass
-    collect_from_all(end, lambda everyone: everyone, group)
     return "; ".join((f"exported: {to}", *form.notes))
-
-
-def _largest(
-    numbers: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None
-) -> list[int]:
-    """Returns the largest that any rank of the group has of each number; every rank calls it."""
-    found = torch.tensor([float(number) for number in numbers], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return [int(number) for number in found.tolist()]
 
 
 def _from_all_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:

@@ -41,7 +41,7 @@ from parallel3d.schedules.build import build_schedule
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, build_callbacks
 from parallel3d.training.generation import generate
-from parallel3d.training.loop import fit
+from parallel3d.training.loop import TrainingLoop
 from parallel3d.training.state import of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
 from parallel3d.watch.heartbeat import phase
@@ -99,16 +99,16 @@ def run_worker(
                 view = RunView(recipe, run_dir, progress.say, metrics.history, trainer.step)
             told = Callbacks(watchers, view)
             with told.watching():
-                fit(
+                TrainingLoop(
                     trainer,
                     loaders,
                     checkpoints,
                     metrics,
                     progress,
                     stop,
-                    callbacks=told,
-                    peak_flops=peak_flops,
-                )
+                    told,
+                    peak_flops,
+                ).fit()
             for line in passes_over_sources(recipe, corpora, trainer.step, trainer.left_out):
                 progress.say(line)
         if train.sample_tokens:

@@ -20,7 +20,7 @@ from parallel3d.errors import SaveError
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import Callbacks
-from parallel3d.training.loop import fit
+from parallel3d.training.loop import TrainingLoop
 from parallel3d.training.state import load_trainer, state_of
 from tests.distributed.training_cases import (
     DEEP_TIED,
@@ -123,7 +123,9 @@ def fit_where_one_rank_cannot_write(
 
     loaders = (make_loader(recipe, rank), ())
     with mock.patch.object(files, "write_shard", write_shard), pytest.raises(SaveError) as error:
-        fit(trainer, loaders, folder, None, ProgressDisplay(), StopRequest(), callbacks=Callbacks())
+        TrainingLoop(
+            trainer, loaders, folder, None, ProgressDisplay(), StopRequest(), Callbacks()
+        ).fit()
     dist.barrier()
     return str(error.value), trainer.step, sorted(path.name for path in folder.iterdir())
 

@@ -32,7 +32,7 @@ from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting.metrics import MetricsFile
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import Callback, Callbacks, RunView
-from parallel3d.training.loop import fit
+from parallel3d.training.loop import TrainingLoop
 from parallel3d.training.state import resume_from
 from parallel3d.training.step_result import StepResult
 from tests.distributed.training_cases import (
@@ -151,15 +151,15 @@ def run(
         else RunView(recipe, folder, said.append, metrics.history, trainer.step)
     )
     try:
-        fit(
+        TrainingLoop(
             trainer,
             (loader, ()),
             checkpoints,
             metrics,
             progress,
             StopRequest(),
-            callbacks=Callbacks([told], view),
-        )
+            Callbacks([told], view),
+        ).fit()
     except (SpikeError, KeyboardInterrupt) as ended:
         error = str(ended)
     return Ended(

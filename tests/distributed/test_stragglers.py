@@ -15,7 +15,7 @@ from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting.metrics import MetricsFile
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import Callbacks
-from parallel3d.training.loop import fit
+from parallel3d.training.loop import TrainingLoop
 from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer
 
 
@@ -37,15 +37,15 @@ def with_a_busy_rank(folder: Path) -> tuple[int, list[str]]:
     said = ProgressDisplay()
     said.say = (lines := []).append  # type: ignore[method-assign]
     file = MetricsFile(folder / f"{rank}.jsonl", resumed_step=0)
-    fit(
+    TrainingLoop(
         trainer,
         (make_loader(trainer.recipe, rank), ()),
         folder,
         file,
         said,
         StopRequest(),
-        callbacks=Callbacks(),
-    )
+        Callbacks(),
+    ).fit()
     assert trainer.step == 24
     metrics = MetricsFile(folder / f"{rank}.jsonl", resumed_step=24).history
     return sum(

@@ -16,7 +16,7 @@ from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import Callback, Callbacks, RunView
 from parallel3d.training.generation import generate
-from parallel3d.training.loop import fit
+from parallel3d.training.loop import TrainingLoop
 from parallel3d.training.step_result import StepResult
 from tests.distributed.training_cases import (
     DEEP_TIED,
@@ -74,7 +74,7 @@ def stopped_by_a_callback(
     )
     loaders = (make_loader(trainer.recipe, rank), ())
     with callbacks.watching():
-        fit(trainer, loaders, folder, None, said, StopRequest(), callbacks=callbacks)
+        TrainingLoop(trainer, loaders, folder, None, said, StopRequest(), callbacks).fit()
     return trainer.step, [path.name for path in folder.iterdir()], lines
 
 
