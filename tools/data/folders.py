@@ -6,9 +6,10 @@ import shutil
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -33,47 +34,6 @@ _SAMPLE_TOKENS = 60
 _BLOCK_BYTES = 1 << 24
 
 
-@dataclass(frozen=True)
-class PartSummary:
-    """One part of the data."""
-
-    tokens: int
-    documents: int
-    shards: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokensSummary:
-    """What `inspect` reports. Megatron's files have one part and no vocabulary."""
-
-    path: str
-    format: str
-    dtype: str
-    vocab_size: int | None = None
-    largest_id: int | None = None
-    end_of_text: int | None = None
-    tokenizer: str | None = None  # bytes, or the sha256 of a tokenizer.json
-    tokens: int
-    documents: int
-    mean_document_tokens: float
-    parts: dict[str, PartSummary]
-
-    def lines(self) -> Iterator[str]:
-        yield f"{self.path}: {self.tokens:,} tokens in {self.documents:,} documents, {self.format}"
-        yield f"  mean document  {self.mean_document_tokens:,.1f} tokens"
-        if self.vocab_size is not None:
-            yield (
-                f"  vocabulary     {self.vocab_size:,} ids, the largest here is "
-                f"{self.largest_id:,}; {self.dtype}"
-            )
-            yield f"  tokenizer      {self.tokenizer or 'unknown'}; end of text {self.end_of_text}"
-        else:
-            yield f"  ids            {self.dtype}"
-        for name, part in self.parts.items():
-            shards = "1 shard" if part.shards == 1 else f"{part.shards} shards"
-            yield f"  {name:<13}  {part.tokens:,} tokens in {part.documents:,} documents, {shards}"
-
-
 def answer_inspect(options: Namespace) -> Reply:
     """Describes the path that the command line names."""
     return inspect(options.path)
@@ -82,35 +42,49 @@ def answer_inspect(options: Namespace) -> Reply:
 def inspect(path: Path) -> Reply:
     """Describes a folder of tokens, or Megatron's files with the prefix `path`. Reads only headers.
     Raises DataError if there is neither."""
-    header: dict[str, object] = {}
+    found: dict[str, Any] = dict.fromkeys(("vocab_size", "largest_id", "end_of_text", "tokenizer"))
+    parts: dict[str, dict[str, int]] = {}
     if path.is_dir():
-        found = TokensJson.read(path)
-        parts: dict[str, PartSummary] = {}
+        header = TokensJson.read(path)
+        kind, vocabulary = "flat", f"{header.vocab_size:,} ids, up to {header.largest_id:,} here; "
+        found = {name: getattr(header, name) for name in found}
+        found["tokenizer"] = header.tokenizer and header.tokenizer.label
+        dtype: str = header.dtype
         for part in PARTS:
-            parts[part] = _summarize(getattr(found, part))
-        for name in ("dtype", "vocab_size", "largest_id", "end_of_text"):
-            header[name] = getattr(found, name)
-        header |= {"format": "flat", "tokenizer": found.tokenizer and found.tokenizer.label}
-    else:
+            shards: Sequence[Shard] = getattr(header, part)
+            tokens = sum(shard.tokens for shard in shards)
+            documents = sum(shard.documents for shard in shards)
+            parts[part] = {"tokens": tokens, "documents": documents, "shards": len(shards)}
+    else:  # Megatron's files have one part and no vocabulary
         index = MegatronIndex.read(path)
-        parts = {"all": PartSummary(index.tokens, len(index.borders) - 1, 1)}
-        header |= {"format": "Megatron", "dtype": index.dtype.name}
-    tokens = sum(part.tokens for part in parts.values())
-    documents = sum(part.documents for part in parts.values())
-    summary = TokensSummary(
-        path=str(path),
-        tokens=tokens,
-        documents=documents,
-        mean_document_tokens=tokens / max(documents, 1),
-        parts=parts,
-        **header,  # type: ignore[arg-type]
-    )
-    return Reply(page=summary.lines, tree=lambda: asdict(summary))
-
-
-def _summarize(shards: Sequence[Shard]) -> PartSummary:
-    tokens = sum(shard.tokens for shard in shards)
-    return PartSummary(tokens, sum(shard.documents for shard in shards), len(shards))
+        kind, vocabulary, dtype = "Megatron", "", index.dtype.name
+        documents = len(index.borders) - 1
+        parts["all"] = {"tokens": index.tokens, "documents": documents, "shards": 1}
+    tokens = sum(part["tokens"] for part in parts.values())
+    documents = sum(part["documents"] for part in parts.values())
+    mean = tokens / max(documents, 1)
+    page = [
+        f"{path}: {tokens:,} tokens in {documents:,} documents, {kind}",
+        f"  mean document  {mean:,.1f} tokens",
+        f"  vocabulary     {vocabulary}{dtype}",
+    ]
+    if vocabulary:
+        tokenizer = found["tokenizer"] or "unknown"
+        page.append(f"  tokenizer      {tokenizer}; end of text {found['end_of_text']}")
+    for name, sizes in parts.items():
+        words = "{tokens:,} tokens in {documents:,} documents, {shards} shards"
+        page.append(f"  {name:<13}  {words.format(**sizes)}")
+    tree = {
+        "path": str(path),
+        "format": kind,
+        "dtype": dtype,
+        **found,
+        "tokens": tokens,
+        "documents": documents,
+        "mean_document_tokens": mean,
+        "parts": parts,
+    }
+    return Reply(page=lambda: page, tree=lambda: tree)
 
 
 def answer_check(options: Namespace) -> Reply:
@@ -172,7 +146,14 @@ def merge(folders: list[Path], out: Path) -> None:
     damaged shard."""
     headers = [TokensJson.read(folder) for folder in folders]
     for folder, header in zip(folders, headers, strict=True):
-        _refuse_another_tokenizer(folder, header, folders[0], headers[0])
+        for name in ("tokenizer", "vocab_size", "end_of_text"):
+            own, other = getattr(header, name), getattr(headers[0], name)
+            own, other = getattr(own, "label", own), getattr(other, "label", other)
+            if own != other:
+                raise ConfigError(
+                    f"{folder}: {name} is {own}, and that of {folders[0]} is {other}; merge "
+                    "folders of one tokenizer, or tokenize one of them again"
+                )
     if out.exists():
         raise ConfigError(f"--out {out}: is there already; try another name, or delete it")
     try:
@@ -194,19 +175,6 @@ def merge(folders: list[Path], out: Path) -> None:
         raise ConfigError(
             f"--out {out}: cannot be written ({error.strerror}); try another folder"
         ) from error
-
-
-def _refuse_another_tokenizer(
-    folder: Path, header: TokensJson, first_folder: Path, first: TokensJson
-) -> None:
-    for name in ("tokenizer", "vocab_size", "end_of_text"):
-        own, other = getattr(header, name), getattr(first, name)
-        own, other = getattr(own, "label", own), getattr(other, "label", other)
-        if own != other:
-            raise ConfigError(
-                f"{folder}: {name} is {own}, and that of {first_folder} is {other}; merge folders "
-                "of one tokenizer, or tokenize one of them again"
-            )
 
 
 def _copy(

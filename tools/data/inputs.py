@@ -12,7 +12,7 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -75,34 +75,30 @@ class InputFile:
     modified_ns: int
 
 
-def find_inputs(inputs: tuple[str, ...], reading: Reading) -> list[InputFile]:
+def find_inputs(inputs: Sequence[str], reading: Reading) -> list[InputFile]:
     """Returns the files that `inputs` name, and the folders that `datasets` opens. Raises
     ConfigError for a path that does not exist, or a folder without a file that matches, InputError
     for a folder that cannot be listed."""
     found = []
     for name in inputs:
         path = Path(name).expanduser().absolute()
-        is_data_set = reading.format == "datasets" or (
-            reading.format == "auto" and _is_saved_data_set(path)
-        )
-        if not path.exists():
-            where = "" if Path(name).is_absolute() else f" in {Path.cwd()}"
-            raise ConfigError(
-                f"{name}: no such file or folder{where}; try a file or a folder of texts"
-            )
         if path.is_file():
-            found.append(_input_file(path, reading))
+            found.append(_input_file(path, reading.format))
         elif not path.is_dir():
-            raise ConfigError(
-                f"{name}: is neither a file nor a folder; save its content to a file, and give that"
-            )
-        elif is_data_set:
+            words = "is neither a file nor a folder"
+            if not path.exists():
+                words = f"no such file or folder in {Path.cwd()}"
+            raise ConfigError(f"{name}: {words}; try a file or a folder of texts")
+        elif reading.format == "datasets" or (
+            reading.format == "auto" and _is_saved_data_set(path)
+        ):
             parts = [part.stat() for part in path.rglob("*") if part.is_file()]
             newest = max((part.st_mtime_ns for part in parts), default=0)
             size = sum(part.st_size for part in parts)
             found.append(InputFile(path, "datasets", size, newest))
         else:
-            found += [_input_file(file, reading) for file in _matching_files(path, name, reading)]
+            files = _matching_files(path, name, reading)
+            found += [_input_file(file, reading.format) for file in files]
     return found
 
 
@@ -129,8 +125,8 @@ def pieces(files: list[InputFile], reading: Reading) -> Iterator[SizedPiece]:
     together: list[Path] = []
     size = 0
     for file in files:
-        is_document = file.format == "text" and reading.separator is None
-        is_document = is_document and _compression(file.path) is None
+        is_packed = _compression(file.path) is not None
+        is_document = file.format == "text" and reading.separator is None and not is_packed
         if together and (not is_document or size + file.size > PIECE_BYTES):
             yield SizedPiece(partial(_read_texts, together, reading.errors), size)
             together, size = [], 0
@@ -161,11 +157,11 @@ def _read_separated(
     path: Path, data: bytes, separator: bytes, errors: Errors, faulty: Counter[str]
 ) -> Iterator[str]:
     """Yields the documents of a part of a text file."""
-    parts = [data]
-    if separator:
-        parts = [part.strip(b"\r\n") for part in data.split(separator)]
-    for part in parts:
-        yield from _as_text(part, path, errors, faulty)
+    if not separator:
+        yield from _as_text(data, path, errors, faulty)
+        return
+    for part in data.split(separator):
+        yield from _as_text(part.strip(b"\r\n"), path, errors, faulty)
 
 
 def _read_json_lines(
@@ -183,11 +179,8 @@ def _read_json_lines(
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{where}: is not JSON ({error}); {remedy}") from None
             if not isinstance(found, dict):
-                raise InputError(
-                    f'{where}: must be a JSON object, such as {{"text": "..."}}; {remedy}'
-                )
-            if reading.field not in found:
-                raise _no_field(reading.field, list(found), where)
+                raise InputError(f"{where}: must be a JSON object; {remedy}")
+            _check_field(reading.field, list(found), where)
             yield _checked_text(found[reading.field], reading.field, where)
 
 
@@ -227,11 +220,10 @@ def _compression(path: Path) -> str | None:
     return _COMPRESSIONS.get(path.suffix.lower())
 
 
-def _input_file(path: Path, reading: Reading) -> InputFile:
-    status = path.stat()
-    kind = reading.format
+def _input_file(path: Path, kind: InputFormat) -> InputFile:
     if kind == "auto":
         kind = _format_of(path) or "text"
+    status = path.stat()
     return InputFile(path, kind, status.st_size, status.st_mtime_ns)
 
 
@@ -257,22 +249,22 @@ def _pieces_of_stream(file: InputFile, reading: Reading) -> Iterator[SizedPiece]
     path, border = file.path, (reading.separator or "").encode()
     if file.format == "jsonl":
         border = b"\n"
-    left, done, line = bytearray(), 0, 1
+    left, done, line, position = bytearray(), 0, 1, 0
 
-    def piece(data: bytes) -> InputPiece:
-        if file.format == "jsonl":
-            return partial(_read_json_lines, path, data, line, reading)
-        text = data if done else data.removeprefix(codecs.BOM_UTF8)
-        return partial(_read_separated, path, text, border, reading.errors)
+    def piece(data: bytes) -> SizedPiece:
+        documents = partial(_read_json_lines, path, data, line, reading)
+        if file.format != "jsonl":
+            text = data if done else data.removeprefix(codecs.BOM_UTF8)
+            documents = partial(_read_separated, path, text, border, reading.errors)
+        return SizedPiece(documents, position - done)
 
-    position = 0
     for block, position in _blocks(path):
         left += block
         if len(left) >= PIECE_BYTES and border and border in left:
             # A separator such as "--" may overlap itself: only splitting finds the last one.
             rest = left.rpartition(border)[2] if len(border) == 1 else left.split(border)[-1]
             data = bytes(left[: len(left) - len(rest)])
-            yield SizedPiece(piece(data), position - done)
+            yield piece(data)
             left = rest
             done, line = position, line + data.count(b"\n")
         if len(left) > _MOST_BYTES:
@@ -281,7 +273,7 @@ def _pieces_of_stream(file: InputFile, reading: Reading) -> Iterator[SizedPiece]
                 f"{_MOST_BYTES >> 20} MiB; cut it, or leave the file out"
             )
     if left:
-        yield SizedPiece(piece(bytes(left)), position - done)
+        yield piece(bytes(left))
 
 
 def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -306,13 +298,11 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
 
 def _row_groups(file: InputFile, field: str) -> Iterator[SizedPiece]:
     parquet = _open_parquet(file.path)
-    names = parquet.schema_arrow.names
-    if field not in names:
-        raise _no_field(field, names, str(file.path))
-    groups, row = parquet.metadata.num_row_groups, 0
+    _check_field(field, parquet.schema_arrow.names, str(file.path))
+    row, groups = 0, parquet.metadata.num_row_groups
     for group in range(groups):
-        share = file.size * (group + 1) // groups - file.size * group // groups
-        yield SizedPiece(partial(_read_row_group, file.path, group, row, field), share)
+        piece = partial(_read_row_group, file.path, group, row, field)
+        yield SizedPiece(piece, file.size // groups)
         row += parquet.metadata.row_group(group).num_rows
 
 
@@ -329,16 +319,14 @@ def _open_parquet(path: Path) -> Any:
 
 def _rows(file: InputFile, reading: Reading) -> Iterator[SizedPiece]:
     found = _open_data_set(file.path, reading.split)
-    if reading.field not in found.column_names:
-        raise _no_field(reading.field, found.column_names, str(file.path))
+    _check_field(reading.field, found.column_names, str(file.path))
     count = len(found)
     texts = found.select_columns([reading.field])
     step = max(1, PIECE_BYTES * count // max(texts.data.nbytes, 1))
     for first in range(0, count, step):
         rows = range(first, min(first + step, count))
-        share = file.size * rows.stop // count - file.size * rows.start // count
         piece = partial(_read_rows, file.path, reading.split, rows, reading.field)
-        yield SizedPiece(piece, share)
+        yield SizedPiece(piece, file.size * len(rows) // count)
 
 
 @cache
@@ -395,16 +383,15 @@ def _checked_text(value: object, field: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InputError(
-            f"{where}: {field} holds half of a surrogate pair, which is not a character; fix it"
-        ) from None
+        raise InputError(f"{where}: {field} holds half of a surrogate pair; fix it") from None
     return value
 
 
-def _no_field(field: str, names: list[str], where: str) -> InputError:
-    known = ", ".join(names[:8])
-    tries = f"; try --field {names[0]}" if names else ""
-    return InputError(f"{where}: has no field {field}, but {known or 'none at all'}{tries}")
+def _check_field(field: str, names: list[str], where: str) -> None:
+    if field not in names:
+        known = ", ".join(names[:8])
+        tries = f", but {known}; try --field {names[0]}" if names else ""
+        raise InputError(f"{where}: has no field {field}{tries}")
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:

@@ -17,17 +17,10 @@ import threading
 from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -43,7 +36,7 @@ from parallel3d.errors import ConfigError, DataError, printable
 from parallel3d.launch.local import start_fork_server
 from parallel3d.tools.data import inputs
 from parallel3d.tools.data.chunks import Chunk, ChunkSummary, TokenizerChoice, encode_piece
-from parallel3d.tools.data.display import TokenizeDisplay
+from parallel3d.tools.data.display import show_progress
 from parallel3d.tools.data.folders import inspect
 from parallel3d.tools.data.inputs import (
     InputError,
@@ -58,13 +51,14 @@ from parallel3d.tools.reply import Reply
 
 _BYTE_LEVEL_IDS = 257  # a byte-level BPE without merges has the bytes and an end of text
 _SETTINGS = "command.json"  # the settings of the job that an unfinished folder belongs to
+_NOT_OF_THE_RESULT = ("inputs", "out", "workers", "json", "verbose")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeJob:
     """What the command line asks for."""
 
-    inputs: tuple[str, ...]
+    files: list[InputFile]
     out: Path  # a folder, or Megatron's PREFIX
     reading: Reading
     tokenizer: TokenizerChoice
@@ -72,6 +66,7 @@ class TokenizeJob:
     validation_fraction: float
     megatron: bool
     workers: int
+    settings: dict[str, Any]  # all that the result depends on, by the option that decides it
 
     @property
     def partial(self) -> Path:
@@ -79,65 +74,82 @@ class TokenizeJob:
         return self.out.with_name(f"{self.out.name}.partial")
 
     @property
+    def input_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def goal(self, ending: str) -> Path:
+        return self.out.with_name(f"{self.out.name}{ending}")
+
+    @property
     def goals(self) -> list[Path]:
         """What the job makes, the last step last."""
-        if not self.megatron:
-            return [self.out]
-        endings = ("", ".idx", f".{TOKENIZER_JSON}", ".bin")
-        return [self.out.with_name(f"{self.out.name}{ending}") for ending in endings]
+        endings = ("", ".idx", f".{TOKENIZER_JSON}", ".bin") if self.megatron else ("",)
+        return [self.goal(ending) for ending in endings]
+
+    def chunk_path(self, index: int) -> Path:
+        return self.partial / "chunks" / f"{index:08}.npz"
 
 
 def answer(options: Namespace) -> Reply:
-    """Makes a folder of tokens, and describes it. Raises ConfigError for options that exclude each
-    other."""
+    """Makes a folder of tokens, and describes it. Raises ConfigError for what cannot be done,
+    InputError for an input that has a fault."""
     if options.validation_fraction == 1:
         raise ConfigError("--validation-fraction 1: leaves nothing to train on; try 0.05")
-    if options.train_bpe is not None:
-        if options.tokenizer is not None:
-            raise ConfigError("--train-bpe: makes a tokenizer; leave out --tokenizer")
-        if options.train_bpe < _BYTE_LEVEL_IDS:
-            raise ConfigError(
-                f"--train-bpe {options.train_bpe}: must be at least {_BYTE_LEVEL_IDS}, the bytes; "
-                "try 8000"
-            )
+    if options.train_bpe is not None and options.tokenizer is not None:
+        raise ConfigError("--train-bpe: makes a tokenizer; leave out --tokenizer")
+    if options.train_bpe is not None and options.train_bpe < _BYTE_LEVEL_IDS:
+        raise ConfigError(
+            f"--train-bpe {options.train_bpe}: must be at least {_BYTE_LEVEL_IDS}, the bytes; try "
+            "8000"
+        )
     reading = Reading(
         format=options.input_format,
-        **{key.name: vars(options)[key.name] for key in fields(Reading) if key.name != "format"},
+        pattern=options.pattern,
+        field=options.field,
+        separator=options.separator,
+        split=options.split,
+        errors=options.errors,
     )
+    files = find_inputs(options.inputs, reading)
+    choice = TokenizerChoice(options.tokenizer or "bytes", options.end_of_text)
+    settings = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in vars(options).items()
+        if name not in _NOT_OF_THE_RESULT
+    }
+    settings["INPUT"] = [[str(file.path), file.size, file.modified_ns] for file in files]
+    settings["bytes of a piece"] = inputs.PIECE_BYTES
+    if options.train_bpe is None:
+        settings["--tokenizer"] = getattr(choice.build(), "sha256", choice.name)
     job = TokenizeJob(
-        inputs=tuple(options.inputs),
+        files=files,
         out=options.out,
         reading=reading,
-        tokenizer=TokenizerChoice(options.tokenizer or "bytes", options.end_of_text),
+        tokenizer=choice,
         train_bpe=options.train_bpe,
         validation_fraction=options.validation_fraction,
         megatron=options.format == "megatron",
         workers=options.workers or len(os.sched_getaffinity(0)),
+        settings=settings,
     )
     tokenize(job)
     return inspect(options.out)
 
 
 def tokenize(job: TokenizeJob) -> None:
-    """Runs the job to its end, from where an earlier run of the same job was stopped. Raises
-    ConfigError for what cannot be done, InputError for an input that has a fault."""
-    files = find_inputs(job.inputs, job.reading)
+    """Runs the job to its end, from where an earlier run of the same job was stopped."""
     try:
-        with _claimed(job, _settings(job, files)):
+        with _claimed(job):
             # A kill between the last two steps leaves the goal and the folder of the job.
             if not job.goals[-1].exists():
-                try:
-                    choice = _prepare_tokenizer(job, files)
-                    _join(job, choice, _encode(job, files, choice))
-                except (InputError, ConfigError):  # an input or an option has to change
-                    _clear(job.partial)
-                    raise
+                choice = _prepare_tokenizer(job)
+                _join(job, choice, _encode(job, choice))
             _clear(job.partial)
     except NotTextError as error:
-        if len(files) > 1:
-            _say(f"{error}; looking for all such files")
-            error = NotTextError(_all_faulty(files, job.reading))
-        raise error from None
+        if len(job.files) == 1:
+            raise
+        _say(f"{error}; looking for all such files")
+        raise NotTextError(_all_faulty(job)) from None
     except BrokenProcessPool:
         raise DataError(
             "a worker was killed, perhaps for lack of memory; to continue, run the command again "
@@ -149,49 +161,33 @@ def tokenize(job: TokenizeJob) -> None:
         ) from error
 
 
-def _all_faulty(files: list[InputFile], reading: Reading) -> str:
-    """Returns an error that names all files with text that is not UTF-8."""
-    faulty = Counter[str]()
-    with suppress(InputError), TokenizeDisplay("read", _total(files)) as display:
-        for documents, input_bytes in pieces(files, replace(reading, errors="skip")):
-            deque(documents(faulty), maxlen=0)
-            display.advance(input_bytes)
-    words = "text is not UTF-8; try --errors skip or --errors replace, or convert or remove:"
-    return "\n".join([words, *faulty])
-
-
 def _say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
-def _total(files: list[InputFile]) -> int:
-    return sum(file.size for file in files)
+def _all_faulty(job: TokenizeJob) -> str:
+    """Returns an error that names all files with text that is not UTF-8."""
+    faulty = Counter[str]()
+    with suppress(InputError):
+        deque(_texts(job, replace(job.reading, errors="skip"), faulty), maxlen=0)
+    words = "text is not UTF-8; try --errors skip or --errors replace, or convert or remove:"
+    return "\n".join([words, *faulty])
 
 
-def _settings(job: TokenizeJob, files: list[InputFile]) -> dict[str, Any]:
-    """Returns all that the result depends on, by the option that decides it, as JSON gives it
-    back."""
-    tokenizer = job.tokenizer.name
-    if job.train_bpe is None:
-        tokenizer = getattr(job.tokenizer.build(), "sha256", tokenizer)
-    found = {
-        "INPUT": [(str(file.path), file.size, file.modified_ns) for file in files],
-        **{f"--{name}": value for name, value in asdict(job.reading).items()},
-        "--tokenizer": tokenizer,
-        "--end-of-text": job.tokenizer.mark,
-        "--train-bpe": job.train_bpe,
-        "--validation-fraction": job.validation_fraction,
-        "--format": "megatron" if job.megatron else "flat",
-        "bytes of a piece": inputs.PIECE_BYTES,
-    }
-    return json.loads(json.dumps(found))
+def _texts(job: TokenizeJob, reading: Reading, faulty: Counter[str]) -> Iterator[str]:
+    """Yields all documents of the inputs."""
+    with show_progress("read", job.input_bytes) as advance:
+        for documents, input_bytes in pieces(job.files, reading):
+            yield from documents(faulty)
+            advance(input_bytes, 0)
 
 
 @contextmanager
-def _claimed(job: TokenizeJob, settings: dict[str, Any]) -> Iterator[None]:
+def _claimed(job: TokenizeJob) -> Iterator[None]:
     """Holds the job's own folder. Raises ConfigError if another process or command works in it, if
-    it has files of others, or if the goal exists."""
-    partial = job.partial
+    it has files of others, or if the goal exists. If an input or an option has to change, the
+    folder is deleted."""
+    partial, settings = job.partial, job.settings
     begun = None
     if (partial / _SETTINGS).exists():
         begun = json.loads((partial / _SETTINGS).read_text())
@@ -212,21 +208,33 @@ def _claimed(job: TokenizeJob, settings: dict[str, Any]) -> Iterator[None]:
                 )
             _write_whole(partial / _SETTINGS, json.dumps(settings))
         elif begun != settings:
-            others = [key for key in settings if begun.get(key) != settings[key]]
-            said = [f"{key} {json.dumps(begun.get(key))}" for key in others if key != "INPUT"]
-            if "INPUT" in others:
-                said.insert(0, "INPUT files that were others, or have changed since")
             raise ConfigError(
                 f"--out: {partial} holds the unfinished work of another command, with "
-                f"{', '.join(said)}; give that command again to go on with it, or delete {partial}"
+                f"{_others(begun, settings)}; give that command again to go on with it, or delete "
+                f"{partial}"
             )
-        yield
+        try:
+            yield
+        except (InputError, ConfigError):
+            _clear(partial)
+            raise
     except BlockingIOError:
         raise ConfigError(
             f"--out: another process is at work in {partial}; wait for it or end it"
         ) from None
     finally:
         os.close(folder)
+
+
+def _others(begun: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Returns in words which settings of a job that was begun differ from `settings`."""
+    words = []
+    for key, value in settings.items():
+        if key == "INPUT" and begun.get(key) != value:
+            words.append("INPUT files that were others, or have changed since")
+        elif begun.get(key) != value:
+            words.append(f"{key} {json.dumps(begun.get(key))}")
+    return ", ".join(words)
 
 
 def _clear(partial: Path) -> None:
@@ -247,7 +255,7 @@ def _write_whole(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def _prepare_tokenizer(job: TokenizeJob, files: list[InputFile]) -> TokenizerChoice:
+def _prepare_tokenizer(job: TokenizeJob) -> TokenizerChoice:
     """Returns the tokenizer of the job: of a tokenizer.json, the copy in the job's own folder. A
     BPE that an earlier run has trained is there already."""
     copy = job.partial / TOKENIZER_JSON
@@ -260,54 +268,37 @@ def _prepare_tokenizer(job: TokenizeJob, files: list[InputFile]) -> TokenizerCho
         return choice
     if not copy.exists():
         _say(f"training a BPE of {job.train_bpe:,} ids")
-        with TokenizeDisplay("read", _total(files)) as display:
-
-            def texts() -> Iterator[str]:
-                for documents, input_bytes in pieces(files, job.reading):
-                    yield from documents(Counter())
-                    display.advance(input_bytes)
-
-            _write_whole(copy, train_bpe(texts(), job.train_bpe))
+        _write_whole(copy, train_bpe(_texts(job, job.reading, Counter()), job.train_bpe))
     found = choice.build().vocab_size
     if found < job.train_bpe:
         _say(f"the text has enough for {found:,} ids, not for {job.train_bpe:,}")
     return choice
 
 
-def _chunk_path(job: TokenizeJob, index: int) -> Path:
-    return job.partial / "chunks" / f"{index:08}.npz"
-
-
-def _encode(
-    job: TokenizeJob, files: list[InputFile], choice: TokenizerChoice
-) -> list[ChunkSummary]:
+def _encode(job: TokenizeJob, choice: TokenizerChoice) -> list[ChunkSummary]:
     """Encodes every piece that is not there yet, and describes all."""
-    chunks = _chunk_path(job, 0).parent
+    chunks = job.chunk_path(0).parent
     chunks.mkdir(exist_ok=True)
     for left in chunks.glob("*.npz.*"):  # by a process that was killed
         left.unlink()
     summaries: list[ChunkSummary] = []
-    under_way: dict[Future[ChunkSummary], int] = {}
-    with (
-        TokenizeDisplay("encoded", _total(files)) as display,
-        _workers(job.workers) as pool,
-    ):
+    under_way: deque[tuple[Future[ChunkSummary], int]] = deque()
+    with show_progress("encoded", job.input_bytes) as advance, _workers(job.workers) as pool:
 
         def collect(most: int) -> None:
             """Waits until at most so many pieces are under way."""
             while len(under_way) > most:
-                finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    summaries.append(future.result())
-                    display.advance(under_way.pop(future), summaries[-1].tokens)
+                future, input_bytes = under_way.popleft()
+                summaries.append(future.result())
+                advance(input_bytes, summaries[-1].tokens)
 
-        for index, (documents, input_bytes) in enumerate(pieces(files, job.reading)):
-            path = _chunk_path(job, index)
+        for index, (documents, input_bytes) in enumerate(pieces(job.files, job.reading)):
+            path = job.chunk_path(index)
             if path.exists():
                 summaries.append(Chunk.read(path).summary)
-                display.advance(input_bytes)
+                advance(input_bytes, 0)
                 continue
-            under_way[pool.submit(encode_piece, documents, choice, path)] = input_bytes
+            under_way.append((pool.submit(encode_piece, documents, choice, path), input_bytes))
             # no more of the inputs is in memory than keeps the workers busy
             collect(2 * job.workers)
         collect(0)
@@ -364,33 +355,30 @@ def _join(job: TokenizeJob, choice: TokenizerChoice, summaries: list[ChunkSummar
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
     split = ValidationSplit.choose(summaries, 0.0 if job.megatron else job.validation_fraction)
-    chunks = (Chunk.read(_chunk_path(job, index)) for index in range(len(summaries)))
+    chunks = (Chunk.read(job.chunk_path(index)) for index in range(len(summaries)))
+    vocab_size = tokenizer.vocab_size
     if job.megatron:
-        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "int32"
-        with MegatronWriter(
-            result / "tokens.bin", dtype=dtype, vocab_size=tokenizer.vocab_size
-        ) as writer:
+        dtype = "uint16" if vocab_size <= 2**16 else "int32"
+        with MegatronWriter(result / "tokens.bin", dtype=dtype, vocab_size=vocab_size) as writer:
             for chunk in chunks:
                 if len(chunk.ids):
                     writer.add(chunk.ids, chunk.lengths)
         if job.train_bpe is not None:
-            named = job.out.with_name(f"{job.out.name}.{TOKENIZER_JSON}")
-            (job.partial / TOKENIZER_JSON).replace(named)
-        for suffix in ("idx", "bin"):  # a reader asks for the .bin first
-            (result / f"tokens.{suffix}").replace(job.out.with_name(f"{job.out.name}.{suffix}"))
+            (job.partial / TOKENIZER_JSON).replace(job.goal(f".{TOKENIZER_JSON}"))
+        for suffix in (".idx", ".bin"):  # a reader asks for the .bin first
+            (result / f"tokens{suffix}").replace(job.goal(suffix))
         return
-    whose = ShardTokenizer(kind="bytes")
+    own = ShardTokenizer(kind="bytes")
     if isinstance(tokenizer, JsonTokenizer):
-        whose = ShardTokenizer(
+        own = ShardTokenizer(
             kind="json",
             file=TOKENIZER_JSON,
             sha256=tokenizer.sha256,
             end_of_text=job.tokenizer.mark,
         )
         shutil.copyfile(job.partial / TOKENIZER_JSON, result / TOKENIZER_JSON)
-    with FolderWriter(
-        result, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text, tokenizer=whose
-    ) as folder:
+    end = tokenizer.end_of_text
+    with FolderWriter(result, vocab_size=vocab_size, end_of_text=end, tokenizer=own) as folder:
         for chunk in chunks:
             for part, ids, lengths in split.parts(chunk):
                 folder.add(part, ids, lengths)
