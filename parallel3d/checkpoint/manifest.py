@@ -49,6 +49,18 @@ class SpikeHistory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedReplicas:
+    """The replicas that train apart (`training.local_sgd`) in the run that wrote a checkpoint."""
+
+    replicas: int
+    sync_every: int
+    fragments: int
+    overlap_steps: int
+    has_momentum: bool
+    on_their_way: tuple[int, ...]  # fragments
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """The progress of a run: the state of its trainer, which a checkpoint holds beside tensors."""
 
@@ -72,8 +84,7 @@ class Progress:
     loss_scale: float | None = None  # the scale of the next step; None: not trained in float16
     loss_scale_good_steps: int = 0  # finite steps in a row at that scale
     optimizer: str = "adamw"  # the optimizer whose states the checkpoint has
-    # replicas that train apart (training/local_sgd/state.py)
-    local_sgd: dict[str, Any] | None = None
+    local_sgd: SavedReplicas | None = None
     # what identifies each corpus; None: not known
     data_fingerprint: tuple[dict[str, Any], ...] | None = None
 

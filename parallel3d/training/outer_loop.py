@@ -3,18 +3,17 @@ and are brought together again. `local_sgd` implements it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from parallel3d.checkpoint.manifest import SavedReplicas
 from parallel3d.diagnosis.replicas import Copies
 from parallel3d.training.step_result import StepTotals
 
 Tensors = dict[str, Tensor]  # by their names in a checkpoint
-Saved = Mapping[str, Any] | None  # `Progress.local_sgd` of a checkpoint
 
 
 class OuterLoop(Protocol):
@@ -40,12 +39,12 @@ class OuterLoop(Protocol):
     def begin(self) -> None:
         """Starts from the weights that were loaded into the parameters."""
 
-    def save(self, state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    def save(self, state: Tensors) -> tuple[Tensors, SavedReplicas]:
         """Returns the tensors of a checkpoint, given those of a replica, and the value of
         `Progress.local_sgd`."""
 
-    def tensors_to_load(self, state: Tensors, saved: Saved, path: Path) -> Tensors:
-        """Maps names in the checkpoint `path` to tensors to load them into."""
+    def tensors_to_load(self, state: Tensors, saved: SavedReplicas | None) -> Tensors:
+        """Maps names in a checkpoint to tensors to load them into."""
 
-    def after_loading(self, saved: Saved, path: Path) -> None:
+    def after_loading(self, saved: SavedReplicas | None) -> None:
         """Continues from the tensors that were loaded."""

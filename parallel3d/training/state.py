@@ -26,7 +26,7 @@ from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.mesh import Role
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.training.local_sgd.state import tensors_of_one_replica
+from parallel3d.training.local_sgd.replicas import tensors_of_one_replica
 from parallel3d.training.trainer import Trainer
 
 Loaded = TypeVar("Loaded")
@@ -69,13 +69,13 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
         check_data(trainer, path, saved)
         if outer_loop is None:
             return tensors_of_one_replica(state, saved.local_sgd)
-        return outer_loop.tensors_to_load(state, saved.local_sgd, path)
+        return outer_loop.tensors_to_load(state, saved.local_sgd)
 
     saved = load_tensors(state, path, choose)
     _copy_to_twins(trainer)
     trainer.optimizer.set_step(saved.step - saved.skipped_steps)
     if outer_loop is not None:
-        outer_loop.after_loading(saved.local_sgd, path)
+        outer_loop.after_loading(saved.local_sgd)
     for data in trainer.data:
         data.publish()
     trainer.update_progress(

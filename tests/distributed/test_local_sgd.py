@@ -15,10 +15,10 @@ from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig
 from parallel3d.errors import NonFiniteError
 from parallel3d.mesh import Axis, build_mesh
 from parallel3d.sharding.counting import CollectiveCounter
-from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas, sent_bytes
+from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
-from tests.distributed.local_sgd_cases import PlainDiloco, recipe_of
+from tests.distributed.local_sgd_cases import PlainDiloco, recipe_of, sent_bytes
 from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,

@@ -7,6 +7,13 @@ momentum, and its result is where all replicas go on. With outer rate 1 and no m
 averaging (local SGD; Stich 2018, arXiv 1805.09767). With `fragments` and `overlap_steps` it is
 Streaming DiLoCo (arXiv 2501.18512, algorithm 2).
 
+A checkpoint holds, and a synchronous run reads:
+
+    model.<name>                 outer parameters, which export and other runs take for the model
+    outer.momentum.<name>        momentum of the outer optimizer
+    outer.mean.<name>            mean pseudo-gradient of a fragment that no outer step has used yet
+    replica.<r>.<other names>    the tensors of a synchronous run, for each replica
+
 Everything here works on this rank's part of each parameter (`LocalParameter.local`), whatever tp,
 pp and dp_shard are.
 """
@@ -17,13 +24,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.checkpoint.files import MODEL
+from parallel3d.checkpoint.manifest import SavedReplicas
 from parallel3d.config.recipe import LocalSgdConfig
 from parallel3d.diagnosis.replicas import Copies
 from parallel3d.errors import NonFiniteError
@@ -32,9 +39,8 @@ from parallel3d.mesh import Axis
 from parallel3d.optimizers.step_bytes import runs
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.torch_private import group_of
-from parallel3d.training.local_sgd.state import SavedReplicas
 from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
-from parallel3d.training.outer_loop import Saved, Tensors
+from parallel3d.training.outer_loop import Tensors
 from parallel3d.training.step_result import StepTotals
 
 BUCKET_ELEMENTS = 2**24  # the most elements that are sent in one go: 64 MiB of float32
@@ -82,15 +88,28 @@ class SyncSchedule:
         return self.sent(step - self.overlap_steps)
 
 
+@dataclass(eq=False)
 class OuterParameter:
-    """The outer value of one parameter, equal on all replicas: float32, of the shape of this rank's
-    part."""
+    """The outer value of one parameter and its momentum, equal on all replicas: float32, of the
+    shape of this rank's part."""
 
-    def __init__(self, inner: LocalParameter) -> None:
-        self.inner = inner
-        self.value = inner.local.detach().float().clone()
-        # the mean pseudo-gradient, from its arrival until it is due
-        self.mean: Tensor | None = None
+    inner: LocalParameter
+    value: Tensor
+    momentum: Tensor | None
+    mean: Tensor | None = None  # the mean pseudo-gradient, from its arrival until it is due
+
+    @torch.no_grad()
+    def take_step(self, config: LocalSgdConfig) -> None:
+        """Steps the outer value by the mean pseudo-gradient, as `torch.optim.SGD` does."""
+        assert self.mean is not None
+        step, self.mean = self.mean, None
+        if self.momentum is not None:
+            self.momentum.mul_(config.outer_momentum).add_(step)
+            if config.nesterov:
+                step = step.add(self.momentum, alpha=config.outer_momentum)
+            else:
+                step = self.momentum
+        self.value.add_(step, alpha=-config.outer_lr)
 
     @torch.no_grad()
     def give(self, kept: float) -> None:
@@ -124,22 +143,20 @@ class LocalSgd:
             fragments=config.fragments,
             overlap_steps=config.overlap_steps,
         )
-        self._axes, self._codec = axes, CODECS[config.transport]
+        self._axes = axes
         # Fragments have a group of their own, because what is sent in every step must not queue
         # behind a fragment.
         ranks = dist.get_process_group_ranks(replicas.group)
         self._wire = replace(replicas, group=group_of(ranks, "local_sgd"))
-        self.parameters = [OuterParameter(parameter) for parameter in parameters]
+        self.parameters: list[OuterParameter] = []
         self.fragments: list[list[OuterParameter]] = [[] for _ in range(config.fragments)]
-        for outer in self.parameters:
-            self.fragments[self.schedule.fragment_of(outer.inner.name)].append(outer)
-        values = [outer.value for outer in self.parameters]
-        self.optimizer = torch.optim.SGD(
-            values, config.outer_lr, config.outer_momentum, nesterov=config.nesterov
-        )
-        if config.outer_momentum > 0:  # the buffers are made now, so that every checkpoint has them
-            for value in values:
-                self.optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
+        for inner in parameters:
+            value = inner.local.detach().float().clone()
+            # Momentum begins now, so that every checkpoint has it.
+            momentum = torch.zeros_like(value) if config.outer_momentum > 0 else None
+            outer = OuterParameter(inner, value, momentum)
+            self.parameters.append(outer)
+            self.fragments[self.schedule.fragment_of(inner.name)].append(outer)
         # What is on its way, by fragment: an empty list once all of its buckets have arrived.
         self._on_their_way: dict[int, list[tuple[list[OuterParameter], MeanOverReplicas]]] = {}
         # fragments whose outer parameters the replicas now have
@@ -150,9 +167,8 @@ class LocalSgd:
         """Returns the outer parameters and their momentum, which all replicas hold alike."""
         tensors = {f"outer {outer.inner.name}": outer.value for outer in self.parameters}
         for outer in self.parameters:
-            momentum = self._momentum(outer)
-            if momentum is not None:
-                tensors[f"optimizer.outer.momentum_buffer.{outer.inner.name}"] = momentum
+            if outer.momentum is not None:
+                tensors[f"optimizer.outer.momentum_buffer.{outer.inner.name}"] = outer.momentum
         return Copies(self.replicas, tensors)
 
     def combine(self, totals: StepTotals) -> StepTotals:
@@ -194,84 +210,78 @@ class LocalSgd:
     def evaluating(self, publish: Callable[[], None]) -> Iterator[None]:
         """Puts the outer parameters, which are the result of the run, in place of this replica's
         own for a block."""
+        own = [outer.inner.local.detach().clone() for outer in self.parameters]
+        for outer in self.parameters:
+            outer.give(0.0)
+        publish()
         self._is_evaluating = True
-        is_apart = len(self._same) < self.config.fragments
-        own = [outer.inner.local.detach().clone() for outer in self.parameters if is_apart]
-        if is_apart:
-            for outer in self.parameters:
-                outer.give(0.0)
-            publish()
         try:
             yield
         finally:
             self._is_evaluating = False
-            if is_apart:
-                for outer, value in zip(self.parameters, own, strict=True):
-                    outer.inner.local.detach().copy_(value)
-                publish()
+            for outer, value in zip(self.parameters, own, strict=True):
+                outer.inner.local.detach().copy_(value)
+            publish()
 
     def begin(self) -> None:
         for outer in self.parameters:
             outer.value.copy_(outer.inner.local.detach())
 
-    def save(self, state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    def save(self, state: Tensors) -> tuple[Tensors, SavedReplicas]:
+        has_momentum = self.config.outer_momentum > 0
         saved = SavedReplicas(
             replicas=self.replicas.size,
             **asdict(self.schedule),
-            has_momentum=self.config.outer_momentum > 0,
+            has_momentum=has_momentum,
             on_their_way=self._settle(),
         )
         own = {f"replica.{self.replicas.rank}.{name}": tensor for name, tensor in state.items()}
-        return own | self._outer_tensors(with_momentum=saved.has_momentum), asdict(saved)
+        return own | self._outer_tensors(with_momentum=has_momentum), saved
 
-    def tensors_to_load(self, state: Tensors, saved: Saved, path: Path) -> Tensors:
-        found = SavedReplicas.read(saved, path)
+    def tensors_to_load(self, state: Tensors, saved: SavedReplicas | None) -> Tensors:
         self._settle()  # or it would arrive in the parameters that are loaded
         for outer in self.parameters:
             outer.mean = None
-        for fragment in self._continued(found):
+        for fragment in self._continued(saved):
             for outer in self.fragments[fragment]:
                 outer.mean = torch.zeros_like(outer.value)
-        own, has_momentum = "", False
-        if found is not None:
-            own = f"replica.{self.replicas.rank % found.replicas}."
-            has_momentum = found.has_momentum and self.config.outer_momentum > 0
-        keeps_replicas = found is not None and found.replicas == self.replicas.size
-        return self._outer_tensors(with_momentum=has_momentum) | {
-            f"{own}{name}": tensor
+        if saved is None:
+            own = {name: tensor for name, tensor in state.items() if not name.startswith(MODEL)}
+            return self._outer_tensors(with_momentum=False) | own
+        keeps_replicas = saved.replicas == self.replicas.size
+        replica = self.replicas.rank % saved.replicas
+        own = {
+            f"replica.{replica}.{name}": tensor
             for name, tensor in state.items()
-            if keeps_replicas or not name.startswith("model.")
+            if keeps_replicas or not name.startswith(MODEL)
         }
+        return self._outer_tensors(with_momentum=saved.has_momentum) | own
 
     @torch.no_grad()
-    def after_loading(self, saved: Saved, path: Path) -> None:
+    def after_loading(self, saved: SavedReplicas | None) -> None:
         """Continues from the tensors that were loaded. Each replica starts from the outer
         parameters, unless the checkpoint holds equally many replicas."""
-        found = SavedReplicas.read(saved, path)
         first: dict[str, OuterParameter] = {}
         for outer in self.parameters:
-            momentum = self._momentum(outer)
-            if momentum is not None and (found is None or not found.has_momentum):
-                momentum.zero_()
-            twin = first.setdefault(outer.inner.name, outer)
-            if twin is outer:
-                continue
+            if outer.momentum is not None and (saved is None or not saved.has_momentum):
+                outer.momentum.zero_()
             # a tied weight that this rank has twice is in the checkpoint once
+            twin = first.setdefault(outer.inner.name, outer)
             outer.value.copy_(twin.value)
-            if momentum is not None:
-                momentum.copy_(self.optimizer.state[twin.value]["momentum_buffer"])
+            if outer.momentum is not None and twin.momentum is not None:
+                outer.momentum.copy_(twin.momentum)
             if outer.mean is not None and twin.mean is not None:
                 outer.mean.copy_(twin.mean)
-        self._on_their_way = {fragment: [] for fragment in self._continued(found)}
+        self._on_their_way = {fragment: [] for fragment in self._continued(saved)}
         self._same = set()
-        if found is None or found.replicas != self.replicas.size:
+        if saved is None or saved.replicas != self.replicas.size:
             for outer in self.parameters:
                 outer.give(0.0)
 
-    def _continued(self, saved: SavedReplicas | None) -> list[int]:
+    def _continued(self, saved: SavedReplicas | None) -> Sequence[int]:
         """Returns the checkpoint's fragments on their way, if this run has the same schedule."""
-        if saved is None or not asdict(self.schedule).items() <= asdict(saved).items():
-            return []
+        if saved is None or not asdict(self.schedule).items() <= vars(saved).items():
+            return ()
         return saved.on_their_way
 
     def _outer_tensors(self, *, with_momentum: bool) -> Tensors:
@@ -280,23 +290,19 @@ class LocalSgd:
         for outer in self.parameters:
             kinds = {"model": outer.value, "outer.mean": outer.mean}
             if with_momentum:
-                kinds["outer.momentum"] = self._momentum(outer)
+                kinds["outer.momentum"] = outer.momentum
             for kind, tensor in kinds.items():
-                if tensor is not None:
-                    tensors.setdefault(
-                        f"{kind}.{outer.inner.name}", outer.inner.distributed(tensor)
-                    )
+                name = f"{kind}.{outer.inner.name}"
+                if tensor is not None and name not in tensors:
+                    tensors[name] = outer.inner.distributed(tensor)
         return tensors
 
-    def _momentum(self, outer: OuterParameter) -> Tensor | None:
-        return self.optimizer.state[outer.value].get("momentum_buffer")
-
-    def _settle(self) -> list[int]:
+    def _settle(self) -> tuple[int, ...]:
         """Waits for all fragments on their way, leaves them in `OuterParameter.mean`, and returns
         their numbers."""
         for fragment in sorted(self._on_their_way):
             self._arrive(fragment)
-        return sorted(self._on_their_way)
+        return tuple(sorted(self._on_their_way))
 
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
@@ -305,7 +311,7 @@ class LocalSgd:
             self.fragments[fragment], lambda outer: outer.value.numel(), most=BUCKET_ELEMENTS
         ):
             differences = [outer.value - outer.inner.local.detach() for outer in bucket]
-            mean = MeanOverReplicas(differences, self._wire, self._codec)
+            mean = MeanOverReplicas(differences, self._wire, CODECS[self.config.transport])
             self._on_their_way[fragment].append((bucket, mean))
             if self.config.overlap_steps == 0:
                 self._arrive(fragment)  # one bucket at a time takes less memory
@@ -320,27 +326,33 @@ class LocalSgd:
         """Takes the outer step of a fragment. Raises NonFiniteError on all ranks if a mean is not
         finite on any: replicas have the same means, but ranks of one replica do not."""
         self._arrive(fragment)
-        parameters = self.fragments[fragment]
+        arrived = [outer for outer in self.fragments[fragment] if outer.mean is not None]
         bad = torch.zeros((), dtype=torch.float64, device=self.parameters[0].value.device)
-        for outer in parameters:
-            if outer.mean is not None:
-                bad += ~torch.isfinite(outer.mean).all()
+        for outer in arrived:
+            assert outer.mean is not None
+            bad += ~torch.isfinite(outer.mean).all()
         if all_reduce_over(self._axes, bad).item():
-            limit = (
-                " or is beyond 65504, float16's largest number"
-                if self.config.transport == "fp16"
-                else ""
-            )
+            is_fp16 = self.config.transport == "fp16"
+            limit = " or is beyond 65504, float16's largest number" if is_fp16 else ""
             raise NonFiniteError(
                 f"step {step}: the mean difference of the replicas' parameters is not "
                 f"finite{limit}. A lower optimizer.lr, or local_sgd.transport=fp32, may do"
             )
-        for outer in parameters:
-            outer.value.grad, outer.mean = outer.mean, None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        for outer in parameters:
+        for outer in arrived:
+            outer.take_step(self.config)
+        for outer in self.fragments[fragment]:
             outer.give(kept)
         del self._on_their_way[fragment]
         if kept == 0.0:
             self._same.add(fragment)
+
+
+def tensors_of_one_replica(state: Tensors, saved: SavedReplicas | None) -> Tensors:
+    """Maps names in a checkpoint to the tensors of a synchronous run: the outer parameters, and all
+    else of the first replica."""
+    if saved is None:
+        return state
+    return {
+        name if name.startswith(MODEL) else f"replica.0.{name}": tensor
+        for name, tensor in state.items()
+    }

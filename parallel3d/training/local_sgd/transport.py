@@ -32,9 +32,8 @@ BLOCK = 256  # elements that share one scale
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes blocks, float32 [n, BLOCK], as bytes, uint8 [n, block_bytes], and back."""
+    """Encodes blocks, float32 [n, BLOCK], as [n, anything], and decodes them."""
 
-    block_bytes: int
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
 
@@ -53,28 +52,14 @@ def _from_int8(payload: Tensor) -> Tensor:
 
 
 CODECS: dict[Transport, Codec] = {
-    "fp32": Codec(
-        4 * BLOCK,
-        lambda blocks: blocks.view(torch.uint8),
-        lambda payload: payload.view(torch.float32),
-    ),
-    "fp16": Codec(
-        2 * BLOCK,
-        lambda blocks: blocks.half().view(torch.uint8),
-        lambda payload: payload.view(torch.float16).float(),
-    ),
-    "int8": Codec(4 + BLOCK, _to_int8, _from_int8),
+    "fp32": Codec(Tensor.float, Tensor.float),
+    "fp16": Codec(Tensor.half, Tensor.float),
+    "int8": Codec(_to_int8, _from_int8),
 }
 
 
 def blocks_of(numel: int) -> int:
     return -(-numel // BLOCK)
-
-
-def sent_bytes(numels: Sequence[int], codec: Codec, replicas: int) -> int:
-    """Returns the bytes that a rank sends for the mean of tensors of these sizes."""
-    slice_blocks = -(-sum(blocks_of(numel) for numel in numels) // replicas)
-    return 2 * (replicas - 1) * slice_blocks * codec.block_bytes
 
 
 class MeanOverReplicas:
@@ -85,13 +70,10 @@ class MeanOverReplicas:
         self._shapes = [tensor.shape for tensor in tensors]
         self._replicas, self._codec = replicas, codec
         wanted = sum(blocks_of(tensor.numel()) for tensor in tensors)
-        blocks = torch.zeros(
-            -(-wanted // replicas.size) * replicas.size, BLOCK, device=tensors[0].device
-        )
-        flat, start = blocks.view(-1), 0
-        for tensor in tensors:  # each begins a block
-            flat[start : start + tensor.numel()].copy_(tensor.reshape(-1))
-            start += blocks_of(tensor.numel()) * BLOCK
+        slice_blocks = -(-wanted // replicas.size)
+        blocks = torch.zeros(replicas.size * slice_blocks, BLOCK, device=tensors[0].device)
+        for part, tensor in zip(self._parts(blocks), tensors, strict=True):
+            part.copy_(tensor)
         mine = codec.encode(blocks).unflatten(0, (replicas.size, -1))
         theirs = torch.empty_like(mine)
         self._buffers = mine, theirs  # kept until they have arrived
@@ -121,11 +103,15 @@ class MeanOverReplicas:
         self.gather()
         _wait(self._arrives)
         _, everyone = self._buffers
-        flat, start, means = self._codec.decode(everyone.flatten(0, 1)).view(-1), 0, []
+        return self._parts(self._codec.decode(everyone.flatten(0, 1)))
+
+    def _parts(self, blocks: Tensor) -> list[Tensor]:
+        """Returns the part of each tensor in the blocks; each begins a block."""
+        flat, start, parts = blocks.view(-1), 0, []
         for shape in self._shapes:
-            means.append(flat[start : start + shape.numel()].view(shape))
+            parts.append(flat[start : start + shape.numel()].view(shape))
             start += blocks_of(shape.numel()) * BLOCK
-        return means
+        return parts
 
 
 def _wait(work: dist.Work | None) -> None:
