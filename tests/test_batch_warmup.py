@@ -74,7 +74,7 @@ def test_sizes_that_the_layout_cannot_divide_are_refused_with_ones_that_it_can()
     )
     assert refusal(batch_warmup_increment=16) == (
         "train.batch_warmup_increment = 16: must divide train.global_batch_size - "
-        "train.batch_warmup_start = 24; try 4, 8, 12 or 24"
+        "train.batch_warmup_start = 24; try 4"
     )
     assert "batch_warmup_start = 40: must be at most train.global_batch_size = 32" in refusal(
         batch_warmup_start=40

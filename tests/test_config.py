@@ -263,7 +263,7 @@ BROKEN = [
     ),
     (
         ["parallel.recompute=every_n"],
-        "parallel.recompute_every = null: parallel.recompute = every_n",
+        "parallel.recompute_every = null: is for parallel.recompute = every_n",
         "parallel.recompute_every=2",
     ),
     (
@@ -288,22 +288,22 @@ BROKEN = [
     ),
     (
         ["parallel.pp=8"],
-        "parallel.pp = 8: 4 layers cannot fill 8 stages; try parallel.pp=4 or",
+        "parallel.pp = 8: model.layers = 4 cannot fill 8 stages",
         "parallel.pp=4",
     ),
     (
         ["parallel.virtual_stages=2"],
-        "needs parallel.schedule = interleaved_1f1b",
+        "parallel.virtual_stages = 2: must be 1 with parallel.schedule = 1f1b",
         "parallel.schedule=interleaved_1f1b",
     ),
     (
         ["parallel.schedule=interleaved_1f1b"],
-        "has nothing to interleave",
+        "interleaves the stages of a pipeline",
         "parallel.virtual_stages=2",
     ),
     (
         ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2", "parallel.pp=1"],
-        "needs a pipeline, and parallel.pp = 1; try parallel.pp=2",
+        "needs more than parallel.pp = 1 and",
         "parallel.pp=2",
     ),
     (
@@ -363,7 +363,7 @@ BROKEN = [
     ),
     (
         ["data.evaluation=[{name: validation, path: w.txt}]", "train.eval_every=9"],
-        "data.evaluation[0].name = validation: is the name of the part of the run's ow",
+        "data.evaluation[0].name = validation: must be of letters",
         "data.evaluation=[{name: validation-1, path: w.txt}]",
     ),
     (
@@ -390,7 +390,7 @@ BROKEN = [
     ),
     (
         ["checkpoint.resume="],
-        "must be none, auto or the path of a checkpoint",
+        "checkpoint.resume = '' (command line): must have at least 1 character; try none",
         "checkpoint.resume=auto",
     ),
     (

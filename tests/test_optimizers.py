@@ -151,7 +151,6 @@ def quickstart(*overrides: str) -> Recipe:
             ["name=sgd", "momentum=0.0", "nesterov=true"],
             "optimizer.nesterov = true: needs momentum",
         ),
-        (["name=sgd", "momentum=0.0", "state_dtype=bf16"], "sgd without momentum has no states"),
         (
             ["name=muon", "ns_steps=100"],
             "ns_steps = 100 (command line): must be at most 99; try 99",

@@ -82,7 +82,7 @@ BAD_INPUTS = [
         "parallel.tp = 7: must divide model.heads = 32 and model.kv_heads = 8; try 1, 2, 4 or 8"
     )),
     (f"{ASKED} --fix pp=64", (
-        "parallel.pp = 64: 32 layers cannot fill 64 stages; try parallel.pp=32"
+        "parallel.pp = 64: model.layers = 32 cannot fill 64 stages"
     )),
     (f"{ASKED} --fix tp=8 --max-tp 4", "tp = 8: more than --max-tp 4"),
     (f"{ASKED} --fix tp=1 sp=true", (
@@ -95,7 +95,7 @@ BAD_INPUTS = [
     )),
     (f"{ASKED} --fix tp=1 pp=1 mb=3", "parallel.microbatch_size 3 = 48; try 96 or 144"),
     (f"{ASKED} --fix schedule=1f1b vpp=2", (
-        "virtual_stages = 2: needs parallel.schedule = interleaved_1f1b,"
+        "virtual_stages = 2: must be 1 with parallel.schedule = 1f1b;"
     )),
     (f"{ASKED} --fix schedule=1f1b --schedule gpipe", "--schedule gpipe: --fix says schedule=1f1b"),
     (f"{ASKED} --fix tp=2 --fix tp=4", "--fix tp=4: tp is given twice; keep one of the two"),

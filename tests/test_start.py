@@ -161,7 +161,7 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
         ),
         (
             "checkpoint.start_from=''",
-            "checkpoint.start_from = '': must be the path of a checkpoint",
+            "checkpoint.start_from = '' (command line): must have at least 1",
         ),
         (
             "checkpoint.start_from=runs/mine run_dir=runs/mine",

@@ -36,7 +36,6 @@ _READ_IF = {
         "model.rope_scaling.beta_slow model.rope_scaling.beta_fast "
         "model.rope_scaling.attention_factor"
     ),
-    Condition("parallel.recompute", ("every_n",)): "parallel.recompute_every",
     Condition("train.batch_warmup_start", example=8): (
         "train.batch_warmup_steps train.batch_warmup_increment"
     ),

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
+from annotated_types import MinLen
+
 from parallel3d.config.flops import block_weights
 from parallel3d.config.ranges import in_range
 from parallel3d.config.sharding_strategies import Cadence, ShardingName, strategy_of
@@ -26,6 +28,7 @@ ReduceDtype = Literal["fp32", "bf16"]
 Transport = Literal["fp32", "fp16", "int8"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
+Text = Annotated[str, MinLen(1)]
 Count = Annotated[int, in_range(ge=1, le=2**40)]
 Index = Annotated[int, in_range(ge=0, le=2**40)]
 Size = Annotated[int, in_range(ge=1, le=2**27)]
@@ -281,7 +284,7 @@ class TrainConfig:
     early_stop_set: str | None = None
     callbacks: tuple[str, ...] = ()  # classes that watch the run, each as package.module:Class
     sample_tokens: Index = 0  # tokens generated after the last step; 0: none
-    sample_prompt: str = "def "
+    sample_prompt: Text = "def "
     sample_top_k: Count = 1  # the likeliest tokens, of which one is drawn; 1: greedy
     # ... of them those that sum to this share
     sample_top_p: Annotated[float, in_range(gt=0, le=1)] = 1.0
@@ -495,11 +498,11 @@ class CheckpointConfig:
     # Seconds after SIGTERM, SIGHUP or Ctrl-C within which the state must be saved; None: however
     # long it takes.
     grace_s: Positive | None = None
-    resume: str = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
+    resume: Text = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
     allow_other_data: bool = False  # resume also where the data is not that of the checkpoint
     # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None:
     # with drawn ones.
-    start_from: str | None = None
+    start_from: Text | None = None
     # Which of the checkpoints saved on time are also written to run_dir/export, as a folder that
     # transformers opens.
     export: Literal["none", "last", "all"] = "none"
@@ -519,8 +522,8 @@ class LoggingConfig:
     profile_ranks: tuple[Index, ...] = (0,)
     sinks: tuple[SinkName, ...] = ()  # dashboards that get the lines of metrics.jsonl as well
     # the project of Weights & Biases and the experiment of MLflow that the run belongs to
-    project: str = "parallel3d"
-    run_name: str | None = None  # the run's name there; None: that of run_dir's folder
+    project: Text = "parallel3d"
+    run_name: Text | None = None  # the run's name there; None: that of run_dir's folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -575,7 +578,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    run_dir: str | None = None  # None: runs/<recipe name>
+    run_dir: Text | None = None  # None: runs/<recipe name>
 
     @property
     def microbatches(self) -> int:

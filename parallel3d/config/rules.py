@@ -8,13 +8,10 @@ be ignored, `rules_layout` the model and its layout, and this file all else.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
-from operator import attrgetter
 from pathlib import Path
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
@@ -35,7 +32,6 @@ from parallel3d.config.rules_layout import (
 )
 from parallel3d.config.schema import range_errors
 from parallel3d.config.sharding_strategies import HYBRID_OF
-from parallel3d.config.yaml_text import is_text
 from parallel3d.errors import ConfigError
 from parallel3d.shard_sizes import divisors
 
@@ -101,16 +97,14 @@ def fit_to_workers(recipe: Recipe, workers: int) -> Recipe:
             "many, change the layout, or try parallel.elastic=true, which sets dp_shard"
         )
     fixed = {axis: size for axis, size in parallel.axes.items() if axis != "dp_shard"}
-    each, most = (
-        prod(fixed.values()),
-        train.global_batch_size // (parallel.dp_replicate * parallel.microbatch_size),
-    )
+    each = prod(fixed.values())
+    most = train.global_batch_size // (parallel.dp_replicate * parallel.microbatch_size)
     fitting = [dp_shard for dp_shard in divisors(most) if not _problem(recipe, dp_shard)]
-    dp_shard, rest = divmod(workers, each)
-    if dp_shard in fitting and not rest:
+    dp_shard = workers // each
+    if dp_shard in fitting and workers % each == 0:
         return _with_dp_shard(recipe, dp_shard)
     reason = f"must be a multiple of {product(fixed)}, which parallel.elastic keeps"
-    if dp_shard and not rest:
+    if dp_shard and workers % each == 0:
         reason = f"makes dp_shard = {dp_shard}, and then {_problem(recipe, dp_shard)}"
     numbers = any_of(nearest([each * dp_shard for dp_shard in fitting], workers))
     raise ConfigError(f"WORLD_SIZE = {workers}: {reason}; try {numbers} workers")
@@ -140,35 +134,37 @@ def _problem(recipe: Recipe, dp_shard: int) -> str:
 def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of local SGD that does not fit the layout, the model or the length
     of the run."""
-    local, steps = recipe.local_sgd, recipe.train.steps
+    local, parallel = recipe.local_sgd, recipe.parallel
     every = local.sync_every
     if every is None:
         return
-    if recipe.parallel.elastic:
+    if parallel.elastic:
         yield (
             "<parallel.elastic>: would move ranks between replicas, which <local_sgd.sync_every> "
             "keeps apart; try parallel.elastic=false"
         )
-    if recipe.parallel.dp_replicate == 1:
+    if parallel.dp_replicate == 1:
         yield (
             "<local_sgd.sync_every>: needs replicas, and <parallel.dp_replicate>; try "
             "parallel.dp_replicate=2, or local_sgd.sync_every=null"
         )
-    if recipe.parallel.sharding in _INSIDE_A_REPLICA:
+    if parallel.sharding in _INSIDE_A_REPLICA:
         yield (
             "<parallel.sharding>: sums gradients over parallel.dp_replicate in every step, which "
             "<local_sgd.sync_every> is to avoid; try "
-            f"{_INSIDE_A_REPLICA[recipe.parallel.sharding]}"
+            f"{_INSIDE_A_REPLICA[parallel.sharding]}"
         )
+    steps = recipe.train.steps
     yield from at_most(recipe, "local_sgd.sync_every", "train.steps", max(1, steps // 10))
-    most = min(recipe.model.layers, every)
-    yield from at_most(recipe, "local_sgd.fragments", "model.layers", most)
-    yield from at_most(recipe, "local_sgd.fragments", "local_sgd.sync_every", most)
+    for limit in ("model.layers", "local_sgd.sync_every"):
+        yield from at_most(recipe, "local_sgd.fragments", limit, 1)
     if local.overlap_steps >= every:
-        yield (f"<local_sgd.overlap_steps>: must be below <local_sgd.sync_every>; try {every // 2}")
+        yield f"<local_sgd.overlap_steps>: must be below <local_sgd.sync_every>; try {every // 2}"
     if local.nesterov and local.outer_momentum == 0:
-        tries = "local_sgd.nesterov=false, or local_sgd.outer_momentum=0.9"
-        yield f"<local_sgd.nesterov>: needs momentum, and <local_sgd.outer_momentum>; try {tries}"
+        yield (
+            "<local_sgd.nesterov>: needs momentum, and <local_sgd.outer_momentum>; try "
+            "local_sgd.nesterov=false, or local_sgd.outer_momentum=0.9"
+        )
 
 
 @rule
@@ -179,12 +175,13 @@ def train_errors(recipe: Recipe) -> Iterator[str]:
     end = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
     last = optimizer.decay_steps or train.steps
     yield from at_most(recipe, "optimizer.warmup_steps", end, last // 10)
-    if optimizer.schedule == "wsd" and optimizer.decay_start is None:
-        words = "needs the step up to which the rate stays at its peak"
-        yield f"<optimizer.schedule>: {words}; try optimizer.decay_start={last * 9 // 10}"
     yield from at_most(recipe, "optimizer.decay_start", end, last * 9 // 10)
-    if optimizer.decay_start is not None:
-        yield from at_most(recipe, "optimizer.warmup_steps", "optimizer.decay_start", 0)
+    yield from at_most(recipe, "optimizer.warmup_steps", "optimizer.decay_start", 0)
+    if optimizer.schedule == "wsd" and optimizer.decay_start is None:
+        yield (
+            "<optimizer.schedule>: needs the step up to which the rate stays at its peak; try "
+            f"optimizer.decay_start={last * 9 // 10}"
+        )
     if optimizer.schedule == "range_test" and optimizer.min_lr_ratio == 0:
         yield (
             "<optimizer.min_lr_ratio>: the rate of a range test rises from that share of its last; "
@@ -192,23 +189,23 @@ def train_errors(recipe: Recipe) -> Iterator[str]:
         )
     names = [each.name for each in recipe.data.evaluation]
     for index, name in enumerate(names):
-        key = f"data.evaluation[{index}].name = {name}"
-        if not re.fullmatch(r"[\w.-]+", name):
-            yield f"{key}: must be of letters, digits, -, _ and .; try wiki"
-        elif name in ("validation", *names[:index]):
-            words = "the part of the run's own data" if name == "validation" else "another set"
-            yield f"{key}: is the name of {words}; try {name}-{index + 1}"
+        if not re.fullmatch(r"[\w.-]+", name) or name in ("validation", *names[:index]):
+            yield (
+                f"data.evaluation[{index}].name = {name}: must be of letters, digits, -, _ and ., "
+                "and neither validation nor the name of another set; try "
+                f"set-{index + 1}"
+            )
     if train.early_stop_set not in (None, *names):
-        tries = names[0] if names else "null, the part kept for validation"
-        yield f"<train.early_stop_set>: is the name of no set of data.evaluation; try {tries}"
+        yield (
+            "<train.early_stop_set>: is the name of no set of data.evaluation; try "
+            f"{any_of([*names, 'null'])}"
+        )
     if train.on_spike == "rollback" and recipe.checkpoint.every is None:
         yield (
             "<train.on_spike>: goes back to a checkpoint, and <checkpoint.every>; try "
             "checkpoint.every=100"
         )
     yield from at_most(recipe, "train.sample_top_k", "model.vocab", "1, which is greedy")
-    if train.sample_tokens and not train.sample_prompt:
-        yield "train.sample_prompt = '': a sample continues some text; try 'def '"
 
 
 @rule
@@ -217,10 +214,10 @@ def data_errors(recipe: Recipe) -> Iterator[str]:
     data, vocab = recipe.data, recipe.model.vocab
     if data.tokenizer == "bytes" and data.source != "tokens":
         if vocab < _BYTE_TOKENIZER_IDS:
-            tries = str(multiple_from(_BYTE_TOKENIZER_IDS, recipe.parallel.tp))
             yield (
                 f"<model.vocab>: must be at least {_BYTE_TOKENIZER_IDS}, the ids of "
-                f"<data.tokenizer>; try {tries}"
+                "<data.tokenizer>; try "
+                f"{multiple_from(_BYTE_TOKENIZER_IDS, recipe.parallel.tp)}"
             )
         if data.end_of_text is not None:
             yield (
@@ -234,51 +231,39 @@ def data_errors(recipe: Recipe) -> Iterator[str]:
         )
     for token in data.ignore_token_ids:
         if not 0 <= token < vocab:
-            tries = f"ids from 0 to {vocab - 1}"
-            yield f"<data.ignore_token_ids>: {token} is no token of <model.vocab>; try {tries}"
+            yield (
+                f"<data.ignore_token_ids>: {token} is no token of <model.vocab>; try ids from 0 to "
+                f"{vocab - 1}"
+            )
     for index, each in enumerate(data.skip):
         if each.last < each.first:
-            words = f"comes before its first, {each.first}"
-            tries = f"{{first: {each.last}, last: {each.first}}}"
-            yield f"data.skip[{index}].last = {each.last}: {words}; try {tries}"
+            yield (
+                f"data.skip[{index}].last = {each.last}: comes before its first, {each.first}; try "
+                f"{{first: {each.last}, last: {each.first}}}"
+            )
     if data.source != "stdlib" and not data.path and not data.sources:
-        tries = "corpus.txt" if data.source == "text" else "tokens, a folder with a tokens.json"
-        yield f"<data.path>: <data.source> needs a file or a folder; try data.path={tries}"
+        yield "<data.path>: <data.source> needs a file or a folder; try data.path=corpus"
 
 
 @rule
 def file_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule of checkpoints and folders."""
-    checkpoint, run_dir = recipe.checkpoint, recipe.run_dir
-    for name in ("run_dir", "data.path", "data.tokenizer", "checkpoint.start_from"):
-        path = attrgetter(name)(recipe) or ""
-        if not _is_path(path):
-            words = f"must be text in UTF-8, and in this locale's {sys.getfilesystemencoding()}"
-            yield f"<{name}>: {words}; try run_dir=runs/mine, or LC_ALL=C.UTF-8"
-            return
+    checkpoint, run_dir, start = recipe.checkpoint, recipe.run_dir, recipe.checkpoint.start_from
     every, keep_every = checkpoint.every, checkpoint.keep_every
     if every is not None and keep_every is not None and keep_every % every:
         tries = any_of(multiples_near(keep_every, every))
         yield f"<checkpoint.keep_every>: must be a multiple of <checkpoint.every>; try {tries}"
-    if not checkpoint.resume:
-        yield "checkpoint.resume = '': must be none, auto or the path of a checkpoint; try auto"
     if checkpoint.export != "none":
         try:
             family_of(recipe.model)
         except ConfigError as error:
             yield f"{error}; try that, or checkpoint.export=none"
-    if run_dir is not None and not run_dir.strip():
-        yield "run_dir = '': must be a folder; try run_dir=runs/mine"
-        return
     folder = Path(run_dir or ".").resolve()
     if folder == Path(folder.anchor):
         yield "<run_dir>: is the root of the file system; try run_dir=runs/mine"
-    start = checkpoint.start_from
     if start is None:
         return
-    if not start.strip():
-        yield "checkpoint.start_from = '': must be the path of a checkpoint; try runs/mine, or null"
-    elif checkpoint.resume not in ("none", "auto"):
+    if checkpoint.resume not in ("none", "auto"):
         yield (
             "<checkpoint.resume>: resumes a run, and <checkpoint.start_from> begins a new one; try "
             "checkpoint.resume=auto, or checkpoint.start_from=null"
@@ -290,51 +275,39 @@ def file_errors(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _is_path(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return is_text(text) and "\0" not in text
-
-
 @rule
 def logging_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each setting of profiles and sinks that means nothing in this run."""
+    """One line for each setting of profiles that means nothing in this run."""
     logging, steps, ranks = recipe.logging, recipe.train.steps, recipe.parallel.world_size
     yield from at_most(recipe, "logging.timeline", "train.steps", steps)
-    if logging.profile_steps is not None:
-        first, last = logging.profile_steps
-        if not 1 <= first <= last <= steps:
-            tries = f"[{min(10, steps)},{min(12, steps)}]"
-            words = "must be a first and a last step between 1 and <train.steps>"
-            yield f"<logging.profile_steps>: {words}; try {tries}"
+    first, last = logging.profile_steps or (1, steps)
+    if not 1 <= first <= last <= steps:
+        yield (
+            "<logging.profile_steps>: must be a first and a last step between 1 and <train.steps>; "
+            f"try [{min(10, steps)},{min(12, steps)}]"
+        )
     if any(rank >= ranks for rank in logging.profile_ranks):
-        tries = f"ranks from 0 to {ranks - 1}"
-        yield f"<logging.profile_ranks>: the layout has {ranks} ranks; try {tries}"
-    for key in ("project", "run_name"):
-        name = getattr(logging, key)
-        if name is not None and not name.strip():
-            yield f"<logging.{key}>: must be a name; try logging.{key}=mine"
+        yield (
+            f"<logging.profile_ranks>: the layout has {ranks} ranks; try ranks from 0 to "
+            f"{ranks - 1}"
+        )
 
 
 @rule
 def optimizer_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule of the optimizer's own keys."""
-    config = recipe.optimizer
-    if config.name == "sgd" and config.momentum == 0:
-        if config.nesterov:
-            tries = "optimizer.momentum=0.9"
-            yield f"<optimizer.nesterov>: needs momentum, and <optimizer.momentum>; try {tries}"
-        if config.state_dtype is not None:
-            tries = "optimizer.state_dtype=null, or optimizer.momentum=0.9"
-            yield f"<optimizer.state_dtype>: sgd without momentum has no states; try {tries}"
+    config = recipe.optimizer.resolved
+    if config.name == "sgd" and config.nesterov and config.momentum == 0:
+        yield (
+            "<optimizer.nesterov>: needs momentum, and <optimizer.momentum>; try "
+            "optimizer.momentum=0.9"
+        )
     if config.state_dtype != "bf16":
         return
     limit = f"at most {_LARGEST_BF16_BETA} with <optimizer.state_dtype>, or bf16 rounds steps away"
     if config.name != "sgd" and max(config.betas) > _LARGEST_BF16_BETA:
         yield f"<optimizer.betas>: must be {limit}; try [0.9, 0.95]"
-    if config.momentum is not None and config.momentum > _LARGEST_BF16_BETA:
+    if (config.momentum or 0) > _LARGEST_BF16_BETA:
         yield f"<optimizer.momentum>: must be {limit}; try 0.95"
 
 
@@ -345,22 +318,25 @@ def warnings_for(recipe: Recipe) -> Iterator[str]:
     if optimizer.schedule in ("constant", "range_test") and optimizer.decay_steps is not None:
         yield "<optimizer.decay_steps>: not used, because <optimizer.schedule> never comes down"
     elif optimizer.decay_steps is not None and optimizer.decay_steps < train.steps:
-        lowest = f"{optimizer.lr * optimizer.min_lr_ratio:g}"
-        words = "from there on the learning rate stays at its minimum"
-        yield f"<optimizer.decay_steps>: shorter than <train.steps>; {words}, {lowest}"
+        yield (
+            "<optimizer.decay_steps>: shorter than <train.steps>; from there on the learning rate "
+            f"stays at its minimum, {optimizer.lr * optimizer.min_lr_ratio:g}"
+        )
     if train.precision != "fp16" and recipe.loss_scale != LossScaleConfig():
-        words = "not used, because <train.precision> needs no scaling"
-        yield f"loss_scale: {words}; try train.precision=fp16"
-    every, compared = recipe.checkpoint.every, train.compare_replicas_every
-    if every is not None and compared is not None and every % compared:
-        words = "is no divisor of <checkpoint.every>: a checkpoint may hold what was not compared"
-        yield f"<train.compare_replicas_every>: {words}"
+        yield (
+            "loss_scale: not used, because <train.precision> needs no scaling; try "
+            "train.precision=fp16"
+        )
     if train.batch_warmup_steps is not None and train.batch_warmup_steps > train.steps:
-        words = f"the batch never has its full size of {train.global_batch_size}"
-        yield f"<train.batch_warmup_steps>: more than <train.steps>; {words}"
+        yield (
+            "<train.batch_warmup_steps>: more than <train.steps>; the batch never has its full "
+            f"size of {train.global_batch_size}"
+        )
     for index, stage in enumerate(data.stages):
         if stage.from_step > train.steps:
-            key = f"data.stages[{index}].from_step = {stage.from_step}"
-            yield f"{key}: the run ends before, at <train.steps>"
+            yield (
+                f"data.stages[{index}].from_step = {stage.from_step}: the run ends before, at "
+                "<train.steps>"
+            )
     if data.source == "stdlib" and data.path is not None:
         yield "<data.path>: not read, because <data.source>; try data.source=text"

@@ -43,15 +43,12 @@ def rule(check: Callable[[Checked], Iterator[str]]) -> Callable[[Checked], Itera
     return lines
 
 
-def at_most(
-    recipe: Recipe, key: str, limit: str, tries: object, *, because: str = ""
-) -> Iterator[str]:
+def at_most(recipe: Recipe, key: str, limit: str, tries: object) -> Iterator[str]:
     """One line, for a `rule` to yield, if the number at `key` is larger than the one at the key
     `limit`."""
     value, most = attrgetter(key, limit)(recipe)
-    if value is not None and value > most:
-        reason = f", because {because}" if because else ""
-        yield f"<{key}>: must be at most <{limit}>{reason}; try {tries}"
+    if None not in (value, most) and value > most:
+        yield f"<{key}>: must be at most <{limit}>; try {tries}"
 
 
 def divides_key_value_heads(kv_heads: int, tp: int) -> bool:
@@ -60,49 +57,35 @@ def divides_key_value_heads(kv_heads: int, tp: int) -> bool:
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
-def leaves_no_rank_empty(vocab: int, tp: int) -> bool:
-    """True if every tp rank has a row of the vocabulary's table, which is cut in equal parts but
-    for the last ones."""
-    return len(shard_rows(vocab, tp - 1, tp)) > 0
-
-
 _MODULE_AND_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-
-_ARCHITECTURES = ("llama", "gpt")
 
 
 @rule
 def model_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each key of the model that does not fit the others, tp or the length of a
-    sequence, and for each key that its architecture does not read."""
+    sequence."""
     model, tp, seq_len = recipe.model, recipe.parallel.tp, recipe.train.seq_len
-    if model.head_dim is not None:
-        if model.head_dim % 2 and model.architecture == "llama":
-            yield (
-                "<model.head_dim>: must be even, as rotary positions turn pairs of numbers; try "
-                f"{model.head_dim + 1}"
-            )
-    elif model.hidden % model.heads:
+    if model.head_dim is None and model.hidden % model.heads:
         # A divisor of half the width leaves an even number to each head.
         tries = any_of(divisors_near(model.hidden // 2, model.heads) or [1])
         yield f"<model.heads>: must divide <model.hidden>; try {tries}"
     elif model.head_size % 2 and model.architecture == "llama":
-        words = f"makes heads of {model.head_size} numbers, which rotary positions need in pairs"
-        yield f"<model.heads>: {words}; try model.hidden={model.hidden + model.heads}"
+        yield (
+            f"model.head_dim = {model.head_size}: must be even, as rotary positions turn pairs of "
+            f"numbers; try model.head_dim={model.head_size + 1}"
+        )
     if model.heads % model.key_value_heads:
         tries = any_of(divisors_near(model.heads, model.key_value_heads))
         yield f"<model.kv_heads>: must divide <model.heads>; try {tries}"
-    if not leaves_no_rank_empty(model.vocab, tp):
-        tries = str(multiple_from(model.vocab, tp))
+    if not shard_rows(model.vocab, tp - 1, tp):
         yield (
             "<model.vocab>: leaves a rank of <parallel.tp> without a row of the embedding; try "
-            f"{tries}"
+            f"{multiple_from(model.vocab, tp)}"
         )
-    architecture = model.architecture
-    if architecture not in _ARCHITECTURES and not _MODULE_AND_CLASS.fullmatch(architecture):
-        known = ", ".join(_ARCHITECTURES)
-        yield f"<model.architecture>: must be {known} or module:Class; try my_model:MyModel"
-    elif model.options and not model.is_custom:
+    if model.architecture not in ("llama", "gpt"):
+        if not _MODULE_AND_CLASS.fullmatch(model.architecture):
+            yield "<model.architecture>: must be llama, gpt or module:Class; try my_model:MyModel"
+    elif model.options:
         yield (
             "<model.options>: are for a class of your own, and not for <model.architecture>; try "
             "model.architecture=my_model:MyModel, or drop them"
@@ -150,57 +133,49 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
             f"<parallel.tp>: must divide {' and '.join(uneven)}; try "
             f"{any_of(nearest(fitting, parallel.tp))}"
         )
-    if parallel.recompute == "every_n":
-        if parallel.recompute_every is None:
-            yield (
-                "<parallel.recompute_every>: <parallel.recompute> needs it; try 2, every other "
-                "block"
-            )
-        yield from at_most(recipe, "parallel.recompute_every", "model.layers", 2)
-    elif parallel.recompute_every is not None:
-        words = f"is for parallel.recompute = every_n, and it is {parallel.recompute}"
-        yield f"<parallel.recompute_every>: {words}; try parallel.recompute=every_n, or drop it"
+    if (parallel.recompute == "every_n") != (parallel.recompute_every is not None):
+        yield (
+            "<parallel.recompute_every>: is for parallel.recompute = every_n, and that is "
+            f"{parallel.recompute}; try parallel.recompute=every_n with parallel.recompute_every=2"
+        )
+    yield from at_most(recipe, "parallel.recompute_every", "model.layers", 2)
 
 
 @rule
 def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     """One line for each rule of the data dimension that a layout breaks."""
-    stage, replicas, sharding = parallel.zero_stage, parallel.dp_replicate, parallel.sharding
-    strategy, meant = parallel.strategy, strategy_of(None, stage, replicas)
-    if stage is not None and sharding not in (None, meant):
-        words = f"is another name for parallel.sharding = {meant}, and that is {sharding}"
-        yield f"<parallel.zero_stage>: {words}; try parallel.zero_stage=null"
+    stage, replicas, strategy = parallel.zero_stage, parallel.dp_replicate, parallel.strategy
+    if stage is not None and (meant := strategy_of(None, stage, replicas)) != strategy:
+        yield (
+            f"<parallel.zero_stage>: is another name for parallel.sharding = {meant}, and that is "
+            f"{strategy}; try parallel.zero_stage=null"
+        )
     if (error := replication_error(strategy, replicas)) is not None:
         yield error
-    name = f"parallel.sharding = {strategy}"
-    if strategy in REPLICATED:
-        for key, usual, other in (
-            ("gather", "step", 3),
-            ("reduce", "step", 2),
-            ("prefetch", None, 3),
-        ):
-            if getattr(parallel, key) != usual:
-                yield (
-                    f"<parallel.{key}>: {name} has full parameters and gradients on each rank; try "
-                    f"parallel.{key}={shown(usual)}, or parallel.zero_stage={other}"
-                )
-    elif parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):
-        # which earlier runs have written down
+    is_replicated = strategy in REPLICATED
+    for key, usual, other in (("gather", "step", 3), ("reduce", "step", 2), ("prefetch", None, 3)):
+        if is_replicated and getattr(parallel, key) != usual:
+            yield (
+                f"<parallel.{key}>: parallel.sharding = {strategy} has full parameters and "
+                f"gradients on each rank; try parallel.{key}={shown(usual)}, or "
+                f"parallel.zero_stage={other}"
+            )
+    # Earlier runs have written down the usual size.
+    if not is_replicated and parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):
         yield (
-            f"<parallel.bucket_mib>: {name} sends block by block; drop it, or try "
-            "parallel.sharding=NO_SHARD"
+            f"<parallel.bucket_mib>: parallel.sharding = {strategy} sends block by block; drop it, "
+            "or try parallel.sharding=NO_SHARD"
         )
     if parallel.reduce == "microbatch" and SCHEDULES[parallel.schedule].splits_backward:
-        tries = "parallel.reduce=step, or parallel.schedule=1f1b"
         yield (
             "<parallel.reduce>: needs backwards in one piece, and <parallel.schedule> splits them; "
-            f"try {tries}"
+            "try parallel.reduce=step, or parallel.schedule=1f1b"
         )
     if parallel.reduce == "microbatch" and parallel.reduce_dtype == "bf16" and replicas > 1:
-        words = (
-            "<parallel.dp_replicate> and <parallel.reduce_dtype> would add microbatches up in bf16"
+        yield (
+            "<parallel.reduce>: <parallel.dp_replicate> and <parallel.reduce_dtype> would add "
+            "microbatches up in bf16; try parallel.reduce=step, or parallel.reduce_dtype=fp32"
         )
-        yield f"<parallel.reduce>: {words}; try parallel.reduce=step, or parallel.reduce_dtype=fp32"
 
 
 def replication_error(strategy: ShardingName, dp_replicate: int) -> str | None:
@@ -219,51 +194,32 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule of the pipeline that the recipe breaks: its stages, and the schedule's
     on each rank."""
     parallel, layers = recipe.parallel, recipe.model.layers
-    virtual, schedule = parallel.virtual_stages, SCHEDULES[parallel.schedule]
+    virtual, stages = parallel.virtual_stages, SCHEDULES[parallel.schedule].stages
+    boundaries = parallel.stage_boundaries
     if parallel.stages > layers:
-        product = "" if virtual == 1 else f" x parallel.virtual_stages {virtual}"
-        tries = f"parallel.pp={max(1, layers // virtual)} or model.layers={parallel.stages}"
         yield (
-            f"<parallel.pp>{product}: {layers} layers cannot fill {parallel.stages} stages; try "
-            f"{tries}"
+            f"<parallel.pp>: <model.layers> cannot fill {parallel.stages} stages, with "
+            f"<parallel.virtual_stages>; try parallel.pp={max(1, layers // virtual)} or "
+            f"model.layers={parallel.stages}"
         )
-    elif parallel.stage_boundaries is not None:
-        fault = faults_of_boundaries(parallel.stage_boundaries, layers, parallel.stages)
-        if fault is not None:
-            sizes = balanced_cut(
-                layers, parallel.stages, recipe.model.part_costs(recipe.train.seq_len)
-            )
-            yield f"<parallel.stage_boundaries>: {fault}; try {[*cut_points(sizes)]}"
-
-    usual = schedule.stages.usual
-    if schedule.stages.most == 1 and virtual > 1:
-        many = [
-            other.name
-            for other in SCHEDULES.values()
-            if other.stages.usual > 1 and other.stages.allow(virtual)
-        ]
-        words = f"needs parallel.schedule = {any_of(many)}, and it is {schedule.name}"
+    elif boundaries is not None and (
+        fault := faults_of_boundaries(boundaries, layers, parallel.stages)
+    ):
+        costs = recipe.model.part_costs(recipe.train.seq_len)
+        tries = cut_points(balanced_cut(layers, parallel.stages, costs))
+        yield f"<parallel.stage_boundaries>: {fault}; try {[*tries]}"
+    if not stages.allow(virtual):
+        other = ", or parallel.schedule=interleaved_1f1b" if virtual > 1 else ""
         yield (
-            f"<parallel.virtual_stages>: {words}; try parallel.schedule={many[0]} or "
-            "parallel.virtual_stages=1"
+            f"<parallel.virtual_stages>: must be {stages.usual} with <parallel.schedule>; try "
+            f"parallel.virtual_stages={stages.usual}{other}"
         )
-    elif not schedule.stages.allow(virtual):
-        words = (
-            "<parallel.schedule>, whose ranks hold a stage on the way down and one on the way up"
-        )
+    elif stages.usual > 1 and 1 in (virtual, parallel.pp):
         yield (
-            f"<parallel.virtual_stages>: must be {usual} with {words}; try "
-            f"parallel.virtual_stages={usual}"
+            "<parallel.schedule>: interleaves the stages of a pipeline, and needs more than "
+            "<parallel.pp> and <parallel.virtual_stages>; try parallel.pp=2 with "
+            "parallel.virtual_stages=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
         )
-    elif usual > 1 and virtual == 1:
-        tries = f"parallel.schedule={schedule.single_stage} or parallel.virtual_stages=2"
-        yield (
-            "<parallel.schedule>: has nothing to interleave with <parallel.virtual_stages>; try "
-            f"{tries}"
-        )
-    elif usual > 1 and parallel.pp == 1:
-        tries = "parallel.pp=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
-        yield f"<parallel.schedule>: needs a pipeline, and <parallel.pp>; try {tries}"
 
 
 @rule
@@ -278,18 +234,13 @@ def batch_errors(recipe: Recipe) -> Iterator[str]:
     if train.eval_every is not None:
         sizes["eval_sequences"] = train.eval_sequences
     if start is not None:
-        sizes |= {
-            "batch_warmup_start": start,
-            "batch_warmup_increment": train.batch_warmup_increment or start,
-        }
+        increment = train.batch_warmup_increment or start
+        sizes |= {"batch_warmup_start": start, "batch_warmup_increment": increment}
     for key, size in sizes.items():
         if size % slice_:
-            product = (
-                f"data ranks {parallel.dp} x parallel.microbatch_size {parallel.microbatch_size} = "
-                f"{slice_}"
-            )
             yield (
-                f"train.{key} = {size}: must be a multiple of {product}; try "
+                f"train.{key} = {size}: must be a multiple of data ranks {parallel.dp} x "
+                f"parallel.microbatch_size {parallel.microbatch_size} = {slice_}; try "
                 f"{any_of(multiples_near(size, slice_))}"
             )
     if start is None:
@@ -300,13 +251,8 @@ def batch_errors(recipe: Recipe) -> Iterator[str]:
             f"{max(1, train.steps // 10)}"
         )
     yield from at_most(recipe, "train.batch_warmup_start", "train.global_batch_size", slice_)
-    increment = sizes["batch_warmup_increment"]
-    if start < full and (full - start) % increment:
-        steps_up = [
-            d for d in divisors_near(full - start, increment) if full % slice_ == d % slice_ == 0
-        ]
-        rise = f"train.global_batch_size - train.batch_warmup_start = {full - start}"
+    if (full - start) % increment and start < full:
         yield (
-            f"train.batch_warmup_increment = {increment}: must divide {rise}; try "
-            f"{any_of(steps_up or [slice_])}"
+            f"train.batch_warmup_increment = {increment}: must divide train.global_batch_size - "
+            f"train.batch_warmup_start = {full - start}; try {slice_}"
         )

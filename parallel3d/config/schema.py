@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # pydantic's words -> ours
 _WORDS = {
     "Input should be": "must be",
+    "String should": "must",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "greater than": "above",

@@ -141,7 +141,7 @@ def shown(value: object) -> str:
     """Returns a value as a person would type it, cut to a length that fits an error's line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    text = str(list(value) if isinstance(value, tuple) else value)
+    text = str(list(value) if isinstance(value, tuple) else value) or "''"
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= 60 else text[:57] + "..."
 

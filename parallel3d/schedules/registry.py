@@ -55,7 +55,6 @@ class ScheduleTraits:
     # idle for (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473, section 2.2)
     ramp_bubble: bool = False
     holds_whole_batch: bool = False  # all forwards of a step come before its first backward
-    single_stage: ScheduleName = "1f1b"  # the schedule that stands in where a rank has one stage
     # the schedule that stands in where a backward cannot be split
     whole_backward: ScheduleName | None = None
 
@@ -79,15 +78,12 @@ SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
             classic.interleaved_warm_up,
             ramp_bubble=True,
         ),
-        ScheduleTraits(
-            "looped_bfs", classic.looped_bfs, _LOOPED, holds_whole_batch=True, single_stage="gpipe"
-        ),
+        ScheduleTraits("looped_bfs", classic.looped_bfs, _LOOPED, holds_whole_batch=True),
         ScheduleTraits("zb_h1", classic.zb_h1, whole_backward="1f1b"),
         ScheduleTraits(
             "interleaved_zb",
             classic.zb_h1,
             _LOOPED,
-            single_stage="zb_h1",
             whole_backward="interleaved_1f1b",
         ),
         ScheduleTraits("zb_v", zb_v, _ON_A_V, whole_backward="interleaved_1f1b"),
