@@ -4,6 +4,7 @@ where it does not."""
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -112,16 +113,13 @@ def _model_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig]
     only the data and tensor axes, such as `parallel.tp=2`, because such a model has no stages."""
     axes: dict[str, Any] = {}
     for text in (*([options.recipe] if options.recipe else []), *options.overrides):
-        key, _, value = text.partition("=")
-        name = key.removeprefix("parallel.")
-        if key == name or name not in ("dp_replicate", "dp_shard", "tp"):
+        setting = re.fullmatch(r"parallel\.(dp_replicate|dp_shard|tp)=([1-9]\d*)", text)
+        if setting is None:
             raise ConfigError(
-                f"{text}: with --model only parallel.dp_replicate, dp_shard and tp are set; try "
-                "parallel.tp=2"
+                f"{text}: with --model only parallel.dp_replicate, dp_shard and tp are set, to "
+                "whole numbers from 1; try parallel.tp=2"
             )
-        if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"{text}: must be a whole number from 1; try {key}=2")
-        axes[name] = int(value)
+        axes[setting[1]] = int(setting[2])
     parallel = ParallelConfig(**axes)
     if parallel.world_size == 1:
         raise ConfigError(
@@ -130,10 +128,8 @@ def _model_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig]
     _check_ranks(parallel)
     from parallel3d.tools.check_layout.model import ModelCheck, load_builder, record_model
 
-    asked = {}
-    for name in ("layers", "hidden", "vocab"):
-        if vars(options)[name] is not None:
-            asked[name] = vars(options)[name]
+    given = {name: vars(options)[name] for name in ("layers", "hidden", "vocab")}
+    asked = {name: number for name, number in given.items() if number is not None}
     job = ModelCheck(options.model, parallel, asked, asked.get("vocab", VOCAB), options.steps)
     load_builder(job)  # refuses here, before any process starts
     alone = replace(job, parallel=ParallelConfig())

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -75,13 +76,29 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A number of one process, and that of the layout."""
+
+    reference: float
+    layout: float
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest difference of a kind."""
+
+    name: str
+    difference: float
+
+
+@dataclass(frozen=True)
 class StepRow:
-    """One step: both losses and norms, and the largest difference of each kind with its name."""
+    """One step of both runs, and the largest difference of each kind."""
 
     step: int
-    loss: tuple[float, float]  # one process, layout
-    grad_norm: tuple[float, float]
-    worst: Mapping[What, tuple[str, float]]
+    loss: Pair
+    gradient_norm: Pair
+    worst: Mapping[What, Worst]
 
 
 @dataclass(frozen=True)
@@ -93,22 +110,18 @@ class LayoutComparison:
 
 def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
     """Compares step by step, and within a step in the order in which things are computed."""
-    weights = _sizes(alone.initial, layout.initial, _arrays(alone.initial))
+    weights = _sizes(alone.initial, layout.initial)
     first = _first_difference(0, {"initial weight": weights})
     rows = []
     before = alone.start
     for number, (reference, ours) in enumerate(zip(alone.steps, layout.steps, strict=True), 1):
         found = _compare_step(reference, ours, before, layout.parallel)
         worst = {what: _worst(sizes) for what, sizes in found.items()}
-        losses, norms = (reference.loss, ours.loss), (reference.grad_norm, ours.grad_norm)
-        rows.append(StepRow(number, losses, norms, worst))
+        loss = Pair(reference.loss, ours.loss)
+        rows.append(StepRow(number, loss, Pair(reference.grad_norm, ours.grad_norm), worst))
         before = reference.parameters
         if first is None:
-            first = _first_difference(number, found)
-        if first is not None and first.what == "gradient" and first.step == number:
-            views = ours.gradients.get(first.name, {})
-            wanted = reference.gradients.get(first.name, {})
-            first = replace(first, causes=(*_gradient_pattern(wanted, views), *first.causes))
+            first = _first_difference(number, found, reference.gradients, ours.gradients)
     return LayoutComparison(layout.parallel, tuple(rows), first)
 
 
@@ -118,45 +131,57 @@ def _compare_step(
     updates = {name: views[0] - before[name][0] for name, views in reference.parameters.items()}
     outputs: Sizes = {}
     for name, views in reference.activations.items():
-        scale = _largest(views[0]) or 1.0
         for rank, array in ours.activations.get(name, {}).items():
             part = expected_part(views[0], array.shape, rank, parallel)
             if part is not None:
+                scale = _largest(views[0]) or 1.0
                 outputs.setdefault(name, {})[rank] = _distance(array, part, scale)
-    wanted = _with_zeros(reference.gradients, ours.gradients)
-    gradients = _sizes(wanted, ours.gradients, _arrays(wanted))
-    norm = math.sqrt(sum(_square(views) for views in ours.gradients.values()))
+    # A parameter that has a gradient only in the layout, such as a frozen one, should have zeros.
+    wanted = {name: {0: np.zeros_like(_any(views))} for name, views in ours.gradients.items()}
+    gradients = _sizes(wanted | reference.gradients, ours.gradients)
     return {
         "output": outputs,
-        "loss": {"": {0: _relative(ours.loss, reference.loss)}},
+        "loss": _of_numbers(ours.loss, reference.loss),
         # In the order of the backward pass, so that the nearest to the fault comes first.
         "gradient": dict(reversed(gradients.items())),
-        "gradient norm": {"": {0: _relative(ours.grad_norm, norm)}},
+        "gradient norm": _of_numbers(ours.grad_norm, norm_of(ours.gradients)),
         "parameter": _sizes(reference.parameters, ours.parameters, updates, rounding=_ROUNDING),
     }
 
 
-def _first_difference(step: int, found: Mapping[What, Sizes]) -> Difference | None:
-    """Returns the first kind of difference that is over its limit."""
+def _first_difference(
+    step: int,
+    found: Mapping[What, Sizes],
+    reference: Views | None = None,
+    ours: Views | None = None,
+) -> Difference | None:
+    """Returns the first kind of difference that is over its limit. `reference` and `ours` are the
+    gradients, which tell its causes."""
     for what, sizes in found.items():
-        names = [name for name, by in sizes.items() if max(by.values()) > LIMITS[what]]
-        if names:
-            by_rank = sizes[names[0]]
-            ranks = tuple(rank for rank, size in by_rank.items() if size > LIMITS[what])
-            largest, also = max(by_rank.values()), tuple(names[1:])
-            return Difference(step, what, names[0], largest, ranks, also, (_CAUSES[what],))
+        names = [name for name, by_rank in sizes.items() if max(by_rank.values()) > LIMITS[what]]
+        if not names:
+            continue
+        first, *also = names
+        causes = [_CAUSES[what]]
+        if what == "gradient" and reference is not None and ours is not None:
+            causes = _gradient_pattern(reference.get(first), ours.get(first)) + causes
+        ranks = tuple(rank for rank, size in sizes[first].items() if size > LIMITS[what])
+        largest = max(sizes[first].values())
+        return Difference(step, what, first, largest, ranks, tuple(also), tuple(causes))
     return None
 
 
-def _gradient_pattern(wanted: Mapping[int, Array], views: Mapping[int, Array]) -> list[str]:
+def _gradient_pattern(
+    wanted: Mapping[int, Array] | None, views: Mapping[int, Array] | None
+) -> list[str]:
     """Returns a sentence on what is plainly wrong with the gradient of a parameter."""
-    if not wanted:
+    if wanted is None:
         return ["one process has no gradient for it: it is frozen, or no forward pass uses it"]
-    if not views:
+    if views is None:
         return ["no rank has a gradient for it: it is cut off from the loss, or frozen"]
     if len({id(view) for view in views.values()}) > 1:
         return ["the ranks hold different gradients of one parameter: a reduction is missing"]
-    reference, ours = wanted[0], next(iter(views.values()))
+    reference, ours = wanted[0], _any(views)
     square = float(np.vdot(reference, reference))
     if ours.shape != reference.shape or square == 0.0:
         return []
@@ -166,26 +191,22 @@ def _gradient_pattern(wanted: Mapping[int, Array], views: Mapping[int, Array]) -
     return [f"it is {ratio:.4g} x the reference: summed instead of averaged, or the reverse"]
 
 
-def _worst(sizes: Sizes) -> tuple[str, float]:
-    largest = {name: max(by_rank.values()) for name, by_rank in sizes.items()}
-    name = max(largest, key=largest.__getitem__, default="")
-    return name, largest.get(name, 0.0)
-
-
-def _with_zeros(reference: Views, ours: Views) -> Views:
-    """Adds a gradient of zeros for each parameter that has a gradient only in the layout, such as a
-    frozen one."""
-    zeros: Views = {}
-    for name, views in ours.items():
-        zeros[name] = {0: np.zeros_like(next(iter(views.values())))}
-    return {**zeros, **reference}
+def _worst(sizes: Sizes) -> Worst:
+    largest = [Worst(name, max(by_rank.values())) for name, by_rank in sizes.items()]
+    return max(largest, key=attrgetter("difference"), default=Worst("", 0.0))
 
 
 def _sizes(
-    reference: Views, ours: Views, scaled_by: Mapping[str, Array], *, rounding: float = 0.0
+    reference: Views,
+    ours: Views,
+    scaled_by: Mapping[str, Array] | None = None,
+    *,
+    rounding: float = 0.0,
 ) -> Sizes:
     """Returns the distance of the view of each rank from the reference, relative to the largest
-    entry of the tensor in `scaled_by`."""
+    entry of the tensor in `scaled_by` (default: of the reference)."""
+    if scaled_by is None:
+        scaled_by = {name: views[0] for name, views in reference.items()}
     scales = {name: _largest(array) for name, array in scaled_by.items()}
     floor = _FLOOR * max(scales.values(), default=0.0) or 1.0
     sizes: Sizes = {}
@@ -195,6 +216,17 @@ def _sizes(
         for rank, array in ours.get(name, {0: np.empty(0)}).items():
             sizes[name][rank] = _distance(array, views[0], scale, allowed)
     return sizes
+
+
+def norm_of(gradients: Views) -> float:
+    """Returns the norm of all gradients together."""
+    squares = [np.square(_any(views), dtype=np.float64).sum() for views in gradients.values()]
+    return math.sqrt(sum(squares))
+
+
+def _of_numbers(ours: float, reference: float) -> Sizes:
+    scale = abs(reference) or 1.0
+    return {"": {0: _distance(np.array(ours), np.array(reference), scale)}}
 
 
 def expected_part(
@@ -228,15 +260,5 @@ def _largest(array: Array) -> float:
     return float(np.abs(array).max(initial=0.0))
 
 
-def _arrays(views: Views) -> dict[str, Array]:
-    """Returns the tensors of a record of one process."""
-    return {name: by_rank[0] for name, by_rank in views.items()}
-
-
-def _square(views: Mapping[int, Array]) -> float:
-    return float(np.square(next(iter(views.values())), dtype=np.float64).sum())
-
-
-def _relative(ours: float, reference: float) -> float:
-    distance = abs(ours - reference) / max(abs(reference), 1e-30)
-    return distance if np.isfinite(distance) else np.inf
+def _any(views: Mapping[int, Array]) -> Array:
+    return next(iter(views.values()))

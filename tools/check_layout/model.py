@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import ParallelConfig
@@ -30,15 +29,15 @@ from parallel3d.convert.check import failures_named
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import build_mesh
+from parallel3d.tools.check_layout.compare import norm_of
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.record import (
     TrainedStep,
-    collect,
-    jitter,
+    gradients_of,
     plain_name,
     put,
     record_steps,
-    whole,
+    start_record,
 )
 from parallel3d.tools.check_layout.report import layout_name
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
@@ -67,7 +66,6 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     build = load_builder(job)
     torch.manual_seed(_SEED)
     alone = build(None)
-    jitter(alone.named_parameters(), _SEED)
     model = alone
     if mesh is not None:
         torch.manual_seed(_SEED)
@@ -76,30 +74,26 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         except ValueError as error:  # such as a table of rules that is refused
             raise ConfigError(f"--model {job.target}: {error}") from error
         _copy_weights(alone, model)
-    weights = collect(_named(model))
-    record = TrainingRecord(parallel, initial=weights, start=weights)
+    parameters = _named(model)
+    record = start_record(parallel, parameters, _SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, eps=EPS)
     place = parallel.coordinates(dist.get_rank())
-    batch = -(-BATCH // parallel.dp) * parallel.dp
+    own_batch = -(-BATCH // parallel.dp)
+    first = own_batch * (place.dp_replicate * parallel.dp_shard + place.dp_shard)
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
         """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
-        ids = torch.randint(
-            0,
-            job.vocab,
-            (batch, SEQ_LEN + 1),
-            generator=torch.Generator().manual_seed(_SEED + step),
-        )
-        ids = ids.chunk(parallel.dp)[place.dp_replicate * parallel.dp_shard + place.dp_shard]
+        generator = torch.Generator().manual_seed(_SEED + step)
+        shape = own_batch * parallel.dp, SEQ_LEN + 1
+        ids = torch.randint(0, job.vocab, shape, generator=generator)[first : first + own_batch]
         labels = ids[:, 1:].contiguous()
         try:
             with failures_named(model):
                 output = model(ids[:, :-1].contiguous())
         except RuntimeError as error:
-            raise ConfigError(
-                f"--model {job.target}: its forward fails with {layout_name(job.parallel)}, in "
-                f"{error}"
-            ) from error
+            where = layout_name(parallel)
+            words = f"its forward fails with {where}, in {error}"
+            raise ConfigError(f"--model {job.target}: {words}") from error
         logits = getattr(output, "logits", output)
         if mesh is not None and logits.shape[-1] < job.vocab:
             loss = vocab_parallel_cross_entropy(logits, labels, mesh["tp"]).mean()
@@ -108,13 +102,12 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         loss.backward()
         total = loss.detach().double() / parallel.world_size
         dist.all_reduce(total)
-        gradients = collect((name, parameter.grad) for name, parameter in _named(model))
-        norm = _grad_norm(model)
+        gradients = gradients_of(parameters)
         optimizer.step()
         optimizer.zero_grad()
-        return float(total), norm, gradients
+        return float(total), norm_of(gradients), gradients
 
-    record_steps(record, [model], lambda: _named(model), train_step, job.steps)
+    record_steps(record, [model], parameters, train_step, job.steps)
     return record
 
 
@@ -162,21 +155,6 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
                 "one process; make it a DTensor, whose shape is the whole one"
             )
         put(parameter, weights[name].detach())
-
-
-def _grad_norm(model: nn.Module) -> float:
-    """Returns the norm of all gradients as torch takes it, mesh by mesh, because torch refuses
-    several meshes at once."""
-    by_mesh: dict[object, list[Tensor]] = {}
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter.grad)
-    squares = [
-        whole(nn.utils.get_total_norm(gradients)).double().square()
-        for gradients in by_mesh.values()
-    ]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:

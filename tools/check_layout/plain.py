@@ -26,10 +26,10 @@ from parallel3d.models import model_class
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.record import (
     TrainedStep,
-    collect,
-    jitter,
+    gradients_of,
     random_batches,
     record_steps,
+    start_record,
 )
 from parallel3d.training.update import learning_rate
 
@@ -37,53 +37,44 @@ from parallel3d.training.update import learning_rate
 def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
     """Trains in one process and records what `record.record_recipe` records of a layout. Each
     global batch is one microbatch."""
-    recipe = replace(
-        recipe, parallel=ParallelConfig(microbatch_size=recipe.train.global_batch_size)
-    )
-    train, sizes = recipe.train, recipe.model
+    train, sizes, config = recipe.train, recipe.model, recipe.optimizer
+    parallel = ParallelConfig(microbatch_size=train.global_batch_size)
+    batches = random_batches(replace(recipe, parallel=parallel))
     model = model_class(sizes.architecture)(
         sizes, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
     )
     initialize(model, train.seed, "cpu")
-    record = TrainingRecord(recipe.parallel)
+    parameters = list(model.named_parameters())
+    record = start_record(parallel, parameters, train.seed)
     record.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    record.initial = collect(model.named_parameters())
-    jitter(model.named_parameters(), train.seed)
-    record.start = collect(model.named_parameters())
-    batches = random_batches(recipe)
-    linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    matrices = [
-        part.get_parameter("weight") for part in linears if not isinstance(part, VocabParallelHead)
-    ]
-    optimizers = plain_optimizers(model, recipe.optimizer, matrices)
+    matrices = []
+    for part in model.modules():
+        if isinstance(part, nn.Linear) and not isinstance(part, VocabParallelHead):
+            matrices.append(part.get_parameter("weight"))
+    optimizers = plain_optimizers(model, config, matrices)
 
     def rate(step: int) -> float:
-        return learning_rate(recipe.optimizer, step + 1, train.steps) / recipe.optimizer.lr
+        return learning_rate(config, step + 1, train.steps) / config.lr
 
     schedulers = [LambdaLR(optimizer, rate) for optimizer in optimizers]
 
     def loss_of(step: int, smoothing: float, z_loss: float) -> Tensor:
         batch = batches.batch(step)
-        keywords: dict[str, Any] = (
-            {} if batch.documents is None else {"documents": batch.documents[0]}
-        )
+        keywords: dict[str, Any] = {}
+        if batch.documents is not None:
+            keywords["documents"] = batch.documents[0]
         if sizes.dropout or sizes.attention_dropout:
             keywords["key"] = dropout_key(train.seed, step, batch.samples)[0]
-        logits, labels = (
-            model(batch.inputs[0], **keywords).double().flatten(0, -2),
-            batch.labels.flatten(),
-        )
+        logits = model(batch.inputs[0], **keywords).double().flatten(0, -2)
+        labels = batch.labels.flatten()
         loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
-        is_label = labels != -100
-        return loss + z_loss * logits.logsumexp(-1).square()[is_label].mean()
+        return loss + z_loss * logits.logsumexp(-1).square()[labels != -100].mean()
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
         model.zero_grad()
         loss = loss_of(step, train.label_smoothing, train.z_loss)
         loss.backward()
-        gradients = (
-            collect((name, p.grad) for name, p in model.named_parameters()) if is_whole else {}
-        )
+        gradients = gradients_of(parameters) if is_whole else {}
         limit = float("inf") if train.grad_clip is None else train.grad_clip
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
         # torch's Muon rounds to bfloat16
@@ -93,7 +84,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
                 scheduler.step()
         return loss.item(), norm.item(), gradients
 
-    record_steps(record, [model], model.named_parameters, train_step, train.steps, whole_steps)
+    record_steps(record, [model], parameters, train_step, train.steps, whole_steps)
     model.eval()
     with torch.no_grad():
         record.start_loss = float(loss_of(train.steps - 1, 0.0, 0.0))
@@ -140,9 +131,7 @@ def parameter_groups(
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """Returns AdamW at the peak learning rate, held constant."""
     parameters = list(parameters)
-    groups, on_gpu = (
-        parameter_groups(parameters, config),
-        any(parameter.is_cuda for parameter in parameters),
-    )
-    kernels = {"fused": True} if on_gpu else {"foreach": True}  # which is the faster one there
+    groups = parameter_groups(parameters, config)
+    kernel = "fused" if any(p.is_cuda for p in parameters) else "foreach"  # the faster one there
+    kernels: dict[str, Any] = {kernel: True}
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -18,18 +18,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.layers import linear, loss
 from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.sharded_module import shard_like
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.parallelize import inside_compiled
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
+from parallel3d.tools.check_layout.data import StepRecord, TrainingRecord, Views
 from parallel3d.tools.local_ranks import CPU
 from parallel3d.torch_private import is_in_backward
 from parallel3d.training.state import load_start, save_trainer
@@ -53,37 +54,25 @@ def record_recipe(
     Size chooses some code paths, and the small model takes those of a large one: fused gradients
     and a loss that overwrites the logits. Every second step computes the loss in chunks.
     """
-    mesh, train = build_mesh(recipe.parallel, "cpu"), recipe.train
-    trainer = Trainer(
-        recipe,
-        mesh=mesh,
-        device=CPU,
-        model_class=model_class(recipe.model.architecture),
-    )
-    record = TrainingRecord(recipe.parallel)
-
-    def tensors() -> list[tuple[str, Tensor]]:
-        return [(p.name, p.distributed(p.local.detach())) for p in trainer.parameters]
-
-    record.initial = collect(tensors())
-    jitter(tensors(), train.seed)
+    trainer, train = make_trainer(recipe), recipe.train
+    tensors = [(p.name, p.distributed(p.local.detach())) for p in trainer.parameters]
+    record = start_record(recipe.parallel, tensors, train.seed)
+    record.parameter_count = trainer.parameter_count
     for data in trainer.data:
         data.publish()
-    record.start = collect(tensors())
     loader = random_batches(recipe)
     chunk_tokens = recipe.parallel.microbatch_size * train.seq_len // 2 + 1
     modules = [stage.module for stage in trainer.stages]
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
-        gradients: list[tuple[str, Tensor | None]] = []
+        gradients: list[tuple[str, Tensor]] = []
 
         def keep(parameter: LocalParameter) -> None:
             """Keeps a copy between the norm and the clipping, because the gradient is scaled or
             dropped next."""
             grad = parameter.local.grad
-            gradients.append(
-                (parameter.name, None if grad is None else parameter.distributed(grad.clone()))
-            )
+            if grad is not None:
+                gradients.append((parameter.name, parameter.distributed(grad.clone())))
 
         trainer.loss.chunk_tokens = chunk_tokens if step % 2 else None
         trainer.loss.use_head(modules)
@@ -95,14 +84,19 @@ def record_recipe(
         mock.patch.object(loss, "PLAIN_BELOW_ELEMENTS", 0),
     ):
         record_steps(record, modules, tensors, train_step, train.steps, whole_steps)
-    record.parameter_count = trainer.parameter_count
     if saved is not None:
         if saved.exists():
-            trainer = start_from(saved, trainer.recipe)
+            trainer = make_trainer(trainer.recipe, initialize=False)
+            load_start(trainer, saved)
         else:
             save_trainer(trainer, saved)
         record.start_loss = trainer.evaluate(loader.batch(train.steps - 1))
     return record
+
+
+def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
+    mesh, model = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
+    return Trainer(recipe, mesh=mesh, device=CPU, model_class=model, initialize=initialize)
 
 
 def random_batches(recipe: Recipe) -> BatchLoader:
@@ -118,30 +112,32 @@ def random_batches(recipe: Recipe) -> BatchLoader:
     return training_loader(recipe, source, dist.get_rank(), document_end)
 
 
-def start_from(saved: Path, recipe: Recipe) -> Trainer:
-    """Returns a trainer of the recipe that starts from the checkpoint `saved`."""
-    trainer = Trainer(
-        recipe,
-        mesh=build_mesh(recipe.parallel, "cpu"),
-        device=CPU,
-        model_class=model_class(recipe.model.architecture),
-        initialize=False,
-    )
-    load_start(trainer, saved)
-    return trainer
+def start_record(
+    parallel: ParallelConfig, tensors: Sequence[tuple[str, Tensor]], seed: int
+) -> TrainingRecord:
+    """Returns a record with the initial parameters, and with what training starts from: it adds
+    noise to them."""
+    initial = collect(tensors)
+    for name, tensor in tensors:
+        # drawn whole, by the name, so that it is the same in every layout
+        digest = hashlib.blake2b(f"jitter/{seed}/{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        noise = JITTER * torch.randn(tuple(tensor.shape), generator=generator)
+        put(tensor, whole(tensor) + noise.to(tensor.dtype))
+    return TrainingRecord(parallel, initial, collect(tensors))
 
 
 def record_steps(
     record: TrainingRecord,
     models: list[nn.Module],
-    tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+    tensors: Sequence[tuple[str, Tensor]],
     train_step: Callable[[int, bool], TrainedStep],
     steps: int,
     whole_steps: int | None = None,
 ) -> None:
     """Adds to the record what each step leaves behind. `train_step` gets the number of the step and
-    whether it is one of the first `whole_steps`, whose tensors are kept; `tensors()` returns the
-    parameters after it.
+    whether it is one of the first `whole_steps`, whose tensors are kept; `tensors` are the
+    parameters.
 
     Recorded of a module that has parameters are its outputs of all microbatches as one batch, where
     they have one shape. It leaves out forward passes that a backward pass recomputes, the parts of
@@ -155,7 +151,8 @@ def record_steps(
         if isinstance(output, Tensor) and output.ndim >= 2:
             outputs[name].append(output.detach().clone())
 
-    hidden, hooks = {module for model in models for module in inside_compiled(model)}, []
+    hidden = {module for model in models for module in inside_compiled(model)}
+    hooks = []
     for model in models:
         for name, module in model.named_modules():
             if name and module not in hidden and any(True for _ in module.parameters()):
@@ -166,31 +163,40 @@ def record_steps(
         loss, grad_norm, gradients = train_step(step, is_whole)
         record.curve.append((loss, grad_norm))
         if is_whole:
-            alike = {
-                name: torch.cat(parts)
-                for name, parts in outputs.items()
-                if len({x.shape for x in parts}) == 1
-            }
-            record.steps.append(
-                StepRecord(loss, grad_norm, gathered(alike), gradients, collect(tensors()))
-            )
+            alike = {}
+            for name, parts in outputs.items():
+                if len({part.shape for part in parts}) == 1:
+                    alike[name] = torch.cat(parts)
+            activations, after = collect(alike.items()), collect(tensors)
+            record.steps.append(StepRecord(loss, grad_norm, activations, gradients, after))
     for hook in hooks:
         hook.remove()
 
 
 def plain_name(name: str) -> str:
     """Returns a name without what DDP, activation checkpointing and torch.compile put into it."""
-    return (
-        name.removeprefix("module.")
-        .replace("_checkpoint_wrapped_module.", "")
-        .replace("_orig_mod.", "")
-    )
+    name = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+    return name.replace("_orig_mod.", "")
 
 
-def collect(tensors: Iterable[tuple[str, Tensor | None]]) -> Views:
-    """Returns, on rank 0, what every rank sees of these as global tensors. A gradient of None is
-    left out."""
-    return gathered({name: whole(tensor) for name, tensor in tensors if tensor is not None})
+def collect(tensors: Iterable[tuple[str, Tensor]]) -> Views:
+    """Returns, on rank 0, what every rank sees of these as global tensors, equal ones as one array;
+    nothing elsewhere."""
+    mine = {name: whole(tensor).cpu().numpy() for name, tensor in tensors}
+    everyone = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyone)
+    views: Views = {}
+    for rank, theirs in enumerate(everyone or []):
+        for name, array in theirs.items():
+            seen = views.setdefault(name, {})
+            alike = (known for known in seen.values() if np.array_equal(known, array))
+            seen[rank] = next(alike, array)
+    return views
+
+
+def gradients_of(parameters: Iterable[tuple[str, Tensor]]) -> Views:
+    """Returns the same as `collect` of the gradients that there are."""
+    return collect((name, p.grad) for name, p in parameters if p.grad is not None)
 
 
 @torch.no_grad()
@@ -199,38 +205,9 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def gathered(tensors: dict[str, Tensor]) -> Views:
-    """Returns every rank's tensors by name on rank 0, equal ones as one array; nothing
-    elsewhere."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mine = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
-    everyone: list[dict[str, Array]] | None = [{}] * size if rank == 0 else None
-    dist.gather_object(mine, everyone)
-    views: Views = {}
-    for other, theirs in enumerate(everyone or []):
-        for name, array in theirs.items():
-            seen = views.setdefault(name, {})
-            seen[other] = next(
-                (known for known in seen.values() if np.array_equal(known, array)), array
-            )
-    return views
-
-
-@torch.no_grad()
-def jitter(tensors: Iterable[tuple[str, Tensor]], seed: int) -> None:
-    """Adds noise to every parameter in place, drawn whole by its name, the same in every layout."""
-    for name, tensor in tensors:
-        digest = hashlib.blake2b(f"jitter/{seed}/{name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        noise = JITTER * torch.randn(tuple(tensor.shape), generator=generator)
-        put(tensor, whole(tensor) + noise.to(tensor.dtype))
-
-
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
     """Writes a global value into this rank's part of a parameter."""
     if isinstance(tensor, DTensor):
-        value = distribute_tensor(
-            value, tensor.device_mesh, tensor.placements, src_data_rank=None
-        ).to_local()
+        value = local_tensor(shard_like(value, tensor))
     local_tensor(tensor.detach()).copy_(value)

@@ -16,32 +16,16 @@ _MOST_NAMES = 4
 def as_json(comparison: LayoutComparison) -> str:
     """Returns one object: `same`, `layout`, `limits`, `steps`, and `first_difference` (null if all
     agree). A number that is missing or not finite is null."""
-    steps = []
-    for row in comparison.rows:
-        worst = {}
-        for what, (name, size) in row.worst.items():
-            worst[what] = {"name": name, "difference": _finite(size)}
-        losses, norms = map(_finite, row.loss), map(_finite, row.grad_norm)
-        sides = ("reference", "layout")
-        steps.append(
-            {
-                "step": row.step,
-                "loss": dict(zip(sides, losses, strict=True)),
-                "gradient_norm": dict(zip(sides, norms, strict=True)),
-                "worst": worst,
-            }
-        )
-    first = None
-    if comparison.first is not None:
-        first = asdict(comparison.first) | {"size": _finite(comparison.first.size)}
+    first = comparison.first
     content = {
-        "same": comparison.first is None,
+        "same": first is None,
         "layout": asdict(comparison.parallel),
         "limits": LIMITS,
-        "steps": steps,
-        "first_difference": first,
+        "steps": [asdict(row) for row in comparison.rows],
+        "first_difference": None if first is None else asdict(first),
     }
-    return json.dumps(content, indent=2, allow_nan=False)
+    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=2)
 
 
 def as_text(comparison: LayoutComparison) -> str:
@@ -53,10 +37,10 @@ def as_text(comparison: LayoutComparison) -> str:
         "step        loss  differs by        norm  differs by  gradients    weights",
     ]
     for row in comparison.rows:
-        worst = {what: size for what, (_, size) in row.worst.items()}
+        worst = {what: each.difference for what, each in row.worst.items()}
         lines.append(
-            f"{row.step:>4}  {row.loss[0]:>10.6f}  {worst['loss']:>10.1e}  "
-            f"{row.grad_norm[0]:>10.6f}  {worst['gradient norm']:>10.1e}  "
+            f"{row.step:>4}  {row.loss.reference:>10.6f}  {worst['loss']:>10.1e}  "
+            f"{row.gradient_norm.reference:>10.6f}  {worst['gradient norm']:>10.1e}  "
             f"{worst['gradient']:>9.1e}  {worst['parameter']:>9.1e}"
         )
     return "\n".join([*lines, "", *describe(comparison.first)])
@@ -85,7 +69,3 @@ def describe(first: Difference | None) -> Iterator[str]:
         yield f"also: {names} and {more} more" if more > 0 else f"also: {names}"
     yield "usual causes:"
     yield from (f"  - {cause}" for cause in first.causes)
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
