@@ -83,13 +83,11 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     """Builds an optimizer with the states that it starts from. AdamW (Loshchilov and Hutter 2019,
     arXiv 1711.05101) and SGD, whose weight decay is added to the gradient, are torch's."""
-    matrices = [p.local for p in parameters if len(p.spec.shape) > 1]
-    vectors = [p.local for p in parameters if len(p.spec.shape) <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]] = []
+    for decay, is_matrix in ((config.weight_decay, True), (0.0, False)):
+        chosen = [p.local for p in parameters if (len(p.spec.shape) > 1) == is_matrix]
+        if chosen:
+            groups.append({"params": chosen, "weight_decay": decay})
     own_dtype = parameters[0].local.dtype
     dtype = own_dtype if config.state_dtype is None else DTYPES[config.state_dtype]
     optimizer: torch.optim.Optimizer

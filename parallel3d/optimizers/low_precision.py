@@ -3,14 +3,13 @@ float32, and rounds to the nearest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.optimizers.step_bytes import runs
-from parallel3d.torch_private import foreach_copy_
 
 
 class _InFloat32(torch.optim.Optimizer):
@@ -32,23 +31,18 @@ class _InFloat32(torch.optim.Optimizer):
         self.param_groups = groups
 
     def _step_together(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        states = [self.state[p] for p in parameters]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        kept = [p.data for p in parameters]
-        for state in states:
-            kept += state.values()
-        wide = _in_float32(kept)
-        stepped = iter(wide)
-        for p, gradient in zip(parameters, _in_float32(gradients), strict=True):
+        kept = [(p, p.data, p.grad, self.state[p]) for p in parameters]
+        for p, value, gradient, state in kept:
+            assert gradient is not None
             p.grad = None  # a gradient must have the dtype of its parameter
-            p.data, p.grad = next(stepped), gradient
-        for p, state in zip(parameters, states, strict=True):
-            self.state[p] = {name: next(stepped) for name in state}
+            p.data, p.grad = value.float(), gradient.float()
+            self.state[p] = {name: narrow.float() for name, narrow in state.items()}
         self.param_groups = [group | {"params": parameters}]
         super().step()
-        _copy_into(kept, wide)
-        originals = zip(parameters, kept, gradients, states, strict=False)
-        for p, value, gradient, state in originals:
+        for p, value, gradient, state in kept:
+            value.copy_(p.data)  # which may be `value` itself
+            for name, narrow in state.items():
+                narrow.copy_(self.state[p][name])
             p.grad = None
             p.data, p.grad, self.state[p] = value, gradient, state
 
@@ -60,23 +54,6 @@ class LowPrecisionAdamW(_InFloat32, torch.optim.AdamW):
 
 class LowPrecisionSGD(_InFloat32, torch.optim.SGD):
     """SGD with a "momentum_buffer" of any dtype."""
-
-
-def _in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies in float32 of the tensors of another dtype, and the others themselves."""
-    wide = []
-    for x in tensors:
-        is_wide = x.dtype == torch.float32
-        wide.append(x if is_wide else torch.empty_like(x, dtype=torch.float32))
-    _copy_into(wide, tensors)
-    return wide
-
-
-def _copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, unless the two are the same tensor."""
-    pairs = [(a, b) for a, b in zip(targets, sources, strict=True) if a is not b]
-    if pairs:
-        foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def apply_update(parameter: Tensor, change: Tensor, *, decay: float) -> None:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,10 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig
+from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.mesh import Axis
 from parallel3d.optimizers.low_precision import apply_update
-from parallel3d.optimizers.step_bytes import owners_of, rounds
-from parallel3d.shard_sizes import shard_rows
+from parallel3d.optimizers.step_bytes import ROUND_ELEMENTS, owners_of, runs
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.sharding.settings import joined_axis
 
@@ -50,58 +49,55 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, matrices: Sequence[LocalParameter], mesh: DeviceMesh, config: OptimizerConfig
     ) -> None:
-        assert config.momentum is not None and config.nesterov is not None
         assert config.ns_steps is not None and config.ns_dtype is not None
         assert config.lr_adjust is not None
         lr_ratio = 1.0 if config.muon_lr is None else config.muon_lr / config.lr
         defaults = {"lr": config.lr, "lr_ratio": lr_ratio, "weight_decay": config.weight_decay}
-        defaults["momentum"] = config.momentum
-        super().__init__([matrix.local for matrix in matrices], defaults)
+        super().__init__(
+            [matrix.local for matrix in matrices], defaults | {"momentum": config.momentum}
+        )
         self._matrices, self._nesterov = matrices, config.nesterov
         self._ns_steps, self._ns_dtype = config.ns_steps, DTYPES[config.ns_dtype]
         self._lr_adjust = config.lr_adjust
         self._stage = joined_axis(mesh, STAGE_AXES, "stage")
-        self._tp, shards = mesh["tp"].size(), mesh["dp_shard"].size()
-        self._shards = {
-            matrix: 1 if "dp_shard" in matrix.part.repeated_over else shards for matrix in matrices
-        }
+        self._tp, self._dp_shard = mesh["tp"].size(), mesh["dp_shard"].size()
         self._exchanges: dict[tuple[LocalParameter, ...], MatrixExchange] = {}  # one for each round
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        (group,) = self.param_groups
         stepped = [matrix for matrix in self._matrices if matrix.local.grad is not None]
-        for some in rounds(stepped, self._part_elements):
-            self._step_together(tuple(some), group)
+        for some in runs(stepped, self._part_elements, most=ROUND_ELEMENTS):
+            self._step_together(tuple(some))
+
+    def _shards(self, matrix: LocalParameter) -> int:
+        return 1 if "dp_shard" in matrix.part.repeated_over else self._dp_shard
 
     def _part_elements(self, matrix: LocalParameter) -> float:
-        ways = self._shards[matrix] * (1 if matrix.spec.dim is None else self._tp)
-        return math.prod(matrix.spec.shape) / ways
+        tp = 1 if matrix.spec.dim is None else self._tp
+        return math.prod(matrix.spec.shape) / (tp * self._shards(matrix))
 
-    def _step_together(self, matrices: tuple[LocalParameter, ...], group: dict[str, Any]) -> None:
+    def _step_together(self, matrices: tuple[LocalParameter, ...]) -> None:
         """Steps some matrices. Each tensor is dropped as early as can be: together they are as
         large as the gradients of the matrices, and the iteration makes several of the size of each
         matrix that this rank owns."""
         if matrices not in self._exchanges:
-            ranks, tp, shards = self._stage.size, self._tp, self._shards
-            parts = [
-                parts_of_ranks(m.spec.shape, m.spec.dim, ranks, tp, shards[m]) for m in matrices
-            ]
+            ranks, tp = self._stage.size, self._tp
+            parts = [parts_of_ranks(m.spec, ranks, tp, self._shards(m)) for m in matrices]
             shapes = [matrix.spec.shape for matrix in matrices]
             self._exchanges[matrices] = MatrixExchange(self._stage, parts, shapes)
         exchange = self._exchanges[matrices]
+        (group,) = self.param_groups
         full = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
         for index in range(len(full)):
             full[index] = orthogonalize(full[index], self._ns_steps)
-        like = self._matrices[0].local.new_empty(0, dtype=self._ns_dtype)
+        like = matrices[0].local.new_empty(0, dtype=self._ns_dtype)
         updates = exchange.scatter(full, like)
         del full
+        decay = group["lr"] * group["weight_decay"]
         for matrix, update in zip(matrices, updates, strict=True):
             rate = group["lr"] * adjustment(self._lr_adjust, matrix.spec.shape)
-            apply_update(
-                matrix.local, update.float().mul_(rate), decay=group["lr"] * group["weight_decay"]
-            )
+            apply_update(matrix.local, update.float().mul_(rate), decay=decay)
 
     def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
         """Moves the momentum buffer on; returns what is to be made orthogonal, this rank's part of
@@ -144,44 +140,31 @@ def adjustment(rule: str, shape: Sequence[int]) -> float:
 class SubMatrix(NamedTuple):
     """A rectangle of a matrix."""
 
-    first_row: int
-    first_column: int
-    rows: int
-    columns: int
+    rows: range
+    columns: range
 
     @property
-    def elements(self) -> int:
-        return self.rows * self.columns
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), len(self.columns)
 
     def of(self, matrix: Tensor) -> Tensor:
         """Returns a view of this rectangle."""
-        return matrix[
-            self.first_row : self.first_row + self.rows,
-            self.first_column : self.first_column + self.columns,
-        ]
+        rows, columns = self
+        return matrix[rows.start : rows.stop, columns.start : columns.stop]
 
 
-@lru_cache(maxsize=256)
-def parts_of_ranks(
-    shape: tuple[int, ...], dim: int | None, ranks: int, tp: int, shards: int
-) -> Sequence[SubMatrix]:
-    """Returns the part of a matrix of `shape` that each of the ranks of a stage holds, tp
-    innermost, then dp_shard. tp splits `dim` evenly (None: every tp rank has the whole), and
-    `shards` data ranks split the rows of that; a part may have no rows. Nothing is sent, because
-    all ranks are placed and cut alike."""
-    rows, columns = shape
-    if dim == 0:
-        rows //= tp
-    elif dim == 1:
-        columns //= tp
+def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Sequence[SubMatrix]:
+    """Returns the part of a matrix that each of the ranks of a stage holds, tp innermost, then
+    dp_shard. `shards` data ranks split the rows of a tp rank's part; a part may have no rows.
+    Nothing is sent, because all ranks are placed and cut alike."""
     parts = []
     for rank in range(ranks):
-        tp_rank = rank % tp
-        own = shard_rows(rows, rank // tp % shards, shards)
-        first_row = tp_rank * rows if dim == 0 else 0
-        first_column = tp_rank * columns if dim == 1 else 0
-        parts.append(SubMatrix(first_row + own.start, first_column, len(own), columns))
+        shard = Axis(shards, rank // tp % shards, None)
+        parts.append(SubMatrix(*spec.box(Axis(tp, rank % tp, None), shard)))
     return parts
+
+
+Route = tuple[int, int]  # another rank, the number of a matrix
 
 
 class MatrixExchange:
@@ -194,22 +177,22 @@ class MatrixExchange:
         self._stage, self._parts, self._shapes = stage, parts, shapes
         self._owners = owners_of(shapes, stage.size)
         self._owned = [m for m, owner in enumerate(self._owners) if owner == stage.rank]
-        self._givers = []
-        for m, owner in enumerate(self._owners):
-            self._givers.append(nearest_holders(parts[m], owner, shapes[m]))
+        self._givers = list(map(nearest_holders, parts, self._owners))
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Takes this rank's part of each matrix; returns the full matrices that it owns."""
         if self._stage.group is None:
             return list(parts)
         me = self._stage.rank
-        sent = [(owner, parts[m]) for m, owner in enumerate(self._owners) if me in self._givers[m]]
-        expected = sorted((giver, m) for m in self._owned for giver in self._givers[m])
-        boxes = [(giver, self._parts[m][giver]) for giver, m in expected]
-        received = self._all_to_all(sent, boxes, parts[0])
+        sent = {
+            (owner, m): parts[m] for m, owner in enumerate(self._owners) if me in self._givers[m]
+        }
+        boxes = {
+            (giver, m): self._parts[m][giver] for m in self._owned for giver in self._givers[m]
+        }
         full = {m: parts[0].new_empty(self._shapes[m]) for m in self._owned}
-        for (giver, m), part in zip(expected, received, strict=True):
-            self._parts[m][giver].of(full[m]).copy_(part)
+        for (giver, m), part in self._all_to_all(sent, boxes, parts[0]).items():
+            boxes[giver, m].of(full[m]).copy_(part)
         return list(full.values())
 
     def scatter(self, full: Sequence[Tensor], like: Tensor) -> list[Tensor]:
@@ -217,42 +200,42 @@ class MatrixExchange:
         dtype and device of `like`."""
         if self._stage.group is None:
             return list(full)
-        sent = []
+        sent = {}
         for m, matrix in zip(self._owned, full, strict=True):
-            sent += [(rank, part.of(matrix)) for rank, part in enumerate(self._parts[m])]
-        expected = sorted((owner, m) for m, owner in enumerate(self._owners))
-        boxes = [(owner, self._parts[m][self._stage.rank]) for owner, m in expected]
+            for rank, part in enumerate(self._parts[m]):
+                sent[rank, m] = part.of(matrix)
+        boxes = {
+            (owner, m): self._parts[m][self._stage.rank] for m, owner in enumerate(self._owners)
+        }
         received = self._all_to_all(sent, boxes, like)
-        parts = {m: part for (_, m), part in zip(expected, received, strict=True)}
-        return [parts[m] for m in range(len(self._shapes))]
+        return [received[owner, m] for m, owner in enumerate(self._owners)]
 
     def _all_to_all(
-        self, sent: list[tuple[int, Tensor]], expected: list[tuple[int, SubMatrix]], like: Tensor
-    ) -> list[Tensor]:
-        """Sends each tensor to its rank, in order. `expected` are the ranks and the boxes of the
-        parts that come, by rank."""
+        self, sent: dict[Route, Tensor], boxes: dict[Route, SubMatrix], like: Tensor
+    ) -> dict[Route, Tensor]:
+        """Sends each tensor to the rank of its route, and returns the parts that come. `boxes` are
+        their places."""
         sent_sizes, sizes = [0] * self._stage.size, [0] * self._stage.size
-        for rank, part in sent:
+        for (rank, _), part in sent.items():
             sent_sizes[rank] += part.numel()
-        for rank, box in expected:
-            sizes[rank] += box.elements
-        ordered = sorted(sent, key=lambda each: each[0])
-        flat = torch.cat([like.new_empty(0), *(part.reshape(-1) for _, part in ordered)])
+        for (rank, _), box in boxes.items():
+            sizes[rank] += math.prod(box.shape)
+        flat = torch.cat([like.new_empty(0), *(sent[route].flatten() for route in sorted(sent))])
         out = flat.new_empty(sum(sizes))
         dist.all_to_all_single(out, flat, sizes, sent_sizes, group=self._stage.group)
-        pieces = out.split([box.elements for _, box in expected])
-        boxes = [box for _, box in expected]
-        return [piece.view(box.rows, box.columns) for piece, box in zip(pieces, boxes, strict=True)]
+        routes = sorted(boxes)
+        pieces = out.split([math.prod(boxes[route].shape) for route in routes])
+        return {
+            route: piece.view(boxes[route].shape)
+            for route, piece in zip(routes, pieces, strict=True)
+        }
 
 
-def nearest_holders(
-    parts: Sequence[SubMatrix], owner: int, shape: tuple[int, ...]
-) -> frozenset[int]:
-    """Returns the ranks whose parts make the whole matrix. If several ranks hold the same part, the
+def nearest_holders(parts: Sequence[SubMatrix], owner: int) -> frozenset[int]:
+    """Returns the ranks whose parts make the full matrix. If several ranks hold the same part, the
     one nearest to the matrix's owner is taken."""
     holders: dict[SubMatrix, int] = {}
     for rank in sorted(range(len(parts)), key=lambda rank: abs(rank - owner)):
-        if parts[rank].elements:
+        if parts[rank].rows:
             holders.setdefault(parts[rank], rank)
-    assert sum(part.elements for part in holders) == math.prod(shape)
     return frozenset(holders.values())

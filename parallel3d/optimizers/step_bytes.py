@@ -8,6 +8,7 @@ of an optimizer says what its file beside this one does.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,29 +20,18 @@ ROUND_ELEMENTS = 2**25  # in one round, of the parts of one rank
 T = TypeVar("T")
 
 
-def rounds(items: Iterable[T], elements_of: Callable[[T], float]) -> Iterator[list[T]]:
-    """Yields a few items at a time, about `ROUND_ELEMENTS`, so that a step's temporary tensors take
-    little memory. All ranks get the same rounds if they give the same items and `elements_of`."""
-    found: list[T] = []
-    elements = 0.0
-    for item in items:
-        found.append(item)
-        elements += elements_of(item)
-        if elements >= ROUND_ELEMENTS:
-            yield found
-            found, elements = [], 0.0
-    if found:
-        yield found
-
-
-def runs(items: Iterable[T], elements_of: Callable[[T], int], *, most: int) -> Iterator[list[T]]:
-    """Yields runs of items of at most `most` elements together, or a single larger item."""
+def runs(
+    items: Iterable[T], elements_of: Callable[[T], float], *, most: float
+) -> Iterator[list[T]]:
+    """Yields runs of items of at most `most` elements together, or a single larger item, so that a
+    step's temporary tensors take little memory. All ranks get the same runs if they give the same
+    items and `elements_of`."""
     run: list[T] = []
-    elements = 0
+    elements = 0.0
     for item in items:
         if run and elements + elements_of(item) > most:
             yield run
-            run, elements = [], 0
+            run, elements = [], 0.0
         run.append(item)
         elements += elements_of(item)
     if run:
@@ -130,20 +120,18 @@ def muon_step_bytes(
         applying = (4.0 * (item < 4) + 4.0 * is_narrow) * largest
         owners = owners_of([matrix.shape for matrix in some], ranks)
         owned = [matrix for matrix, owner in zip(some, owners, strict=True) if owner == 0]
-        iterating = max(
-            (item * (2 * matrix.numel + 2 * min(matrix.shape) ** 2) for matrix in owned), default=0
-        )
+        working = [2 * matrix.numel + 2 * min(matrix.shape) ** 2 for matrix in owned]
+        iterating = item * max(working, default=0)
         if ranks == 1:
             most = max(most, parts + max(wide, iterating, applying))
             continue
+        sent = item * own
         whole = item * sum(matrix.numel for matrix in owned)
         # for all that hold a part
         results = sum(item * matrix.numel * ranks / matrix.parts for matrix in owned)
-        exchanging = parts + whole + max(item * own, whole)
-        scattering = whole + results + max(results, item * own)
-        most = max(
-            most, parts + wide, exchanging, whole + iterating, scattering, item * own + applying
-        )
+        exchanging = parts + whole + max(sent, whole)
+        scattering = whole + results + max(results, sent)
+        most = max(most, parts + wide, exchanging, whole + iterating, scattering, sent + applying)
     return most
 
 
@@ -153,14 +141,13 @@ def busiest_shapes(matrices: tuple[MuonMatrix, ...], *, ranks: int) -> tuple[tup
     busiest rank's."""
     found: list[tuple[int, int]] = []
     for some in _matrix_rounds(matrices):
-        owned: dict[int, list[tuple[int, int]]] = {}
-        for matrix, owner in zip(
-            some, owners_of([matrix.shape for matrix in some], ranks), strict=True
-        ):
-            owned.setdefault(owner, []).append(matrix.shape)
+        shapes = [matrix.shape for matrix in some]
+        owned = defaultdict(list)
+        for shape, owner in zip(shapes, owners_of(shapes, ranks), strict=True):
+            owned[owner].append(shape)
         found += max(owned.values(), key=lambda shapes: sum(map(orthogonalize_cost, shapes)))
     return tuple(found)
 
 
 def _matrix_rounds(matrices: Iterable[MuonMatrix]) -> Iterator[list[MuonMatrix]]:
-    return rounds(matrices, lambda matrix: matrix.numel / matrix.parts)
+    return runs(matrices, lambda each: each.numel / each.parts, most=ROUND_ELEMENTS)
