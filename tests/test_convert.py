@@ -78,7 +78,7 @@ RULES: Rules = {
 
 
 def plans(module: nn.Module, rules: Rules, tp: int = 2) -> dict[str, ModulePlan]:
-    return {plan.part.name: plan for plan in plan_modules(module, rules, tp)}
+    return {plan.name: plan for plan in plan_modules(module, rules, tp)}
 
 
 def test_a_rule_chooses_the_class_and_the_dims_of_a_module() -> None:
@@ -98,7 +98,7 @@ def test_a_rule_chooses_the_class_and_the_dims_of_a_module() -> None:
 
 def test_fewer_heads_than_ranks_are_shared_and_their_group_shrinks() -> None:
     found = plans(Model(heads=12, kv_heads=2), {**RULES, "attn.packed": "replicate"}, tp=4)
-    assert found["attn.k"].dims == {"weight": None, "bias": None}
+    assert found["attn.k"].dims == {"weight": 1, "bias": None}
     # Half of the 6 query heads to a key head are on each of its ranks.
     assert list(found["attn.k"].counts.values()) == [3]
 

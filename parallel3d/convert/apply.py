@@ -9,11 +9,9 @@ sequence if the table says so.
 [Note: packed weights] q, k and v that are packed along the output features cannot be split along
 them: a shard would be q and half of k. Such a weight [O, I] is kept split along its *input*
 features, which any tp reads back. Each forward exchanges it for this rank's rows of each matrix: an
-all-to-all of O * I / n numbers, and another of their gradient.
-
-[Note: shared heads] If tp is a multiple of the key-value heads, neighbouring ranks compute the same
-head, from a weight that every rank keeps whole. Each rank gives the gradient of its own queries,
-and the sum over tp joins them.
+all-to-all of O * I / n numbers, and another of their gradient. So is the weight of fewer heads of
+keys and values than ranks: neighbouring ranks compute the same head, and each gives the gradient of
+its own queries.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch.distributed as dist
@@ -69,26 +66,28 @@ from parallel3d.convert.rules import (
 )
 from parallel3d.layers.gradients import as_dtensor
 from parallel3d.layers.parameter import ParallelModule
-from parallel3d.layers.replica_check import differ, fingerprints
-from parallel3d.layers.sharded_module import draw_dtensors_whole
+from parallel3d.layers.sharded_module import draw_dtensors_whole, refuse_another_draw
 from parallel3d.mesh import Axis, Role
 from parallel3d.shard_sizes import shard_rows
 
 _log = logging.getLogger("parallel3d")
 
 
-@dataclass(frozen=True)
-class Part:
-    """A module of the model, with its global name, its parent and the size of tp."""
+@dataclass
+class ModulePlan:
+    """What a module of the model becomes: the class that it gets and its settings, the dim that
+    each parameter is split in (None: whole), and counts of modules that change. Without a style the
+    rule of another module decides on a parameter that both have."""
 
-    name: str
+    name: str  # global
     module: nn.Module
     parent: nn.Module
     tp: int
-
-    @property
-    def kind(self) -> str:
-        return type(self.module).__name__
+    style: Style | None
+    dims: dict[str, int | None]
+    parallel_class: type[ConvertedModule] | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    counts: dict[tuple[nn.Module, str], int] = field(default_factory=dict)
 
     def error(self, words: str) -> ValueError:
         return ValueError(f"{self.name}: {words}")
@@ -117,19 +116,6 @@ class Part:
         if size % self.tp:
             tries = any_of(divisors_near(size, self.tp))
             raise self.error(f"{size} {what} cannot be split over tp = {self.tp}; try tp = {tries}")
-
-
-@dataclass(frozen=True)
-class ModulePlan:
-    """The class that a module gets and its settings, the dim that each parameter is split in (None:
-    whole), and counts of modules that change."""
-
-    part: Part
-    parallel_class: type[ConvertedModule] | None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    dims: Mapping[str, int | None] = field(default_factory=dict)
-    counts: Mapping[tuple[nn.Module, str], int] = field(default_factory=dict)
-    is_ruled: bool = True  # else the rule of a parameter that is tied to another one decides
 
 
 def tensor_parallelize(
@@ -169,7 +155,9 @@ def tensor_parallelize(
     dims = split_dims(plans)
     if axis.size == 1:
         return module
-    _refuse_different_weights(module, tp, axis)
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta and not isinstance(parameter, DTensor):
+            refuse_another_draw(name, parameter, axis, tp.device_type)
     with checked(module, tp, example) if check else nullcontext():
         draw_dtensors_whole()
         sharded = {each: shard_parameter(each, dim, tp, axis) for each, dim in dims.items()}
@@ -179,10 +167,9 @@ def tensor_parallelize(
             for (owner, attribute), count in plan.counts.items():
                 _set_count(owner, attribute, count)
     for plan in plans:
-        own = plan.part.module
-        if isinstance(own, ColumnParallel | RowParallel | VocabParallel | ParallelExperts):
-            refuse: Any = partial(_refuse_additions, module, plan.part.name)
-            own.refuse_additions = refuse
+        if isinstance(plan.style, Column | Row | Vocab):
+            refuse: Any = partial(_refuse_additions, module, plan.name)
+            plan.module.refuse_additions = refuse
     if hasattr(module, "save_pretrained") and not isinstance(module, PretrainedModel):
         add_class(module, PretrainedModel, axis)
     return module
@@ -194,9 +181,14 @@ def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[ModulePlan]:
     plans = []
     for name, each in module.named_modules():
         is_split = any(isinstance(p, DTensor) for p in each._parameters.values())
-        if not is_split and not isinstance(each, ParallelModule):
-            parent = module.get_submodule(name.rpartition(".")[0])
-            plans.append(_plan(Part(name, each, parent, tp), styles))
+        if is_split or isinstance(each, ParallelModule):
+            continue
+        parent = module.get_submodule(name.rpartition(".")[0])
+        whole = dict.fromkeys(each._parameters)
+        replicated = Replicated if whole else None
+        plan = ModulePlan(name, each, parent, tp, styles.get(name), whole, replicated)
+        _choose_split(plan, styles)
+        plans.append(plan)
     return plans
 
 
@@ -239,168 +231,139 @@ def _refuse_wrapper(wrapper: nn.Module, name: str, pattern: str, style: Style) -
         )
 
 
-def _plan(part: Part, styles: Mapping[str, Style]) -> ModulePlan:
-    settings: dict[str, Any]
-    module, whole = part.module, dict.fromkeys(part.module._parameters)
-    replicated = Replicated if whole else None
-    match styles.get(part.name):
+def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
+    module, settings, tp = plan.module, plan.settings, plan.tp
+    match plan.style:
         case None:
-            _refuse_if_rule_needed(part, styles)
-            return ModulePlan(part, replicated, {}, whole, is_ruled=False)
+            _refuse_if_rule_needed(plan, styles)
         case Column() as style:
-            return _plan_column(part, style, _is_entered(part.name, styles))
+            entered = [f"{name}." for name, each in styles.items() if isinstance(each, Enter)]
+            settings["is_entered"] = plan.name.startswith(tuple(entered))
+            _split_columns(plan, style)
         case Row(sequence=sequence):
-            _, dim = _weight_dims(part)
-            part.check_divides(part.weight_size(dim), "input features")
-            settings = {"sequence_parallel": sequence}
-            return ModulePlan(part, RowParallel, settings, {**whole, "weight": dim})
+            _, dim = _weight_dims(plan)
+            plan.check_divides(plan.weight_size(dim), "input features")
+            plan.parallel_class, plan.dims["weight"] = RowParallel, dim
+            settings["sequence_parallel"] = sequence
         case Vocab():
             if not isinstance(module, nn.Embedding):
-                raise part.error(f"is a {part.kind}; only nn.Embedding can be split by rows")
+                kind = type(module).__name__
+                raise plan.error(f"is a {kind}; only nn.Embedding can be split by rows")
             if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
                 words = "max_norm, scale_grad_by_freq and sparse look at all rows; turn them off"
-                raise part.error(words)
-            if not shard_rows(module.num_embeddings, part.tp - 1, part.tp):
-                part.check_divides(module.num_embeddings, "ids")
-            return ModulePlan(part, VocabParallel, {}, {"weight": 0})
+                raise plan.error(words)
+            if not shard_rows(module.num_embeddings, tp - 1, tp):
+                plan.check_divides(module.num_embeddings, "ids")
+            plan.parallel_class, plan.dims["weight"] = VocabParallel, 0
         case Enter(argument=argument, sequence=sequence):
-            settings = {"argument": argument, "sequence_parallel": sequence}
-            return ModulePlan(part, EnterRegion, settings, whole)
+            plan.parallel_class = EnterRegion
+            settings |= {"argument": argument, "sequence_parallel": sequence}
         case Scatter(argument=argument):
-            return ModulePlan(part, ScatterSequence, {"argument": argument}, whole)
+            plan.parallel_class, settings["argument"] = ScatterSequence, argument
         case SplitExperts(count=attribute):
-            count = part.count(attribute, module)
-            part.check_divides(count, "experts")
+            count = plan.count(attribute, module)
+            plan.check_divides(count, "experts")
+            plan.parallel_class, plan.dims = ParallelExperts, dict.fromkeys(plan.dims, 0)
             # transformers reads `_is_expert_parallel`.
-            settings = {"count": count, "_is_expert_parallel": True}
-            counts = {(module, attribute): count // part.tp}
-            return ModulePlan(part, ParallelExperts, settings, dict.fromkeys(whole, 0), counts)
+            settings |= {"count": count, "_is_expert_parallel": True}
+            plan.counts[module, attribute] = count // tp
         case Divide(attributes=attributes, shared=shared):
-            counts = {}
             for name in attributes:
-                count = part.count(name, module)
-                if name not in shared or part.tp % count:
-                    part.check_divides(count, name)
-                counts[module, name] = max(count // part.tp, 1)
-            return ModulePlan(part, replicated, {}, whole, counts)
+                count = plan.count(name, module)
+                if name not in shared or tp % count:
+                    plan.check_divides(count, name)
+                plan.counts[module, name] = max(count // tp, 1)
         case Replicate() as style:
-            return ModulePlan(part, replicated, vars(style), whole)
+            settings |= vars(style)
 
 
-def _refuse_if_rule_needed(part: Part, styles: Mapping[str, Style]) -> None:
+def _refuse_if_rule_needed(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
     """Raises ValueError for a module without a rule that cannot be assumed to be replicated."""
-    is_known = isinstance(part.module, nn.Embedding) or is_linear(part.module)
+    kind = type(plan.module).__name__
+    is_known = isinstance(plan.module, nn.Embedding) or is_linear(plan.module)
     # nn.MultiheadAttention computes with its own output layer.
-    if is_known and not isinstance(part.parent, nn.MultiheadAttention):
-        raise part.error(
-            f'no rule says how to split this {part.kind}; try "replicate", which leaves it whole '
+    if is_known and not isinstance(plan.parent, nn.MultiheadAttention):
+        raise plan.error(
+            f'no rule says how to split this {kind}; try "replicate", which leaves it whole '
             "on every rank"
         )
-    parent = part.name.rpartition(".")[0]
+    parent = plan.name.rpartition(".")[0]
     for name, style in styles.items():
-        is_beside = name.rpartition(".")[0] == parent and part.module._parameters
+        is_beside = name.rpartition(".")[0] == parent and plan.module._parameters
         if is_beside and isinstance(style, Column) and style.unit:  # such as Qwen 3's head norms
-            raise part.error(
-                f"no rule says what this {part.kind} works on, and the linear layers beside it are "
+            raise plan.error(
+                f"no rule says what this {kind} works on, and the linear layers beside it are "
                 "split by heads; try Replicate(partial_gradient=True) where it works on heads, and "
                 '"replicate" where every rank has its whole input'
             )
 
 
-def _plan_column(part: Part, style: Column, is_entered: bool) -> ModulePlan:
-    """Plans a column-parallel layer that is split by whole units, shared or packed: [Note: shared
-    heads] and [Note: packed weights]."""
-    out_dim, in_dim = _weight_dims(part)
-    whole: dict[str, int | None] = dict.fromkeys(part.module._parameters)
-    features, tp = part.weight_size(out_dim), part.tp
-    settings: dict[str, Any] = {
-        "features": features,
-        "gather_output": style.gather_output,
-        "is_entered": is_entered,
-    }
-    units, width = _units(part, style, features)
-    if style.parts != 1:
-        part.check_divides(part.weight_size(in_dim), "input features")
-        sizes = _sizes_of_parts(part, style.parts, units)
-        for size in sizes:
-            if tp % size:
-                part.check_divides(size, f"units in one of the parts {sizes}")
-        packed = [PackedPart(size * width, min(size, tp)) for size in sizes]
-        few = min(sizes)
-        counts = _counts_of_sharing(part, style.shared, few) if few % tp else {}
-        settings["packed"] = packed
-        dims = {**whole, "weight": in_dim}
-        return ModulePlan(part, PackedColumnParallel, settings, dims, counts)
-    if style.shared and tp > units and tp % units == 0:
-        counts = _counts_of_sharing(part, style.shared, units)
-        settings["shared_heads"] = units
-        return ModulePlan(part, ColumnParallel, settings, whole, counts)
-    if not (style.gather_output and width == 1):
-        named = f"heads (output features / {style.unit})" if style.unit else "output features"
-        part.check_divides(units, style.heads or named)
-    dims = {name: out_dim if name == "weight" else 0 for name in whole}
-    return ModulePlan(part, ColumnParallel, settings, dims)
-
-
-def _units(part: Part, style: Column, features: int) -> tuple[int, int]:
-    """Returns how many units of output features stay together, and the features of each."""
+def _split_columns(plan: ModulePlan, style: Column) -> None:
+    """Splits a column-parallel layer by its units, or as [Note: packed weights] says."""
+    out_dim, in_dim = _weight_dims(plan)
+    features = plan.weight_size(out_dim)
     named = style.heads or style.unit
-    counted = part.count(named, part.parent) if named else 1
-    other, left_over = divmod(features, counted)
-    if left_over:
-        raise part.error(f"{features} output features are no multiple of {named} = {counted}")
-    return (counted, other) if style.heads else (other, counted)
+    counted = plan.count(named, plan.parent) if named else 1
+    if features % counted:
+        raise plan.error(f"{features} output features are no multiple of {named} = {counted}")
+    units = counted if style.heads else features // counted
+    sizes = _sizes_of_parts(plan, style.parts, units)
+    fewest = min(sizes)
+    is_shared = style.shared is not None and plan.tp > fewest and plan.tp % fewest == 0
+    if len(sizes) == 1 and not is_shared:
+        if named or not style.gather_output:
+            what = f"heads (output features / {style.unit})" if style.unit else "output features"
+            plan.check_divides(units, style.heads or what)
+        plan.parallel_class, plan.dims = ColumnParallel, dict.fromkeys(plan.dims, 0)
+        plan.dims["weight"] = out_dim
+        plan.settings |= {"features": features, "gather_output": style.gather_output}
+        return
+    plan.check_divides(plan.weight_size(in_dim), "input features")
+    for size in sizes:
+        if plan.tp % size:
+            plan.check_divides(size, f"units in one of the parts {sizes}")
+    width = features // units
+    plan.parallel_class, plan.dims["weight"] = PackedColumnParallel, in_dim
+    plan.settings["packed"] = [PackedPart(size * width, min(size, plan.tp)) for size in sizes]
+    if style.shared is not None and fewest % plan.tp:
+        queries = plan.count(style.shared, plan.parent) * fewest
+        plan.check_divides(queries, "query heads")
+        plan.counts[plan.parent, style.shared] = queries // plan.tp
 
 
-def _sizes_of_parts(part: Part, parts: int | tuple[int | str, ...], units: int) -> list[int]:
+def _sizes_of_parts(plan: ModulePlan, parts: int | tuple[int | str, ...], units: int) -> list[int]:
     """Returns the units of each matrix that a weight packs."""
     if isinstance(parts, int):
         if units % parts:
-            raise part.error(f"{units} units of output features are no {parts} equal parts")
+            raise plan.error(f"{units} units of output features are no {parts} equal parts")
         return [units // parts] * parts
-    sizes = [part.count(each, part.parent) if isinstance(each, str) else each for each in parts]
+    sizes = [plan.count(each, plan.parent) if isinstance(each, str) else each for each in parts]
     if sum(sizes) != units:
         added = " + ".join(map(str, sizes))
-        raise part.error(
+        raise plan.error(
             f"its parts have {added} = {sum(sizes)} units, and its output features {units}"
         )
     return sizes
 
 
-def _counts_of_sharing(
-    part: Part, attribute: str | None, units: int
-) -> dict[tuple[nn.Module, str], int]:
-    """Returns how many query heads of a rank read a head that several ranks compute."""
-    if attribute is None:
-        return {}
-    queries = part.count(attribute, part.parent) * units
-    part.check_divides(queries, "query heads")
-    return {(part.parent, attribute): queries // part.tp}
-
-
-def _weight_dims(part: Part) -> tuple[int, int]:
+def _weight_dims(plan: ModulePlan) -> tuple[int, int]:
     """Returns the dims of the weight's output and input features."""
-    if not is_linear(part.module):
-        raise part.error(f"is a {part.kind}; only nn.Linear and Conv1D can be split so")
-    return (1, 0) if is_conv1d(part.module) else (0, 1)
-
-
-def _is_entered(name: str, styles: Mapping[str, Style]) -> bool:
-    """Returns True if a module around this one sums the gradient of its input."""
-    around = accumulate(name.split("."), "{}.{}".format)
-    return any(isinstance(styles.get(each), Enter) for each in around)
+    if not is_linear(plan.module):
+        kind = type(plan.module).__name__
+        raise plan.error(f"is a {kind}; only nn.Linear and Conv1D can be split so")
+    return (1, 0) if is_conv1d(plan.module) else (0, 1)
 
 
 def split_dims(plans: Sequence[ModulePlan]) -> dict[nn.Parameter, int | None]:
     """Returns the dim that every parameter is split in. Raises ValueError if two names of a tied
     parameter disagree."""
     dims: dict[nn.Parameter, int | None] = {}
-    for plan in sorted(plans, key=lambda plan: not plan.is_ruled):
+    for plan in sorted(plans, key=lambda plan: plan.style is None):
         for name, dim in plan.dims.items():
-            parameter = plan.part.module._parameters[name]
-            if parameter is not None and dims.setdefault(parameter, dim) != dim and plan.is_ruled:
+            parameter = plan.module._parameters[name]
+            if parameter is not None and dims.setdefault(parameter, dim) != dim and plan.style:
                 raise ValueError(
-                    f"{plan.part.name}.{name}: is tied to a parameter that another rule splits "
+                    f"{plan.name}.{name}: is tied to a parameter that another rule splits "
                     f"along dim {dims[parameter]}, and not {dim}; give both modules rules that "
                     "agree, such as vocab and column"
                 )
@@ -420,18 +383,14 @@ def shard_parameter(
 
 
 def _convert(plan: ModulePlan, sharded: Mapping[nn.Parameter, nn.Parameter], axis: Axis) -> None:
-    module, settings = plan.part.module, dict(plan.settings)
+    module = plan.module
     for name, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[name] = sharded[parameter]
     if plan.parallel_class in (EnterRegion, ScatterSequence) and module._parameters:
         add_class(module, Replicated, axis)
-    heads = settings.pop("shared_heads", None)
-    if heads is not None:
-        width, head = settings["features"] // heads, axis.rank * heads // axis.size
-        settings["rows"] = slice(head * width, (head + 1) * width)
     if plan.parallel_class is not None:
-        add_class(module, plan.parallel_class, axis, **settings)
+        add_class(module, plan.parallel_class, axis, **plan.settings)
 
 
 def _set_count(owner: nn.Module, attribute: str, count: int) -> None:
@@ -453,18 +412,4 @@ def _refuse_additions(module: nn.Module, name: str) -> None:
                 f"{name}.{own}: was added after {name} was split over tp, and would see only a "
                 "part of its input or output; add adapters such as LoRA before tensor_parallelize, "
                 "and give their layers rules of their own"
-            )
-
-
-def _refuse_different_weights(module: nn.Module, tp: DeviceMesh, axis: Axis) -> None:
-    """Raises ValueError if the ranks start from different weights."""
-    named = dict(module.named_parameters())
-    if not named or any(each.is_meta or isinstance(each, DTensor) for each in named.values()):
-        return
-    differing = differ(fingerprints([*named.values()]).to(tp.device_type), axis)
-    for name, differs in zip(named, differing.tolist(), strict=True):
-        if differs:
-            raise ValueError(
-                f"{name}: starts from other values on another tp rank; load the same checkpoint on "
-                "every rank, or call torch.manual_seed(0) before the model is built"
             )

@@ -45,21 +45,21 @@ _AFTERWARDS = "The module is split by now: build it again. check=False splits it
 
 @dataclass
 class Trace:
-    """Shapes and figures of the first output of each module in the order of the forward, and of
-    each parameter's gradient in the order of the backward."""
+    """Figures of the first output of each module in the order of the forward, and of each
+    parameter's gradient in the order of the backward."""
 
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of the outputs
 
 
 def figures(x: Tensor) -> Tensor:
-    """Returns the norm of x, its sum, and its sum weighted by place, float64 [3] on the CPU."""
-    total = torch.zeros(3, dtype=torch.float64)
+    """Returns the norm of x and its sum weighted by place, float64 [2] on the CPU."""
+    total = torch.zeros(2, dtype=torch.float64)
     for index, part in enumerate(x.detach().flatten().split(_CHUNK)):
         numbers = part.double()
-        weighted = numbers @ _weights(len(numbers), index * _CHUNK, numbers.device)
-        total += torch.stack((numbers.square().sum(), numbers.sum(), weighted)).cpu()
+        weights = _weights(len(numbers), index * _CHUNK, numbers.device)
+        total += torch.stack((numbers @ numbers, numbers @ weights)).cpu()
     total[0].sqrt_()
     return total
 
@@ -91,12 +91,8 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
         except Exception as error:
             words = f"the split module cannot be computed: {error}; usual causes: {_OUTPUT_CAUSES}"
             raise ValueError(f"{words}. {_AFTERWARDS}") from error
-        names = [name for name in whole.outputs if split.shapes.get(name) == whole.shapes[name]]
-        _compare("output", _OUTPUT_CAUSES, names, whole.outputs, split.outputs, 0.0, axis)
-        norms = [float(each[0]) for each in whole.gradients.values()]
-        names = [name for name in whole.gradients if name in split.gradients]
-        floor = _FLOOR * max(norms, default=0.0)
-        _compare("gradient", _GRADIENT_CAUSES, names, whole.gradients, split.gradients, floor, axis)
+        _compare("output", _OUTPUT_CAUSES, whole.outputs, split.outputs, axis, floor=0.0)
+        _compare("gradient", _GRADIENT_CAUSES, whole.gradients, split.gradients, axis, floor=_FLOOR)
 
 
 def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -> Trace:
@@ -104,7 +100,7 @@ def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -
     trace = Trace()
     before = {parameter: parameter.grad for parameter in module.parameters()}
     arguments = (example,) if isinstance(example, Tensor) else example
-    with _recording(module, trace), _evaluating(module), torch.random.fork_rng():
+    with _recording(module, trace, whole), _evaluating(module), torch.random.fork_rng():
         with torch.enable_grad():
             output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
         result = _first_number(output)
@@ -129,18 +125,20 @@ def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -
 def _compare(
     what: str,
     causes: str,
-    names: list[str],
     whole: Mapping[str, Tensor],
     split: Mapping[str, Tensor],
-    floor: float,
     axis: Axis,
+    *,
+    floor: float,
 ) -> None:
-    """Raises ValueError for the first of `names` whose figures differ."""
+    """Raises ValueError for the first tensor of both traces whose figures differ."""
+    names = [name for name in whole if name in split]
     if not names:
         return
     ours = torch.stack([split[name] for name in names])
     theirs = torch.stack([whole[name] for name in names])
-    scale = theirs[:, 0].clamp(min=max(floor, 1e-30))
+    norms = theirs[:, 0]
+    scale = norms.clamp(min=max(floor * float(norms.max()), 1e-30))
     differences = (ours - theirs).abs().amax(dim=1) / scale
     differences = differences.nan_to_num(nan=torch.inf)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,19 +180,19 @@ def _first_number(output: Any) -> Tensor | None:
 
 
 @contextmanager
-def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
-    """Records the first output of each module, except inside experts, which see other tokens on
-    each rank."""
-    inside_experts = []
-    for name, part in module.named_modules():
-        if isinstance(part, ParallelExperts):
-            inside_experts.append(f"{name}.")
+def _recording(module: nn.Module, trace: Trace, whole: Trace | None) -> Iterator[None]:
+    """Records the first output of each module, if it has the shape that it has in the `whole`
+    module, except inside experts, which see other tokens on each rank."""
+    parts = module.named_modules()
+    experts = tuple(f"{name}." for name, part in parts if isinstance(part, ParallelExperts))
+    shapes = trace.shapes if whole is None else whole.shapes
 
     def keep(name: str, output: Any) -> None:
         number = _first_number(output)
-        is_new = name not in trace.outputs and not name.startswith(tuple(inside_experts))
-        if number is not None and is_new:
-            trace.outputs[name], trace.shapes[name] = figures(number), number.shape
+        if number is None or name in trace.outputs or name.startswith(experts):
+            return
+        if shapes.setdefault(name, number.shape) == number.shape:
+            trace.outputs[name] = figures(number)
 
     with failures_named(module, keep):
         yield

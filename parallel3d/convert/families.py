@@ -8,6 +8,7 @@ model in float64.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 
 from torch import nn
@@ -137,42 +138,29 @@ FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
     "falcon": _FALCON_REST,
 }
 
+
 _GATHERED = Replicate(partial_gradient=True, gather_sequence=True)  # what reads it is not split
-_SCATTERED = Row(sequence=True)
+_IN_BLOCK = (
+    "**.input_layernorm",
+    "**.post_attention_layernorm",
+    "**.pre_feedforward_layernorm",
+    "**.post_feedforward_layernorm",
+)
 _LLAMA_SEQUENCE: _Table = {
     "**.layers.0": Scatter(),
-    "**.layers.*.input_layernorm": Replicate(partial_gradient=True),  # a norm of this rank's tokens
-    "**.layers.*.post_attention_layernorm": Replicate(partial_gradient=True),
-    "**.layers.*.pre_feedforward_layernorm": Replicate(partial_gradient=True),
-    "**.layers.*.post_feedforward_layernorm": Replicate(partial_gradient=True),
-    "**.layers.*.self_attn": Enter(sequence=True),
-    "**.layers.*.mlp": Enter("x", sequence=True),
-    "**.layers.*.self_attn.o_proj": _SCATTERED,
-    "**.layers.*.mlp.down_proj": _SCATTERED,
+    **dict.fromkeys(_IN_BLOCK, Replicate(partial_gradient=True)),  # norms of this rank's tokens
     "**.norm": _GATHERED,
 }
-# What changes if the sequence is split from the first block to the last norm.
+# What changes, besides Enter() and Row(), if the sequence is split from the first block to the last
+# norm.
 SEQUENCE_FAMILIES: Mapping[str, Rules] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_SEQUENCE),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _LLAMA_SEQUENCE),
-    "phi3": {
-        "**.layers.0": Scatter(),
-        **dict.fromkeys(
-            ("**.input_layernorm", "**.post_attention_layernorm", "**.norm"), _GATHERED
-        ),
-        **dict.fromkeys(("**.self_attn.o_proj", "**.mlp.down_proj"), _SCATTERED),
-    },
-    "gpt2": {
-        "**.h.0": Scatter(),
-        **dict.fromkeys(("**.ln_1", "**.ln_2", "**.ln_f"), _GATHERED),
-        **dict.fromkeys(("**.h.*.attn.c_proj", "**.h.*.mlp.c_proj"), _SCATTERED),
-    },
+    "phi3": {"**.layers.0": Scatter(), **dict.fromkeys((*_IN_BLOCK[:2], "**.norm"), _GATHERED)},
+    "gpt2": {"**.h.0": Scatter(), **dict.fromkeys(("**.ln_1", "**.ln_2", "**.ln_f"), _GATHERED)},
     "gpt_neox": {
         "**.layers.0": Scatter(),
-        **dict.fromkeys(
-            ("**.input_layernorm", "**.post_attention_layernorm", "**.final_layer_norm"), _GATHERED
-        ),
-        **dict.fromkeys(("**.attention.dense", "**.mlp.dense_4h_to_h"), _SCATTERED),
+        **dict.fromkeys((*_IN_BLOCK[:2], "**.final_layer_norm"), _GATHERED),
     },
 }
 
@@ -208,6 +196,9 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
                     "rank would drop the same tokens; set it to 0 in the config, or leave "
                     "sequence_parallel out"
                 )
+        for pattern, style in rules.items():
+            if isinstance(style, Enter | Row):
+                rules[pattern] = replace(style, sequence=True)
         rules |= SEQUENCE_FAMILIES[family]
     return {pattern: style for pattern, style in rules.items() if names_matching(pattern, modules)}
 

@@ -42,8 +42,7 @@ class ConvertedModule(ShardedModule):
     sequence_parallel = False
     is_transposed = False  # the weight is [I, O], as in transformers' Conv1D
     is_entered = False
-    delayed = padded_width = None
-    rows: slice | None = None
+    delayed = padded_width = rows = None
     # Called once, in the first forward pass: refuses adapters that were added after the split.
     refuse_additions: Callable[[], None] | None = None
 
@@ -57,8 +56,7 @@ class ConvertedModule(ShardedModule):
 
     def traced(self, name: str) -> Any:
         """Returns this rank's part of a parameter for `torch.compile`."""
-        part = self.replicated(name)
-        return part if part is None or self.rows is None else copy_to_region(part, self.axis)
+        return self.replicated(name)
 
     def enter(self, x: Tensor) -> Tensor:
         return x if self.is_entered else copy_to_region(x, self.axis)
@@ -70,11 +68,8 @@ class ConvertedModule(ShardedModule):
 
 class ColumnParallel(ConvertedModule):
     """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] with
-    `gather_output`.
-
-    Sends nothing forward, except for an all-gather of y with `gather_output`. All-reduces dx
-    backward, unless a module around it does. Ranks that share a head use some `rows` of a weight
-    that all of them keep: [Note: shared heads] in `convert.apply`."""
+    `gather_output`. Sends nothing forward, except for an all-gather of y with `gather_output`.
+    All-reduces dx backward, unless a module around it does."""
 
     features: int  # output features of all ranks
     gather_output: bool = False
@@ -82,14 +77,8 @@ class ColumnParallel(ConvertedModule):
     def forward(self, x: Tensor) -> Tensor:
         self.check_once()
         (y,) = column_parallel(x, (self,))
-        return self._gathered(y) if self.gather_output else y
-
-    def fuse_gradients(self, on: bool) -> None:
-        self.fused_gradients = (
-            on and self.rows is None
-        )  # autograd adds up gradients of shared heads
-
-    def _gathered(self, y: Tensor) -> Tensor:
+        if not self.gather_output:
+            return y
         width = largest_shard(self.features, self.axis.size)  # the last ranks may have fewer
         padded = F.pad(y, (0, width - y.shape[-1]))
         return gather_from_region(padded, self.axis)[..., : self.features]
@@ -102,10 +91,10 @@ class PackedPart(NamedTuple):
     shares: int  # its distinct shards: tp, or fewer if neighbouring ranks compute the same one
 
 
-class PackedColumnParallel(ColumnParallel):
-    """A column-parallel layer whose weight has several matrices side by side: [Note: packed
-    weights] in `convert.apply`. All-to-all of the weight's shard forward, and of its gradient
-    backward."""
+class PackedColumnParallel(ConvertedModule):
+    """A column-parallel layer whose weight has several matrices side by side, or one of heads that
+    ranks share: [Note: packed weights] in `convert.apply`. All-to-all of the weight's shard
+    forward, and of its gradient backward."""
 
     packed: Sequence[PackedPart]
 
@@ -117,8 +106,7 @@ class PackedColumnParallel(ColumnParallel):
         own = all_to_all_of_region(sent, self.axis).flatten(0, 1)  # [I, O / n]
         if bias is not None:
             bias = self._by_rank(copy_to_region(bias, self.axis))[self.axis.rank]
-        y = F.linear(self.enter(x), own.t(), bias)
-        return self._gathered(y) if self.gather_output else y
+        return F.linear(self.enter(x), own.t(), bias)
 
     def _by_rank(self, full: Tensor) -> Tensor:
         """Splits [..., O] into [..., n, O / n], the output features that each rank computes."""
