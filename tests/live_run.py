@@ -60,7 +60,7 @@ def srun(ranks: int) -> list[str]:
         port = free.getsockname()[1]
     script = f"""
         export MASTER_ADDR=127.0.0.1 MASTER_PORT={port}
-        export SLURM_NTASKS={ranks} SLURM_TASKS_PER_NODE={ranks}
+        export SLURM_NTASKS={ranks} SLURM_NNODES=1
         for i in {{0..{ranks - 1}}}; do
             SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & tasks[i]=$!
         done

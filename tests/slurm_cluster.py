@@ -9,12 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from test_launch import wait_until
 from two_hosts import TwoHosts, two_hosts
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
@@ -68,11 +68,11 @@ class SlurmCluster:
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
     def wait_for(self, what: Callable[[], bool], within_s: float, log: Path | None = None) -> None:
-        deadline = time.monotonic() + within_s
-        while not what():
-            said = log.read_text() if log is not None and log.exists() else ""
-            assert time.monotonic() < deadline, f"{said}\n{self.logs()}"
-            time.sleep(0.1)
+        def said() -> str:
+            own = log.read_text() if log is not None and log.exists() else ""
+            return f"{own}\n{self.logs()}"
+
+        wait_until(what, within_s, said)
 
     def logs(self) -> str:
         files = [*self.folder.glob("*.log"), *self.folder.glob("munge/log")]

@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_restarts import ENVIRONMENT, write_recipe
 from two_hosts import TwoHosts, two_hosts
 
-from parallel3d.config.load import to_yaml
-from parallel3d.config.recipe import (
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    Recipe,
-    TrainConfig,
-)
+from parallel3d.config.recipe import ParallelConfig
 
 pytestmark = pytest.mark.long
-
-
-def write_recipe(folder: Path, parallel: ParallelConfig, name: str = "run") -> Path:
-    """Writes the recipe of a model of five million parameters, and returns its path."""
-    corpus = folder / "corpus.txt"
-    corpus.write_text("\n".join(f"line {number} of a text" for number in range(4000)))
-    recipe = Recipe(
-        model=ModelConfig(layers=4, hidden=320, heads=4, kv_heads=4, ffn_hidden=1280, vocab=258),
-        train=TrainConfig(steps=6, global_batch_size=8, seq_len=32, device="cpu"),
-        parallel=parallel,
-        data=DataConfig(source="text", path=str(corpus)),
-        logging=LoggingConfig(every=1),
-        run_dir=str(folder / name),
-    )
-    path = folder / f"{name}.yaml"
-    path.write_text(to_yaml(recipe))
-    return path
 
 
 def on_both(
@@ -48,33 +23,13 @@ def on_both(
     """Starts torchrun with two workers on each host, with `pinned` on a core of its own, and
     returns how the first one ended and what it said."""
     started = []
+    meeting = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint host0:29500"
+    check = ("-m", "parallel3d.tools.launch", "check", str(recipe), "train.callbacks=[]", *more)
+    agent = (sys.executable, "-m", "torch.distributed.run", *meeting.split(), *check)
     for core, host in enumerate(pair.hosts):
         own_core = ("taskset", "-c", str(core)) if pinned else ()
-        where = (
-            "--nnodes",
-            "2",
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            "host0:29500",
-            "--rdzv-id",
-            recipe.stem,
-        )
-        agent = (
-            *own_core,
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *where,
-            "--nproc-per-node",
-            "2",
-        )
-        here = Path(__file__).parent
-        environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
-        command = (*agent, "-m", "parallel3d.tools.launch", "check", str(recipe), *more)
-        started.append(
-            host.start(*command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(host.start(*own_core, *agent, env=ENVIRONMENT, **pipes))
     (out, error), *_ = [process.communicate(timeout=240) for process in started]
     return subprocess.CompletedProcess(recipe.stem, started[0].returncode, out, error)
 
@@ -88,7 +43,7 @@ def checked(pair: TwoHosts, recipe: Path, *more: str, pinned: bool = False) -> d
 
 
 def test_a_host_whose_core_is_taken_is_named(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, ParallelConfig(tp=2, dp_shard=2))
+    recipe = write_recipe(tmp_path, "run", ParallelConfig(tp=2, dp_shard=2))
     burn = ("taskset", "-c", "1", sys.executable, "-c", "while True: pass")
     with two_hosts() as pair:
         burners = [pair.hosts[1].start(*burn) for _ in range(4)]
@@ -99,7 +54,7 @@ def test_a_host_whose_core_is_taken_is_named(tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_slow_one_way_is_named_by_the_host_that_sends(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, ParallelConfig(tp=2, dp_shard=2))
+    recipe = write_recipe(tmp_path, "run", ParallelConfig(tp=2, dp_shard=2))
     with two_hosts() as pair:
         rate = ("rate", "10mbit", "burst", "64kb", "latency", "400ms")
         pair.hosts[1].run(

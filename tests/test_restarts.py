@@ -10,45 +10,38 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_launch import is_alive
+from test_launch import all_end, is_alive, wait_until
 
 from parallel3d.config.load import to_yaml
-from parallel3d.config.recipe import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    ParallelConfig,
-    Recipe,
-    TrainConfig,
-)
+from parallel3d.config.recipe import CheckpointConfig, ParallelConfig
+from tests import live_run
+from tests.live_run import MODEL, small_recipe
 
 STEPS = 14
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+# A run on workers that find the callbacks beside this file.
+ENVIRONMENT = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parent}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
 def write_recipe(folder: Path, name: str, parallel: ParallelConfig, **checkpoint: Any) -> Path:
     """Writes the recipe of a small run, which rank 0 interrupts as the file `plan` says, and
     returns its path."""
-    corpus = folder / "corpus.txt"
-    corpus.write_text("\n".join(f"line {number} of a text" for number in range(400)))
-    recipe = Recipe(
-        model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=258),
-        train=TrainConfig(
-            steps=STEPS,
-            global_batch_size=8,
-            seq_len=16,
-            device="cpu",
-            callbacks=("restart_callbacks:Interrupts",),
-        ),
-        parallel=parallel,
-        data=DataConfig(source="text", path=str(corpus)),
+    callbacks = ("restart_callbacks:Interrupts",)
+    recipe = replace(
+        small_recipe(folder, parallel, steps=STEPS, callbacks=callbacks),
+        model=replace(MODEL, architecture="llama"),
         checkpoint=CheckpointConfig(every=3, **checkpoint),
-        logging=LoggingConfig(every=1),
         run_dir=str(folder / name),
     )
     path = folder / f"{name}.yaml"
@@ -57,9 +50,7 @@ def write_recipe(folder: Path, name: str, parallel: ParallelConfig, **checkpoint
 
 
 def torchrun(recipe: Path, *options: str) -> subprocess.Popen[str]:
-    """Starts torchrun, in a session of its own, on workers that find the callback beside this
-    file."""
-    here = Path(__file__).parent
+    """Starts torchrun, in a session of its own."""
     worker = ["-m", "parallel3d.recipes.pretrain", str(recipe)]
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *options, *worker],
@@ -67,15 +58,20 @@ def torchrun(recipe: Path, *options: str) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-        env=os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
 def losses(run_dir: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return [line["loss"] for line in lines]
+    lines = live_run.losses(run_dir)
+    assert [step for step, _ in lines] == list(range(1, len(lines) + 1))
+    return [loss for _, loss in lines]
+
+
+def steps_of(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
 def plan(
@@ -92,13 +88,6 @@ def plan(
     partial = folder / "plan.partial"
     partial.write_text(json.dumps(wanted))
     partial.rename(folder / "plan")
-
-
-def wait_for_the_end(pids: list[int], within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"{alive} are alive"
-        time.sleep(0.02)
 
 
 STANDALONE = ("--standalone", "--nproc-per-node", "2")
@@ -142,15 +131,12 @@ def test_no_worker_outlives_a_killed_agent_of_torchrun_not_even_a_stopped_one(
 ) -> None:
     plan(tmp_path, 2, signal.SIGSTOP, rank=1)
     agent = torchrun(write_recipe(tmp_path, "run", ParallelConfig(dp_shard=2)), *STANDALONE)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "workers").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until((tmp_path / "workers").exists, 60)
     time.sleep(0.3)
     workers = json.loads((tmp_path / "workers").read_text())
     assert len(workers) == 2 and all(is_alive(pid) for pid in workers)
     agent.kill()
-    wait_for_the_end(workers)
+    all_end(workers)
     agent.communicate(timeout=10)
 
 
@@ -188,7 +174,7 @@ def test_a_run_goes_on_with_two_ranks_of_four_when_a_node_is_lost(
     goes.communicate(timeout=20)
     assert stays.returncode == 0, said
     assert (tmp_path / "done").exists(), said
-    wait_for_the_end(json.loads((tmp_path / "workers").read_text()))
+    all_end(json.loads((tmp_path / "workers").read_text()))
     found, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
     assert found == pytest.approx(expected, rel=1e-4) and len(found) == STEPS
     assert found[0] == pytest.approx(expected[0], rel=1e-6)

@@ -35,15 +35,9 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     def run(*overrides: str) -> int:
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        environment = {
-            "RANK": 0,
-            "WORLD_SIZE": 1,
-            "LOCAL_RANK": 0,
-            "LOCAL_WORLD_SIZE": 1,
-            "MASTER_PORT": port,
-        }
-        for name, value in {**environment, "MASTER_ADDR": "localhost"}.items():
-            monkeypatch.setenv(name, str(value))
+        said = f"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_PORT={port} MASTER_ADDR=localhost"
+        for setting in said.split():
+            monkeypatch.setenv(*setting.split("="))
         try:
             return main([str(recipe), *overrides])
         finally:
@@ -139,46 +133,35 @@ def test_a_run_in_the_current_folder_works_twice_and_moves_its_own_files_alone(
     assert Path.cwd() == project and b"seed: 1" in now["config.yaml"]
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "outcome.json"])
-def test_a_file_of_another_program_in_the_folder_is_not_overwritten(
-    name: str, train: Train, tmp_path: Path, capsys: Said
-) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).write_text('{"model": 1, "step": 2}\n')
-    for resume in ("none", "auto"):
-        assert train(f"run_dir={tmp_path / 'run'}", f"checkpoint.resume={resume}") == 2
-        assert (
-            f": a run would overwrite the {name} there, which no run has written"
-            in capsys.readouterr().err
-        )
-    assert files(tmp_path / "run") == {name: b'{"model": 1, "step": 2}\n'}
-
-
-@pytest.mark.parametrize("name", [None, "metrics.jsonl"])
-def test_a_recipe_in_the_folder_does_not_make_it_a_run(
-    name: str | None, train: Train, tmp_path: Path, capsys: Said
+@pytest.mark.parametrize(
+    ("texts", "named"),
+    [
+        ({"config.yaml": "{}"}, "config.yaml"),
+        ({"outcome.json": "{}"}, "outcome.json"),
+        ({"config.yaml": to_yaml(RECIPE)}, "config.yaml"),  # a recipe is not a run
+        ({"config.yaml": to_yaml(RECIPE), "metrics.jsonl": "{}"}, "metrics.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_file_that_no_run_has_written_is_not_overwritten(
+    texts: dict[str, str], named: str, resume: str, train: Train, tmp_path: Path, capsys: Said
 ) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(to_yaml(RECIPE))
-    if name:
-        (run_dir / name).write_text('{"model": 1, "step": 2}\n')
+    for name, text in texts.items():
+        (run_dir / name).write_text(text)
     before = files(run_dir)
-    assert train(f"run_dir={run_dir}", "checkpoint.resume=none") == 2
-    assert f": a run would overwrite the {name or 'config.yaml'} there" in capsys.readouterr().err
+    assert train(f"run_dir={run_dir}", f"checkpoint.resume={resume}") == 2
+    error = capsys.readouterr().err
+    assert f": a run would overwrite the {named} there, which no run has written" in error
     assert files(run_dir) == before
 
 
 def test_the_outcome_says_how_a_run_was_stopped_and_stays_where_a_start_is_refused(
     tmp_path: Path,
 ) -> None:
-    for status, word in {
-        0: "done",
-        75: "preempted",
-        143: "stopped",
-        130: "stopped",
-        70: "failed",
-    }.items():
+    words = {0: "done", 75: "preempted", 143: "stopped", 130: "stopped", 70: "failed"}
+    for status, word in words.items():
         RunOutcome(exit_status=status).write(str(tmp_path))
         assert json.loads((tmp_path / "outcome.json").read_text())["status"] == word
     (tmp_path / "metrics.jsonl").write_text("{}\n")

@@ -115,7 +115,10 @@ Said = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an earlier run, which a run of the quickstart would set aside."""
+    """The folder of an earlier run, which a run of the quickstart would set aside. No worker may
+    start."""
+    forbidden = lambda *_, **__: pytest.fail("workers were started")  # noqa: E731
+    monkeypatch.setattr(pretrain, "launch_local", forbidden)
     monkeypatch.chdir(tmp_path)
     run_dir = Path("runs/quickstart")
     run_dir.mkdir(parents=True)
@@ -127,38 +130,24 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_second_start_moves_nothing_of_the_run_that_trains(
     earlier: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
 ) -> None:
-    monkeypatch.setattr(
-        pretrain, "launch_local", lambda *_, **__: pytest.fail("workers were started")
-    )
     recipe = load_recipe(find_recipe("quickstart"), cards=shape_cards())
     (earlier / "config.yaml").write_text(to_yaml(recipe))
     with RunLock(earlier):
         for resume in ("none", "auto"):
             assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 73
             assert capsys.readouterr().err.startswith(f"error: {earlier}: a run ")
-        for name, value in {
-            "RANK": "0",
-            "WORLD_SIZE": "8",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "1",
-        }.items():
-            monkeypatch.setenv(name, value)
+        for setting in ("RANK=0", "WORLD_SIZE=8", "MASTER_ADDR=localhost", "MASTER_PORT=1"):
+            monkeypatch.setenv(*setting.split("="))
         assert pretrain.main(["quickstart"]) == 73
         assert pretrain.main(["replay", str(earlier), "tensorboard"]) == 73
-        assert sorted(each.name for each in earlier.iterdir()) == [
-            "config.yaml",
-            "metrics.jsonl",
-            LOCK_FILE,
-        ]
+        left = {each.name for each in earlier.iterdir()}
+        assert left == {"config.yaml", "metrics.jsonl", LOCK_FILE}
     assert [path.name for path in earlier.parent.iterdir()] == ["quickstart"]
 
 
 def test_a_checkpoint_that_is_none_is_refused_before_any_worker_starts(
-    earlier: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+    earlier: Path, capsys: Said
 ) -> None:
-    monkeypatch.setattr(
-        pretrain, "launch_local", lambda *_, **__: pytest.fail("workers were started")
-    )
     assert pretrain.main(["quickstart", "checkpoint.resume=runs"]) == 2
     assert "checkpoint.resume = runs: is no checkpoint" in capsys.readouterr().err
     assert (earlier / "config.yaml").read_text() == ""

@@ -4,13 +4,11 @@ was never interrupted."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, slurm_cluster
-from test_restarts import STEPS, losses, write_recipe
+from test_restarts import ENVIRONMENT, STEPS, losses, steps_of, write_recipe
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.launch.command import main
@@ -31,11 +29,6 @@ def write_job(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> Pa
     return script
 
 
-def steps_done(script: Path) -> int:
-    metrics = script.parent / "run" / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-
 def submit(cluster: SlurmCluster, script: Path) -> str:
     return cluster.submit(f"--output={script.parent}/log", str(script))
 
@@ -50,10 +43,8 @@ def wait_for_the_end_of(cluster: SlurmCluster, job: str, script: Path) -> dict[s
 def test_preempted_and_timed_out_jobs_of_two_nodes_are_requeued_and_go_on_to_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = Path(__file__).parent
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", f"{here.parent}:{here}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     straight, preempted, limited = (
         write_job(tmp_path, name, capsys) for name in ("straight", "preempted", "limited")
     )
@@ -73,14 +64,18 @@ def test_preempted_and_timed_out_jobs_of_two_nodes_are_requeued_and_go_on_to_the
 
         (preempted.parent / "slow").write_text("1")
         job = submit(cluster, preempted)
-        cluster.wait_for(lambda: steps_done(preempted) >= 4, 120, preempted.parent / "log")
+        cluster.wait_for(
+            lambda: steps_of(preempted.parent / "run") >= 4, 120, preempted.parent / "log"
+        )
         urgent = cluster.submit(
             "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
         )
         cluster.wait_for(
             lambda: cluster.job(urgent)["JobState"] == "COMPLETED", 60, preempted.parent / "log"
         )
-        assert 4 <= steps_done(preempted) < STEPS  # it was stopped, and did not simply end
+        assert (
+            4 <= steps_of(preempted.parent / "run") < STEPS
+        )  # it was stopped, and did not simply end
         (preempted.parent / "slow").unlink()
         ended = wait_for_the_end_of(cluster, job, preempted)
         said = (preempted.parent / "log").read_text()
@@ -90,12 +85,12 @@ def test_preempted_and_timed_out_jobs_of_two_nodes_are_requeued_and_go_on_to_the
 
         (limited.parent / "slow").write_text("4")
         job = submit(cluster, limited)
-        cluster.wait_for(lambda: steps_done(limited) >= 2, 120, limited.parent / "log")
+        cluster.wait_for(lambda: steps_of(limited.parent / "run") >= 2, 120, limited.parent / "log")
         # the signal comes 120 s before: now
         cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=2")
         cluster.wait_for(lambda: cluster.job(job)["Restarts"] == "1", 120, limited.parent / "log")
         cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-        assert 2 <= steps_done(limited) < STEPS
+        assert 2 <= steps_of(limited.parent / "run") < STEPS
         (limited.parent / "slow").unlink()
         ended = wait_for_the_end_of(cluster, job, limited)
         assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from restart_callbacks import environment
-from test_launch import is_alive
-from test_restarts import STEPS, losses, write_recipe
+from test_launch import all_end, is_alive, wait_until
+from test_restarts import ENVIRONMENT, STEPS, losses, steps_of, write_recipe
 from two_hosts import Host, TwoHosts, two_hosts
 
 from parallel3d.config.recipe import ParallelConfig
@@ -29,17 +29,14 @@ def launch(
     )
     script = recipe.with_name("launch.sh")
     script.write_text(capsys.readouterr().out)
-    here = Path(__file__).parent
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{here.parent}:{here}",
-        "OMP_NUM_THREADS": "1",
-        "HEAD": "host0",
-    }
     started = []
     for host in pair.hosts:
         with recipe.with_name(f"{host.name}.log").open("a") as log:
-            started.append(host.start("bash", str(script), stdout=log, stderr=log, env=environment))
+            started.append(
+                host.start(
+                    "bash", str(script), stdout=log, stderr=log, env=ENVIRONMENT | {"HEAD": "host0"}
+                )
+            )
     return started
 
 
@@ -52,13 +49,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
     recipe = write_recipe(folder, "run", ParallelConfig())
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "parallel3d.recipes.pretrain", str(recipe)],
-        env=environment,
-        check=True,
-    )
+    command = [sys.executable, "-m", "parallel3d.recipes.pretrain", str(recipe)]
+    subprocess.run(command, env=ENVIRONMENT, check=True)
     return losses(folder / "run")
 
 
@@ -94,23 +86,11 @@ def test_a_host_without_power_ends_the_other_and_the_run_goes_on_when_it_is_back
         assert [agent.wait(timeout=240) for agent in launch(pair, straight, capsys)] == [0, 0]
         (tmp_path / "slow").write_text("1")
         agents = launch(pair, recipe, capsys)
-        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 7:
-            assert time.monotonic() < deadline, said(recipe)
-            time.sleep(0.01)
+        wait_until(lambda: steps_of(tmp_path / "run") >= 7, 120, partial(said, recipe))
         survivors = workers_of(pair.hosts[1 - lost])
         assert len(survivors) == 2
         pair.power_off(lost)
-        cut = time.monotonic()
-        while any(is_alive(pid) for pid in survivors):
-            assert time.monotonic() < cut + 30, said(recipe)
-            time.sleep(0.02)
-        with capsys.disabled():
-            ended_s = time.monotonic() - cut
-            print(
-                f"the other host's workers ended {ended_s:.1f} s after the power cut",
-                file=sys.stderr,
-            )
+        all_end(survivors, 30)
         assert "the host is lost or cut off" in said(
             recipe
         ) or "its host is cut off, and its ranks end" in said(recipe)
@@ -133,11 +113,6 @@ def workers_of(host: Host) -> list[int]:
     return [pid for pid in host.pids() if "RANK" in environment(pid)]
 
 
-def step_of(folder: Path) -> int:
-    metrics = folder / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-
 @pytest.mark.long
 def test_two_seconds_without_a_link_are_no_fault_and_a_longer_cut_ends_both_sides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -146,31 +121,17 @@ def test_two_seconds_without_a_link_are_no_fault_and_a_longer_cut_ends_both_side
     (tmp_path / "slow").write_text("1")
     with two_hosts() as pair:
         agents = launch(pair, recipe, capsys)
-        deadline = time.monotonic() + 120
-        while step_of(tmp_path / "run") < 5:
-            assert time.monotonic() < deadline, said(recipe)
-            time.sleep(0.01)
+        wait_until(lambda: steps_of(tmp_path / "run") >= 5, 120, partial(said, recipe))
         workers = [workers_of(host) for host in pair.hosts]
         assert [len(each) for each in workers] == [2, 2]
         pair.cut()
         time.sleep(2)
         pair.join()
-        before = step_of(tmp_path / "run")
-        while step_of(tmp_path / "run") < before + 3:
-            assert time.monotonic() < deadline, said(recipe)
-            time.sleep(0.01)
+        before = steps_of(tmp_path / "run")
+        wait_until(lambda: steps_of(tmp_path / "run") >= before + 3, 60, partial(said, recipe))
         assert all(is_alive(pid) for each in workers for pid in each), said(recipe)
         pair.cut()
-        cut, ended = time.monotonic(), dict[int, float]()
-        while len(ended) < 2:
-            for number, each in enumerate(workers):
-                if number not in ended and not any(is_alive(pid) for pid in each):
-                    ended[number] = time.monotonic() - cut
-            assert time.monotonic() < cut + 30, said(recipe)
-            time.sleep(0.02)
-        print(
-            f"the workers ended {ended[0]:.1f} and {ended[1]:.1f} s after the cut", file=sys.stderr
-        )
+        all_end([pid for each in workers for pid in each], 30)
         for host in pair.hosts:
             host.kill_all()
         for agent in agents:

@@ -4,13 +4,12 @@ first step is done, and train.timeout_s from then on."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_restarts import STEPS, write_recipe
+from test_restarts import ENVIRONMENT, STEPS, write_recipe
 
 from parallel3d.config.recipe import ParallelConfig
 
@@ -28,13 +27,12 @@ from parallel3d.config.recipe import ParallelConfig
 def test_each_group_waits_as_long_as_the_recipe_says(
     layout: ParallelConfig, tmp_path: Path
 ) -> None:
-    recipe, here = write_recipe(tmp_path, "run", layout, in_background=True), Path(__file__).parent
+    recipe = write_recipe(tmp_path, "run", layout, in_background=True)
     model = "model.architecture=waits_callback:WritesInTheFirstForward"
     callback = "train.callbacks=[waits_callback:WritesAfterEachStep]"
     settings = (model, callback, "train.start_timeout_s=97", "train.timeout_s=83")
-    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "parallel3d.recipes.pretrain", str(recipe), *settings]
-    subprocess.run(command, env=environment, check=True, cwd=tmp_path)
+    subprocess.run(command, env=ENVIRONMENT, check=True, cwd=tmp_path)
     first, *later = map(json.loads, (tmp_path / "waits").read_text().splitlines())
     axes = {axis for axis, size in layout.axes.items() if size > 1}
     assert {"default_pg", "saves", *(f"mesh_{axis}" for axis in axes)} <= set(first)

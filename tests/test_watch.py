@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,25 +23,18 @@ from parallel3d.watch import heartbeat
 from parallel3d.watch.hang_detector import HangDetector, process_state
 from parallel3d.watch.heartbeat import Beat, Heartbeat, beat_file, beats_to_file, phase
 
-STEP_S = 0.2
-
-
-def beat(
-    count: int, *, step: int = 7, waits: bool = True, phase: str = "forward or backward"
-) -> Beat:
-    return Beat(
-        count=count, step=step, step_s=STEP_S, phase=phase, waits=waits, stack="mlp.py:3 (forward)"
-    )
+COMPUTES = "forward or backward"
 
 
 class Story:
-    """Beats of some ranks, half a second apart, and what the detector says of them."""
+    """Beats of some ranks, half a second apart, and what the detector says of them. The rank that
+    `busy` names is in that phase; all others wait."""
 
-    def __init__(self, hosts: str = "aaaa", own: str = "a") -> None:
-        self.detector = HangDetector(list(hosts), own)
-        self.now, self.count, self.hosts = 100.0, 0, hosts
+    def __init__(self, hosts: str = "aaaa", step_s: float | None = 0.2) -> None:
+        self.detector = HangDetector(list(hosts), "a")
+        self.now, self.count, self.hosts, self.step_s = 100.0, 0, hosts, step_s
         self.last: dict[int, Beat] = {}
-        self.go_on(0.5)
+        self.go_on(1.0, steps=True)
 
     def go_on(
         self,
@@ -52,107 +46,100 @@ class Story:
         steps: bool = False,
     ) -> tuple[int, str] | None:
         """Returns what the detector finds first within so many seconds."""
-        last = self.last
         for _ in range(round(seconds / 0.5)):
             self.now, self.count = self.now + 0.5, self.count + 1
-            for rank in range(len(self.hosts)):
-                if rank not in silent:
-                    phase = (busy or {}).get(rank)
-                    step = self.count if steps else 7
-                    last[rank] = beat(
-                        self.count,
-                        step=step,
-                        waits=phase is None,
-                        phase=phase or "forward or backward",
-                    )
-            if found := self.detector.check(last, states or {}, self.now):
+            for rank in {*range(len(self.hosts))} - {*silent}:
+                phase = (busy or {}).get(rank)
+                self.last[rank] = Beat(
+                    count=self.count,
+                    step=self.count if steps else 7,
+                    step_s=self.step_s,
+                    phase=phase or COMPUTES,
+                    waits=phase is None,
+                    stack="mlp.py:3 (forward)",
+                )
+            if found := self.detector.check(self.last, states or {}, self.now):
                 return found
         return None
 
 
-def test_a_run_that_steps_is_left_alone() -> None:
-    assert Story().go_on(600, steps=True, busy={2: "data"}) is None
+EVERYBODY_READS = dict.fromkeys(range(4), "data")
+STUCK = r"is stuck for \d+ s in {} after step 7, {}; mlp\.py:3 "
 
 
-def test_a_stopped_rank_is_named_in_a_few_seconds_and_not_at_once() -> None:
-    story, rank = Story(), 2
-    assert story.go_on(2, silent=(rank,), states={rank: "T"}) is None
-    found = story.go_on(2, silent=(rank,), states={rank: "T"})
-    assert found is not None and found[0] == rank
-    assert "is stopped (state T) in forward or backward after step 7" in found[1]
+@pytest.mark.parametrize(
+    ("fault", "hosts", "not_within_s", "rank", "said"),
+    [
+        (
+            {"silent": (2,), "states": {2: "T"}},
+            "aaaa",
+            2,
+            2,
+            rf"is stopped \(state T\) in {COMPUTES} after",
+        ),
+        ({"busy": {2: "data"}}, "aaaa", 6.5, 2, STUCK.format("data", "while the others wait")),
+        (
+            {"busy": {2: "optimizer"}},
+            "aaaa",
+            6.5,
+            2,
+            STUCK.format("optimizer", "while the others wait"),
+        ),
+        ({"busy": EVERYBODY_READS}, "aaaa", 59, 0, STUCK.format("data", "as are all others")),
+        (
+            {"silent": (3,), "states": {3: "R"}},
+            "aaaa",
+            6.5,
+            3,
+            r".*: its interpreter is held \(state R\)",
+        ),
+        (
+            {"silent": (2, 3)},
+            "aabb",
+            3.5,
+            2,
+            ".*, like all 2 ranks on its host: the host is lost or cut off",
+        ),
+        ({"silent": (2,)}, "aab", 6.5, 2, ".*: its host is lost or its interpreter is held"),
+    ],
+)
+def test_the_rank_at_fault_is_named_in_time_and_not_too_early(
+    fault: dict[str, Any], hosts: str, not_within_s: float, rank: int, said: str
+) -> None:
+    story = Story(hosts)
+    assert story.go_on(not_within_s, **fault) is None
+    assert story.go_on(1, steps=True) is None  # it was no fault, and the clock begins anew
+    assert story.go_on(not_within_s, **fault) is None
+    found = story.go_on(3, **fault)
+    assert found is not None and found[0] == rank and re.match(said, found[1]), found
 
 
-@pytest.mark.parametrize("phase", ["data", "optimizer"])
-def test_the_rank_that_keeps_the_others_waiting_is_named(phase: str) -> None:
-    story = Story()
-    story.go_on(1, steps=True)
-    assert story.go_on(6.5, busy={2: phase}) is None
-    found = story.go_on(3, busy={2: phase})
-    assert found is not None and found[0] == 2
-    assert (
-        "is stuck for 8 s" in found[1]
-        and f"in {phase} after step 7" in found[1]
-        and "mlp.py:3" in found[1]
-    )
+@pytest.mark.parametrize(
+    ("step_s", "more"),
+    [
+        (0.2, {"steps": True, "busy": {2: "data"}}),
+        (0.2, {}),  # all wait, and the time-out decides
+        (0.2, {"busy": dict.fromkeys(range(4), COMPUTES)}),
+        (0.2, {"busy": {0: "save"}}),
+        (None, {"busy": {0: COMPUTES}}),  # before the second step
+        (None, {"silent": (3,), "states": {3: "R"}}),
+    ],
+)
+def test_nobody_is_named_for_what_may_take_long(step_s: float | None, more: dict[str, Any]) -> None:
+    assert Story(step_s=step_s).go_on(600, **more) is None
 
 
-def test_a_save_may_take_long_on_one_rank_and_does_not_count_when_the_rank_continues() -> None:
+def test_a_save_does_not_count_when_the_rank_continues() -> None:
     story = Story()
     assert story.go_on(300, busy={0: "save"}) is None
-    assert story.go_on(6.5, busy={0: "forward or backward"}) is None
-    found = story.go_on(3, busy={0: "forward or backward"})
-    assert found is not None and found[0] == 0 and "is stuck for 8 s" in found[1]
+    assert story.go_on(6.5, busy={0: COMPUTES}) is None
+    assert story.go_on(3, busy={0: COMPUTES}) is not None
 
 
-def test_where_all_read_for_a_minute_the_first_is_named_with_its_stack() -> None:
-    story = Story()
-    story.go_on(5, steps=True)
-    everybody, computing = (
-        dict.fromkeys(range(4), "data"),
-        dict.fromkeys(range(4), "forward or backward"),
-    )
-    assert story.go_on(59, busy=everybody) is None
-    assert story.go_on(300, busy=computing) is None
-    assert story.go_on(59, busy=everybody) is None  # the clock began anew
-    found = story.go_on(3, busy=everybody)
-    assert found is not None and found[0] == 0
-    assert re.match(r"is stuck for 6\d s in data after step 7, as are all others; ", found[1])
-
-
-def test_where_all_wait_nobody_is_named_and_the_time_out_decides() -> None:
-    assert Story().go_on(300) is None
-
-
-def test_a_slow_step_has_the_time_of_five(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.STEP_S", 30.0)
-    story = Story()
+def test_a_slow_step_has_the_time_of_five() -> None:
+    story = Story(step_s=30.0)
     assert story.go_on(149, busy={0: "optimizer"}) is None
     assert story.go_on(5, busy={0: "optimizer"}) is not None
-
-
-def test_before_the_second_step_nobody_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.STEP_S", None)
-    assert Story().go_on(600, busy={0: "forward or backward"}) is None
-    assert Story().go_on(600, silent=(3,), states={3: "R"}) is None
-
-
-def test_a_held_interpreter_is_named_after_ten_seconds() -> None:
-    story = Story()
-    story.go_on(1)
-    assert story.go_on(6.5, silent=(3,), states={3: "R"}) is None
-    found = story.go_on(2, silent=(3,), states={3: "R"})
-    assert found is not None and found[0] == 3 and "its interpreter is held (state R)" in found[1]
-
-
-def test_a_host_that_is_cut_off_is_named_within_five_seconds_and_not_for_two() -> None:
-    story = Story("aabb")
-    story.go_on(1)
-    assert story.go_on(3.5, silent=(2, 3)) is None
-    assert story.go_on(1, steps=True) is None
-    assert story.go_on(4, silent=(2, 3)) is None
-    found = story.go_on(1, silent=(2, 3))
-    assert found is not None and found[0] == 2
-    assert "like all 2 ranks on its host: the host is lost or cut off" in found[1]
 
 
 def test_a_job_that_is_stopped_and_continued_as_a_whole_starts_all_clocks_anew() -> None:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_launch import wait_until
 
 _NUMBERS = itertools.count()
 # then the process that made them, so that a later one finds what a killed one has left
@@ -59,14 +59,14 @@ class Host:
 
     def kill_all(self) -> None:
         """Kills every process of this host, and returns when all have ended."""
-        deadline = time.monotonic() + 10
-        while pids := self.pids():
-            for pid in pids:
+
+        def has_ended() -> bool:
+            for pid in self.pids():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{pids} of {self.name} are alive 10 s after SIGKILL")
-            time.sleep(0.01)
+            return not self.pids()
+
+        wait_until(has_ended, 10)
 
 
 class TwoHosts:

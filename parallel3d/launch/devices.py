@@ -155,16 +155,16 @@ def check_places(places: Sequence[Place], wanted: DeviceName) -> None:
             )
 
 
-def tp_warning(places: Sequence[Place], tp: int) -> str | None:
+def tp_warning(hosts: Sequence[str], tp: int) -> str | None:
     """Returns a line for the user where the ranks of a tp group, which are neighbours, are on
-    several hosts."""
-    for first in range(0, len(places), tp):
-        hosts = {place.host for place in places[first : first + tp]}
-        if len(hosts) > 1:
-            on_one = max(sum(place.host == host for place in places) for host in hosts)
+    several hosts. `hosts` are by rank."""
+    for first in range(0, len(hosts), tp):
+        spanned = {*hosts[first : first + tp]}
+        if len(spanned) > 1:
+            most = max(hosts.count(host) for host in spanned)
+            ranks = f"ranks {first} to {first + tp - 1} are on {len(spanned)} hosts"
             return (
-                f"parallel.tp = {tp}: ranks {first} to {first + tp - 1} are on {len(hosts)} hosts, "
-                f"and tp sends in every layer; a host has {on_one} of the workers: try a "
-                "parallel.tp that divides them"
+                f"parallel.tp = {tp}: {ranks}, and tp sends in every layer; a host has {most} of "
+                "the workers: try a parallel.tp that divides them"
             )
     return None

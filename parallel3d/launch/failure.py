@@ -47,6 +47,7 @@ class Failure:
     foreseen: bool = False  # the error is a Parallel3dError, whose message needs no traceback
     secondary: bool = False  # the failure is only the consequence of a lost peer
     at: float = field(default_factory=time.monotonic)  # a clock that the processes of a host share
+    reporter: int | None = None  # the rank that prints it, if ranks monitor each other
 
     @classmethod
     def of(cls, error: BaseException, rank: int, coordinates: str) -> Failure:

@@ -7,6 +7,7 @@ run: one line names the rank and the reason, and no process outlives its launche
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import chdir, suppress
+from dataclasses import replace
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
@@ -114,13 +116,12 @@ class _Stopped(KeyboardInterrupt):
 
 
 class _Worker:
-    """A local worker process, with its report and the time of its end."""
+    """A local worker process, with its report."""
 
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous, setup: WorkerSetup) -> None:
         self.rank = rendezvous.rank
-        self.coordinates = str(recipe.parallel.coordinates(self.rank))
-        self.ended_at: float | None = None
-        self._run_dir = recipe.run_dir
+        self.has_ended = False
+        self._recipe = recipe
         context = multiprocessing.get_context("forkserver")
         self._reports, self._sender = context.Pipe(duplex=False)
         self.process: BaseProcess = context.Process(
@@ -137,7 +138,7 @@ class _Worker:
         """Returns the failure of this rank, which did not report it itself."""
         return Failure(
             rank=self.rank,
-            coordinates=self.coordinates,
+            coordinates=str(self._recipe.parallel.coordinates(self.rank)),
             message=message,
             died=True,
             secondary=secondary,
@@ -146,59 +147,52 @@ class _Worker:
     def collect(self, last_seen: str) -> Failure | None:
         """Returns the failure of a process that has just ended, or None if its work was done."""
         self.process.join()
-        self.ended_at = time.monotonic()
+        self.has_ended = True
         exitcode = self.process.exitcode or 0
         with suppress(EOFError, OSError):
             if self._reports.poll():
                 report: Failure | None = self._reports.recv()
                 if report is not None or exitcode == 0:
                     return report
+        end, why = f"ended with status {exitcode} before its work was done", ""
+        if exitcode < 0:
+            end = f"was killed by {signal.Signals(-exitcode).name}"
         if exitcode == -signal.SIGKILL:
-            message = (
-                f"was killed by SIGKILL{last_seen}; if nobody sent it, the host ran out of memory "
-                "(see dmesg)"
-            )
-        elif exitcode < 0:
-            message = f"was killed by {signal.Signals(-exitcode).name}{last_seen}"
+            why = "; if nobody sent it, the host ran out of memory (see dmesg)"
         elif exitcode == _NO_FORK_SERVER:
-            message = (
-                f"ended with status 255{last_seen}; all ranks do when the server that forks them "
-                "is killed, by someone or for want of memory"
+            why = (
+                "; all ranks do when the server that forks them is killed, by someone or for want "
+                "of memory"
             )
-        else:
-            message = f"ended with status {exitcode} before its work was done{last_seen}"
         # A communication library that loses a peer may abort its process.
         is_aborted = exitcode == -signal.SIGABRT
-        return self.failure(message, secondary=is_aborted).with_record(self._run_dir)
+        failure = self.failure(f"{end}{last_seen}{why}", secondary=is_aborted)
+        return failure.with_record(self._recipe.run_dir)
 
 
 def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
     """Waits until all workers are done. After a first failure, waits a little for further reports.
     Returns the failures; a rank that hangs is the only one."""
     failures: list[Failure] = []
-    deadline: float | None = None
+    deadline = math.inf
     host = socket.gethostname()
     detector = HangDetector([host] * len(workers), host)
-    while running := [worker for worker in workers if worker.ended_at is None]:
-        left_s = BEAT_S if deadline is None else max(0.0, deadline - time.monotonic())
+    while running := [worker for worker in workers if not worker.has_ended]:
+        left_s = max(0.0, deadline - time.monotonic())
         connection.wait([each.process.sentinel for each in running], timeout=min(left_s, BEAT_S))
         ended = [worker for worker in running if worker.process.exitcode is not None]
-        for worker in ended:
-            failure = worker.collect(detector.last_seen(worker.rank))
-            if failure is not None and not failures:
-                deadline = time.monotonic() + REPORTS_S
-            if failure is not None:
-                failures.append(failure)
-        if ended and deadline is None:
-            deadline = time.monotonic() + STRAGGLERS_S
-        if ended:
-            continue
-        if deadline is None:
-            if hanging := _find_hanging(detector, workers, folder):
-                return [hanging]
+        reports = [worker.collect(detector.last_seen(worker.rank)) for worker in ended]
+        had_failed = bool(failures)
+        failures += [report for report in reports if report is not None]
+        if failures and not had_failed:
+            deadline = time.monotonic() + REPORTS_S
+        elif ended:
+            deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
         elif time.monotonic() >= deadline:
             message = f"still runs {STRAGGLERS_S:.0f} s after another rank was done; it hangs"
             return failures or [running[0].failure(message)]
+        elif deadline == math.inf and (hanging := _find_hanging(detector, workers, folder)):
+            return [hanging]
     return failures
 
 
@@ -224,13 +218,13 @@ def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunO
     if not failures:
         return RunOutcome()
     cause = root_cause(failures)
+    outcome = RunOutcome.of(cause)
     line = cause.line()
     if cause.foreseen and [each.message for each in failures] == [cause.message] * world_size:
         line = cause.message  # all ranks report the same, so it is about the run
+        outcome = replace(outcome, reason=line.partition("\n")[0])
     print_error(line + cause.traceback_for_user(verbose=verbose))
-    return RunOutcome(
-        exit_status=cause.exit_status, rank=cause.rank, reason=line.partition("\n")[0]
-    )
+    return outcome
 
 
 def start_fork_server() -> None:
@@ -283,7 +277,7 @@ class SignalRelay:
 
     def _pass_on(self, signum: int) -> None:
         for worker in self._workers:
-            if worker.ended_at is None and worker.process.pid is not None:
+            if not worker.has_ended and worker.process.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(worker.process.pid, signum)
                     os.kill(worker.process.pid, signal.SIGCONT)

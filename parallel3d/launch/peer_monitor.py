@@ -15,11 +15,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from parallel3d.errors import RankError
@@ -35,15 +35,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # A rank that learns of a failure may be about to report its own.
 _GRACE_S = 2.5
+_HURRY_S = 0.1  # between two looks at the peers once this rank has failed
 _FAILURE = "failure"
-
-
-@dataclass(frozen=True)
-class Report:
-    """The failure that ends the run, and the rank that prints it."""
-
-    reporter: int
-    failure: Failure
 
 
 class ReportedError(RankError):
@@ -76,8 +69,9 @@ class PeerMonitor:
         watched = range(len(places)) if rank == 0 else sorted({0, *self._neighbours})
         self._watched = [each for each in watched if each != rank]
         self._detector = HangDetector(hosts, hosts[rank])
-        self._closed = threading.Event()
+        self._closed, self._hurry = threading.Event(), threading.Event()
         self._ending = threading.Lock()  # the thread that has it ends the process
+        self._found: Future[Failure] = Future()  # by the thread that monitors
         # A store on a lost host never answers, so another thread asks it.
         self._requests = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._thread = threading.Thread(target=self._monitor, name="peer-monitor", daemon=True)
@@ -86,9 +80,10 @@ class PeerMonitor:
     def close(self) -> None:
         """Stops monitoring. Every rank calls it before the first of them ends."""
         self._closed.set()
+        self._hurry.set()
         self._thread.join()
         with suppress(RuntimeError):
-            self._ask(lambda: self._write_beat("done"))
+            self._ask(partial(self._write_beat, "done"))
         self._requests.shutdown()
 
     def report(self, failure: Failure) -> ReportedError:
@@ -96,75 +91,92 @@ class PeerMonitor:
         to raise instead of the original one."""
         self._ending.acquire()
         found = self._find_cause() if failure.secondary else None
-        found = found or self._publish(failure)
-        is_ours, cause = found.reporter == self._rank, found.failure
+        cause = found or self._publish(failure)
+        is_ours = cause.reporter == self._rank
         if not is_ours:
             time.sleep(0.5)  # launchers blame the process that ends first
         self._closed.set()
         return ReportedError(failure if cause.rank == self._rank else cause, is_ours)
 
     def _monitor(self) -> None:
-        while not self._closed.wait(BEAT_S):
-            found = self._check_peers() or self._judge_beats()
+        while not self._closed.wait(_HURRY_S):
+            self._hurry.wait(BEAT_S - _HURRY_S)
+            found = self._check_peers()
             if found is None:
                 continue
+            self._found.set_result(found)
             # A rank that failed by itself gets time to report; one that hangs does not.
-            wait_s = BEAT_S if found.failure.died else _GRACE_S
-            if not self._closed.wait(wait_s):
+            if not self._closed.wait(BEAT_S if found.died else _GRACE_S):
                 self._ending.acquire()
                 self._end(found)
+            return
+
+    def _check_peers(self) -> Failure | None:
+        """Returns the first reported failure. Without one, reports a neighbour whose process has
+        ended, a rank that hangs, or a store that has gone."""
+        states = {rank: process_state(self._places[rank].pid) for rank in self._neighbours}
+        has_states = states[self._rank] != ""  # on Linux
+        gone = [rank for rank, state in states.items() if has_states and not state]
+        try:
+            reported, beats = self._ask(self._exchange)
+        except (RuntimeError, OSError):
+            message = "does not answer: the store that it or its launcher holds has gone"
+            failure = self._ended(0) if 0 in gone else self._failure_of(0, message)
+            return replace(failure, reporter=self._speaker())
+        if reported is not None:
+            return reported
+        if gone:
+            return self._publish(self._ended(gone[0]))
+        hanging = self._detector.check(beats, states, time.monotonic())
+        return None if hanging is None else self._publish(self._failure_of(*hanging))
+
+    def _exchange(self) -> tuple[Failure | None, dict[int, Beat]]:
+        """Returns the reported failure; without one, writes this rank's beat and returns those of
+        the watched ranks."""
+        try:
+            is_reported = self._store.check([_FAILURE])
+        except RuntimeError:  # the connection may be lost, and the store still there
+            self._store = self._connect()
+            is_reported = self._store.check([_FAILURE])
+        if is_reported:
+            return _parse_failure(self._store.get(_FAILURE)), {}
+        return None, {self._rank: self._write_beat(), **self._read_beats(self._watched)}
 
     def _ask(self, request: Callable[[], _T]) -> _T:
         """Returns the answer of the store. Ends this rank if none comes in LOST_S. The time counts
         in short waits, so that a process that was stopped meanwhile does not end."""
         answer: Future[_T] = self._requests.submit(request)
         for waited in range(round(LOST_S / BEAT_S)):
-            with suppress(NoAnswer):
+            with suppress(TimeoutError):
                 return answer.result(timeout=BEAT_S)
             # Under srun, rank 0 holds the store. The next rank of its host reports for it.
             is_stopped = 0 in self._neighbours and process_state(self._places[0].pid) == "T"
             if is_stopped and waited * BEAT_S >= STOPPED_S and self._rank == self._speaker():
                 message = f"is stopped (state T){self._detector.last_seen(0)}"
-                self._end(Report(self._rank, self._failure_of(0, message)))
+                self._end(replace(self._failure_of(0, message), reporter=self._rank))
         if self._rank == min(self._neighbours):
             why = f"has no answer of the store for {LOST_S:.0f} s: its host is cut off"
             print_error(self._failure_of(self._rank, f"{why}, and its ranks end").line())
         end_process(RankError.exit_status)
 
-    def _find_cause(self) -> Report | None:
+    def _find_cause(self) -> Failure | None:
         """Waits for another rank's report. Without one, names a rank whose heart does not beat."""
-        before = self._beat_counts()
-        deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline:
-            if found := self._check_peers():
-                return found
-            time.sleep(0.1)
-        after = self._beat_counts()
-        silent = [rank for rank in before if before[rank] == after.get(rank)]
+        self._hurry.set()
+        before = self._beats_of_others()
+        with suppress(TimeoutError):
+            return self._found.result(timeout=_GRACE_S)
+        after = self._beats_of_others()
+        silent = [rank for rank, beat in before.items() if beat == after.get(rank)]
         if not silent:
             return None
         message = "gives no sign: it was killed or stopped, or its host is lost or cut off"
         return self._publish(self._failure_of(silent[0], message))
 
-    def _beat_counts(self) -> Mapping[int, int]:
-        everyone = [rank for rank in range(len(self._places)) if rank != self._rank]
+    def _beats_of_others(self) -> dict[int, Beat]:
+        others = [rank for rank in range(len(self._places)) if rank != self._rank]
         with suppress(RuntimeError):
-            beats = self._ask(lambda: self._read_beats(everyone))
-            return {rank: beat.count for rank, beat in beats.items()}
+            return self._ask(partial(self._read_beats, others))
         return {}
-
-    def _judge_beats(self) -> Report | None:
-        """Writes this rank's beat, and judges those of the watched ranks."""
-        states = {rank: process_state(self._places[rank].pid) for rank in self._neighbours}
-
-        def exchange() -> dict[int, Beat]:
-            return {self._rank: self._write_beat(), **self._read_beats(self._watched)}
-
-        with suppress(RuntimeError):
-            beats = self._ask(exchange)
-            if found := self._detector.check(beats, states, time.monotonic()):
-                return self._publish(self._failure_of(*found))
-        return None
 
     def _write_beat(self, phase: str | None = None) -> Beat:
         beat = HEARTBEAT.beat(phase)
@@ -179,35 +191,14 @@ class PeerMonitor:
         beats = map(Beat.from_json, self._store.multi_get(keys))
         return {rank: beat for rank, beat in zip(ranks, beats, strict=True) if beat is not None}
 
-    def _check_peers(self) -> Report | None:
-        """Returns the first reported failure, or reports a neighbour whose process has ended, or a
-        store that has gone."""
-        gone = [rank for rank in self._neighbours if not _is_alive(self._places[rank].pid)]
-        try:
-            reported = self._ask(self._read_failure)
-        except (RuntimeError, OSError):
-            message = "does not answer: the store that it or its launcher holds has gone"
-            failure = self._ended(0) if 0 in gone else self._failure_of(0, message)
-            return Report(self._speaker(), failure)
-        if reported is not None or not gone:
-            return reported
-        return self._publish(self._ended(gone[0]))
-
-    def _read_failure(self) -> Report | None:
-        try:
-            is_reported = self._store.check([_FAILURE])
-        except RuntimeError:  # the connection may be lost, and the store still there
-            self._store = self._connect()
-            is_reported = self._store.check([_FAILURE])
-        return _parse_report(self._store.get(_FAILURE)) if is_reported else None
-
-    def _publish(self, failure: Failure) -> Report:
+    def _publish(self, failure: Failure) -> Failure:
         """Writes a failure to the store. Returns the first one that any rank has written."""
-        own = json.dumps([self._rank, asdict(replace(failure, traceback=""))])
+        own = replace(failure, reporter=self._rank, traceback="")
+        text = json.dumps(asdict(own))
         try:
-            return self._ask(lambda: _parse_report(self._store.compare_set(_FAILURE, "", own)))
+            return self._ask(lambda: _parse_failure(self._store.compare_set(_FAILURE, "", text)))
         except RuntimeError:  # nobody can read it
-            return Report(self._speaker() if failure.rank == 0 else self._rank, failure)
+            return replace(own, reporter=self._speaker()) if failure.rank == 0 else own
 
     def _speaker(self) -> int:
         """Returns the rank of this host that reports for rank 0, which may hold the store."""
@@ -227,30 +218,18 @@ class PeerMonitor:
             died=True,
         )
 
-    def _end(self, found: Report) -> None:
+    def _end(self, cause: Failure) -> None:
         """Ends this process, and one on this host that is stopped or held: its launcher would wait
         for it."""
-        cause = found.failure
         if cause.died and cause.rank != self._rank and cause.rank in self._neighbours:
             with suppress(ProcessLookupError):
                 os.kill(self._places[cause.rank].pid, signal.SIGKILL)
-        if found.reporter == self._rank:
+        if cause.reporter == self._rank:
             print_error(cause.line())
-        if self._rank in (0, found.reporter):
+        if self._rank in (0, cause.reporter):
             RunOutcome.of(cause).write(self._run_dir)
         end_process(cause.exit_status)
 
 
-def _parse_report(text: bytes) -> Report:
-    reporter, failure = json.loads(text)
-    return Report(reporter, Failure(**failure))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _parse_failure(text: bytes) -> Failure:
+    return Failure(**json.loads(text))

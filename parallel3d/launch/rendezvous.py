@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -62,9 +61,10 @@ class Rendezvous:
         else:
             return None
         rank, world_size = (_whole_number(environ, name) for name in names[:2])
-        local_world_size = _whole_number(
-            environ, names[3], default=_tasks_on_this_node(environ, world_size)
-        )
+        nodes = _whole_number(environ, "SLURM_NNODES", default=1)
+        nodes = _whole_number(environ, "SLURM_STEP_NUM_NODES", default=nodes)
+        on_the_fullest_node = -(-world_size // max(1, nodes))
+        local_world_size = _whole_number(environ, names[3], default=on_the_fullest_node)
         local_rank = _whole_number(environ, names[2], default=rank % max(1, local_world_size))
         if rank >= world_size:
             raise ConfigError(f"{names[0]} = {rank}: must be below {names[1]} = {world_size}")
@@ -93,25 +93,6 @@ def _whole_number(environ: Mapping[str, str], name: str, default: int | None = N
             f"{name} {problem}; unset RANK to start the workers here, or start them with torchrun"
         )
     return int(text)
-
-
-def _tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
-    """Returns how many tasks SLURM has started on this node. SLURM gives the numbers of all nodes,
-    such as `4,2(x3)` for 4, 2, 2 and 2, or one for all. Without SLURM there is one node."""
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        if text := environ.get(name):
-            if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-                raise ConfigError(
-                    f"{name} = {text}: must be numbers of tasks, such as 8, 8(x2) or 4,2(x3)"
-                )
-            tasks: list[int] = []
-            for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-                tasks += [int(number)] * int(times or 1)
-            node = _whole_number(environ, "SLURM_NODEID", default=0)
-            return tasks[min(node, len(tasks) - 1)]
-    nodes = _whole_number(environ, "SLURM_NNODES", default=1)
-    nodes = _whole_number(environ, "SLURM_STEP_NUM_NODES", default=nodes)
-    return -(-world_size // max(1, nodes))
 
 
 @contextmanager
@@ -155,7 +136,8 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
             f"within {timeout_s:.0f} s: {error}"
         ) from error
-    if rank == 0 and (warning := tp_warning(places, recipe.parallel.tp)):
+    warning = tp_warning([place.host for place in places], recipe.parallel.tp)
+    if rank == 0 and warning is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
         with beats:

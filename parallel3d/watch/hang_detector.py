@@ -25,9 +25,8 @@ class _Seen:
 
     beat: Beat
     beaten_at: float  # when the count last grew
-    doing: tuple[int, bool, str]  # steps, waits, phase (of the unjudged ones only "")
-    since: float
-    stopped_since: float | None = None
+    since: float  # when the rank began what it is doing
+    running_at: float  # when its process was last seen not stopped
 
     @property
     def is_judged(self) -> bool:
@@ -41,95 +40,67 @@ class HangDetector:
     it begins anew."""
 
     def __init__(self, hosts: Sequence[str], own_host: str) -> None:
-        self._world_size = len(hosts)
-        self._other_hosts = [
-            [rank for rank, host in enumerate(hosts) if host == name]
-            for name in dict.fromkeys(hosts)
-            if name != own_host
-        ]
+        self._hosts, self._own_host = hosts, own_host
         self._seen: dict[int, _Seen] = {}
-        self._checked_at: float | None = None
+        self._checked_at = 0.0
 
     def check(
         self, beats: Mapping[int, Beat], states: Mapping[int, str], now: float
     ) -> tuple[int, str] | None:
         """Takes the newest beats, and the states of processes of this host ("T": stopped). Returns
         the rank at fault and what is wrong with it, or None."""
-        if self._checked_at is not None and now - self._checked_at > _GAP_S:
+        if now - self._checked_at > _GAP_S:
             self._seen = {}
         self._checked_at = now
         for rank, beat in beats.items():
-            self._update(rank, beat, states.get(rank, ""), now)
+            seen = self._seen.setdefault(rank, _Seen(beat, now, now, now))
+            if states.get(rank) != "T":
+                seen.running_at = now
+            if beat.count != seen.beat.count:
+                if _doing(beat) != _doing(seen.beat):
+                    seen.since = now
+                seen.beat, seen.beaten_at = beat, now
         durations = [seen.beat.step_s or 0.0 for seen in self._seen.values()]
-        patience = max([STUCK_S, *(STUCK_STEPS * seconds for seconds in durations)])
-        return (
-            self._find_stopped(now)
-            or self._find_lost_host(now)
-            or self._find_silent(states, now, patience)
-            or self._find_stuck(now, patience)
-        )
+        patience = max(STUCK_S, STUCK_STEPS * max(durations, default=0.0))
+        for rank, seen in self._seen.items():
+            if now - seen.running_at > STOPPED_S:
+                return rank, f"is stopped (state T) {_place(seen.beat)}"
+            silent_s = now - seen.beaten_at
+            silence = f"gives no sign for {silent_s:.0f} s {_place(seen.beat)}"
+            if self._is_host_lost(self._hosts[rank], now):
+                everyone = f"all {self._hosts.count(self._hosts[rank])} ranks on its host"
+                return rank, f"{silence}, like {everyone}: the host is lost or cut off"
+            if seen.is_judged and silent_s > patience:
+                why = "its host is lost or its interpreter is held"
+                if state := states.get(rank):
+                    why = f"its interpreter is held (state {state})"
+                return rank, f"{silence}: {why}"
+        return self._find_stuck(now, patience)
 
     def last_seen(self, rank: int) -> str:
         """Returns a rank's last known phase and step, to follow words on its end."""
         return f", last seen {_place(self._seen[rank].beat)}" if rank in self._seen else ""
 
-    def _update(self, rank: int, beat: Beat, state: str, now: float) -> None:
-        phase = beat.phase if beat.phase in _JUDGED else ""
-        doing = (beat.step, beat.waits, phase)
-        seen = self._seen.setdefault(rank, _Seen(beat, now, doing, now))
-        if beat.count != seen.beat.count:
-            seen.beat, seen.beaten_at = beat, now
-            if seen.doing != doing:
-                seen.doing, seen.since = doing, now
-        if state != "T":
-            seen.stopped_since = None
-        elif seen.stopped_since is None:
-            seen.stopped_since = now
-
-    def _find_stopped(self, now: float) -> tuple[int, str] | None:
-        for rank, seen in self._seen.items():
-            if seen.stopped_since is not None and now - seen.stopped_since > STOPPED_S:
-                return rank, f"is stopped (state T) {_place(seen.beat)}"
-        return None
-
-    def _find_lost_host(self, now: float) -> tuple[int, str] | None:
-        """Finds another host with several ranks, all silent. A single rank's beat may just be
-        late, which `_find_silent` allows for."""
-        for ranks in self._other_hosts:
-            seen = [self._seen[rank] for rank in ranks if rank in self._seen]
-            in_a_step = [each for each in seen if each.is_judged]
-            if len(ranks) > 1 and len(in_a_step) == len(ranks):
-                silent_s = now - max(each.beaten_at for each in seen)
-                if silent_s > LOST_S:
-                    return ranks[0], (
-                        f"gives no sign for {silent_s:.0f} s {_place(seen[0].beat)}, like all "
-                        f"{len(ranks)} ranks on its host: the host is lost or cut off"
-                    )
-        return None
-
-    def _find_silent(
-        self, states: Mapping[int, str], now: float, patience: float
-    ) -> tuple[int, str] | None:
-        for rank, seen in self._seen.items():
-            silent_s = now - seen.beaten_at
-            if seen.is_judged and silent_s > patience:
-                why = "its host is lost or its interpreter is held"
-                if states.get(rank):
-                    why = f"its interpreter is held (state {states[rank]})"
-                return rank, f"gives no sign for {silent_s:.0f} s {_place(seen.beat)}: {why}"
-        return None
+    def _is_host_lost(self, host: str, now: float) -> bool:
+        """True of another host if it has several ranks, all silent in a step. A single rank's beat
+        may just be late, for which it has more time."""
+        ranks = [rank for rank, each in enumerate(self._hosts) if each == host]
+        seen = [self._seen[rank] for rank in ranks if rank in self._seen]
+        if host == self._own_host or len(ranks) == 1 or len(seen) < len(ranks):
+            return False
+        return all(each.is_judged and now - each.beaten_at > LOST_S for each in seen)
 
     def _find_stuck(self, now: float, patience: float) -> tuple[int, str] | None:
         """Finds the first rank that does not wait for others, if no rank has completed a step or
         changed its phase for long. If no rank waits, all must wait for data."""
-        if len(self._seen) < self._world_size:
-            return None
         busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
         has_steps = all(seen.beat.step_s is not None for seen in self._seen.values())
-        if not busy or not has_steps or not all(seen.is_judged for seen in busy.values()):
+        if not busy or not has_steps or len(self._seen) < len(self._hosts):
+            return None
+        if not all(seen.is_judged for seen in busy.values()):
             return None
         others = "while the others wait"
-        if len(busy) == self._world_size:
+        if len(busy) == len(self._hosts):
             if any(seen.beat.phase != "data" for seen in busy.values()):
                 return None
             others, patience = "as are all others", max(ALL_READ_S, patience)
@@ -137,10 +108,13 @@ class HangDetector:
         if stuck_s <= patience:
             return None
         rank, seen = min(busy.items())
-        return (
-            rank,
-            f"is stuck for {stuck_s:.0f} s {_place(seen.beat)}, {others}; {seen.beat.stack}",
-        )
+        where = f"{_place(seen.beat)}, {others}; {seen.beat.stack}"
+        return rank, f"is stuck for {stuck_s:.0f} s {where}"
+
+
+def _doing(beat: Beat) -> tuple[int, bool, str]:
+    """Returns what a rank does. All phases that are not judged are alike."""
+    return beat.step, beat.waits, beat.phase if beat.phase in _JUDGED else ""
 
 
 def process_state(pid: int) -> str:

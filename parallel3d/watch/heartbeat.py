@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -68,16 +69,14 @@ class Heartbeat:
             compiles, waits_inside, stack = _inspect_threads(name)
         except Exception as error:  # a run without beats would be taken for a hanging one
             name, compiles, waits_inside, stack = "other", False, False, f"unreadable: {error!r}"
-        if compiles:
-            name = "compilation"
         self.count += 1
         ends = list(self.ends)
-        durations = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        durations = [after - before for before, after in pairwise(ends)]
         return Beat(
             count=self.count,
             step=self.step,
             step_s=statistics.median(durations) if durations else None,
-            phase=known_phase or name,
+            phase=known_phase or ("compilation" if compiles else name),
             waits=waits or waits_inside,
             stack=stack,
         )
@@ -109,14 +108,14 @@ def step_done(step: int) -> None:
 def _inspect_threads(phase: str) -> tuple[bool, bool, str]:
     """Returns whether the main thread compiles, whether it waits for ranks, and its innermost
     frames. While it waits for a batch, the frames of the data loader's thread follow."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
     with _no_garbage_collection():
         frames = sys._current_frames()
         main = frames[threading.main_thread().ident or 0]
         stacks = [_frames_in_words(main)]
-        for thread, frame in frames.items():
-            if phase == "data" and names.get(thread, "").startswith(_LOADER_THREADS):
-                stacks.append(_frames_in_words(frame))
+        for thread in threading.enumerate():
+            is_loader = phase == "data" and thread.name.startswith(_LOADER_THREADS)
+            if is_loader and thread.ident in frames:
+                stacks.append(_frames_in_words(frames[thread.ident]))
         modules = [_module_of(frame) for frame, _ in traceback.walk_stack(main)]
         compiles = any(module in _COMPILERS for module in modules)
         return compiles, _waits_for_ranks(main), "; the loader ".join(stacks)
@@ -147,10 +146,8 @@ def _waits_for_ranks(main: FrameType) -> bool:
         module = _module_of(frame)
         if frame.f_globals.get("WAITS_FOR_RANKS"):
             return True
-        if module.startswith("torch."):
+        if module.startswith(("torch.", "parallel3d.")):
             return module.startswith(("torch.distributed.", "torch.autograd."))
-        if module.startswith("parallel3d."):
-            return False
     return False
 
 

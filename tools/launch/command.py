@@ -33,7 +33,6 @@ Each start goes on from the newest checkpoint of the run's folder, and starts an
 """  # noqa: E501
 CHECK = "check"
 WAIT_S = 60.0
-_CHECK_KEYS = ("as_json", "hardware", "emit_hardware", "strict", "wait_s")
 _CHECK_HELP = "check the nodes before the first step, on all of them at once"
 _CHECK_EPILOG = (
     "exit status: 0 the recipe can run; 1 something would break it, and the node is named; 2 "
@@ -69,14 +68,10 @@ def _run(arguments: list[str]) -> int:
         )
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     if options.kind == CHECK:
-        from parallel3d.tools.preflight.options import CheckOptions
-
         # this imports the planner and the start of a run
         from parallel3d.tools.preflight.start import check_cluster
 
-        return check_cluster(
-            recipe, CheckOptions(**{key: vars(options)[key] for key in _CHECK_KEYS})
-        )
+        return check_cluster(recipe, options)
     per_node = _workers_per_node(recipe, options.gpus_per_node)
     said = (options.recipe, *options.overrides)
     site = Site(

@@ -30,6 +30,7 @@ class RankFacts:
     host: str
     device: str  # name of a GPU, or CPU
     versions: dict[str, str] = field(default_factory=dict)
+    clock_s: float = 0.0  # time.time(), asked of all ranks at once
     free_bytes: int | None = None  # of the rank's GPU, or of the host
     disk_free_bytes: int | None = None  # at the folder of the run
     problems: tuple[str, ...] = ()  # with the folder of the run, or the data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median_high
@@ -43,11 +43,9 @@ class LinkRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Everything that the ranks reported, by rank. `clocks` are by the first rank of each other
-    host. If versions differ, nothing was measured."""
+    """Everything that the ranks reported, by rank. If versions differ, nothing was measured."""
 
     facts: Sequence[RankFacts]
-    clocks: Mapping[int, tuple[float, float]]  # seconds ahead of rank 0, and their uncertainty
     matmuls: Sequence[float]  # FLOP/s
     axes: Sequence[Sequence[AxisTimes]]
 
@@ -63,6 +61,11 @@ class Measured:
         for each in self.facts:
             found.setdefault(each.host, each)
         return list(found.values())
+
+    @property
+    def clocks_ahead_s(self) -> list[float]:
+        """Seconds by which the clock of each host is ahead of that of rank 0."""
+        return [each.clock_s - self.facts[0].clock_s for each in self.leaders]
 
     def ranks_of(self, host: str) -> list[int]:
         return [each.rank for each in self.facts if each.host == host]
@@ -168,11 +171,10 @@ def _hosts(measured: Measured, needs: RecipeNeeds) -> Iterator[Finding]:
 
 
 def _clocks(measured: Measured) -> Iterator[Finding]:
-    for rank, (ahead, unsure) in measured.clocks.items():
-        if abs(ahead) - unsure > CLOCK_S:
-            way = "ahead of" if ahead > 0 else "behind"
-            host = measured.facts[rank].host
-            text = f"{host}: its clock is {abs(ahead):.1f} s {way} that of rank 0; set it by NTP"
+    for each, ahead_s in zip(measured.leaders, measured.clocks_ahead_s, strict=True):
+        if abs(ahead_s) > CLOCK_S:
+            way = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+            text = f"{each.host}: its clock is {way} that of rank 0; set it by NTP"
             yield Finding(text, False)
 
 

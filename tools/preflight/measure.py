@@ -1,4 +1,4 @@
-"""Measurements that the ranks make together: clocks, matmuls, and every axis of the mesh.
+"""Measurements that the ranks make together: matmuls, and every axis of the mesh.
 
 All groups of an axis are measured at once, because they send at once in a step: ranks share a
 network port. Sizes grow until a message takes long on any rank, so the check takes seconds.
@@ -21,7 +21,6 @@ from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import group_of
 
-_PINGS = 5
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # all other precisions compute in bfloat16
 _SIDES, _SAMPLE_S, _MATMULS_S = {"cpu": 512, "cuda": 8192}, 0.1, 1.5
 _SMALLEST, _GROWTH = 1 << 10, 4
@@ -53,28 +52,6 @@ class AxisTimes:
     messages: tuple[TimedMessage, ...]
 
 
-def measure_clocks(leaders: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Returns on rank 0 by how many seconds the clock of each of `leaders` is ahead of its own, and
-    how far that may be off: half of the shortest of some round trips."""
-    found, rank = {}, dist.get_rank()
-    for leader in leaders:
-        trips = []
-        for _ in range(_PINGS if rank in (0, leader) else 0):
-            told, start = torch.zeros(1, dtype=torch.float64), time.time()
-            if rank == 0:
-                dist.send(told, leader)
-                dist.recv(told, leader)
-                end = time.time()
-                trips.append((end - start, told.item() - (start + end) / 2))
-            else:
-                dist.recv(told, 0)
-                dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
-        if rank == 0:
-            trip, ahead = min(trips)
-            found[leader] = (ahead, trip / 2)
-    return found
-
-
 @torch.no_grad()
 def measure_matmuls(device: torch.device, precision: Precision) -> float:
     """Returns the FLOP/s of a large matmul, the median of samples in a second or two, while all
@@ -95,24 +72,19 @@ def measure_matmuls(device: torch.device, precision: Precision) -> float:
     return 2 * side**3 / median(taken)
 
 
-def measure_axis(name: str, axis: Axis, size: int, device: torch.device) -> AxisTimes:
+def measure_axis(name: str, axis: Axis, device: torch.device) -> AxisTimes:
     """Measures this rank's group of an axis, while all other groups of it do the same. Every rank
-    calls it, also without a group. `size` is that of the largest group."""
+    calls it."""
     me = dist.get_rank()
-    ranks: tuple[int, ...] = (me,)
-    sums: Rows = ()
+    ranks = tuple(dist.get_process_group_ranks(axis.group))
+    sums = _time_sizes(lambda x: all_reduce(x, axis), device)
     messages: list[TimedMessage] = []
-    if axis.group is None:
-        _time_sizes(_send_nothing, device)
-    else:
-        ranks = tuple(dist.get_process_group_ranks(axis.group))
-        sums = _time_sizes(lambda x: all_reduce(x, axis), device)
     # Each second rank sends to the next one and then receives; then the others.
-    for parity in range(min(2, size - 1)):
+    for parity in range(min(2, axis.size - 1)):
         lower = axis.rank if axis.rank % 2 == parity else axis.rank - 1
         other = lower + 1 if axis.rank == lower else lower
         for up in (True, False):
-            if axis.group is None or lower < 0 or lower + 1 >= axis.size:
+            if lower < 0 or lower + 1 >= axis.size:
                 _time_sizes(_send_nothing, device)
                 continue
             sends = (axis.rank == lower) == up
@@ -124,26 +96,23 @@ def measure_axis(name: str, axis: Axis, size: int, device: torch.device) -> Axis
     return AxisTimes(axis=name, ranks=ranks, all_reduce=sums, messages=tuple(messages))
 
 
-def host_axes(hosts: Sequence[str]) -> dict[str, tuple[Axis, int]]:
-    """Returns the axes of a cluster, with the sizes of their largest groups: `node`, the ranks of a
-    host, and `network`, those in the same place on each host. Every rank calls it."""
+def host_axes(hosts: Sequence[str]) -> dict[str, Axis]:
+    """Returns the axes of a cluster with several ranks: `node`, the ranks of a host, and `network`,
+    those in the same place on each host. Hosts with unlike numbers of ranks have none. Every rank
+    calls it."""
     me, at = dist.get_rank(), dict[str, list[int]]()
     for rank, host in enumerate(hosts):
         at.setdefault(host, []).append(rank)
     own = at[hosts[me]]
-    place = own.index(me)
-    across = [ranks[place] for ranks in at.values() if place < len(ranks)]
-    found = {}
-    for name, ranks, size in (
-        ("node", own, max(map(len, at.values()))),
-        ("network", across, len(at)),
-    ):
-        group = None
+    if len({len(ranks) for ranks in at.values()}) > 1:
+        return {}
+    found = {"node": own, "network": [ranks[own.index(me)] for ranks in at.values()]}
+    axes = {}
+    for name, ranks in found.items():
         if len(ranks) > 1:
             group = group_of(ranks, f"check_{name}", name=f"check_{name}_{ranks[0]}")
-        if size > 1:
-            found[name] = (Axis(len(ranks), ranks.index(me), group), size)
-    return found
+            axes[name] = Axis(len(ranks), ranks.index(me), group)
+    return axes
 
 
 def _there_and_back(

@@ -30,9 +30,9 @@ class CheckReport:
         everyone = measured.ranks_and_hosts([each.rank for each in measured.facts])
         yield f"{everyone}: {product(self.recipe.parallel.axes)}"
         yield "versions  " + ", ".join(f"{name} {value}" for name, value in first.versions.items())
-        if measured.clocks:
-            ahead_s = max(abs(ahead) for ahead, _ in measured.clocks.values())
-            yield f"clocks    at most {ahead_s:.3f} s apart"
+        if len(measured.leaders) > 1:
+            apart_s = max(map(abs, measured.clocks_ahead_s))
+            yield f"clocks    at most {apart_s:.2f} s apart"
         free = [each.free_bytes for each in measured.facts if each.free_bytes is not None]
         if free:
             needed = max(self.needs.memory_bytes) / GIB
@@ -67,7 +67,6 @@ class CheckReport:
                 "layout": self.recipe.parallel.axes,
                 "findings": [asdict(each) for each in self.findings],
                 "ranks": ranks,
-                "clocks": self.measured.clocks,
                 "needed": asdict(self.needs),
                 "links": [asdict(each) for each in self.links],
                 "seconds": self.seconds,

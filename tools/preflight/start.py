@@ -3,6 +3,7 @@ this process, else as one of them. torch is imported by the ranks."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import replace
 from functools import partial
@@ -20,15 +21,14 @@ from parallel3d.models import check_model
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.recipes.pretrain import run_rank
 from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.preflight.options import CheckOptions
 from parallel3d.tools.reply import check_free
 
 
-def check_cluster(recipe: Recipe, options: CheckOptions) -> int:
+def check_cluster(recipe: Recipe, options: argparse.Namespace) -> int:
     """Runs the check, or this process's rank of it. Returns the exit status."""
     _refuse(options)
     check_model(recipe.model)
-    options = replace(options, run_dir=recipe.run_dir)
+    options.run_dir = recipe.run_dir
     # A check writes nothing into the folder of the run, also where it fails.
     train = replace(recipe.train, start_timeout_s=min(options.wait_s, recipe.train.start_timeout_s))
     recipe = replace(recipe, run_dir=None, train=train)
@@ -54,7 +54,7 @@ def check_cluster(recipe: Recipe, options: CheckOptions) -> int:
     return status
 
 
-def _refuse(options: CheckOptions) -> None:
+def _refuse(options: argparse.Namespace) -> None:
     """Raises ConfigError for a file that cannot be written or read, before anything starts."""
     path = options.emit_hardware
     if path is not None and path.suffix not in (".yaml", ".yml"):

@@ -3,6 +3,7 @@ prints the report."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ClusterError, ConfigError, printable
-from parallel3d.launch.devices import Place, tp_warning
+from parallel3d.launch.devices import tp_warning
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.mesh import axes_of, build_mesh
 from parallel3d.tools.preflight.emit import hardware_text
@@ -33,13 +34,7 @@ from parallel3d.tools.preflight.findings import (
     link_rows,
     slow_ranks,
 )
-from parallel3d.tools.preflight.measure import (
-    host_axes,
-    measure_axis,
-    measure_clocks,
-    measure_matmuls,
-)
-from parallel3d.tools.preflight.options import CheckOptions
+from parallel3d.tools.preflight.measure import host_axes, measure_axis, measure_matmuls
 from parallel3d.tools.preflight.report import CheckReport
 from parallel3d.tools.reply import write_output
 
@@ -47,13 +42,13 @@ _ROUNDS = 3
 _T = TypeVar("_T")
 
 
-def check(recipe: Recipe, rendezvous: Rendezvous, options: CheckOptions) -> None:
+def check(recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace) -> None:
     """Checks the cluster. Every rank calls it; rank 0 prints the report. Raises ClusterError on all
     ranks if something would break the run."""
     start = time.perf_counter()
     with process_group(recipe, rendezvous) as device:
         facts = _exchange_facts(recipe, rendezvous, options, device)
-        measured = Measured(facts=facts, clocks={}, matmuls=(), axes=())
+        measured = Measured(facts=facts, matmuls=(), axes=())
         if can_train_together(facts):
             measured = _measure(recipe, facts, device, options)
         problem = [""]
@@ -65,13 +60,15 @@ def check(recipe: Recipe, rendezvous: Rendezvous, options: CheckOptions) -> None
 
 
 def _exchange_facts(
-    recipe: Recipe, rendezvous: Rendezvous, options: CheckOptions, device: torch.device
+    recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace, device: torch.device
 ) -> list[RankFacts]:
     mark = leave_mark(options.run_dir) if rendezvous.rank == 0 else None
     try:
         name = [None if mark is None else mark.name]
         dist.broadcast_object_list(name)
-        own = rank_facts(rendezvous.rank, device)
+        dist.barrier()
+        clock_s = time.time()
+        own = replace(rank_facts(rendezvous.rank, device), clock_s=clock_s)
         if rendezvous.local_rank == 0:
             free, disk = None, ""
             if options.run_dir is not None:
@@ -85,26 +82,21 @@ def _exchange_facts(
 
 
 def _measure(
-    recipe: Recipe, facts: Sequence[RankFacts], device: torch.device, options: CheckOptions
+    recipe: Recipe, facts: Sequence[RankFacts], device: torch.device, options: argparse.Namespace
 ) -> Measured:
-    """Measures clocks, matmuls and axes; also the links of the hosts for a hardware file."""
-    hosts = [each.host for each in facts]
-    clocks = measure_clocks(sorted({hosts.index(host) for host in hosts} - {0}))
+    """Measures matmuls and axes; also the links of the hosts for a hardware file."""
     own, matmuls = 0.0, list[float]()
     for _ in range(_ROUNDS):  # a rank that was held up for a moment is not slow
         own = max(own, measure_matmuls(device, recipe.train.precision))
         matmuls = _all_gather(own)
         if not slow_ranks(matmuls):
             break
-    axes = {
-        name: (axis, axis.size)
-        for name, axis in axes_of(build_mesh(recipe.parallel, device.type)).items()
-        if axis.size > 1
-    }
+    mesh = build_mesh(recipe.parallel, device.type)
+    axes = {name: axis for name, axis in axes_of(mesh).items() if axis.size > 1}
     if options.emit_hardware is not None:
-        axes |= host_axes(hosts)
-    times = tuple(measure_axis(name, *axis, device) for name, axis in axes.items())
-    return Measured(facts=facts, clocks=clocks, matmuls=matmuls, axes=_all_gather(times))
+        axes |= host_axes([each.host for each in facts])
+    times = tuple(measure_axis(name, axis, device) for name, axis in axes.items())
+    return Measured(facts=facts, matmuls=matmuls, axes=_all_gather(times))
 
 
 def _all_gather(own: _T) -> list[_T]:
@@ -114,14 +106,14 @@ def _all_gather(own: _T) -> list[_T]:
     return everyone
 
 
-def _report(recipe: Recipe, measured: Measured, options: CheckOptions, start: float) -> str:
+def _report(recipe: Recipe, measured: Measured, options: argparse.Namespace, start: float) -> str:
     """Prints the report, and writes the hardware file. Returns a line on what would break the run,
     or ""."""
     facts = measured.facts
     hosts = [each.host for each in facts]
     on_cpu = facts[0].device == "CPU"
     needs = RecipeNeeds.of(recipe, on_cpu=on_cpu)
-    tp_note = tp_warning([Place(host=host, pid=0) for host in hosts], recipe.parallel.tp)
+    tp_note = tp_warning(hosts, recipe.parallel.tp)
     report = CheckReport(
         recipe=recipe,
         measured=measured,
