@@ -230,7 +230,7 @@ def test_four_local_ranks_are_fine_and_leave_nothing(tmp_path: Path) -> None:
             "--emit-hardware no/mine.yaml: cannot be written (No such file or directory)",
         ),
         (["--hardware", "h1000"], "hardware h1000: unknown; did you mean"),
-        (["--wait", "0"], "--wait: '0' must be a time, above 0 and finite"),
+        (["--wait", "0"], "--wait: '0' must be a whole number from 1 on"),
     ],
 )
 def test_a_slip_is_told_in_one_line_before_anything_starts(

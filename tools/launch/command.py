@@ -1,12 +1,12 @@
 """The command `parallel3d-launch`: prints a launcher for a recipe, or checks the nodes that it is
-to run on. torch is imported by a check alone."""
+to run on. Its subcommands are in commands.toml. torch is imported by a check alone."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from parallel3d.config.load import load_recipe
@@ -14,171 +14,53 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import product
 from parallel3d.errors import ConfigError, printable
 from parallel3d.models import shape_cards
-from parallel3d.recipes import find_recipe, shipped_recipes
-from parallel3d.tools.arguments import Parser, add_recipe, amount, whole
-from parallel3d.tools.launch.script import LAUNCHERS, RESTARTS, Launcher, Site
-from parallel3d.tools.reply import exit_status
+from parallel3d.recipes import find_recipe
+from parallel3d.tools.command_line import CommandLine
+from parallel3d.tools.launch.script import LAUNCHERS, Launcher, Site
+from parallel3d.tools.reply import Reply
 
+main = CommandLine("parallel3d-launch", Path(__file__).with_name("commands.toml")).main
 _USUAL_NODE = 8  # GPUs of most makers' nodes
-_EPILOG = """\
-examples:
-  parallel3d-launch slurm my.yaml --partition gpu --time 24:00:00 > job.sbatch && sbatch job.sbatch
-  parallel3d-launch torchrun my.yaml parallel.tp=4 parallel.dp_shard=4 > launch.sh
-  SCHEDULER=local_cwd bash <(parallel3d-launch torchx quickstart train.device=cpu)
-  parallel3d-launch k8s my.yaml --image IMAGE --claim CLAIM | kubectl apply -f -
-  parallel3d-launch check my.yaml                         what this machine has and gives, and what would break the run
-  srun python -m parallel3d.tools.launch check my.yaml    the same on all nodes of a job; torchrun starts it likewise
-
-Each start goes on from the newest checkpoint of the run's folder, and starts anew where there is none.
-"""  # noqa: E501
-CHECK = "check"
-WAIT_S = 60.0
-_CHECK_HELP = "check the nodes before the first step, on all of them at once"
-_CHECK_EPILOG = (
-    "exit status: 0 the recipe can run; 1 something would break it, and the node is named; 2 "
-    "usage, or a recipe that breaks a rule; 69 ranks did not come; 70 a rank died or hung"
-)
-_HELP = {
-    "torchrun": "a script to run on every node",
-    "slurm": "a script for sbatch, which asks for the job again where that helps",
-    "torchx": "a script that submits to one of torchx's schedulers",
-    "k8s": "a manifest with the recipe, a Service and a Job",
-}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line: returns the exit status."""
-    return exit_status(argv, _run)
+def check(options: argparse.Namespace) -> Reply:
+    """Checks the nodes of a recipe. The check prints its report itself."""
+    # this imports the planner and the start of a run
+    from parallel3d.tools.preflight.start import check_cluster
+
+    return Reply(page=list, status=check_cluster(_recipe(options), options))
 
 
-def _run(arguments: list[str]) -> int:
-    parser = _parser()
-    options, left = parser.parse_known_args(arguments)
-    for word in left:  # a subcommand's parser takes no words behind its options
-        if word.startswith("-"):
-            parser.error(f"{word}: no such option of {options.kind}")
-        if options.recipe is None:
-            options.recipe = word
-        else:
-            options.overrides.append(word)
-    if options.recipe is None:
-        raise ConfigError(
-            f"RECIPE: required; try parallel3d-launch {options.kind} quickstart, or the path of a "
-            "recipe"
-        )
-    recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
-    if options.kind == CHECK:
-        # this imports the planner and the start of a run
-        from parallel3d.tools.preflight.start import check_cluster
-
-        return check_cluster(recipe, options)
+def _answer(kind: str, options: argparse.Namespace) -> Reply:
+    """Answers with the script of a kind of launcher."""
+    recipe = _recipe(options)
     per_node = _workers_per_node(recipe, options.gpus_per_node)
-    said = (options.recipe, *options.overrides)
-    site = Site(
-        **{key.name: vars(options)[key.name] for key in fields(Site) if key.name in vars(options)}
-    )
+    asked = vars(options)
+    site = {key.name: asked[key.name] for key in fields(Site) if key.name in asked}
     launcher = Launcher(
-        kind=options.kind,
+        kind=kind,
         recipe=recipe,
-        said=said,
+        said=(options.recipe, *options.overrides),
         per_node=per_node,
-        file=LAUNCHERS[options.kind][0],
+        file=LAUNCHERS[kind][0],
         restarts=options.restarts,
-        site=site,
-        checks_first=vars(options).get("check_first", False),
+        site=Site(**site),
+        checks_first=asked.get("check_first", False),
     )
     text = launcher.text()
-    for note in _notes(recipe, per_node, options.kind):
+    for note in _notes(recipe, per_node, kind):
         print(f"warning: {printable(note)}", file=sys.stderr)
-    print(text, end="")
-    return 0
+    return Reply(page=text.splitlines, tree=lambda: {"script": text})
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="parallel3d-launch",
-        description="Prints what starts a recipe on many nodes.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    kinds = parser.add_subparsers(
-        dest="kind", metavar="{" + ",".join([*LAUNCHERS, CHECK]) + "}", required=True
-    )
-    _add_check(
-        kinds.add_parser(CHECK, help=_CHECK_HELP, description=_CHECK_HELP, epilog=_CHECK_EPILOG)
-    )
-    for kind in LAUNCHERS:
-        each = kinds.add_parser(kind, help=_HELP[kind], description=f"Prints {_HELP[kind]}.")
-        add_recipe(each, shipped_recipes())
-        each.add_argument(
-            "--gpus-per-node",
-            type=whole,
-            metavar="N",
-            help=f"workers of a node (default: {_USUAL_NODE}, or all of them where they are fewer)",
-        )
-        each.add_argument(
-            "--restarts",
-            type=whole,
-            metavar="N",
-            default=RESTARTS,
-            help=f"starts after a failure ({RESTARTS})",
-        )
-        if kind != "torchx":  # which starts one program in a job
-            each.add_argument(
-                "--check-first",
-                action="store_true",
-                help="check the nodes before each start (parallel3d-launch check)",
-            )
-        if kind == "slurm":
-            each.add_argument("--partition", metavar="NAME", help="where the job is queued")
-            each.add_argument("--account", metavar="NAME", help="who pays for it")
-            each.add_argument(
-                "--time", metavar="T", help="the limit of one start, such as 24:00:00"
-            )
-            each.add_argument(
-                "--container",
-                metavar="IMAGE",
-                help="the image that srun starts the workers in (pyxis)",
-            )
-        elif kind == "k8s":
-            each.add_argument(
-                "--image", default="IMAGE", help="the container image, with parallel3d in it"
-            )
-            each.add_argument(
-                "--claim",
-                default="CLAIM",
-                help="the PersistentVolumeClaim that is mounted at /work",
-            )
-    return parser
+answer_torchrun = partial(_answer, "torchrun")
+answer_slurm = partial(_answer, "slurm")
+answer_torchx = partial(_answer, "torchx")
+answer_k8s = partial(_answer, "k8s")
 
 
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    add_recipe(parser, shipped_recipes())
-    parser.add_argument(
-        "--json", action="store_true", dest="as_json", help="print the report as one JSON object"
-    )
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME",
-        help="the hardware file that --emit-hardware starts from: a name or a file",
-    )
-    parser.add_argument(
-        "--emit-hardware",
-        metavar="FILE",
-        type=Path,
-        help="write what was measured as a hardware file, for parallel3d-plan --hardware FILE",
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="warnings give the exit status 1, too"
-    )
-    parser.add_argument(
-        "--wait",
-        metavar="S",
-        type=amount("a time", zero=False),
-        dest="wait_s",
-        default=WAIT_S,
-        help=f"seconds to wait for all ranks to come ({WAIT_S:.0f})",
-    )
+def _recipe(options: argparse.Namespace) -> Recipe:
+    return load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
 
 
 def _workers_per_node(recipe: Recipe, asked: int | None) -> int:
@@ -195,10 +77,9 @@ def _workers_per_node(recipe: Recipe, asked: int | None) -> int:
 
 def _notes(recipe: Recipe, per_node: int, kind: str) -> list[str]:
     notes = []
-    classes = [
-        *recipe.train.callbacks,
-        *([recipe.model.architecture] if recipe.model.is_custom else []),
-    ]
+    classes = list(recipe.train.callbacks)
+    if recipe.model.is_custom:
+        classes.append(recipe.model.architecture)
     if kind == "k8s" and classes:
         notes.append(
             f"{', '.join(classes)}: not in the manifest; put the modules into the image, or at "

@@ -42,14 +42,9 @@ _ALIASES = {
     "expert_model_parallel_size": "ep",
 }
 # Keys of other programs that no key here stands for, and what to do instead.
-_ELSEWHERE = {
-    "dp": "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both",
-    "zero": "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3",
-}
-_ELSEWHERE |= {
-    "data_parallel_size": _ELSEWHERE["dp"],
-    "zero_stage": _ELSEWHERE["zero"],
-}
+_DP = "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both"
+_ZERO = "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3"
+_ELSEWHERE = {"dp": _DP, "data_parallel_size": _DP, "zero": _ZERO, "zero_stage": _ZERO}
 _FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
 
 
@@ -85,13 +80,9 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
             raise ConfigError(f"{option} {name}={value}: must be one of {', '.join(_WORDS[name])}")
         if name not in _WORDS and not (value.isascii() and value.isdigit() and int(value) > 0):
             raise ConfigError(f"{option} {name}={value}: must be a whole number from 1 on")
-        found[name] = (
-            value == "true"
-            if name == "sequence_parallel"
-            else value
-            if name in _WORDS
-            else int(value)
-        )
+        found[name] = value if name in _WORDS else int(value)
+    if "sequence_parallel" in found:
+        found["sequence_parallel"] = found["sequence_parallel"] == "true"
     return found
 
 

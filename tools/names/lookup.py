@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Collection
 from difflib import get_close_matches
 from functools import cache
-from math import log
 from pathlib import Path
 from typing import Literal
 
@@ -74,9 +73,7 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
                 f"{place}: unknown, and the name of another thing; try {option} {found}"
             )
     table = _by_plain_name(kind)
-    close = [table[each] for each in get_close_matches(_plain(text), table, n=20, cutoff=0.55)]
-    if kind == "model" and (size := _billions(text)) is not None:  # names of a like size come first
-        close.sort(key=lambda name: abs(log((_billions(name) or 1e3 * size) / size)))
+    close = [table[each] for each in get_close_matches(_plain(text), table, n=6, cutoff=0.55)]
     near = [*dict.fromkeys(close)][:3]
     known = f"known are {', '.join(sorted(known_names(kind)))}"
     if kind == "model":
@@ -90,14 +87,6 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
 def _by_plain_name(kind: Kind) -> dict[str, str]:
     aliases = {_plain(alias): name for name, others in _ALIASES[kind].items() for alias in others}
     return {**aliases, **{_plain(name): name for name in known_names(kind)}}
-
-
-def _billions(name: str) -> float | None:
-    """Returns the size that a model's name ends with, in billions of parameters."""
-    found = re.search(r"(\d+(?:\.\d+)?)([bm])$", name.strip().lower())
-    if found is None or not float(found[1]):
-        return None
-    return float(found[1]) * (1e-3 if found[2] == "m" else 1.0)
 
 
 def _plain(name: str) -> str:

@@ -122,7 +122,7 @@ def _report(recipe: Recipe, measured: Measured, options: argparse.Namespace, sta
         findings=find(measured, needs, recipe.parallel, tp_note),
         seconds=time.perf_counter() - start,
     )
-    text = json.dumps(report.tree()) if options.as_json else printable("\n".join(report.lines()))
+    text = json.dumps(report.tree()) if options.json else printable("\n".join(report.lines()))
     print(text, flush=True)
     if options.emit_hardware is not None and measured.matmuls:
         per_node = max(map(hosts.count, hosts))
