@@ -166,12 +166,16 @@ class LiveRun:
         shutil.rmtree(self._temporary, ignore_errors=True)
         return left
 
+    def outcome(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run_dir / "outcome.json").read_text())
+        return found
+
     def exit_status(self) -> int:
         """Returns the exit status of the run. torchrun and srun end with their own, so that of
         outcome.json counts."""
         status, outcome = self.command.returncode, self.run_dir / "outcome.json"
         if status >= 0 and self._launch in (torchrun, srun) and outcome.exists():
-            status = json.loads(outcome.read_text())["exit_status"]
+            status = self.outcome()["exit_status"]
         return status
 
 
@@ -219,8 +223,8 @@ def to_fork_server(signum: int) -> Act:
     return lambda run: os.kill(run.fork_server(), signum)
 
 
-def plant(rank: int, function: str) -> Act:
-    """Makes a rank call a function of `tests.planted` in its next forward pass."""
+def plant(rank: int | str, function: str) -> Act:
+    """Makes a rank, or "all", call a function of `tests.planted` in its next forward pass."""
 
     def act(run: LiveRun) -> None:
         partial = run.folder / "plant.partial"

@@ -54,7 +54,9 @@ class Planted(Llama):
                 self.is_known = True
             with suppress(FileNotFoundError):
                 rank, function = (folder / "plant").read_text().split()
-                if dist.get_rank() == int(rank):
+                if rank == "all":
+                    globals()[function](self)
+                elif dist.get_rank() == int(rank):
                     (folder / "plant").unlink()
                     globals()[function](self)
         return super().forward(x, key, documents)
@@ -72,6 +74,13 @@ def read_forever(model: nn.Module) -> None:
 
 def raise_error(model: nn.Module) -> None:
     raise ValueError("a planted fault")
+
+
+def raise_in_rank_1_while_others_loop(model: nn.Module) -> None:
+    """Is planted in all ranks: the others are not in a collective, which would notice."""
+    if dist.get_rank() == 1:
+        raise_error(model)
+    loop_forever(model)
 
 
 def save_slowly(model: nn.Module) -> None:

@@ -220,6 +220,32 @@ ENDS = [
 ]
 
 
+def failed(function: str, launch: Launch, rank: int | str = 1) -> Fault:
+    said = [place(1, DATA).replace(r"\) ", r"\): .*ValueError: a planted fault")]
+    if launch is torchrun:
+        said.append("(?m)^ .*ValueError: a planted fault")  # in its own report
+    return Fault(
+        name=f"{function}, {launch.__name__}",
+        act=plant(rank, function),
+        said=tuple(said),
+        launch=launch,
+    )
+
+
+FAILURES = [
+    failed("raise_error", local),
+    failed("raise_error", torchrun),
+    failed("raise_in_rank_1_while_others_loop", torchrun, "all"),
+    Fault(
+        name="SIGKILL of rank 1, torchrun",
+        act=to_rank(1, KILL),
+        said=(place(1, DATA) + "ended without a word",),
+        launch=torchrun,
+    ),
+    asked(signal.SIGTERM, "rank 1", to_rank(1, signal.SIGTERM), torchrun),
+]
+
+
 def recipe_of(fault: Fault, folder: Path) -> Any:
     recipe = small_recipe(folder, fault.parallel, **dict(fault.train))
     if fault.grace_s is None:
@@ -240,22 +266,35 @@ def disturb(run: LiveRun, act: Act) -> int:
     return step
 
 
+@pytest.mark.parametrize("fault", FAILURES, ids=str)
+def test_a_failing_rank_is_told_once_and_ends_all(fault: Fault, tmp_path: Path) -> None:
+    run = LiveRun(tmp_path, recipe_of(fault, tmp_path), fault.launch)
+    disturb(run, fault.act)
+    check_end(run, fault)
+    assert run.outcome()["rank"] == (None if fault.saves else 1)
+
+
+def check_end(run: LiveRun, fault: Fault) -> None:
+    """Checks what a run has said at its end, and how it has ended."""
+    stderr = run.stderr()
+    for pattern in fault.said:
+        assert re.search(pattern, stderr), stderr
+    assert run.exit_status() == fault.status, stderr
+    most_errors = 1 if fault.status > 0 else 0
+    assert len(re.findall("(?m)^error: ", stderr)) == most_errors, stderr
+    if fault.saves:
+        (newest, *_) = find_checkpoints("auto", run.run_dir / "checkpoints")
+        assert newest.name == f"step_{run.step():08d}"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ENDS, ids=str)
 def test_a_run_names_the_fault_that_ends_it_and_resumes(fault: Fault, tmp_path: Path) -> None:
     recipe = recipe_of(fault, tmp_path)
     run = LiveRun(tmp_path, recipe, fault.launch)
     step = disturb(run, fault.act)
-    stderr = run.stderr()
-    for pattern in fault.said:
-        assert re.search(pattern, stderr), stderr
-    assert run.exit_status() == fault.status, stderr
-    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    most_errors = 1 if fault.status > 0 else 0
-    assert len(errors) == most_errors, stderr
-    if fault.saves:
-        (newest, *_) = find_checkpoints("auto", run.run_dir / "checkpoints")
-        assert newest.name == f"step_{run.step():08d}" and run.step() <= step + 2
+    check_end(run, fault)
+    assert not fault.saves or run.step() <= step + 2
     again = LiveRun(tmp_path, recipe, fault.launch)
     try:
         assert again.command.wait(LONGEST_S) == 0, again.stderr()

@@ -20,17 +20,13 @@ from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.tools.preflight.emit import hardware_text
 from parallel3d.tools.preflight.expected import RecipeNeeds, base_cluster
 from parallel3d.tools.preflight.facts import RankFacts, disk_facts, leave_mark
-from parallel3d.tools.preflight.findings import Finding, Measured, bus_bandwidth, find
-from parallel3d.tools.preflight.measure import AxisTimes, Rows, TimedMessage
+from parallel3d.tools.preflight.findings import Finding, Measured, find
+from parallel3d.tools.preflight.measure import TimedLink
 
 Said = pytest.CaptureFixture[str]
 LAYOUT = ParallelConfig(tp=2, dp_shard=3)
 VERSIONS = {"python": "3.12.1", "torch": "2.13.0", "parallel3d": "0.1.0"}
 MS = 1e-3
-
-
-def rows(latency_s: float, bytes_per_s: float) -> Rows:
-    return tuple((size, latency_s + size / bytes_per_s) for size in (1 << 10, 1 << 16, 1 << 22))
 
 
 def in_order() -> Measured:
@@ -48,36 +44,35 @@ def in_order() -> Measured:
         for rank in range(6)
     ]
     facts[::2] = [replace(each, disk_free_bytes=9 * GIB) for each in facts[::2]]
-    axes = []
+    links = []
     for rank in range(6):
-        groups = {
-            "tp": (rank - rank % 2, rank - rank % 2 + 1),
-            "dp_shard": tuple(range(rank % 2, 6, 2)),
-        }
-        axes.append(tuple(times_of(name, rank, group) for name, group in groups.items()))
-    return Measured(facts=facts, matmuls=[10e9] * 6, axes=axes)
+        tp = (rank - rank % 2, rank - rank % 2 + 1)
+        for axis, group in {"tp": tp, "dp_shard": tuple(range(rank % 2, 6, 2))}.items():
+            links.append(link(axis, "all-reduce", group, 2 * MS, 0.5e9))
+            at = group.index(rank)
+            for other in group[max(0, at - 1) : at + 2]:
+                if other != rank:
+                    links.append(link(axis, "message", (rank, other), 1 * MS, 1e9))
+    return Measured(facts=facts, matmuls=[10e9] * 6, links=links)
 
 
-def times_of(name: str, rank: int, group: tuple[int, ...]) -> AxisTimes:
-    near = [other for other in group if abs(group.index(other) - group.index(rank)) == 1]
-    messages = tuple(
-        TimedMessage(sender=rank, receiver=other, rows=rows(1 * MS, 1e9)) for other in near
-    )
-    return AxisTimes(axis=name, ranks=group, all_reduce=rows(2 * MS, 0.5e9), messages=messages)
+def link(
+    axis: str, kind: Any, ranks: tuple[int, ...], latency_s: float, bytes_per_s: float
+) -> TimedLink:
+    sizes = (1 << 10, 1 << 16, 1 << 22)
+    rows = tuple((size, latency_s + size / bytes_per_s) for size in sizes)
+    return TimedLink(axis=axis, kind=kind, ranks=ranks, rows=rows)
 
 
 def with_rates(measured: Measured, rates: dict[tuple[str, str], float]) -> Measured:
     """Returns the same with other bytes per second from one host to another."""
-
-    def changed(each: TimedMessage) -> TimedMessage:
-        pair = measured.facts[each.sender].host, measured.facts[each.receiver].host
-        return replace(each, rows=rows(1 * MS, rates[pair])) if pair in rates else each
-
-    axes = [
-        tuple(replace(axis, messages=tuple(map(changed, axis.messages))) for axis in of_rank)
-        for of_rank in measured.axes
-    ]
-    return replace(measured, axes=axes)
+    links = []
+    for each in measured.links:
+        pair = measured.facts[each.ranks[0]].host, measured.facts[each.ranks[-1]].host
+        if each.kind == "message" and pair in rates:
+            each = link(each.axis, "message", each.ranks, 1 * MS, rates[pair])
+        links.append(each)
+    return replace(measured, links=links)
 
 
 def found(measured: Measured, tp_note: str | None = None) -> list[Finding]:
@@ -157,24 +152,25 @@ def test_a_slow_link_is_named_with_its_direction() -> None:
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    assert bus_bandwidth(4, ((1, 9.0), (1000, 2.0))) == 1000 / 2.0 * 2 * 3 / 4
+    rows = ((1, 9.0), (1000, 2.0))
+    four = TimedLink(axis="tp", kind="all-reduce", ranks=(0, 1, 2, 3), rows=rows)
+    assert four.bandwidth == 1000 / 2.0 * 2 * 3 / 4
+    assert replace(four, kind="message", ranks=(0, 1)).bandwidth == 1000 / 2.0
 
 
 def test_the_emitted_file_has_the_measured_links_and_rates_and_the_planner_reads_it(
     tmp_path: Path,
 ) -> None:
     measured = replace(in_order(), matmuls=[4e10, 3e10, 4e10, 4e10, 4e10, 4e10])
-    more = []
-    for rank, of_rank in enumerate(measured.axes):
+    links = list(measured.links)
+    for rank in range(6):
         node, network = (rank - rank % 2, rank - rank % 2 + 1), tuple(range(rank % 2, 6, 2))
         slow = 1e6 if rank % 2 else 2e6
-        inside = AxisTimes(axis="node", ranks=node, all_reduce=rows(2 * MS, 1e9), messages=())
-        across = AxisTimes(
-            axis="network", ranks=network, all_reduce=rows(80 * MS, slow), messages=()
-        )
-        more.append((*of_rank, inside, across))
+        links.append(link("node", "all-reduce", node, 2 * MS, 1e9))
+        links.append(link("network", "all-reduce", network, 80 * MS, slow))
+    measured = replace(measured, links=links)
     path = tmp_path / "mine.yaml"
-    path.write_text(hardware_text(replace(measured, axes=more), base_cluster(None, "", 2), "fp32"))
+    path.write_text(hardware_text(measured, base_cluster(None, "", 2), "fp32"))
     cluster = find_cluster(str(path))
     assert cluster.gpus_per_node == 2 and cluster.device.peak("fp32") == pytest.approx(3e10)
     assert cluster.device.memory_bytes == pytest.approx(2 * GIB)

@@ -130,29 +130,31 @@ def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -
 def check_places(places: Sequence[Place], wanted: DeviceName) -> None:
     """Raises ConfigError, on all ranks alike, where a rank has no device, some ranks have a GPU and
     others none, or several have the same one."""
-    tries = "train.device=cpu"
     in_trouble = [rank for rank, place in enumerate(places) if place.problem]
     if in_trouble:
-        at = places[in_trouble[0]]
-        of = "" if len(in_trouble) == len(places) else f" (on {any_ranks(in_trouble)}, {at.host})"
-        raise ConfigError(f"{at.problem}{of}")
-    without = [rank for rank, place in enumerate(places) if not place.gpu]
-    if 0 < len(without) < len(places):
-        raise ConfigError(
-            f"train.device = {wanted}: {any_ranks(without)} ({places[without[0]].host}) see no "
-            f"GPU, and the others do; ask the launcher for a GPU for each worker, or use {tries}"
-        )
+        first = places[in_trouble[0]]
+        is_about_all = len(in_trouble) == len(places)
+        where = "" if is_about_all else f" (on {any_ranks(in_trouble)}, {first.host})"
+        raise ConfigError(f"{first.problem}{where}")
     ranks_of = defaultdict(list)
     for rank, place in enumerate(places):
         ranks_of[place.gpu].append(rank)
     for gpu, ranks in ranks_of.items():
-        if gpu and len(ranks) > 1:
-            host = places[ranks[0]].host
-            own = len({place.gpu for place in places if place.host == host})
-            raise ConfigError(
-                f"train.device = {wanted}: {any_ranks(ranks)} share one GPU of {host}, and each "
-                f"needs its own; start at most {own} worker{'s' * (own > 1)} there, or use {tries}"
+        host = places[ranks[0]].host
+        problem = ""
+        if not gpu and len(ranks) < len(places):
+            problem = (
+                f"{any_ranks(ranks)} ({host}) see no GPU, and the others do; ask the launcher for "
+                "a GPU for each worker"
             )
+        elif gpu and len(ranks) > 1:
+            own = len({place.gpu for place in places if place.host == host})
+            problem = (
+                f"{any_ranks(ranks)} share one GPU of {host}, and each needs its own; start at "
+                f"most {own} worker{'s' * (own > 1)} there"
+            )
+        if problem:
+            raise ConfigError(f"train.device = {wanted}: {problem}, or use train.device=cpu")
 
 
 def tp_warning(hosts: Sequence[str], tp: int) -> str | None:

@@ -26,15 +26,18 @@ STEP_FOLDERS = f"step_{'[0-9]' * 8}*"
 # The files of a run that must not mix with those of the next one. Without metrics.jsonl config.yaml
 # may be another's.
 _RUN_FILES = (
-    *(
-        f"checkpoints/{STEP_FOLDERS}",
-        f"export/{STEP_FOLDERS}",
-        "profile/rank_*",
-        "timeline_step_*.json",
-        "range_test.json",
-    ),
-    *("nccl_flight_record_rank_*", "tensorboard/events.out.tfevents.*", "wandb.id", "mlflow.id"),
-    *("outcome.json", "config.yaml", "metrics.jsonl*"),
+    f"checkpoints/{STEP_FOLDERS}",
+    f"export/{STEP_FOLDERS}",
+    "profile/rank_*",
+    "timeline_step_*.json",
+    "range_test.json",
+    "nccl_flight_record_rank_*",
+    "tensorboard/events.out.tfevents.*",
+    "wandb.id",
+    "mlflow.id",
+    "outcome.json",
+    "config.yaml",
+    "metrics.jsonl*",
 )
 # The files that a run overwrites, and what each has in its first bytes if a run has written it.
 _MARKS = {
@@ -57,8 +60,9 @@ class RunOutcome:
     def status(self) -> str:
         """`done`, `preempted` (SIGTERM or SIGHUP, and saved), `stopped` (another signal, or not
         saved) or `failed`."""
+        if self.exit_status - 128 in STOP_SIGNALS:
+            return "stopped"
         known = {0: "done", PreemptedError.exit_status: "preempted"}
-        known |= {128 + signum: "stopped" for signum in STOP_SIGNALS}
         return known.get(self.exit_status, "failed")
 
     @classmethod

@@ -7,7 +7,6 @@ when the process ends, however it ends. The file says which process that is.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import time
@@ -20,7 +19,8 @@ from parallel3d.errors import RunLockedError, printable
 LOCK_FILE = "run.lock"
 RESTART_S = 120.0  # a server may take so long to notice that the host of an earlier attempt is gone
 _POLL_S = 0.5
-_LARGEST_BYTES = 1_000  # of a lock file that is read
+_MOST_CHARACTERS = 1_000  # of a lock file that is read
+_MARK = "a run ("  # a lock file begins with it
 
 
 class RunLock:
@@ -45,10 +45,10 @@ class RunLock:
         self._fd = fd
         if os.fstat(fd).st_size:
             self.notice = f"{folder}: {self._holder()} did not close it and is gone: taken over"
-        holder = {"host": socket.gethostname(), "pid": os.getpid()}
-        holder["since"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        holder = f"{_MARK}host {socket.gethostname()}, pid {os.getpid()}, since {since})"
         os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(holder).encode(), 0)
+        os.pwrite(fd, holder.encode(), 0)
 
     def __enter__(self) -> RunLock:
         os.register_at_fork(after_in_child=self._close_copy)
@@ -89,13 +89,11 @@ class RunLock:
 
     def _holder(self) -> str:
         """Returns words on the process that wrote the lock file."""
-        try:
-            with self._path.open() as file:
-                holder = json.loads(file.read(_LARGEST_BYTES))
-            words = f"a run (host {holder['host']}, pid {holder['pid']}, since {holder['since']})"
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return "another run"
-        return printable(words)
+        with suppress(OSError), self._path.open(errors="replace") as file:
+            words = file.read(_MOST_CHARACTERS)
+            if words.startswith(_MARK):
+                return printable(words)
+        return "another run"
 
     def _close_copy(self) -> None:
         """Closes the copy of the descriptor in a forked process, which may outlive this one."""

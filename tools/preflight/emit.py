@@ -10,8 +10,7 @@ import yaml
 
 from parallel3d.planner.hardware.cluster import Cluster, Link, cluster_tree
 from parallel3d.planner.hardware.units import rounded
-from parallel3d.tools.preflight.findings import Measured, bus_bandwidth
-from parallel3d.tools.preflight.measure import Rows
+from parallel3d.tools.preflight.findings import Measured
 
 _CPU_ATTENTION = 0.4  # the share of the rate of matmuls, as in tools/hardware/cpu.yaml
 
@@ -66,23 +65,14 @@ def hardware_text(measured: Measured, base: Cluster, precision: str) -> str:
 def _link(measured: Measured, name: str) -> Link | None:
     """Returns the link by which the planner's formulas give the slowest group's all-reduces
     (`planner.time`)."""
-    groups = [
-        each
-        for of_rank in measured.axes
-        for each in of_rank
-        if each.axis == name and each.all_reduce
-    ]
+    groups = [each for each in measured.links if each.axis == name and each.kind == "all-reduce"]
     if not groups:
         return None
-    slowest = min(groups, key=lambda each: bus_bandwidth(len(each.ranks), each.all_reduce))
-    size, rows = len(slowest.ranks), slowest.all_reduce
-    latency_s = max(each.all_reduce[0][1] for each in groups) / (2 * ceil(log2(size)))
-    return Link(bandwidth=_slope(size, rows), latency_s=latency_s, efficiency=1.0)
-
-
-def _slope(size: int, rows: Rows) -> float:
-    """Returns the bytes per second that each further byte of an all-reduce takes, beyond the
-    smallest one."""
-    (least, latency_s), (bytes_, seconds) = rows[0], rows[-1]
+    slowest = min(groups, key=lambda each: each.bandwidth)
+    size = len(slowest.ranks)
+    latency_s = max(each.latency_s for each in groups) / (2 * ceil(log2(size)))
+    (least, least_s), (bytes_, seconds) = slowest.rows[0], slowest.rows[-1]
+    # the rate of each further byte, beyond the smallest all-reduce
     sent = 2 * (size - 1) / size * (bytes_ - least)
-    return sent / max(seconds - latency_s, 1e-9)
+    bandwidth = sent / max(seconds - least_s, 1e-9)
+    return Link(bandwidth=bandwidth, latency_s=latency_s, efficiency=1.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from statistics import median_high
 
 from parallel3d.config.recipe import ParallelConfig
@@ -13,7 +13,7 @@ from parallel3d.launch.failure import any_ranks
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.tools.preflight.expected import RecipeNeeds
 from parallel3d.tools.preflight.facts import RankFacts
-from parallel3d.tools.preflight.measure import AxisTimes, Rows, TimedMessage
+from parallel3d.tools.preflight.measure import TimedLink
 
 SLOW_RANK = 0.8  # of the median matmul rate; all ranks wait for a slower one
 SLOW_LINK = 0.5  # of the median bandwidth of links of the same kind
@@ -30,24 +30,13 @@ class Finding:
     breaks: bool
 
 
-@dataclass(frozen=True)
-class LinkRow:
-    """The slowest group of an axis, or the slowest of its messages."""
-
-    axis: str
-    kind: str  # all-reduce or message
-    ranks: tuple[int, ...]
-    bandwidth: float  # bytes per second; the bus bandwidth of nccl-tests
-    latency_s: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Everything that the ranks reported, by rank. If versions differ, nothing was measured."""
 
     facts: Sequence[RankFacts]
     matmuls: Sequence[float]  # FLOP/s
-    axes: Sequence[Sequence[AxisTimes]]
+    links: Sequence[TimedLink]
 
     def ranks_and_hosts(self, ranks: Sequence[int]) -> str:
         hosts = list(dict.fromkeys(self.facts[rank].host for rank in ranks))
@@ -71,34 +60,14 @@ class Measured:
         return [each.rank for each in self.facts if each.host == host]
 
 
-def bus_bandwidth(size: int, rows: Rows) -> float:
-    """Returns the bytes per second of the largest all-reduce, times 2 (n - 1) / n: what each rank
-    sends of it (nccl-tests, doc/PERFORMANCE.md)."""
-    bytes_, seconds = rows[-1]
-    return 2 * (size - 1) / size * bytes_ / seconds
-
-
-def message_bandwidth(message: TimedMessage) -> float:
-    """Returns the bytes per second of the largest message."""
-    bytes_, seconds = message.rows[-1]
-    return bytes_ / seconds
-
-
-def link_rows(measured: Measured, parallel: ParallelConfig) -> list[LinkRow]:
-    """Returns two rows for each axis of the mesh with several ranks."""
-    rows = []
-    for axis in (name for name, size in parallel.axes.items() if size > 1):
-        times = [each for of_rank in measured.axes for each in of_rank if each.axis == axis]
-        group = min(times, key=lambda each: bus_bandwidth(len(each.ranks), each.all_reduce))
-        messages = [message for each in times for message in each.messages]
-        message = min(messages, key=message_bandwidth)
-        bandwidth = bus_bandwidth(len(group.ranks), group.all_reduce)
-        latency_s = group.all_reduce[0][1]
-        rows.append(LinkRow(axis, "all-reduce", group.ranks, bandwidth, latency_s))
-        pair = (message.sender, message.receiver)
-        bandwidth, latency_s = message_bandwidth(message), message.rows[0][1]
-        rows.append(LinkRow(axis, "message", pair, bandwidth, latency_s))
-    return rows
+def slowest_links(measured: Measured, parallel: ParallelConfig) -> list[TimedLink]:
+    """Returns the slowest group and the slowest message of each axis of the mesh."""
+    found: dict[tuple[str, str], TimedLink] = {}
+    for link in measured.links:
+        key = (link.axis, link.kind)
+        if link.axis in parallel.axes:
+            found[key] = min(link, found.get(key, link), key=lambda each: each.bandwidth)
+    return list(found.values())
 
 
 def find(
@@ -196,18 +165,18 @@ def _slow_matmuls(measured: Measured) -> Iterator[Finding]:
 def _slow_links(measured: Measured) -> Iterator[Finding]:
     """Compares the links between hosts in each direction with each other, and likewise the links
     within hosts, at the largest size that all have."""
-    links: dict[bool, list[TimedMessage]] = {True: [], False: []}
-    for axis in chain.from_iterable(measured.axes):
-        for message in axis.messages:
-            hosts = {measured.facts[rank].host for rank in (message.sender, message.receiver)}
-            links[len(hosts) == 1].append(message)
-    for messages in links.values():
-        size = min((each.rows[-1][0] for each in messages), default=0)
+    hosts = [each.host for each in measured.facts]
+    messages = [each for each in measured.links if each.kind == "message"]
+    for is_within in (True, False):
+        alike = [
+            each for each in messages if (hosts[each.ranks[0]] == hosts[each.ranks[1]]) == is_within
+        ]
+        size = min((each.rows[-1][0] for each in alike), default=0)
         slowest: dict[str, float] = {}
-        for each in messages:
-            sender, receiver = (measured.facts[r].host for r in (each.sender, each.receiver))
-            way = f"from {sender} to {receiver}" if sender != receiver else f"within {sender}"
-            slowest[way] = min(size / dict(each.rows)[size], slowest.get(way, float("inf")))
+        for each in alike:
+            sender, receiver = (hosts[rank] for rank in each.ranks)
+            way = f"within {sender}" if is_within else f"from {sender} to {receiver}"
+            slowest[way] = min(size / dict(each.rows)[size], slowest.get(way, math.inf))
         usual = median_high(slowest.values()) if slowest else 0.0
         for way, rate in slowest.items():
             if rate < SLOW_LINK * usual:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,23 +34,26 @@ Rows = tuple[tuple[int, float], ...]  # bytes and seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedMessage:
-    """Messages from one rank to its neighbour on an axis: the seconds of one on its way."""
-
-    sender: int
-    receiver: int
-    rows: Rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxisTimes:
-    """What a rank has measured of one axis: all-reduces in its group, and the messages that it
-    sent."""
+class TimedLink:
+    """What a rank has measured of an axis: all-reduces in its group, or messages that it sent to a
+    neighbour, on their way."""
 
     axis: str
-    ranks: tuple[int, ...]  # the members of the group
-    all_reduce: Rows
-    messages: tuple[TimedMessage, ...]
+    kind: Literal["all-reduce", "message"]
+    ranks: tuple[int, ...]  # the members of the group, or the sender and the receiver
+    rows: Rows
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second at the largest size, as a rank sends them: 2 (n - 1) / n of those of an
+        all-reduce (nccl-tests, doc/PERFORMANCE.md), and all of a message."""
+        bytes_, seconds = self.rows[-1]
+        size = len(self.ranks)
+        return 2 * (size - 1) / size * bytes_ / seconds
+
+    @property
+    def latency_s(self) -> float:
+        return self.rows[0][1]
 
 
 @torch.no_grad()
@@ -72,13 +76,12 @@ def measure_matmuls(device: torch.device, precision: Precision) -> float:
     return 2 * side**3 / median(taken)
 
 
-def measure_axis(name: str, axis: Axis, device: torch.device) -> AxisTimes:
+def measure_axis(name: str, axis: Axis, device: torch.device) -> list[TimedLink]:
     """Measures this rank's group of an axis, while all other groups of it do the same. Every rank
     calls it."""
-    me = dist.get_rank()
     ranks = tuple(dist.get_process_group_ranks(axis.group))
-    sums = _time_sizes(lambda x: all_reduce(x, axis), device)
-    messages: list[TimedMessage] = []
+    rows = _time_sizes(lambda x: all_reduce(x, axis), device)
+    found = [TimedLink(axis=name, kind="all-reduce", ranks=ranks, rows=rows)]
     # Each second rank sends to the next one and then receives; then the others.
     for parity in range(min(2, axis.size - 1)):
         lower = axis.rank if axis.rank % 2 == parity else axis.rank - 1
@@ -92,8 +95,9 @@ def measure_axis(name: str, axis: Axis, device: torch.device) -> AxisTimes:
             if sends:
                 back_s = rows[0][1] / 2
                 one_way = tuple((bytes_, max(s - back_s, 1e-9)) for bytes_, s in rows)
-                messages.append(TimedMessage(sender=me, receiver=ranks[other], rows=one_way))
-    return AxisTimes(axis=name, ranks=ranks, all_reduce=sums, messages=tuple(messages))
+                pair = (ranks[axis.rank], ranks[other])
+                found.append(TimedLink(axis=name, kind="message", ranks=pair, rows=one_way))
+    return found
 
 
 def host_axes(hosts: Sequence[str]) -> dict[str, Axis]:

@@ -11,7 +11,8 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import product
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.tools.preflight.expected import RecipeNeeds
-from parallel3d.tools.preflight.findings import Finding, LinkRow, Measured, rate_in_words
+from parallel3d.tools.preflight.findings import Finding, Measured, rate_in_words
+from parallel3d.tools.preflight.measure import TimedLink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class CheckReport:
     recipe: Recipe
     measured: Measured
     needs: RecipeNeeds
-    links: Sequence[LinkRow]
+    links: Sequence[TimedLink]
     findings: Sequence[Finding]
     seconds: float
 
@@ -61,6 +62,16 @@ class CheckReport:
         ranks = [asdict(each) for each in self.measured.facts]
         for rank, rate in zip(ranks, self.measured.matmuls, strict=False):
             rank["matmul_flops"] = rate
+        links = [
+            {
+                "axis": each.axis,
+                "kind": each.kind,
+                "ranks": each.ranks,
+                "bandwidth": each.bandwidth,
+                "latency_s": each.latency_s,
+            }
+            for each in self.links
+        ]
         return rounded(
             {
                 "schema": "parallel3d.check/2",
@@ -68,7 +79,7 @@ class CheckReport:
                 "findings": [asdict(each) for each in self.findings],
                 "ranks": ranks,
                 "needed": asdict(self.needs),
-                "links": [asdict(each) for each in self.links],
+                "links": links,
                 "seconds": self.seconds,
             }
         )

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -31,8 +32,8 @@ from parallel3d.tools.preflight.findings import (
     Measured,
     can_train_together,
     find,
-    link_rows,
     slow_ranks,
+    slowest_links,
 )
 from parallel3d.tools.preflight.measure import host_axes, measure_axis, measure_matmuls
 from parallel3d.tools.preflight.report import CheckReport
@@ -48,7 +49,7 @@ def check(recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace) -
     start = time.perf_counter()
     with process_group(recipe, rendezvous) as device:
         facts = _exchange_facts(recipe, rendezvous, options, device)
-        measured = Measured(facts=facts, matmuls=(), axes=())
+        measured = Measured(facts=facts, matmuls=(), links=())
         if can_train_together(facts):
             measured = _measure(recipe, facts, device, options)
         problem = [""]
@@ -95,8 +96,9 @@ def _measure(
     axes = {name: axis for name, axis in axes_of(mesh).items() if axis.size > 1}
     if options.emit_hardware is not None:
         axes |= host_axes([each.host for each in facts])
-    times = tuple(measure_axis(name, axis, device) for name, axis in axes.items())
-    return Measured(facts=facts, matmuls=matmuls, axes=_all_gather(times))
+    own_links = [link for name, axis in axes.items() for link in measure_axis(name, axis, device)]
+    links = list(chain.from_iterable(_all_gather(own_links)))
+    return Measured(facts=facts, matmuls=matmuls, links=links)
 
 
 def _all_gather(own: _T) -> list[_T]:
@@ -118,7 +120,7 @@ def _report(recipe: Recipe, measured: Measured, options: argparse.Namespace, sta
         recipe=recipe,
         measured=measured,
         needs=needs,
-        links=link_rows(measured, recipe.parallel) if measured.axes else [],
+        links=slowest_links(measured, recipe.parallel),
         findings=find(measured, needs, recipe.parallel, tp_note),
         seconds=time.perf_counter() - start,
     )
