@@ -2,8 +2,8 @@
 
 A send over gloo costs about 60 microseconds of processor time however small it is
 (docs/performance.md), more than a small stage's own work. Here the sender copies into the ring and
-writes a header of a few bytes into a pipe; the receiver, which sleeps on that pipe, copies out and
-returns a byte, which frees the place in the ring.
+writes a digest of the message's shapes, and its place, into a pipe; the receiver, which sleeps on
+that pipe, copies out and returns a byte, which frees the place in the ring.
 
 Nothing blocks a sender: a message that finds no room waits in the sender's own queue, and goes out
 whenever the rank sends, receives or waits.
@@ -11,14 +11,11 @@ whenever the rank sends, receives or waits.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -31,9 +28,9 @@ RING_BYTES = 4 * 2**20
 # the most of a message; a larger one takes the backend, which copies meanwhile
 LARGEST_BYTES = RING_BYTES // 4
 ALIGNMENT = 64  # bytes, of each tensor in a message
-_MOST_IN_RING = 1024  # messages
-_HEADER = struct.Struct("<16sII")
-_HEADER_IN_PIPE_BYTES = 32  # no header lies in two of a pipe's pages
+_HEADER = struct.Struct("<II")  # a digest, and where the message starts in the ring
+# messages; their headers fill one page, which is the smallest pipe, so that no write blocks
+_MOST_IN_RING = 4096 // _HEADER.size
 _HEADERS, _CREDITS = "headers", "credits"
 
 
@@ -42,129 +39,116 @@ class PeerLostError(ConnectionError):
     time."""
 
 
-class Header(NamedTuple):
-    """What the sender says of a message: a tag of at most 16 bytes, and where the message lies in
-    the ring."""
-
-    tag: bytes
-    start: int
-    nbytes: int
-
-
 def reserve(folder: Path) -> None:
     """Makes the ring and the pipes of a link. Raises OSError where there is no room for them."""
     segment.reserve(folder, RING_BYTES, (_HEADERS, _CREDITS))
 
 
-def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Returns where each tensor of a message starts, in bytes, and the bytes of the message."""
-    starts, nbytes = [], 0
-    for tensor in tensors:
-        starts.append(_aligned(nbytes))
-        nbytes = starts[-1] + tensor.nbytes
-    return starts, nbytes
-
-
-class Outgoing(Segment):
-    """The sender's end of a link to rank `peer`. The receiver opens its end first, because a pipe
-    for writing needs a reader."""
+class _RingEnd(Segment):
+    """What both ends of a link know. `peer` is the rank of the other end."""
 
     def __init__(self, folder: Path, peer: int) -> None:
         super().__init__(folder)
         self.peer = peer
+
+    def _places(self, start: int, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each tensor of a message with its place in the ring."""
+        for tensor in tensors:
+            yield tensor, self.view(start, tensor)
+            start += _aligned(tensor)
+
+    def _read_pipe(self, pipe: int, count: int) -> bytes:
+        """Returns at most `count` bytes, and none where none is there yet. Raises PeerLostError
+        where the other end is gone."""
+        try:
+            read = os.read(pipe, count)
+        except BlockingIOError:
+            return b""
+        if not read:
+            raise PeerLostError(f"pipeline rank {self.peer} has gone")
+        return read
+
+
+class Outgoing(_RingEnd):
+    """The sender's end of a link. The receiver opens its end first, because a pipe for writing
+    needs a reader."""
+
+    def __init__(self, folder: Path, peer: int) -> None:
+        super().__init__(folder, peer)
         self._headers = self.open_pipe(_HEADERS, os.O_WRONLY)
-        # A user with many pipes gets small ones, and a write into a full pipe would block.
-        room = fcntl.fcntl(self._headers, fcntl.F_GETPIPE_SZ) // _HEADER_IN_PIPE_BYTES
-        self._most_in_ring = min(_MOST_IN_RING, room)
         self.credits = self.open_pipe(_CREDITS, os.O_RDONLY | os.O_NONBLOCK)
-        self._queue: deque[tuple[bytes, Sequence[Tensor]]] = deque()
+        self._queue: deque[tuple[int, Sequence[Tensor]]] = deque()
         self._in_ring: deque[int] = deque()  # bytes that each message takes, in order
-        self._next = 0
+        self._next = 0  # where the next message is to lie
 
     @property
     def is_waiting(self) -> bool:
         """Whether a message waits for room in the ring."""
         return bool(self._queue)
 
-    def send(self, tag: bytes, tensors: Sequence[Tensor]) -> None:
+    def send(self, digest: int, tensors: Sequence[Tensor]) -> None:
         """Sends a message of at most LARGEST_BYTES, or queues it. Raises PeerLostError where the
         receiver is gone."""
-        self._queue.append((tag, tensors))
+        self._queue.append((digest, tensors))
         self.flush()
 
     def flush(self) -> None:
         """Sends the messages that there is room for. Raises PeerLostError where the receiver is
         gone."""
-        while self._queue:
-            tag, tensors = self._queue[0]
-            starts, nbytes = layout(tensors)
-            first = self._place(_aligned(nbytes))
-            if first is None:
+        if self._in_ring:
+            for _ in self._read_pipe(self.credits, _MOST_IN_RING):
+                self._in_ring.popleft()
+        while self._queue and len(self._in_ring) < _MOST_IN_RING:
+            digest, tensors = self._queue[0]
+            size = sum(map(_aligned, tensors))
+            if not self._in_ring:
+                self._next = 0  # the same memory again and again, which the caches then hold
+            start, taken = self._next, size
+            if start + size > RING_BYTES:  # a message lies in one piece
+                start, taken = 0, size + RING_BYTES - start
+            if sum(self._in_ring) + taken > RING_BYTES:
                 return
             self._queue.popleft()
-            for start, tensor in zip(starts, tensors, strict=True):
-                self.view(first + start, tensor).copy_(tensor)
+            for tensor, place in self._places(start, tensors):
+                place.copy_(tensor)
+            self._in_ring.append(taken)
+            self._next = start + size
             try:
-                os.write(self._headers, _HEADER.pack(tag, first, nbytes))
+                os.write(self._headers, _HEADER.pack(digest, start))
             except BrokenPipeError:
                 raise PeerLostError(f"pipeline rank {self.peer} has gone") from None
 
-    def _place(self, size: int) -> int | None:
-        """Returns where a message is to lie, in one piece, so that the end of the ring may stay
-        empty. None means that there is no room yet."""
-        if self._in_ring:
-            with suppress(BlockingIOError):
-                returned = os.read(self.credits, _MOST_IN_RING)
-                if not returned:
-                    raise PeerLostError(f"pipeline rank {self.peer} has gone")
-                for _ in returned:
-                    self._in_ring.popleft()
-        if not self._in_ring:
-            self._next = 0  # the same memory again and again, which the caches then hold
-        start, taken = (
-            (self._next, size)
-            if self._next + size <= RING_BYTES
-            else (0, size + RING_BYTES - self._next)
-        )
-        if sum(self._in_ring) + taken > RING_BYTES or len(self._in_ring) >= self._most_in_ring:
-            return None
-        self._in_ring.append(taken)
-        self._next = start + size
-        return start
 
-
-class Incoming(Segment):
-    """The receiver's end of a link from rank `peer`."""
+class Incoming(_RingEnd):
+    """The receiver's end of a link."""
 
     def __init__(self, folder: Path, peer: int) -> None:
-        super().__init__(folder)
-        self.peer = peer
+        super().__init__(folder, peer)
         self.headers = self.open_pipe(_HEADERS, os.O_RDONLY | os.O_NONBLOCK)
         # a pipe for writing alone would wait for the sender
         self._credits = self.open_pipe(_CREDITS, os.O_RDWR)
-        self._unread = b""
+        self._unread: deque[tuple[int, int]] = deque()
+        self._start = 0
 
-    def poll(self) -> Header | None:
-        """Returns the next message's header, after which `read` takes the message; None where
+    def poll(self) -> int | None:
+        """Returns the next message's digest, after which `read` takes the message; None where
         nothing has come yet. Raises PeerLostError where the sender is gone."""
         if not self._unread:
-            try:
-                self._unread = os.read(self.headers, _HEADER.size * _MOST_IN_RING)
-            except BlockingIOError:
-                return None
-            if not self._unread:
-                raise PeerLostError(f"pipeline rank {self.peer} has gone")
-        header = Header(*_HEADER.unpack_from(self._unread))
-        self._unread = self._unread[_HEADER.size :]
-        return header
+            # all of them: only an empty page of a pipe is written again from its start
+            headers = self._read_pipe(self.headers, _HEADER.size * _MOST_IN_RING)
+            self._unread.extend(_HEADER.iter_unpack(headers))
+        if not self._unread:
+            return None
+        digest, self._start = self._unread.popleft()
+        return digest
 
-    def read(self, header: Header, into: Sequence[Tensor]) -> None:
+    def read(self, into: Sequence[Tensor]) -> None:
         """Copies the message into tensors of the shapes that were sent, and gives its place in the
         ring back."""
-        for start, tensor in zip(layout(into)[0], into, strict=True):
-            tensor.copy_(self.view(header.start + start, tensor))
+        for tensor, place in self._places(self._start, into):
+            tensor.copy_(place)
         os.write(self._credits, b"\0")
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def _aligned(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

@@ -16,12 +16,11 @@ from parallel3d.errors import Parallel3dError, RankError
 from parallel3d.host_memory.ring import PeerLostError
 from parallel3d.layers.gradients import DelayedGradients, Work
 from parallel3d.pipeline.boundary import TensorSpec
-from parallel3d.pipeline.transport import Transport
+from parallel3d.pipeline.transport import Tensors, Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.recorder import Recorder
 
 LossFunction = Callable[[Any, Any], Tensor]
-Tensors = tuple[Tensor, ...]
 Microbatches = Tensor | Sequence[Any]  # a tensor [microbatches, ...], or one entry per microbatch
 
 

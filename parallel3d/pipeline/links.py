@@ -15,8 +15,8 @@ import secrets
 import select
 import socket
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
-from parallel3d.host_memory.ring import Header, Incoming, Outgoing, PeerLostError, reserve
+from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, reserve
 from parallel3d.host_memory.segment import own_folder
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.torch_private import default_store, group_of, timeout_ms
@@ -45,8 +45,8 @@ class Links:
         self.rank, self.size = (pp.get_local_rank(), pp.size()) if pp.size() > 1 else (0, 1)
         self.incoming: dict[int, Incoming] = {}
         self.outgoing: dict[int, Outgoing] = {}
-        # the ways of all ranks that go through shared memory
-        self.shared: frozenset[Way] = frozenset()
+        # the ways of all ranks that have shared memory
+        self._shared: frozenset[Way] = frozenset()
         self._pipeline = pp.get_group() if self.size > 1 else None
         self._ways, self._device = _ways(schedule), device
         # this rank's ways, with the other end's rank in it
@@ -59,8 +59,12 @@ class Links:
         self._timeout_ms: Callable[[], int] = int
         if self.size > 1:
             self._meet(pp.get_group(), schedule, device)
-        if not self.shared.issuperset(self._ways):
+        if not self._shared.issuperset(self._ways):
             self.open_groups()
+
+    def shares(self, source: int, target: int, nbytes: int) -> bool:
+        """Returns whether a message of this size goes through shared memory, not the backend."""
+        return nbytes <= LARGEST_BYTES and (source, target) in self._shared
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         """Every target makes the memory of its links and tells all ranks where it is; then both
@@ -69,16 +73,13 @@ class Links:
         self._timeout_ms = partial(timeout_ms, pipeline, device)
         with own_folder(device.type) as folder:
             mine: dict[Way, Path] = {}
-            for source, target in [
-                way for way in self._ways if way[1] == self.rank and folder is not None
-            ]:
-                # where there is no room, the backend carries this way's messages
-                with suppress(OSError):
-                    assert folder is not None
+            for source, target in self._ways:
+                if target == self.rank and folder is not None:
                     path = folder / f"{source}-{target}"
-                    reserve(path)
-                    mine[source, target] = path
-            incoming = {source: Incoming(path, source) for (source, _), path in mine.items()}
+                    with suppress(OSError):  # without room for it, the backend carries messages
+                        reserve(path)
+                        mine[source, target] = path
+                        self.incoming[source] = Incoming(path, source)
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
             own = socket.gethostname(), self.name, digest, mine
             offers = [own] * self.size
@@ -91,14 +92,9 @@ class Links:
             self.name = self._failure_key = names[0]
             for source, target in self._ways:
                 if (source, target) in links[target] and hosts[source] == hosts[target]:
-                    self.shared |= {(source, target)}
+                    self._shared |= {(source, target)}
                     if source == self.rank:
                         self.outgoing[target] = Outgoing(links[target][source, target], target)
-            self.incoming = {
-                source: link
-                for source, link in incoming.items()
-                if (source, self.rank) in self.shared
-            }
             dist.barrier(pipeline)  # all have opened what is now removed
 
     def open_groups(self) -> None:
@@ -108,50 +104,44 @@ class Links:
         if self._groups or self._pipeline is None:
             return
         ranks, device = dist.get_process_group_ranks(self._pipeline), self._device
-        timeout, first_message = (
-            timedelta(milliseconds=self._timeout_ms()) or None,
-            torch.zeros(1, device=device),
-        )
+        timeout = timedelta(milliseconds=self._timeout_ms()) or None
+        first_message = torch.zeros(1, device=device)
         for source, target in self._ways:
-            if self.rank in (source, target):
-                name = f"{self.name} {source} to {target}"
-                ends = [ranks[source], ranks[target]]
-                group = group_of(ends, "pipeline", name=name, device=device, timeout=timeout)
-                other = ranks[target if self.rank == source else source]
-                self._groups[source, target] = group, dist.get_group_rank(group, other)
-                work = (
-                    self.isend(first_message, target)
-                    if self.rank == source
-                    else self.irecv(first_message, source)
-                )
-                assert work is not None
-                work.wait()
+            if self.rank not in (source, target):
+                continue
+            peer = target if self.rank == source else source
+            name = f"{self.name} {source} to {target}"
+            ends = [ranks[source], ranks[target]]
+            group = group_of(ends, "pipeline", name=name, device=device, timeout=timeout)
+            self._groups[source, target] = group, dist.get_group_rank(group, ranks[peer])
+            start = self.isend if self.rank == source else self.irecv
+            start(first_message, peer).wait()
         # A rank that failed at once would close its end while another still connects, which then
         # waits for ever.
         dist.barrier(self._pipeline)
 
-    def isend(self, tensor: Tensor, target: int) -> dist.Work | None:
+    def isend(self, tensor: Tensor, target: int) -> dist.Work:
         """Starts to send a tensor by the backend. Raises PeerLostError where the other end has
         gone."""
         group, other = self._groups[self.rank, target]
-        try:
-            return dist.isend(tensor, group=group, group_dst=other)
-        except RuntimeError as error:
-            raise PeerLostError(f"nothing more from pipeline rank {target}: {error}") from error
+        with _noticing_loss(target):
+            work = dist.isend(tensor, group=group, group_dst=other)
+        assert work is not None
+        return work
 
-    def irecv(self, tensor: Tensor, source: int) -> dist.Work | None:
+    def irecv(self, tensor: Tensor, source: int) -> dist.Work:
         """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError where
         the other end has gone."""
         group, other = self._groups[source, self.rank]
-        try:
-            return dist.irecv(tensor, group=group, group_src=other)
-        except RuntimeError as error:
-            raise PeerLostError(f"nothing more from pipeline rank {source}: {error}") from error
+        with _noticing_loss(source):
+            work = dist.irecv(tensor, group=group, group_src=other)
+        assert work is not None
+        return work
 
     def complete(self, work: dist.Work, peer: int) -> None:
         """Waits for a transfer by the backend. Raises PeerLostError where pipeline rank `peer` has
         gone or stays silent."""
-        try:
+        with _noticing_loss(peer):
             if self._device.type == "cuda":
                 # the stream waits, and NCCL's watchdog knows the limit; told one, it would stop the
                 # host
@@ -159,30 +149,26 @@ class Links:
             else:
                 # gloo's messages know only their group's first
                 work.wait(timedelta(milliseconds=self._timeout_ms()))
-        except RuntimeError as error:
-            raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
 
-    def wait(self, link: Incoming) -> Header:
-        """Waits for the next header of a link. Meanwhile messages that wait to be sent go out as
-        room comes free. Raises PeerLostError where the other end has gone or stays silent."""
-        while (header := link.poll()) is None:
+    def wait(self, link: Incoming) -> int:
+        """Waits for the next message of a link, and returns its digest. Meanwhile messages that
+        wait to be sent go out as room comes free. Raises PeerLostError where the other end has gone
+        or stays silent."""
+        while (digest := link.poll()) is None:
             self._sleep([link.headers])
-        return header
+        return digest
 
     def wait_until_sent(self) -> None:
-        for link in self.outgoing.values():
-            while link.is_waiting:
-                self._sleep([])
+        while any(link.is_waiting for link in self.outgoing.values()):
+            self._sleep([])
 
     def _sleep(self, pipes: list[int]) -> None:
         """Sleeps until one of `pipes` can be read, or room comes free for a message that waits to
         be sent."""
-        sleeper = select.poll()
-        for pipe in pipes:
-            sleeper.register(pipe, select.POLLIN)
         waiting = [link for link in self.outgoing.values() if link.is_waiting]
-        for link in waiting:
-            sleeper.register(link.credits, select.POLLIN)
+        sleeper = select.poll()
+        for pipe in (*pipes, *(link.credits for link in waiting)):
+            sleeper.register(pipe, select.POLLIN)
         if not sleeper.poll(self._timeout_ms()):
             raise PeerLostError(f"no answer within {self._timeout_ms() / 1000:.0f} s")
         for link in waiting:
@@ -227,6 +213,14 @@ class OfflineLinks(Links):
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
         pass
+
+
+@contextmanager
+def _noticing_loss(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
 
 
 def _ways(schedule: Schedule) -> list[Way]:

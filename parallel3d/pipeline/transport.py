@@ -2,22 +2,20 @@
 their use.
 
 Between two ranks messages travel in the order in which the sender makes them, which the receiver
-knows from the schedule. Small messages between CPUs of one host go through `host_memory.ring`,
-others by the backend, without tags or shapes on the wire.
+knows from the schedule, so neither tags nor shapes are on the wire. Small messages between CPUs of
+one host go through `host_memory.ring`, others by the backend (`Links.shares`).
 """
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming
 from parallel3d.pipeline.boundary import Boundary, Crossing, Message, TensorSpec
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind, Schedule
@@ -25,8 +23,7 @@ from parallel3d.torch_private import storage_references
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
-# a message's stage, kind and microbatch, and the digest of what its sender declared
-_TAG = struct.Struct("<HcII")
+Tensors = tuple[Tensor, ...]
 
 
 class Buffers:
@@ -51,6 +48,17 @@ class Buffers:
         pool.append((tensor, tensor.untyped_storage()))
         return tensor.detach()
 
+    def take_all(self, specs: Boundary) -> Tensors:
+        return tuple(self.take(spec) for spec in specs)
+
+
+class _Posted(NamedTuple):
+    """A message that is being received by the backend."""
+
+    taker: Action
+    works: list[dist.Work]
+    tensors: Tensors
+
 
 class Transport:
     """Carries out the sends and receives of one run. `send` passes on what an action on another
@@ -68,77 +76,65 @@ class Transport:
         self.links, self.crossings, self._buffers = links, crossings, buffers
         self._placement = schedule.placement
         # what was sent before that which an action waited for
-        self._arrived: dict[Action, tuple[Tensor, ...]] = {}
+        self._arrived: dict[Action, Tensors] = {}
+        # The takers of what each rank sends here, in its order, through shared memory and by the
+        # backend, and of those the receives that are posted.
+        self._in_memory: defaultdict[int, deque[Action]] = defaultdict(deque)
+        self._unposted: defaultdict[int, deque[Action]] = defaultdict(deque)
+        self._posted: defaultdict[int, deque[_Posted]] = defaultdict(deque)
+        self._postable_after: Mapping[Action, int] = {}
+        self._issued = 0  # actions of this rank so far
         self._outboxes: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-        self._inboxes: dict[int, _Inbox] = {}
-        self._open_inboxes(schedule)
-
-    def _open_inboxes(self, schedule: Schedule) -> None:
-        """Posts what can come by the backend before this rank has done anything."""
-        links = self.links
-        needs_groups = False
-        gaps = zip(schedule.placement[:-1], schedule.placement[1:], self.crossings, strict=True)
-        for one, other, crossing in gaps:
-            is_shared = links.shared.issuperset({(one, other), (other, one)})
-            is_small = is_shared and crossing.forward.nbytes <= LARGEST_BYTES
-            needs_groups |= one != other and not is_small
-        if not needs_groups:
-            return
-        links.open_groups()
-        postable_after = schedule.postable_after(links.rank)
-        for (source, target), takers in schedule.transfers.items():
-            if target == links.rank:
-                expected: deque[_Expected] = deque()
-                for taker in takers:
-                    message = self._message(taker)
-                    is_shared = source in links.incoming and message.nbytes <= LARGEST_BYTES
-                    if message.specs and not is_shared:
-                        expected.append(_Expected(taker, message.specs, postable_after[taker]))
-                self._inboxes[source] = _Inbox(links, source, expected, self._buffers.take)
+        self._expect(schedule)
 
     @property
     def device(self) -> torch.device:
         return self._buffers.device
 
+    def _expect(self, schedule: Schedule) -> None:
+        """Lists what is to come, and posts what can come by the backend before this rank has done
+        anything."""
+        links = self.links
+        gaps = zip(schedule.placement[:-1], schedule.placement[1:], self.crossings, strict=True)
+        for one, other, crossing in gaps:
+            # all ranks come to need the groups at once
+            if one != other and not links.shares(one, other, crossing.forward.nbytes):
+                links.open_groups()
+        for (source, target), takers in schedule.transfers.items():
+            for taker in takers if target == links.rank else ():
+                if links.shares(source, target, self._message(taker).nbytes):
+                    self._in_memory[source].append(taker)
+                else:
+                    self._unposted[source].append(taker)
+        if self._unposted:
+            self._postable_after = schedule.postable_after(links.rank)
+        self._post()
+
     def action_issued(self) -> None:
         """Posts the receives that can come now that one more action of this rank has been
         issued."""
-        for inbox in self._inboxes.values():
-            inbox.issued += 1
-            inbox.post()
+        self._issued += 1
+        self._post()
 
     def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
-        message = self._message(taker)
-        if not message.specs:
-            return
-        target = self._placement[taker.stage]
-        link = self.links.outgoing.get(target)
-        if link is not None and message.nbytes <= LARGEST_BYTES:
-            link.send(
-                _TAG.pack(taker.stage, taker.kind.encode(), taker.microbatch, message.digest),
-                tensors,
-            )
+        links, target, message = self.links, self._placement[taker.stage], self._message(taker)
+        if links.shares(links.rank, target, message.nbytes):
+            links.outgoing[target].send(message.digest, tensors)
             return
         outbox = self._outboxes[target]
         for tensor in tensors:
             while len(outbox) >= SENDS_KEPT:
-                self.links.complete(outbox.popleft()[0], target)
+                links.complete(outbox.popleft()[0], target)
             tensor = tensor.contiguous()
-            work = self.links.isend(tensor, target)
-            assert work is not None
-            outbox.append((work, tensor))  # the tensor must live until it is sent
+            # the tensor must live until it is sent
+            outbox.append((links.isend(tensor, target), tensor))
 
-    def receive(self, taker: Action) -> tuple[Tensor, ...]:
-        message = self._message(taker)
-        if not message.specs:
-            return ()
+    def receive(self, taker: Action) -> Tensors:
         source = self._placement[taker.stage + (-1 if taker.kind is Kind.FORWARD else 1)]
-        link = self.links.incoming.get(source)
-        is_shared = link is not None and message.nbytes <= LARGEST_BYTES
+        is_shared = self.links.shares(source, self.links.rank, self._message(taker).nbytes)
+        take_next = self._read if is_shared else self._complete
         while taker not in self._arrived:
-            arrived, tensors = (
-                self._read(link) if link is not None and is_shared else self._inboxes[source].next()
-            )
+            arrived, tensors = take_next(source)
             self._arrived[arrived] = tensors
         return self._arrived.pop(taker)
 
@@ -149,21 +145,39 @@ class Transport:
             while outbox:
                 self.links.complete(outbox.popleft()[0], target)
 
-    def _read(self, link: Incoming) -> tuple[Action, tuple[Tensor, ...]]:
-        """Waits for the next message of a link, and returns it with the action that takes it."""
-        header = self.links.wait(link)
-        stage, kind, microbatch, digest = _TAG.unpack_from(header.tag)
-        taker = Action(stage, Kind(kind.decode()), microbatch)
+    def _read(self, source: int) -> tuple[Action, Tensors]:
+        """Waits for the next message in the memory shared with `source`, and returns it with the
+        action that takes it."""
+        taker, link = self._in_memory[source].popleft(), self.links.incoming[source]
         message = self._message(taker)
-        if digest != message.digest:
+        if self.links.wait(link) != message.digest:
             raise ValueError(
-                f"{taker} takes {message} ({message.nbytes} bytes), and pipeline rank {link.peer} "
-                f"has sent something else ({header.nbytes} bytes): the ranks have declared other "
-                "shapes or sizes"
+                f"{taker} takes {message} ({message.nbytes} bytes), and pipeline rank {source} has "
+                "sent something else: the ranks have declared other shapes or sizes"
             )
-        tensors = tuple(self._buffers.take(spec) for spec in message.specs)
-        link.read(header, tensors)
+        tensors = self._buffers.take_all(message.specs)
+        link.read(tensors)
         return taker, tensors
+
+    def _complete(self, source: int) -> tuple[Action, Tensors]:
+        """Waits for the next message that `source` sends by the backend, and returns it with the
+        action that takes it."""
+        posted = self._posted[source].popleft()
+        self._post()
+        for work in posted.works:
+            self.links.complete(work, source)
+        return posted.taker, posted.tensors
+
+    def _post(self) -> None:
+        for source, unposted in self._unposted.items():
+            posted = self._posted[source]
+            while unposted and len(posted) <= RECEIVES_AHEAD:
+                if self._postable_after[unposted[0]] > self._issued:
+                    break
+                taker = unposted.popleft()
+                tensors = self._buffers.take_all(self._message(taker).specs)
+                works = [self.links.irecv(tensor, source) for tensor in tensors]
+                posted.append(_Posted(taker, works, tensors))
 
     def _message(self, taker: Action) -> Message:
         if taker.kind is Kind.FORWARD:
@@ -175,56 +189,14 @@ class WarmupTransport(Transport):
     """Stands in for the transport of stages that run alone: what another rank would send is zeros,
     and what goes to another rank goes nowhere."""
 
-    def _open_inboxes(self, schedule: Schedule) -> None:
+    def _expect(self, schedule: Schedule) -> None:
         pass
 
     def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
         pass
 
-    def receive(self, taker: Action) -> tuple[Tensor, ...]:
-        return tuple(self._buffers.take(spec).zero_() for spec in self._message(taker).specs)
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """A message that is not posted yet, and after how many of this rank's actions it may be."""
-
-    taker: Action
-    specs: Boundary
-    postable_after: int
-
-
-@dataclass
-class _Inbox:
-    """Receives what one rank sends here by the backend, in the order of the sender."""
-
-    links: Links
-    source: int
-    unposted: deque[_Expected]
-    buffer: Callable[[TensorSpec], Tensor]
-    posted: deque[tuple[Action, list[dist.Work], tuple[Tensor, ...]]] = field(default_factory=deque)
-    issued: int = 0  # actions of this rank so far
-
-    def __post_init__(self) -> None:
-        self.post()
-
-    def next(self) -> tuple[Action, tuple[Tensor, ...]]:
-        """Waits for the next message, and returns it with the action that takes it."""
-        arriving, works, tensors = self.posted.popleft()
-        self.post()
-        for work in works:
-            self.links.complete(work, self.source)
-        return arriving, tensors
-
-    def post(self) -> None:
-        while (
-            self.unposted
-            and len(self.posted) <= RECEIVES_AHEAD
-            and self.unposted[0].postable_after <= self.issued
-        ):
-            expected = self.unposted.popleft()
-            tensors = tuple(self.buffer(spec) for spec in expected.specs)
-            works = [self.links.irecv(tensor, self.source) for tensor in tensors]
-            self.posted.append(
-                (expected.taker, [work for work in works if work is not None], tensors)
-            )
+    def receive(self, taker: Action) -> Tensors:
+        tensors = self._buffers.take_all(self._message(taker).specs)
+        for tensor in tensors:
+            tensor.zero_()
+        return tensors

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d.pipeline import transport
+from parallel3d.pipeline import links
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.build import build_schedule
@@ -46,12 +46,12 @@ def draw_cases(size: int) -> list[tuple[ScheduleName, int, int]]:
 @contextmanager
 def without_shared_memory(off: bool) -> Iterator[None]:
     """Sends every message by the backend, as between hosts, if `off`."""
-    largest = transport.LARGEST_BYTES
-    transport.LARGEST_BYTES = -1 if off else largest
+    largest = links.LARGEST_BYTES
+    links.LARGEST_BYTES = -1 if off else largest
     try:
         yield
     finally:
-        transport.LARGEST_BYTES = largest
+        links.LARGEST_BYTES = largest
 
 
 def check_cases(cases: list[tuple[ScheduleName, int, int]], through_backend: bool) -> None:
