@@ -33,7 +33,6 @@ WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 SLOT_BYTES = 2**20
 SLOTS = 4
 IN_FLIGHT = 2
-_LOOK_MS = 1000  # how often a wait asks whether it has lasted too long
 
 # What a group's ranks have agreed on lives as long as the group, whose class takes no attributes.
 # Every layer asks for the exchange of its group, and all ranks open it once.
@@ -125,13 +124,10 @@ class SharedExchange:
         try:
             heard = os.read(pipe, 1)
         except BlockingIOError:
-            poll = select.poll()
+            poll, group = select.poll(), self._group()
             poll.register(pipe, select.POLLIN)
-            waited_ms = 0
-            while not poll.poll(_LOOK_MS):
-                waited_ms, group = waited_ms + _LOOK_MS, self._group()
-                if group is None or waited_ms >= timeout_ms(group, torch.device("cpu")):
-                    raise TimeoutError(f"rank {rank} of the group did not answer in time") from None
+            if group is None or not poll.poll(timeout_ms(group, torch.device("cpu"))):
+                raise TimeoutError(f"rank {rank} of the group did not answer in time") from None
             heard = os.read(pipe, 1)
         if not heard:
             raise ConnectionError(f"connection closed by rank {rank} of the group")
