@@ -81,7 +81,6 @@ class PipelineRuntime:
         self._sizes: Sizes | None = None
         self._crossings: tuple[Crossing, ...] = ()
         self._buffers = Buffers(self.device)
-        self._forward_schedules: dict[int, Schedule] = {}
         # Stages run alone before the first step of each set of sizes and number of microbatches: on
         # a GPU, loading a kernel may wait for all that was posted, such as a receive.
         self.warms_up = self.device.type == "cuda" and len(schedule.ranks) > 1
@@ -124,9 +123,8 @@ class PipelineRuntime:
             )
         if schedule.trains and self.is_last and self.loss_fn is None:
             raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
-        executor = self._executor(schedule, Batch(inputs, labels, keywords), sizes, recorder)
-        executor.run()
-        return executor.total_loss
+        batch = Batch(inputs, labels, keywords)
+        return self._run(schedule, batch, sizes, self.loss_fn, recorder).total_loss
 
     @torch.no_grad()
     def evaluate(
@@ -140,10 +138,8 @@ class PipelineRuntime:
     ) -> Tensor:
         """Returns the sum of losses as `run` does, without training. `microbatches` is needed if
         `inputs` is None and their number is not that of training."""
-        schedule = self._forward_schedule(inputs, microbatches)
-        executor = self._executor(schedule, Batch(inputs, labels, keywords), sizes)
-        executor.run()
-        return executor.total_loss
+        batch = Batch(inputs, labels, keywords)
+        return self._run_forward(batch, microbatches, sizes, self.loss_fn).total_loss
 
     @torch.no_grad()
     def forward(
@@ -156,11 +152,7 @@ class PipelineRuntime:
     ) -> list[Any]:
         """Returns the last stage's output for each microbatch on its rank, and an empty list
         elsewhere."""
-        schedule = self._forward_schedule(inputs, microbatches)
-        batch = Batch(inputs, None, keywords)
-        executor = self._executor(schedule, batch, sizes, has_loss=False)
-        executor.run()
-        return executor.outputs
+        return self._run_forward(Batch(inputs, None, keywords), microbatches, sizes, None).outputs
 
     def warm_up(
         self,
@@ -192,16 +184,12 @@ class PipelineRuntime:
                 gradients |= {parameter: parameter.grad for parameter in stage.module.parameters()}
         for parameter in gradients:
             parameter.grad = None
-        self.is_warming_up = True
         devices = [self.device] if torch.cuda.is_initialized() else []
-        try:
-            with torch.random.fork_rng(devices=devices):
-                executor.run()
-            for stage in stages:
-                if stage.drop_gradients is not None:
-                    stage.drop_gradients()
-        finally:
-            self.is_warming_up = False
+        with torch.random.fork_rng(devices=devices):
+            executor.run()
+        for stage in stages:
+            if stage.drop_gradients is not None:
+                stage.drop_gradients()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         with torch.no_grad():
@@ -218,17 +206,33 @@ class PipelineRuntime:
         """True if this rank holds the last stage, and so has the loss and the outputs."""
         return self.schedule.stages - 1 in self.stages
 
-    def _executor(
+    def _run_forward(
+        self,
+        batch: Batch,
+        microbatches: int | None,
+        sizes: Sizes | None,
+        loss_fn: LossFunction | None,
+    ) -> ScheduleExecutor:
+        if microbatches is None:
+            inputs = batch.inputs
+            microbatches = self.schedule.microbatches if inputs is None else len(inputs)
+        schedule = forward_only(
+            pp=len(self.schedule.ranks),
+            microbatches=microbatches,
+            placement=self.schedule.placement,
+        )
+        return self._run(schedule, batch, sizes, loss_fn)
+
+    def _run(
         self,
         schedule: Schedule,
         batch: Batch,
         sizes: Sizes | None,
+        loss_fn: LossFunction | None,
         recorder: Recorder | None = None,
-        *,
-        has_loss: bool = True,
     ) -> ScheduleExecutor:
-        """Returns what executes a schedule on a batch, after the warm-up. Raises ValueError if the
-        batch does not suit the schedule."""
+        """Executes a schedule on a batch, after the warm-up. Raises ValueError if the batch does
+        not suit the schedule."""
         self._set_batch(schedule, batch, sizes)
         kind_of_step = schedule.trains, schedule.microbatches, *sorted((sizes or {}).items())
         # Evaluations need no warm-up after training.
@@ -238,8 +242,9 @@ class PipelineRuntime:
             inputs, labels, keywords = batch.inputs, batch.labels, batch.keywords
             self.warm_up(inputs, labels, sizes=sizes, keywords=keywords, schedule=schedule)
         transport = Transport(self.links, schedule, self._crossings, self._buffers)
-        loss_fn = self.loss_fn if has_loss else None
-        return ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, recorder)
+        executor = ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, recorder)
+        executor.run()
+        return executor
 
     def _set_batch(self, schedule: Schedule, batch: Batch, sizes: Sizes | None) -> None:
         """Makes what depends on the sizes of what crosses between stages, if they are new. Raises
@@ -259,17 +264,6 @@ class PipelineRuntime:
         if self._sizes != sizes:
             self._crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
             self._sizes, self._buffers = sizes, Buffers(self.device)
-
-    def _forward_schedule(self, inputs: Microbatches | None, microbatches: int | None) -> Schedule:
-        if microbatches is None:
-            microbatches = self.schedule.microbatches if inputs is None else len(inputs)
-        if microbatches not in self._forward_schedules:
-            self._forward_schedules[microbatches] = forward_only(
-                pp=len(self.schedule.ranks),
-                microbatches=microbatches,
-                placement=self.schedule.placement,
-            )
-        return self._forward_schedules[microbatches]
 
 
 def _device_of(stages: Sequence[Stage]) -> torch.device | str:

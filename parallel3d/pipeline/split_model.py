@@ -46,14 +46,8 @@ class SplitSpec:
 
 _HIDDEN: dict[str, Any] = {"hidden": "inputs_embeds", "settings": {"use_cache": False}}
 LLAMA = SplitSpec("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), **_HIDDEN)
-MIXTURE = replace(
-    LLAMA,
-    refused={
-        "output_router_logits": (
-            "it adds a loss of all blocks' routers to the model's, and a stage has only its own"
-        )
-    },
-)
+_ROUTERS = "it adds a loss of all blocks' routers to the model's, and a stage has only its own"
+MIXTURE = replace(LLAMA, refused={"output_router_logits": _ROUTERS})
 GPT2 = SplitSpec(
     "transformer.h",
     ("transformer.wte", "transformer.drop"),
@@ -94,20 +88,18 @@ FAMILIES: dict[str, SplitSpec] = {
 
 
 class Identity(nn.Module):
-    """Returns its first input, in place of a module of another stage."""
+    """Returns its first input, in place of a module of another stage, or of a block that returns a
+    tuple."""
+
+    def __init__(self, *, as_tuple: bool = False) -> None:
+        super().__init__()
+        self.as_tuple = as_tuple
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x
+        return (x,) if self.as_tuple else x
 
 
-class IdentityTuple(nn.Module):
-    """Returns its first input as a tuple, in place of a block that returns a tuple."""
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> tuple[Any]:
-        return (x,)
-
-
-class StageEnd(nn.Module):
+class StageEnd(Identity):
     """Keeps its input for `_forward`, in place of the first module of the last stage."""
 
     taken: Any = None
@@ -227,7 +219,7 @@ def _stage(
     replaced: dict[str, nn.Module] = {}
     for name, _ in model.get_submodule(rules.blocks).named_children():
         if name not in own:
-            replaced[f"{rules.blocks}.{name}"] = IdentityTuple() if rules.tuples else Identity()
+            replaced[f"{rules.blocks}.{name}"] = Identity(as_tuple=rules.tuples)
     if not is_first:
         replaced |= {name: Identity() for name in rules.first}
         replaced |= {name: Zero() for name in rules.added}
@@ -246,11 +238,10 @@ def _forward(
     module of the last stage; the last stage returns its first tensor."""
     _refuse_settings(rules, keywords)
     settings = {**rules.settings, **keywords}
-    forward = partial(type(stage).forward, stage)
-    if is_first or rules.hidden is None:
-        output = forward(x, **settings)
-    else:
-        output = forward(**{rules.hidden: x}, **settings)
+    inputs: tuple[Tensor, ...] = (x,)
+    if not is_first and rules.hidden is not None:
+        inputs, settings[rules.hidden] = (), x
+    output = type(stage).forward(stage, *inputs, **settings)
     end = stage.get_submodule(rules.last[0]) if rules.last else None
     if isinstance(end, StageEnd):
         taken: Tensor = end.taken
@@ -299,7 +290,8 @@ def _check(
     training = {part: part.training for part in modules}
     model.eval()
     try:
-        wanted, x = _first_tensor(model(example, **rules.settings)), example
+        wanted = _first_tensor(model(example, **rules.settings))
+        x = example
         for stage in stages:
             x = stage.eval()(x)
     except Exception as error:

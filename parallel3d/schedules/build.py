@@ -79,6 +79,7 @@ def _down_and_up(pp: int) -> tuple[int, ...]:
     return (*range(pp), *reversed(range(pp)))
 
 
+@lru_cache(maxsize=64)
 def forward_only(
     *, pp: int, microbatches: int, virtual_stages: int = 1, placement: tuple[int, ...] | None = None
 ) -> Schedule:

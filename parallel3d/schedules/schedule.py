@@ -174,27 +174,21 @@ class Schedule:
         is found once, in one pass over the schedule."""
         if rank not in self._postable:
             found: dict[Action, int] = {}
-            count, last, placement = self.microbatches, self.stages - 1, self.placement
             # How many of the rank's own actions come before all that another rank has done so far,
-            # and before each stage's output and the gradient of its input (by stage x microbatches
-            # + microbatch).
+            # and before each action.
             before = [0] * len(self.ranks)
-            outputs, gradients = [0] * (self.stages * count), [0] * (self.stages * count)
+            before_action: dict[Action, int] = {}
             for holder, action in self.in_order():
-                stage, kind, microbatch = action
-                place, giver, taken = stage * count + microbatch, stage, 0
-                if kind is Kind.FORWARD and stage > 0:
-                    giver, taken = stage - 1, outputs[place - count]
-                elif kind in (Kind.BACKWARD, Kind.INPUT) and stage < last:
-                    giver, taken = stage + 1, gradients[place + count]
+                # the last one is the only one that may be on another rank
+                needs = self.needs(action)
+                taken = before_action[needs[-1]] if needs else 0
                 if holder != rank:
                     before[holder] = max(before[holder], taken)
                 else:
                     before[rank] += 1
-                    if placement[giver] != rank:
+                    if needs and self.placement[needs[-1].stage] != rank:
                         found[action] = taken
-                if kind is not Kind.WEIGHT:
-                    (outputs if kind is Kind.FORWARD else gradients)[place] = before[holder]
+                before_action[action] = before[holder]
             self._postable[rank] = found
         return self._postable[rank]
 
