@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.layers.collectives import after
 from parallel3d.layers.gradients import as_dtensor, like_parameter, local_tensor
-from parallel3d.mesh import Axis
+from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.sharding.exchange import Packing, start_row_gather, start_row_reduction
 from parallel3d.sharding.settings import Reduction
 from parallel3d.sharding.units import Uses
@@ -30,8 +30,8 @@ class ReplicatedPart:
     gradient lies in `memory`, a part of its bucket's. All `uses` of the parameter get its new
     dtype."""
 
-    def __init__(self, uses: Uses, memory: Tensor, bucket: Bucket, reduction: Reduction) -> None:
-        self._bucket, self._reduction = bucket, reduction
+    def __init__(self, uses: Uses, memory: Tensor, reduction: Reduction) -> None:
+        self._reduction = reduction
         value, dtypes = local_tensor(uses[0].parameter.detach()), reduction.dtypes
         if reduction.split and value.ndim == 0:
             raise ValueError(
@@ -44,8 +44,8 @@ class ReplicatedPart:
         own = reduction.own(value if self.has_master else local_tensor(self.parameter.detach()))
         own = own.to(dtypes.master, copy=True) if self.has_master else own
         self.local = nn.Parameter(own, requires_grad=self.parameter.requires_grad)
-        self.repeated_over = frozenset(
-            {"dp_replicate"} if reduction.split else {"dp_replicate", "dp_shard"}
+        self.repeated_over: frozenset[str] = frozenset(
+            {Role.REPLICATE} if reduction.split else DATA_ROLES
         )
         self.gradient = memory.view(value.shape)
         self.own_gradient = reduction.own(self.gradient)
@@ -57,19 +57,17 @@ class ReplicatedPart:
             self.local.grad = self.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
-        parameter, mesh = self.parameter, self._reduction.axes.mesh
+        parameter, mesh, shards = self.parameter, self._reduction.axes.mesh, Role.SHARD_PARAMETERS
         if not self._reduction.split:
             return like_parameter(parameter, local)
         if not isinstance(parameter, DTensor):
-            return as_dtensor(local, mesh["dp_shard"], [Shard(0)], parameter)
+            return as_dtensor(local, mesh[shards], [Shard(0)], parameter)
         # Rows are cut over tp first, and a tp rank's rows over dp_shard.
-        both, device_type = mesh["dp_shard", "tp"], parameter.device_mesh.device_type
-        groups, ranks = (
-            [both.get_group("tp"), both.get_group("dp_shard")],
-            both.mesh.t().contiguous(),
-        )
+        tensors = Role.SPLIT_TENSORS
+        both, device_type = mesh[shards, tensors], parameter.device_mesh.device_type
+        groups, ranks = [both.get_group(role) for role in (tensors, shards)], both.mesh.t()
         joined = DeviceMesh.from_group(
-            groups, device_type, mesh=ranks, mesh_dim_names=("tp", "dp_shard")
+            groups, device_type, ranks.contiguous(), mesh_dim_names=(tensors, shards)
         )
         return as_dtensor(local, joined, [*parameter.placements, Shard(0)], parameter)
 
@@ -88,12 +86,11 @@ class Bucket:
     def __init__(self, parameters: Sequence[Uses], memory: Tensor, reduction: Reduction) -> None:
         self._memory, self._reduction = memory, reduction
         self._pending: Callable[[], Tensor] | None = None
-        pieces = memory.split(
-            [local_tensor(uses[0].parameter.detach()).numel() for uses in parameters]
-        )
-        self.parts = [
-            ReplicatedPart(*each, self, reduction) for each in zip(parameters, pieces, strict=True)
-        ]
+        self.parts: list[ReplicatedPart] = []
+        for uses in parameters:
+            size = local_tensor(uses[0].parameter.detach()).numel()
+            self.parts.append(ReplicatedPart(uses, memory[:size], reduction))
+            memory = memory[size:]
         self._trained = [part for part in self.parts if part.local.requires_grad]
         for part in self._trained:
             self._take_in(part)
@@ -128,9 +125,8 @@ class Bucket:
             self._pending = start_row_reduction(rows, axes.shard)
         elif axes.every.size > 1:
             sent = self._memory.to(dtype)
-            self._pending = partial(
-                after, dist.all_reduce(sent, group=axes.every.group, async_op=True), sent
-            )
+            work = dist.all_reduce(sent, group=axes.every.group, async_op=True)
+            self._pending = partial(after, work, sent)
 
     def finish_reduction(self) -> None:
         """Waits until `own_gradient` of every part is the sum."""

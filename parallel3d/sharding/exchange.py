@@ -29,31 +29,22 @@ class Packing:
     def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
         self.ranks = ranks
         self._widths = [largest_shard(shape[0], ranks) * shape[1:].numel() for shape in shapes]
-        self._is_even = all(shape[0] % ranks == 0 for shape in shapes)
         self.width = sum(self._widths)
 
     def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Writes whole tensors into a new tensor [ranks, width]."""
-        if self._is_even:
-            return torch.cat([tensor.reshape(self.ranks, -1) for tensor in tensors], dim=1).to(
-                dtype
-            )
         packed = torch.empty(self.ranks, self.width, dtype=dtype, device=tensors[0].device)
-        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
-            for part, place in _blocks(tensor, columns):
-                place.copy_(part)
+        for part, place in self._blocks(tensors, packed):
+            place.copy_(part)
         return packed
 
     def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
         """Writes [ranks, width] back into whole tensors."""
-        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
-            for part, place in _blocks(tensor, columns):
-                part.copy_(place)
+        for part, place in self._blocks(tensors, packed):
+            part.copy_(place)
 
     def pack_own(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Writes this rank's rows of each tensor into a new tensor [width]."""
-        if self._is_even:
-            return torch.cat([part.flatten() for part in parts]).to(dtype)
         packed = torch.empty(self.width, dtype=dtype, device=parts[0].device)
         for part, place in zip(parts, packed.split(self._widths), strict=True):
             place[: part.numel()].copy_(part.flatten())
@@ -64,22 +55,21 @@ class Packing:
         for part, place in zip(parts, packed.split(self._widths), strict=True):
             part.copy_(place[: part.numel()].view_as(part))
 
-
-def _blocks(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields parts of `tensor` [rows, ...] with their places in `columns` [ranks, width]: first all
-    ranks that have a full share of rows, in one piece, then the rank that has fewer. A copy for
-    each rank would take seconds at hundreds of ranks."""
-    rows, row = tensor.shape[0], tensor.shape[1:].numel()
-    each = columns.shape[1] // row
-    full, few = divmod(rows, each)
-    if full:
-        shape = (each, *tensor.shape[1:])
-        yield tensor[: full * each].view(full, *shape), columns[:full].unflatten(1, shape)
-    if few:
-        yield (
-            tensor[full * each :],
-            columns[full, : few * row].unflatten(0, (few, *tensor.shape[1:])),
-        )
+    def _blocks(self, tensors: Sequence[Tensor], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields parts of each tensor [rows, ...] with their places in its columns of `packed`:
+        first all ranks that have a full share of rows, in one piece, then the rank that has fewer.
+        A copy for each rank would take seconds at hundreds of ranks."""
+        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
+            row_shape = tensor.shape[1:]
+            each = columns.shape[1] // row_shape.numel()
+            full, few = divmod(tensor.shape[0], each)
+            if full:
+                shape = (each, *row_shape)
+                whole = tensor[: full * each].view(full, *shape)
+                yield whole, columns[:full].unflatten(1, shape)
+            if few:
+                last = columns[full, : few * row_shape.numel()]
+                yield tensor[full * each :], last.unflatten(0, (few, *row_shape))
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
@@ -105,13 +95,11 @@ def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
     function that waits for [ranks, width]."""
     if dist.get_backend(axis.group) != "gloo":
         return start_gather(own[None], axis, 0)
-    rows = torch.empty(axis.size, len(own), dtype=own.dtype, device=own.device)
+    rows = own.new_empty(axis.size, len(own))
     rows[axis.rank] = own
-    sources = enumerate(rows.unbind(0))
-    works = [
-        dist.broadcast(row, group=axis.group, group_src=rank, async_op=True)
-        for rank, row in sources
-    ]
+    works = []
+    for rank, row in enumerate(rows.unbind(0)):
+        works.append(dist.broadcast(row, group=axis.group, group_src=rank, async_op=True))
 
     def finish() -> Tensor:
         for work in works:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from parallel3d.layers.collectives import reduce_scatter_single
+from parallel3d.mesh import DATA_ROLES, Role
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData, ShardedPart
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit
@@ -88,7 +89,7 @@ class FullyShardedData(ShardedData):
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         return ShardedPart(
-            partial(getattr, module, attribute), self._shards, frozenset({"dp_replicate"})
+            partial(getattr, module, attribute), self._shards, frozenset({Role.REPLICATE})
         )
 
     def before_backward(self, last: bool) -> None:
@@ -133,7 +134,7 @@ def _shard_units(
 ) -> FSDPModule:
     """Calls `fully_shard` for each unit, inner ones first, and for the model, which it returns."""
     axes, dtypes = reduction.axes, reduction.dtypes
-    names = ("dp_replicate", "dp_shard") if axes.replicate.size > 1 else "dp_shard"
+    names = DATA_ROLES if axes.replicate.size > 1 else Role.SHARD_PARAMETERS
     policy = MixedPrecisionPolicy(
         param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
         reduce_dtype=summed if summed != dtypes.compute else None,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec
-from parallel3d.mesh import Axis
+from parallel3d.mesh import Axis, Role
 
 
 class OptimizerPart(Protocol):
@@ -137,7 +137,9 @@ class LocalParameter:
     @property
     def repeated_over(self) -> frozenset[str]:
         """The names of the axes on whose ranks this part is the same."""
-        return self.part.repeated_over | ({"tp"} if self.spec.dim is None else frozenset())
+        if self.spec.dim is None:
+            return self.part.repeated_over | {Role.SPLIT_TENSORS}
+        return self.part.repeated_over
 
     def copies(self, axes: Mapping[str, Axis]) -> int:
         """Returns how many ranks of this pipeline stage have the same part."""

@@ -70,23 +70,21 @@ class ReplicatedData(ShardedData):
         usual = usual_bucket_mib(on_gpu=device.type != "cpu")
         least = int((options.bucket_mib or usual) * 2**20) // dtype.itemsize
         borders = bucket_borders([unit.numel for unit in self._units], least)
-        grouped = [[self._units[index] for index in border] for border in borders]
-        sizes = [sum(unit.numel for unit in units) for units in grouped]
-        memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        memory = torch.zeros(sum(unit.numel for unit in self._units), dtype=dtype, device=device)
         self._buckets: list[Bucket] = []
-        self._begin(len(grouped))
-        for index, units in enumerate(grouped):
+        self._begin(len(borders))
+        for index, border in enumerate(borders):
+            units = self._units[border.start : border.stop]
             parameters = [uses for unit in units for uses in unit.parameters]
-            self._buckets.append(Bucket(parameters, memory[: sizes[index]], self._reduction))
-            memory = memory[sizes[index] :]
+            size = sum(unit.numel for unit in units)
+            self._buckets.append(Bucket(parameters, memory[:size], self._reduction))
+            memory = memory[size:]
             # A bucket with what no module holds is reduced at the end.
-            if self._reduction.axes.every.size > 1 and all(unit.modules for unit in units):
-                for module in (module for unit in units for module in unit.modules):
+            is_watched = self._reduction.axes.every.size > 1 and all(unit.modules for unit in units)
+            for module in (module for unit in units for module in unit.modules or (self._model,)):
+                if is_watched:
                     module.register_forward_pre_hook(self._watcher(index), with_kwargs=True)
-            if self._arrives_in_forward:
-                for module in (
-                    module for unit in units for module in unit.modules or (self._model,)
-                ):
+                if self._arrives_in_forward:
                     module.register_forward_pre_hook(self._waiter(index))
         self._parts = {
             id(part.parameter): part for bucket in self._buckets for part in bucket.parts
@@ -214,10 +212,7 @@ class ReplicatedData(ShardedData):
 
     def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def cast(x: Any) -> Any:
-            return (
-                x.to(self._reduction.dtypes.compute)
-                if isinstance(x, Tensor) and x.is_floating_point()
-                else x
-            )
+            is_cast = isinstance(x, Tensor) and x.is_floating_point()
+            return x.to(self._reduction.dtypes.compute) if is_cast else x
 
-        return tuple(cast(x) for x in args), {name: cast(x) for name, x in kwargs.items()}
+        return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}

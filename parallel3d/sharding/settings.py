@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.sharding_strategies import Cadence
-from parallel3d.mesh import Axis
+from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import group_of
 
@@ -82,16 +82,14 @@ class DataAxes:
         """Looks the axes up on a mesh; one that is missing has size 1. All ranks call it: it may
         make a group. Raises ValueError if both axes are missing."""
         names = mesh.mesh_dim_names or ()
-        if not {"dp_replicate", "dp_shard"} & {*names}:
+        if not {*DATA_ROLES} & {*names}:
             raise ValueError(
-                f"mesh with the axes {list(names)}: one must be called dp_shard or dp_replicate, "
+                f"mesh with the axes {list(names)}: one must be called {' or '.join(DATA_ROLES)}, "
                 "or no gradient would be summed; try init_device_mesh(..., "
-                "mesh_dim_names=('dp_shard',))"
+                f"mesh_dim_names=({Role.SHARD_PARAMETERS.value!r},))"
             )
-        replicate, shards = (
-            Axis.of(mesh[name] if name in names else None) for name in ("dp_replicate", "dp_shard")
-        )
-        return cls(mesh, replicate, shards, joined_axis(mesh, ("dp_replicate", "dp_shard"), "data"))
+        replicate, shards = (Axis.of(mesh[role] if role in names else None) for role in DATA_ROLES)
+        return cls(mesh, replicate, shards, joined_axis(mesh, DATA_ROLES, "data"))
 
 
 @dataclass(frozen=True)
