@@ -33,7 +33,7 @@ def measured() -> Timeline:
         Span(s.rank, s.action, 50 + s.start_s * 1.07, 50 + s.end_s * 1.07)
         for s in simulated().spans
     )
-    return Timeline(name="step 7, measured", ranks=2, stages=2, spans=spans)
+    return Timeline(name="step 7, measured", ranks=2, spans=spans)
 
 
 def test_text_has_a_column_for_each_character_of_a_steps_longest_name() -> None:
@@ -58,9 +58,9 @@ def test_text_keeps_to_its_width(width: int, times: StageTimes) -> None:
 
 
 def test_text_of_nothing_is_a_page_all_the_same() -> None:
-    nothing = Timeline(name="nothing", ranks=1, stages=1, spans=())
+    nothing = Timeline(name="nothing", ranks=1, spans=())
     instant = Timeline(
-        name="instant", ranks=1, stages=1, spans=(Span(0, Action(0, Kind.FORWARD, 0), 0.0, 0.0),)
+        name="instant", ranks=1, spans=(Span(0, Action(0, Kind.FORWARD, 0), 0.0, 0.0),)
     )
     for drawn in (draw_text(nothing), draw_text(instant)):
         assert drawn
@@ -88,7 +88,7 @@ def test_svg_is_one_file_with_a_bar_and_a_tooltip_for_each_action() -> None:
 
 
 def test_svg_escapes_what_a_user_named() -> None:
-    odd = Timeline(name="<a & b>.csv", ranks=2, stages=2, spans=simulated().spans)
+    odd = Timeline(name="<a & b>.csv", ranks=2, spans=simulated().spans)
     titles = [title.text for title in ElementTree.fromstring(draw_svg(odd)).iter(f"{SVG}title")]
     assert titles[0] == "<a & b>.csv: makespan 12, bubble 25.0%"
 

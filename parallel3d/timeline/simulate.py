@@ -137,15 +137,11 @@ def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
     order = action_order(schedule)
     starts, _ = action_starts(order, times)
     took = durations(times.stages)
-    spans = tuple(
-        Span(rank, action, start, start + took[duration])
-        for action, (rank, duration, _, _, _), start in zip(
-            order.actions, order.steps, starts, strict=True
-        )
-    )
-    return Timeline(
-        name=schedule.name, ranks=len(schedule.ranks), stages=schedule.stages, spans=spans
-    )
+    spans = []
+    for action, step, start in zip(order.actions, order.steps, starts, strict=True):
+        rank, duration, *_ = step
+        spans.append(Span(rank, action, start, start + took[duration]))
+    return Timeline(name=schedule.name, ranks=len(schedule.ranks), spans=tuple(spans))
 
 
 def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:

@@ -26,7 +26,6 @@ class Timeline:
 
     name: str
     ranks: int
-    stages: int
     spans: tuple[Span, ...]
 
     @cached_property

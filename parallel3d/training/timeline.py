@@ -69,7 +69,6 @@ def traced_step(
         Timeline(
             name=f"{schedule.name}, measured, {of_pipeline}",
             ranks=len(schedule.ranks),
-            stages=schedule.stages,
             spans=tuple(found),
         )
         for of_pipeline, found in spans.items()

@@ -193,7 +193,7 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
         everyone: list[list[Span]] = [[]] * case.pp
         dist.all_gather_object(everyone, recorder.spans(dist.get_rank()))  # one host, one clock
         spans = tuple(span for rank in everyone for span in rank)
-        measured = Timeline(name=schedule.name, ranks=case.pp, stages=schedule.stages, spans=spans)
+        measured = Timeline(name=schedule.name, ranks=case.pp, spans=spans)
         simulated = simulate(schedule, measured_times(schedule, spans))
         pairs.append((100 * measured.bubble_fraction, 100 * simulated.bubble_fraction))
     pairs.sort(key=lambda pair: pair[0] - pair[1])
