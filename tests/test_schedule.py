@@ -27,52 +27,13 @@ def built(draw: st.DrawFn) -> Schedule:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "microbatches", "virtual_stages", "ranks"),
-    [
-        (  # Megatron's order
-            "interleaved_1f1b",
-            4,
-            2,
-            [
-                "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
-                "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
-            ],
-        ),
-        (
-            "looped_bfs",
-            2,
-            2,
-            ["0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0", "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0"],
-        ),
-        (  # figure 2 of arXiv 2401.10241
-            "zb_h1",
-            3,
-            1,
-            ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"],
-        ),
-        (
-            "zb_v",
-            3,
-            2,
-            [
-                "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2",
-                "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
-            ],
-        ),
-        (
-            "dualpipe_v",
-            4,
-            2,
-            ["0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3"],
-        ),
-    ],
-)
-def test_two_ranks_have_the_papers_order(
-    name: ScheduleName, microbatches: int, virtual_stages: int, ranks: list[str]
-) -> None:
-    schedule = build_schedule(name, pp=2, microbatches=microbatches, virtual_stages=virtual_stages)
-    assert str(schedule).splitlines()[: len(ranks)] == ranks
+def test_zb_h1_puts_weights_off_by_as_many_microbatches_as_the_rank() -> None:
+    """The order is that of figure 2 of arXiv 2401.10241; others are torch's
+    (test_schedule_torch)."""
+    assert str(build_schedule("zb_h1", pp=2, microbatches=3)).splitlines() == [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
+    ]
 
 
 def test_a_v_hands_over_on_one_rank_and_mixes_whole_and_split_backwards() -> None:

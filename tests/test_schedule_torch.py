@@ -3,6 +3,7 @@ rank."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ LOOPED = {
     "interleaved_zb": theirs.ScheduleInterleavedZeroBubble,
 }
 V_SHAPED = {"zb_v": theirs.ScheduleZBVZeroBubble, "dualpipe_v": theirs.ScheduleDualPipeV}
+LOOPED_SIZES = [(2, 2, 2), (2, 4, 3), (4, 8, 2), (4, 10, 2), (4, 3, 2), (8, 16, 4)]
+V_SIZES = [(1, 2, 2), (2, 4, 2), (2, 7, 2), (4, 8, 2), (4, 13, 2), (8, 16, 2)]
 
 
 def generator(kind: Any, pp: int, microbatches: int, virtual_stages: int) -> Any:
@@ -57,28 +60,16 @@ def test_one_stage_on_each_rank(name: str, pp: int, microbatches: int) -> None:
         assert theirs_of_rank == [str(action) for action in ours.ranks[rank]]
 
 
-@pytest.mark.parametrize("name", LOOPED)
 @pytest.mark.parametrize(
-    ("pp", "microbatches", "virtual_stages"),
-    [(2, 2, 2), (2, 4, 3), (4, 8, 2), (4, 10, 2), (4, 3, 2), (8, 16, 4)],
+    ("name", "sizes"),
+    [*product(LOOPED, LOOPED_SIZES), *product(V_SHAPED, V_SIZES)],
 )
-def test_round_and_round(name: str, pp: int, microbatches: int, virtual_stages: int) -> None:
-    schedule = generator(LOOPED[name], pp, microbatches, virtual_stages)
+def test_several_stages_on_each_rank(name: Any, sizes: tuple[int, int, int]) -> None:
+    pp, microbatches, virtual_stages = sizes
+    schedule = generator((LOOPED | V_SHAPED)[name], *sizes)
     orders = []
     for rank in range(pp):
         schedule.rank = rank
         orders.append(schedule._calculate_single_rank_operations(rank))
-    ours = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)  # type: ignore[arg-type]
-    assert from_csv(as_csv(orders), name=name) == ours
-
-
-@pytest.mark.parametrize("name", V_SHAPED)
-@pytest.mark.parametrize(("pp", "microbatches"), [(1, 2), (2, 4), (2, 7), (4, 8), (4, 13), (8, 16)])
-def test_down_and_up(name: str, pp: int, microbatches: int) -> None:
-    schedule = generator(V_SHAPED[name], pp, microbatches, 2)
-    orders = []
-    for rank in range(pp):
-        schedule.rank = rank
-        orders.append(schedule._calculate_single_rank_operations(rank))
-    ours = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=2)  # type: ignore[arg-type]
+    ours = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     assert from_csv(as_csv(orders), name=name) == ours
