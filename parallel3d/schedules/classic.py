@@ -24,12 +24,12 @@ def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions
     """Takes one microbatch at a time through the whole model and back, as a model cut over devices
     does by itself. The bubble is (p - 1) / p for any m; one microbatch is alive. Pipelines are
     measured against this baseline."""
+    actions: Actions = []
     stages = range(rank, pp * virtual_stages, pp)
-    there_and_back = [
-        *((stage, F) for stage in stages),
-        *((stage, B) for stage in reversed(stages)),
-    ]
-    return [Action(stage, kind, m) for m in range(microbatches) for stage, kind in there_and_back]
+    for m in range(microbatches):
+        actions += [Action(stage, F, m) for stage in stages]
+        actions += [Action(stage, B, m) for stage in reversed(stages)]
+    return actions
 
 
 def gpipe(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:

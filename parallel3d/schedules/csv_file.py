@@ -89,8 +89,7 @@ def _actions(row: list[str], rank: int, name: str) -> Iterator[Action]:
             if match:
                 yield Action(int(match[1]), Kind(match[2]), int(match[3]))
             elif word and not _DERIVED.fullmatch(word):
-                shown = word if len(word) <= 40 else word[:40] + "..."
                 raise ScheduleError(
-                    f"schedule {name}: rank {rank}, column {column}, {shown!r}: is no action; "
+                    f"schedule {name}: rank {rank}, column {column}, {word[:40]!r}: is no action; "
                     "write stage, one of F B I W, and microbatch, such as 0F0"
                 )

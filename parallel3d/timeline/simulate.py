@@ -97,11 +97,10 @@ def action_order(schedule: Schedule) -> ActionOrder:
 
 def durations(stages: Sequence[StageTimes]) -> list[float]:
     """Returns how long every kind of action takes on every stage, at 4 x stage + kind."""
-    return [
-        took
-        for stage in stages
-        for took in (stage.forward, stage.backward, stage.input, stage.weight)
-    ]
+    found: list[float] = []
+    for stage in stages:
+        found += (stage.forward, stage.backward, stage.input, stage.weight)
+    return found
 
 
 def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], float]:
