@@ -23,19 +23,16 @@ from parallel3d.planner.time.pipeline import pipeline_s
 from parallel3d.planner.time.roofline import Kernels
 from parallel3d.timeline.simulate import StageTimes
 from parallel3d.tools.calibrate import check as check
-from parallel3d.tools.calibrate.fit import larger_job, process_tree
-from parallel3d.tools.calibrate.hardware_file import ANY, hardware_text
+from parallel3d.tools.calibrate.fit import ANY, Times, larger_job, overheads, process_tree
+from parallel3d.tools.calibrate.hardware_file import hardware_text
 from parallel3d.tools.calibrate.probes import (
-    LARGER_LAYERS,
-    LARGER_MICROBATCHES,
+    LAYERS,
+    MICROBATCHES,
     ON_CPU,
     ON_GPU,
     TINY,
-    TINY_LAYERS,
-    TINY_MICROBATCHES,
-    TINY_SEQ,
     LargerRuns,
-    probe_name,
+    Probe,
     probes,
 )
 
@@ -54,7 +51,7 @@ def larger_blocks(larger: LargerRuns = ON_CPU) -> dict[tuple[int, int], float]:
     )
     found = {}
     for size in larger.sizes:
-        run = larger_job(ANY, size, larger)
+        run = larger_job(size, larger)
         block = block_times(
             run, Kernels(device=ANY.device, precision=larger.precision, process=process)
         )
@@ -74,7 +71,7 @@ def kernels(larger: LargerRuns = ON_CPU) -> dict[str, Any]:
 
 def times_of(
     axis: str, overhead: Overhead, *, parameters: float, larger: LargerRuns = ON_CPU
-) -> dict[str, float]:
+) -> dict[Probe, float]:
     """What probes would take whose steps were exactly linear. A device that is not synchronous
     takes the longer of a block's dispatch and its kernels, and a larger model's microbatch adds
     nothing to them."""
@@ -93,42 +90,48 @@ def times_of(
         )
 
     times = {
-        probe_name(axis, TINY, layers, m, TINY_SEQ, 1): step(layers, m, 0.0, 0.0)
-        for layers in TINY_LAYERS
-        for m in TINY_MICROBATCHES
+        Probe(axis, TINY, layers, m): step(layers, m, 0.0, 0.0)
+        for layers, m in product(LAYERS, MICROBATCHES)
     }
-    for layers, m, size in product(LARGER_LAYERS, LARGER_MICROBATCHES, larger.sizes):
-        times[probe_name(axis, larger.model, layers, m, *size)] = step(
+    for layers, m, size in product(LAYERS, MICROBATCHES, larger.sizes):
+        times[Probe(axis, larger.model, layers, m, size)] = step(
             layers, m, blocks[size], parameters
         )
     return times
 
 
+def times_alone(larger: LargerRuns, parameters: float, **more_s: float) -> Times:
+    """The probes of one process, whose recompute adds so much to a block."""
+    alone = times_of("alone", TRUE, parameters=parameters, larger=larger)
+    deep = LAYERS[-1]
+    for kind, m in product(("selective", "full"), MICROBATCHES):
+        added = m * deep * more_s.get(kind, 0.0)
+        alone[Probe(kind, TINY, deep, m)] = alone[Probe("alone", TINY, deep, m)] + added
+    return alone
+
+
 def worlds(*, cores: int) -> dict[int, Any]:
     """The measurements of an ideal host: one rate for everything, worlds of 1 and 2."""
-    alone = times_of("alone", TRUE, parameters=3.3e6)
-    for kind, more in (("selective", 5e-4), ("full", 1e-3)):
-        for m in TINY_MICROBATCHES:
-            deep = TINY_LAYERS[-1]
-            plain = alone[probe_name("alone", TINY, deep, m, TINY_SEQ, 1)]
-            alone[probe_name(kind, TINY, deep, m, TINY_SEQ, 1)] = plain + m * deep * more
     common = {"device": "CPU", "torch": "2", "cores": cores, "memory_bytes": 2**34, "processors": 1}
-    one = {**common, "kernels": {1: kernels()}, "probes": {1: alone}}
+    alone = times_alone(ON_CPU, ON_CPU.parameters, selective=5e-4, full=1e-3)
+    one = {**common, "processes": {1: process_tree(kernels(), alone)}}
     added = replace(TRUE, block=2e-3, step=5e-3)
-    two_times: dict[str, float] = {}
-    for axis in ("tp", "tp_sequence", "NO_SHARD", "SHARD_OPTIMIZER", "FULL_SHARD", "HYBRID_SHARD"):
+    two_times: dict[Probe, float] = {}
+    for axis in {probe.axis for probe in probes(2)} - {"pp"}:
         two_times |= times_of(axis, added, parameters=3.3e6)
-    for m in TINY_MICROBATCHES:
-        two_times[probe_name("pp", TINY, 2, 2 * m, TINY_SEQ, 1)] = (
+    for m in MICROBATCHES:
+        two_times[Probe("pp", TINY, 2, 2 * m)] = (
             2 * m * (TRUE.block + TRUE.microbatch / 2 + 2 * 1e-4)
         )
-    rows = [[2**12, 1e-5], [2**24, 1e-2]]
     two = {
         **common,
         "contention": (1.0, 1.0),
-        "probes": {1: two_times},
-        "collectives": {kind: rows for kind in ("all_reduce", "all_gather", "reduce_scatter")},
-        "transfers": rows,
+        **overheads(two_times, 2),
+        "collectives": {
+            kind: [[2**12, 1e-5], [2**24, 1e-2]]
+            for kind in ("all_reduce", "all_gather", "reduce_scatter")
+        },
+        "transfers": [[2**12, 1e-5], [2**24, 1e-2]],
     }
     return {1: one, 2: two}
 
@@ -156,22 +159,16 @@ def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
 def test_a_device_that_hides_its_dispatch_is_not_paid_for_it_twice() -> None:
     """On a GPU a block takes the longer of its kernels and their dispatch: nothing is subtracted
     from the kernels'."""
-    times = times_of("alone", TRUE, parameters=ON_GPU.parameters, larger=ON_GPU)
-    deep = TINY_LAYERS[-1]
-    for kind in ("selective", "full"):
-        for m in TINY_MICROBATCHES:
-            times[probe_name(kind, TINY, deep, m, TINY_SEQ, 1)] = times[
-                probe_name("alone", TINY, deep, m, TINY_SEQ, 1)
-            ]
-    tree = process_tree(kernels(ON_GPU), times, ANY, ON_GPU)
+    times = times_alone(ON_GPU, ON_GPU.parameters)
+    tree = process_tree(kernels(ON_GPU), times, ON_GPU)
     assert tree["byte_s"] == pytest.approx(BYTE_S, rel=1e-6)
     assert tree["gradient_s"] == pytest.approx(GRADIENT_S, rel=1e-6)
     assert tree["overhead"]["block"] == pytest.approx(TRUE.block, rel=1e-6)
     assert (
-        process_tree(kernels(ON_GPU), times, ANY, replace(ON_GPU, synchronous=True))["gradient_s"]
+        process_tree(kernels(ON_GPU), times, replace(ON_GPU, synchronous=True))["gradient_s"]
         < 0.999 * GRADIENT_S
     )
-    assert {probe.recipe.train.precision for probe in probes(1, ON_GPU)} == {"bf16"}
+    assert {recipe.train.precision for recipe in probes(1, ON_GPU).values()} == {"bf16"}
 
 
 def test_more_ranks_than_cores_take_longer_and_two_do_not(host: Cluster) -> None:

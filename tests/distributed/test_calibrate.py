@@ -16,14 +16,14 @@ from parallel3d.tools.calibrate.links import (
     measure_contention,
     measure_transfers,
 )
-from parallel3d.tools.calibrate.probes import TINY, probe, time_probes
+from parallel3d.tools.calibrate.probes import TINY, Probe, time_probes
 
 CPU = torch.device("cpu")
 
 
 def _measure() -> dict[str, Any]:
     small, large = (
-        probe("tp", ParallelConfig(tp=2), TINY, layers, m).recipe for layers, m in ((2, 2), (6, 10))
+        Probe("tp", TINY, layers, m).recipe(ParallelConfig(tp=2)) for layers, m in ((2, 2), (6, 10))
     )
     return {
         "collectives": measure_collectives(2, CPU, [2**12, 2**22]),
@@ -50,7 +50,7 @@ def test_two_ranks_measure_every_kind_of_message_at_the_sizes_asked_for(
 
 def _threads_of_more_probes() -> tuple[int, int]:
     few, many = (
-        [probe("tp", ParallelConfig(tp=2), TINY, layers, 2).recipe for layers in range(1, depth)]
+        [Probe("tp", TINY, layers, 2).recipe(ParallelConfig(tp=2)) for layers in range(1, depth)]
         for depth in (2, 8)
     )
     before = _threads()

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from statistics import correlation
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -46,20 +45,6 @@ LAYOUTS = (
 _PASSES = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedStep:
-    """The predicted and the measured seconds of a step in one layout."""
-
-    layout: str
-    processes: int
-    predicted_s: float
-    measured_s: float
-
-    @property
-    def error_pct(self) -> float:
-        return 100 * (self.predicted_s / self.measured_s - 1)
-
-
 def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
     """Trains every layout, and compares with what the hardware file of this `text` predicts."""
     cluster = cluster_from_tree(yaml.safe_load(text), "calibrated")
@@ -69,40 +54,38 @@ def check(text: str, *, device: Literal["auto", "cpu", "cuda"]) -> Reply:
             "one"
         )
     steps = TrainConfig(steps=1_000_000, global_batch_size=BATCH, seq_len=SEQ_LEN, device=device)
+    optimizer = OptimizerConfig(lr=1e-4)
     least_s: dict[ParallelConfig, float] = {}
     # twice through all, for what else the machine does meanwhile
     for parallel in LAYOUTS * _PASSES:
         print(layout_text(parallel), file=sys.stderr, flush=True)
-        recipe = Recipe(
-            model=MODEL, parallel=parallel, train=steps, optimizer=OptimizerConfig(lr=1e-4)
-        )
+        recipe = Recipe(model=MODEL, parallel=parallel, train=steps, optimizer=optimizer)
         taken_s = run_workers(train, recipe)
         least_s[parallel] = min(taken_s, least_s.get(parallel, taken_s))
-    found = [
-        CheckedStep(
-            layout=layout_text(parallel),
-            processes=parallel.world_size,
-            predicted_s=predicted_s(cluster, parallel),
-            measured_s=measured_s,
+    rows: list[dict[str, Any]] = []
+    for parallel, measured_s in least_s.items():
+        predicted = predicted_s(cluster, parallel)
+        rows.append(
+            {
+                "layout": layout_text(parallel),
+                "processes": parallel.world_size,
+                "predicted_s": predicted,
+                "measured_s": measured_s,
+                "error_pct": 100 * (predicted / measured_s - 1),
+            }
         )
-        for parallel, measured_s in least_s.items()
-    ]
-    tree = {
-        "layouts": [{**asdict(each), "error_pct": each.error_pct} for each in found],
-        "worst_abs_error_pct": max(abs(each.error_pct) for each in found),
-        "rank_correlation": rank_correlation(
-            [each.predicted_s for each in found], [*least_s.values()]
-        ),
-    }
+    worst = max(abs(row["error_pct"]) for row in rows)
+    places = [_places([row[key] for row in rows]) for key in ("predicted_s", "measured_s")]
+    rank_correlation = correlation(*places)  # Spearman's
 
     def page() -> Iterator[str]:
         yield "processes  predicted   measured    error  layout"
-        for each in found:
-            times = f"{each.predicted_s * 1e3:>8.1f} ms{each.measured_s * 1e3:>8.1f} ms"
-            yield f"{each.processes:>9}{times}{each.error_pct:>+8.1f}%  {each.layout}"
-        ordered = f"rank correlation (Spearman) {tree['rank_correlation']:.2f}"
-        yield f"worst error {tree['worst_abs_error_pct']:.0f}%, {ordered}"
+        for row in rows:
+            times = f"{row['predicted_s'] * 1e3:>8.1f} ms{row['measured_s'] * 1e3:>8.1f} ms"
+            yield f"{row['processes']:>9}{times}{row['error_pct']:>+8.1f}%  {row['layout']}"
+        yield f"worst error {worst:.0f}%, rank correlation (Spearman) {rank_correlation:.2f}"
 
+    tree = {"layouts": rows, "worst_abs_error_pct": worst, "rank_correlation": rank_correlation}
     return Reply(page=page, tree=lambda: tree)
 
 
@@ -120,11 +103,6 @@ def question(cluster: Cluster, parallel: ParallelConfig) -> Question:
         global_batch_size=BATCH,
         precision="fp32",
     )
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns Spearman's correlation, that of the places."""
-    return correlation(_places(first), _places(second))
 
 
 def _places(values: Sequence[float]) -> list[int]:

@@ -54,12 +54,32 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _measured(rendezvous: Rendezvous | None, options: argparse.Namespace) -> dict[int, Any] | None:
-    """Returns what each world has measured; None on a rank other than 0 of a launcher."""
+    """Returns what each world has measured; None on a rank other than 0 of a launcher. There is one
+    world under a launcher, and rank 0 measures one process before."""
+    from parallel3d.tools.calibrate.worker import RESULTS, measure, run_workers
+
+    worlds = [1]
     if rendezvous is None:
         worlds = sorted({1, *(options.ranks or _usual_ranks(options.device))})
-        return {ranks: _started(options, ranks) for ranks in worlds}
-    found = _under_launcher(rendezvous, options)
-    return found if rendezvous.rank == 0 else None
+    measured = {}
+    if rendezvous is None or rendezvous.rank == 0:
+        for ranks in worlds:
+            print(f"measuring with {ranks} processes", file=sys.stderr, flush=True)
+            measured[ranks] = run_workers(measure, _recipe(options, ranks))
+    if rendezvous is None:
+        return measured
+    size = rendezvous.world_size
+    if size != rendezvous.local_world_size:
+        raise ConfigError(
+            f"calibrate: measures one host, and its {size} ranks are on several; start it on one "
+            "of them"
+        )
+    if size > 1:
+        with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
+            measure(replace(_recipe(options, size), run_dir=folder), rendezvous)
+            if rendezvous.rank == 0:
+                measured[size] = json.loads((Path(folder) / RESULTS).read_text())
+    return measured or None
 
 
 def _written(measured: dict[int, Any], options: argparse.Namespace) -> str:
@@ -78,42 +98,15 @@ def _written(measured: dict[int, Any], options: argparse.Namespace) -> str:
     return text
 
 
-def _started(options: argparse.Namespace, ranks: int) -> Any:
-    from parallel3d.tools.calibrate.worker import measure, run_workers
-
-    print(f"measuring with {ranks} processes", file=sys.stderr, flush=True)
-    return run_workers(measure, _recipe(options, ranks))
-
-
 def _usual_ranks(device: str) -> list[int]:
     from parallel3d.launch.worker_process import cores
 
+    most = max(4, cores())
     if device != "cpu":
         import torch
 
-        if gpus := torch.cuda.device_count():
-            return [n for n in (2**k for k in range(12)) if n <= gpus]
-    return [n for n in (1, 2, 4, 8) if n <= max(4, cores())]
-
-
-def _under_launcher(rendezvous: Rendezvous, options: argparse.Namespace) -> dict[int, Any]:
-    """Measures the launcher's world. Rank 0 measures one process before, and alone returns the
-    results."""
-    from parallel3d.tools.calibrate.worker import RESULTS, measure
-
-    size = rendezvous.world_size
-    if size != rendezvous.local_world_size:
-        raise ConfigError(
-            f"calibrate: measures one host, and its {size} ranks are on several; start it on one "
-            "of them"
-        )
-    measured = {1: _started(options, 1)} if rendezvous.rank == 0 else {}
-    if size > 1:
-        with tempfile.TemporaryDirectory(prefix="parallel3d-calibrate-") as folder:
-            measure(replace(_recipe(options, size), run_dir=folder), rendezvous)
-            if rendezvous.rank == 0:
-                measured[size] = json.loads((Path(folder) / RESULTS).read_text())
-    return measured
+        most = torch.cuda.device_count() or most
+    return [n for n in (1, 2, 4, 8) if n <= most]
 
 
 def _recipe(options: argparse.Namespace, ranks: int) -> Recipe:

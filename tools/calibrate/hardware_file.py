@@ -10,14 +10,10 @@ from typing import Any
 import yaml
 
 from parallel3d.planner.hardware.calibration import Overhead
-from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.calibrate.fit import Tree, process_tree, together_tree
-from parallel3d.tools.calibrate.probes import LargerRuns
+from parallel3d.tools.calibrate.fit import Tree, together_tree
 
-# for questions that are answered by the measured curves alone
-ANY = load_cluster("cpu", [HARDWARE])
+Rows = list[list[float]]
 _MOST_CPU_RANKS = 8
 _SHARE = 0.98  # the share of a GPU's memory that a process can have
 _NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}  # not measured within one host
@@ -25,65 +21,58 @@ _NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}  # not meas
 
 def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
     """Returns the file's text, from what each world has measured; `worlds` are by their ranks."""
-    alone = worlds[min(worlds)]
+    alone = worlds[1]
     on_cpu = alone["device"] == "CPU"
-    cores = alone["cores"] if on_cpu else 0
-    larger = LargerRuns.on("cpu" if on_cpu else "cuda")
-    processes = {
-        int(threads): process_tree(kernels, alone["probes"][threads], ANY, larger)
-        for threads, kernels in alone["kernels"].items()
-    }
+    cores = alone["cores"]
+    processes = {int(threads): tree for threads, tree in alone["processes"].items()}
     ranks: dict[int, Tree] = {}
     for size, found in worlds.items():
         if size > 1:
-            threads = max(n for n in processes if n <= max(1, cores // size)) if on_cpu else 1
-            ranks[size] = together_tree(
-                found, size, cores, Overhead(**processes[threads]["overhead"]), larger
-            )
+            threads = max(n for n in processes if n <= max(1, cores // size))
+            overhead = Overhead(**processes[threads]["overhead"])
+            ranks[size] = together_tree(found, size, cores, overhead)
     # A host without GPUs runs as many ranks as one likes; that they share its cores is in
     # `measured`.
     most = max(_MOST_CPU_RANKS, *worlds) if on_cpu else max(worlds)
     tree = {
-        "device": _device_tree(alone, processes[min(processes)], most=most),
+        "device": _device_tree(alone, processes[1], sharing=most if on_cpu else 1),
         "node": _node_tree(ranks, most),
         "network": _NETWORK,
         "measured": {"cores": cores, "synchronous": on_cpu, "processes": processes, "ranks": ranks},
     }
-    head = [
-        f"{alone['device']} of {platform.node() or 'this host'}, measured by parallel3d-plan "
-        f"calibrate on {date}",
-        f"{cores or 'no'} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch "
-        f"{alone['torch']}",
-        'Keys: docs/planner.md, "Hardware files". `network` is a guess: nothing here has left the host.',  # noqa: E501
-    ]
-    body = yaml.safe_dump(
+    host = platform.node() or "this host"
+    head = (
+        f"# {alone['device']} of {host}, measured by parallel3d-plan calibrate on {date}\n"
+        f"# {cores} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch "
+        f"{alone['torch']}\n"
+        '# Keys: docs/planner.md, "Hardware files". `network` is a guess: nothing left the host.\n'
+    )
+    return head + yaml.safe_dump(
         rounded(tree, digits=4), sort_keys=False, default_flow_style=None, width=120
     )
-    return "".join(f"# {line}\n" for line in head) + body
 
 
-def _device_tree(alone: Mapping[str, Any], process: Tree, *, most: int) -> Tree:
+def _device_tree(alone: Mapping[str, Any], process: Tree, *, sharing: int) -> Tree:
     """Returns the device's section. Peaks are the best that was measured, so that no efficiency is
     left to guess."""
-    peaks = {p: max(rate for _, _, rate in rows) / 1e12 for p, rows in process["matmul"].items()}
+    peaks = {precision: _best(rows) for precision, rows in process["matmul"].items()}
     bytes_, seconds = process["memory"][-1]
-    attention = {
-        way: max(rate for _, _, rate in rows) / 1e12
-        for way, rows in process["attention"]["bf16"].items()
-    }
     return {
         "name": alone["device"],
         "peak_tflops": {**peaks, "fp16": peaks["bf16"]},
-        "memory_gib": alone["memory_bytes"]
-        * _SHARE
-        / GIB
-        / (most if alone["device"] == "CPU" else 1),
+        "memory_gib": alone["memory_bytes"] * _SHARE / GIB / sharing,
         "memory_gb_per_s": bytes_ / seconds / 1e9,
         "processors": alone["processors"],
         "matmul_efficiency": 1.0,
         "memory_efficiency": 1.0,
-        "attention_tflops": attention,
+        "attention_tflops": {
+            way: _best(rows) for way, rows in process["attention"]["bf16"].items()
+        },
     }
+
+
+def _best(rows: Rows) -> float:
+    return max(rate for _, _, rate in rows) / 1e12
 
 
 def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:

@@ -6,6 +6,7 @@ slow each other down."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ from parallel3d.models.llama import Llama
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.build import build_schedule
-from parallel3d.tools.calibrate.kernels import Rows, best_s, timed_s
+from parallel3d.tools.calibrate.kernels import Rows, best_s
 from parallel3d.tools.calibrate.probes import LargerRuns
+from parallel3d.tools.clock import DeviceClock
 
 _FEATURES = 256
+_ROW_BYTES = 4 * _FEATURES
 _ROUNDS = 5
 
 
@@ -33,14 +36,13 @@ def measure_collectives(
     axis = Axis.of(build_mesh(ParallelConfig(tp=world_size), device.type)["tp"])
     found: dict[str, Rows] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
     for size in sizes:
-        rows = max(world_size, size // (4 * _FEATURES))
-        rows -= rows % world_size
-        x = torch.randn(1, rows, _FEATURES, device=device)
-        part = x[:, : rows // world_size].clone()
+        part_rows = max(1, size // (_ROW_BYTES * world_size))
+        part = torch.randn(1, part_rows, _FEATURES, device=device)
+        x = torch.randn(1, part_rows * world_size, _FEATURES, device=device)
         works: dict[str, Callable[[], Tensor]] = {
-            "all_reduce": lambda x=x: all_reduce(x.clone(), axis),  # type: ignore[misc]
-            "all_gather": lambda part=part: gather(part, axis, 1),  # type: ignore[misc]
-            "reduce_scatter": lambda x=x: reduce_scatter(x, axis, 1),  # type: ignore[misc]
+            "all_reduce": partial(lambda x: all_reduce(x.clone(), axis), x),
+            "all_gather": partial(gather, part, axis, 1),
+            "reduce_scatter": partial(reduce_scatter, x, axis, 1),
         }
         for kind, work in works.items():
             found[kind].append([float(x.nbytes), together_s(work, device)])
@@ -49,15 +51,15 @@ def measure_collectives(
 
 def together_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.01) -> float:
     """Returns the seconds of a call that all ranks make at once: the least of several rounds, each
-    of its slowest rank. Every rank makes as many calls a round as rank 0 thinks right."""
+    of its slowest rank. Every rank makes as many calls a round as the slowest thinks right."""
+    clock = DeviceClock(device)
     work()
-    calls = torch.tensor(max(1, int(round_s / max(1e-6, timed_s(work, device, 2)))), device=device)
-    dist.broadcast(calls, src=0)
-    least = float("inf")
+    calls = max(1, int(round_s / _largest(clock.seconds(work, 2), device)))
+    rounds = []
     for _ in range(_ROUNDS):
         dist.barrier()
-        least = min(least, _largest(timed_s(work, device, int(calls)), device))
-    return least
+        rounds.append(_largest(clock.seconds(work, calls), device))
+    return min(rounds)
 
 
 def _largest(number: float, device: torch.device) -> float:
@@ -83,16 +85,17 @@ def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int
 
     def step_s(size: int, microbatches: int) -> float:
         schedule = build_schedule("1f1b", pp=world_size, microbatches=microbatches)
-        shape = (size // (4 * _FEATURES), _FEATURES)
+        shape = (size // _ROW_BYTES, _FEATURES)
         spec = TensorSpec(shape, torch.float32)
         runtime = PipelineRuntime([_Passing()], schedule, pp, loss, boundaries=spec, device=device)
         inputs = torch.zeros(microbatches, *shape, device=device)
         return together_s(lambda: runtime.run(inputs), device)
 
-    few = 2 * world_size
-    many = 6 * world_size
-    seconds = {size: (step_s(size, many) - step_s(size, few)) / (many - few) / 2 for size in sizes}
-    return [[float(size), max(1e-7, each)] for size, each in seconds.items()]
+    rows = []
+    for size in sizes:
+        few, many = (step_s(size, count * world_size) for count in (2, 6))
+        rows.append([float(size), max(1e-7, (many - few) / (4 * world_size) / 2)])
+    return rows
 
 
 def measure_contention(device: torch.device) -> tuple[float, float]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.config.recipe import (
     ModelConfig,
@@ -29,39 +28,39 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
 TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, vocab=64)
-TINY_SEQ = 8
-LARGER = ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn_hidden=704, vocab=2048)
-LARGER_SEQ = 128
-# sequence and microbatch: what elements take, and weights
-LARGER_SIZES = ((32, 1), (LARGER_SEQ, 1), (LARGER_SEQ, 4))
-TINY_LAYERS = (2, 6)
-TINY_MICROBATCHES = (2, 10)
-LARGER_LAYERS = (1, 3)
-LARGER_MICROBATCHES = (2, 6)
+Size = tuple[int, int]  # sequence and microbatch
+TINY_SIZE = (8, 1)
+LAYERS = (1, 4)
+MICROBATCHES = (2, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargerRuns:
-    """The runs of the larger model on a kind of device, as (sequence, microbatch) of each size. On
-    a GPU, which is not `synchronous`, a step takes the longer of kernels and dispatch: they are so
-    large that it is the kernels."""
+    """The runs of the larger model on a kind of device: its sizes tell what elements take, and what
+    weights. On a GPU, which is not `synchronous`, a step takes the longer of kernels and dispatch:
+    they are so large that it is the kernels."""
 
     model: ModelConfig
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[Size, ...]
     precision: Precision
     synchronous: bool
 
     @property
     def parameters(self) -> float:
         """The parameters of the deep larger model."""
-        return total_parameters(from_config(replace(self.model, layers=LARGER_LAYERS[-1])))
+        return total_parameters(from_config(replace(self.model, layers=LAYERS[-1])))
 
     @classmethod
     def on(cls, device_type: str) -> LargerRuns:
         return ON_CPU if device_type == "cpu" else ON_GPU
 
 
-ON_CPU = LargerRuns(model=LARGER, sizes=LARGER_SIZES, precision="fp32", synchronous=True)
+ON_CPU = LargerRuns(
+    model=ModelConfig(layers=1, hidden=256, heads=8, kv_heads=8, ffn_hidden=704, vocab=2048),
+    sizes=((32, 1), (128, 1), (128, 4)),
+    precision="fp32",
+    synchronous=True,
+)
 ON_GPU = LargerRuns(
     model=ModelConfig(layers=1, hidden=2048, heads=16, kv_heads=16, ffn_hidden=4096, vocab=4096),
     sizes=((2048, 1), (4096, 1), (4096, 4)),
@@ -70,66 +69,52 @@ ON_GPU = LargerRuns(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """A run to time; `name` is what its time is looked up by."""
+class Probe(NamedTuple):
+    """A run to time: what it is looked up by."""
 
-    name: str
-    recipe: Recipe
+    axis: str
+    model: ModelConfig
+    layers: int
+    microbatches: int
+    size: Size = TINY_SIZE
 
-
-def probe_name(
-    axis: str, model: ModelConfig, layers: int, microbatches: int, seq: int, microbatch_size: int
-) -> str:
-    size = "tiny" if model is TINY else "larger"
-    return f"{axis} {size} {layers} layers {microbatches} x {microbatch_size} x {seq}"
-
-
-def probe(
-    axis: str,
-    parallel: ParallelConfig,
-    model: ModelConfig,
-    layers: int,
-    microbatches: int,
-    *,
-    seq: int = TINY_SEQ,
-    precision: Precision = "fp32",
-) -> Probe:
-    batch = microbatches * parallel.dp * parallel.microbatch_size
-    recipe = Recipe(
-        model=replace(model, layers=layers),
-        parallel=parallel,
-        train=TrainConfig(
-            steps=1_000_000, global_batch_size=batch, seq_len=seq, precision=precision
-        ),
-        optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
-    )
-    name = probe_name(axis, model, layers, microbatches, seq, parallel.microbatch_size)
-    return Probe(name=name, recipe=recipe)
+    def recipe(self, parallel: ParallelConfig, precision: Precision = "fp32") -> Recipe:
+        seq, microbatch_size = self.size
+        return Recipe(
+            model=replace(self.model, layers=self.layers),
+            parallel=replace(parallel, microbatch_size=microbatch_size),
+            train=TrainConfig(
+                steps=1_000_000,
+                global_batch_size=self.microbatches * parallel.dp * microbatch_size,
+                seq_len=seq,
+                precision=precision,
+            ),
+            optimizer=OptimizerConfig(lr=1e-4),
+        )
 
 
-def probes(world_size: int, larger: LargerRuns = ON_CPU) -> list[Probe]:
+def probes(world_size: int, larger: LargerRuns = ON_CPU) -> dict[Probe, Recipe]:
     """Returns the runs to time with so many ranks, each along one axis."""
-    run = partial(probe, precision=larger.precision)
+    found = {}
 
-    def tiny(axis: str, parallel: ParallelConfig) -> list[Probe]:
-        return [
-            run(axis, parallel, TINY, layers, m)
-            for layers in TINY_LAYERS
-            for m in TINY_MICROBATCHES
-        ]
+    def add(
+        axis: str,
+        parallel: ParallelConfig,
+        model: ModelConfig = TINY,
+        *,
+        layers: Sequence[int] = LAYERS,
+        microbatches: Sequence[int] = MICROBATCHES,
+        sizes: Sequence[Size] = (TINY_SIZE,),
+    ) -> None:
+        for choice in product(layers, microbatches, sizes):
+            probe = Probe(axis, model, *choice)
+            found[probe] = probe.recipe(parallel, larger.precision)
 
     if world_size == 1:
-        found = tiny("alone", ParallelConfig())
-        for (seq, size), layers, m in product(larger.sizes, LARGER_LAYERS, LARGER_MICROBATCHES):
-            found.append(
-                run("alone", ParallelConfig(microbatch_size=size), larger.model, layers, m, seq=seq)
-            )
-        for kind in ("selective", "full"):
-            found += [
-                run(kind, ParallelConfig(recompute=kind), TINY, TINY_LAYERS[-1], m)
-                for m in TINY_MICROBATCHES
-            ]
+        add("alone", ParallelConfig())
+        add("alone", ParallelConfig(), larger.model, sizes=larger.sizes)
+        add("selective", ParallelConfig(recompute="selective"), layers=LAYERS[-1:])
+        add("full", ParallelConfig(recompute="full"), layers=LAYERS[-1:])
         return found
     axes = {
         "NO_SHARD": ParallelConfig(dp_replicate=world_size, sharding="NO_SHARD"),
@@ -140,19 +125,16 @@ def probes(world_size: int, larger: LargerRuns = ON_CPU) -> list[Probe]:
     if TINY.heads % world_size == 0:
         axes["tp"] = ParallelConfig(tp=world_size)
         axes["tp_sequence"] = ParallelConfig(tp=world_size, sequence_parallel=True)
-    found = []
     for axis, parallel in axes.items():
-        found += tiny(axis, parallel)
-        seq, _ = larger.sizes[1]
-        found += [
-            run(axis, parallel, larger.model, LARGER_LAYERS[-1], m, seq=seq)
-            for m in LARGER_MICROBATCHES
-        ]
-    pipeline = ParallelConfig(pp=world_size)
-    return [
-        *found,
-        *(run("pp", pipeline, TINY, world_size, m * world_size) for m in TINY_MICROBATCHES),
-    ]
+        add(axis, parallel)
+        add(axis, parallel, larger.model, layers=LAYERS[-1:], sizes=larger.sizes[1:2])
+    add(
+        "pp",
+        ParallelConfig(pp=world_size),
+        layers=[world_size],
+        microbatches=[m * world_size for m in MICROBATCHES],
+    )
+    return found
 
 
 def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int) -> list[float]:
@@ -162,7 +144,7 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
     import torch.distributed as dist
 
     from parallel3d.mesh import build_mesh
-    from parallel3d.tools.calibrate.kernels import timed_s
+    from parallel3d.tools.clock import DeviceClock
 
     # One mesh serves all recipes of the same sizes. Each of gloo's groups has a thread that wakes
     # 100 times a second: the groups of forty meshes made a small step with four ranks on two cores
@@ -172,14 +154,12 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
     works = [
         _step(recipe, device, meshes[tuple(recipe.parallel.axes.values())]) for recipe in recipes
     ]
-    for work in works:
-        for _ in range(2):
-            work()
+    clock = DeviceClock(device)
     least = [float("inf")] * len(works)
     for _ in range(rounds):
         for i, work in enumerate(works):
             dist.barrier()
-            least[i] = min(least[i], timed_s(work, device, 1))
+            least[i] = min(least[i], clock.seconds(work))
     return least
 
 

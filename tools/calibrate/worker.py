@@ -18,13 +18,14 @@ from parallel3d.errors import RankError
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.launch.worker_process import cores
+from parallel3d.tools.calibrate.fit import overheads, process_tree
 from parallel3d.tools.calibrate.kernels import measure_kernels
 from parallel3d.tools.calibrate.links import (
     measure_collectives,
     measure_contention,
     measure_transfers,
 )
-from parallel3d.tools.calibrate.probes import LargerRuns, probes, time_probes
+from parallel3d.tools.calibrate.probes import LargerRuns, Probe, probes, time_probes
 
 RESULTS = "measured.json"  # what rank 0 of a world writes into its run_dir
 _PRELOAD = ("torch", __name__, "parallel3d.training.trainer", "parallel3d.models.llama")
@@ -52,18 +53,24 @@ def measure(recipe: Recipe, rendezvous: Rendezvous) -> None:
     size = rendezvous.world_size
     with process_group(recipe, rendezvous) as device:
         found = _host(device)
+        larger = LargerRuns.on(device.type)
+
+        def times() -> dict[Probe, float]:
+            runs = probes(size, larger)
+            seconds = time_probes([*runs.values()], device, rounds=6 if quick else 16)
+            return dict(zip(runs, seconds, strict=True))
+
         if size > 1:
             found["contention"] = measure_contention(device)
             found["collectives"] = measure_collectives(size, device, _COLLECTIVES)
             found["transfers"] = measure_transfers(size, device, _TRANSFERS)
-            found["probes"] = {torch.get_num_threads(): _time_probes(size, device, quick=quick)}
+            found |= overheads(times(), size, larger)
         else:
-            found |= {"kernels": {}, "probes": {}}  # by threads
-            for threads in sorted({1, cores()}) if device.type == "cpu" else [1]:
-                if device.type == "cpu":
-                    torch.set_num_threads(threads)
-                found["kernels"][threads] = measure_kernels(device, quick=quick)
-                found["probes"][threads] = _time_probes(1, device, quick=quick)
+            found["processes"] = {}  # by threads
+            for threads in sorted({1, cores()} if device.type == "cpu" else {1}):
+                torch.set_num_threads(threads)
+                kernels = measure_kernels(device, quick=quick)
+                found["processes"][threads] = process_tree(kernels, times(), larger)
     _write(found, recipe, rendezvous)
 
 
@@ -80,21 +87,13 @@ def _write(found: object, recipe: Recipe, rendezvous: Rendezvous) -> None:
         (Path(recipe.run_dir) / RESULTS).write_text(json.dumps(found))
 
 
-def _time_probes(world_size: int, device: torch.device, *, quick: bool) -> dict[str, float]:
-    found = probes(world_size, LargerRuns.on(device.type))
-    seconds = time_probes([each.recipe for each in found], device, rounds=6 if quick else 16)
-    return {each.name: taken for each, taken in zip(found, seconds, strict=True)}
-
-
 def _host(device: torch.device) -> dict[str, Any]:
     """Returns what a device is called and has: its memory, and a GPU's multiprocessors."""
     found = {"device": "CPU", "torch": str(torch.__version__), "cores": cores(), "processors": 1}
     if device.type == "cpu":
-        return {**found, "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    gpu = torch.cuda.get_device_properties(device)
-    return {
-        **found,
-        "device": gpu.name,
-        "memory_bytes": gpu.total_memory,
-        "processors": gpu.multi_processor_count,
-    }
+        found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        gpu = torch.cuda.get_device_properties(device)
+        found |= {"device": gpu.name, "cores": 0, "processors": gpu.multi_processor_count}
+        found["memory_bytes"] = gpu.total_memory
+    return found
