@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.hugging_face import HfTensor, hf_tensors
-from parallel3d.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest
+from parallel3d.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest, save_file
 from parallel3d.checkpoint.reader import read_box
 from parallel3d.checkpoint.start import CONFIG_JSON
-from parallel3d.checkpoint.store import sync_folder
-from parallel3d.checkpoint.writer import save_file
+from parallel3d.checkpoint.store import check_room, commit, sync_folder
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.corpus import find_tokenizer
 from parallel3d.data.tokenizers import TOKENIZER_FILES
-from parallel3d.errors import CheckpointError, ConfigError, DataError, SaveError, writing
+from parallel3d.errors import CheckpointError, ConfigError, DataError, writing
 
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SPARE_BYTES = 16 << 20  # for what is not a tensor: headers, the index, a tokenizer
@@ -96,18 +95,14 @@ def export(checkpoint: Path, to: Path, form: ExportForm, *, overwrite: bool) -> 
     to = to.resolve()
     manifest = read_manifest(checkpoint)
     tensors = _planned(checkpoint, manifest, form)
-    partial, replaced = _beside(to)
+    files = _files(tensors, form.largest_file_bytes)
+    partial = _beside(to)[0]
     try:
         with writing(to):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            needed = sum(each.bytes for each in tensors) + _SPARE_BYTES
-            free = shutil.disk_usage(partial).free
-            if free < needed:
-                raise SaveError(
-                    f"{to}: needs {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
-                )
-            for name, written in _files(tensors, form.largest_file_bytes).items():
+            check_room(to.parent, "an export", sum(each.bytes for each in tensors) + _SPARE_BYTES)
+            for name, written in files.items():
                 with (partial / name).open("wb") as file:
                     _write_header(file, written)
                     for tensor in written:
@@ -116,14 +111,9 @@ def export(checkpoint: Path, to: Path, form: ExportForm, *, overwrite: bool) -> 
                         yield tensor.source.name
                     file.flush()
                     os.fsync(file.fileno())
-            _write_others(partial, tensors, form)
+            _write_others(partial, files, form)
             sync_folder(partial)
-            if to.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-                to.rename(replaced)
-            partial.rename(to)
-            sync_folder(to.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
+            commit(partial, to)
     finally:
         # which is not there any more where all went well
         shutil.rmtree(partial, ignore_errors=True)
@@ -152,10 +142,12 @@ def _check_free(checkpoint: Path, to: Path, overwrite: bool) -> None:
             )
 
 
-def _beside(to: Path) -> tuple[Path, Path]:
-    """Returns the folder that a new export is written to, and the folder that an earlier export is
-    moved to."""
-    return to.with_name(f"{to.name}.partial"), to.with_name(f"{to.name}.replaced")
+def _beside(to: Path) -> list[Path]:
+    """Returns the folder that a new export is written to, and those that `commit` moves an earlier
+    export to before it is deleted."""
+    return [
+        to.with_name(f"{to.name}.{each}") for each in ("partial", "replaced", "replaced.dropped")
+    ]
 
 
 def _foreign_files(folder: Path) -> Iterator[Path]:
@@ -241,9 +233,10 @@ def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tenso
     return made
 
 
-def _write_others(folder: Path, tensors: list[ExportedTensor], form: ExportForm) -> None:
+def _write_others(folder: Path, files: dict[str, list[ExportedTensor]], form: ExportForm) -> None:
     """Writes config.json, generation_config.json, the index of several files, and the tokenizer's
     files."""
+    tensors = [tensor for written in files.values() for tensor in written]
     dtype, eos = tensors[0].dtype, form.end_of_text
     trees: dict[str, Any] = {
         CONFIG_JSON: to_hugging_face(
@@ -251,10 +244,10 @@ def _write_others(folder: Path, tensors: list[ExportedTensor], form: ExportForm)
         ),
         "generation_config.json": {} if eos is None else {"eos_token_id": eos},
     }
-    weights: dict[str, str] = {}
-    for name, written in _files(tensors, form.largest_file_bytes).items():
-        weights |= dict.fromkeys((tensor.source.name for tensor in written), name)
-    if len(set(weights.values())) > 1:
+    if len(files) > 1:
+        weights: dict[str, str] = {}
+        for name, written in files.items():
+            weights |= dict.fromkeys((tensor.source.name for tensor in written), name)
         total = sum(tensor.bytes for tensor in tensors)
         trees[_INDEX_JSON] = {"metadata": {"total_size": total}, "weight_map": weights}
     for name, tree in trees.items():

@@ -30,23 +30,6 @@ def test_documents_are_joined_each_with_its_end_of_text(tmp_path: Path) -> None:
     assert sorted(parts[0] + parts[1]) == sorted(texts.values())
 
 
-def test_a_single_file_keeps_its_end_for_validation(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("0123456789")
-    corpus = load_corpus(
-        DataConfig(source="text", path=str(tmp_path / "one.txt"), validation_fraction=0.3)
-    )
-    assert corpus.tokenizer.decode(ids(corpus.train)) == "0123456<|end_of_text|>"
-    assert corpus.tokenizer.decode(ids(corpus.validation)) == "789<|end_of_text|>"
-
-
-def test_bytes_that_are_no_utf8_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_bytes(bytes(range(1, 256)))
-    corpus = load_corpus(
-        DataConfig(source="text", path=str(tmp_path / "one.txt"), validation_fraction=0.5)
-    )
-    assert ids(corpus.train).tolist() == [*range(1, 128), 256]
-
-
 def test_a_corpus_is_read_with_a_tokenizer_of_the_users_own(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="tokenizer.json is read by the library tokenizers")
     texts = {f"{letter}.txt": f"the {letter} sat on the mat" for letter in "abcdefgh"}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import parallel3d.data
 from parallel3d.config.recipe import DataConfig
 from parallel3d.data.corpus import check_data, load_corpus
 from parallel3d.errors import ConfigError, DataError
@@ -25,28 +22,6 @@ def refusal(data: DataConfig, *, seq_len: int = 8, vocab: int = 264) -> str:
     with pytest.raises(ConfigError) as caught:
         check_data(data, seq_len=seq_len, vocab=vocab)
     return str(caught.value)
-
-
-def test_checking_and_loading_do_not_import_torch() -> None:
-    code = (
-        "import sys, parallel3d.data.corpus\nassert 'torch' not in sys.modules, 'imported too "
-        "early'"
-    )
-    root = Path(parallel3d.data.__file__).parents[2]
-    outcome = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert outcome.returncode == 0, outcome.stderr
-
-
-def test_the_standard_library_is_enough_for_any_small_run() -> None:
-    check_data(DataConfig(), seq_len=2048, vocab=257)
-
-
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
-    assert refusal(DataConfig(), vocab=256) == (
-        "model.vocab = 256: must be at least 257, the size of data.tokenizer = bytes; try 264"
-    )
 
 
 def test_text_one_token_short_of_a_window_is_refused_and_its_suggestion_is_accepted(
@@ -74,18 +49,6 @@ def test_the_check_counts_the_tokens_that_loading_gives(tmp_path: Path) -> None:
 
 def test_a_file_of_one_byte_leaves_nothing_to_train_on(tmp_path: Path) -> None:
     assert refusal(text_data(tmp_path, b"x")).endswith("has 1 for training; try more text")
-
-
-def test_an_unknown_tokenizer_and_a_missing_path_are_refused_before_any_worker_starts(
-    tmp_path: Path,
-) -> None:
-    assert refusal(DataConfig(tokenizer="words")) == (
-        "data.tokenizer = words: must be bytes or the path of a tokenizer.json, and there is no "
-        f"such file in {Path.cwd()}; try bytes"
-    )
-    assert "no such file or folder" in refusal(
-        DataConfig(source="text", path=str(tmp_path / "nowhere"))
-    )
 
 
 def test_a_file_that_cannot_be_read_is_found_though_the_window_is_full_before_it(

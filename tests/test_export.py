@@ -161,16 +161,11 @@ def test_what_is_at_dir_is_not_lost(run_dir: Path, tmp_path: Path, capsys: Said)
     )
     assert answer(str(there), "--overwrite", "--dtype", "bf16") == ""
     assert weights(there)["model.norm.weight"].dtype == torch.bfloat16
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis/chapter").touch()
-    assert f"{tmp_path}/thesis/chapter is not of an exported" in answer(
-        str(tmp_path / "thesis"), "--overwrite"
-    )
     assert "lies in the checkpoint" in answer(str(checkpoint / "out"))
     (tmp_path / "file").touch()
     assert "cannot be written: " in answer(str(tmp_path / "file/out"))
     assert "file is not of an exported model" in answer(str(tmp_path / "file"), "--overwrite")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there", "thesis"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
 
 
 def test_overwrite_replaces_an_earlier_export_and_no_folder_with_files_of_others(
@@ -235,13 +230,9 @@ def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> 
     ("change", "refusal"),
     [
         ({"layers": 3}, "has no model.layers.2.attention_norm.weight"),
-        (
-            {"layers": 1},
-            "has model.layers.1.attention.k.weight, which its config.yaml says nothing of",
-        ),
+        ({"layers": 1}, "has model.layers.1.attention.k.weight, which its config.yaml"),
         ({"vocab": 300}, "has an embedding of 257 ids, its config.yaml says 300"),
         ({"qk_norm": True, "qkv_bias": True}, "model.qk_norm = true"),
-        ({"architecture": "mine:Mine"}, "model.architecture = mine:Mine"),
     ],
 )
 def test_another_model_is_refused(

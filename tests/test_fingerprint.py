@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel3d.config.recipe import DataConfig, SourceConfig
+from parallel3d.config.recipe import DataConfig
 from parallel3d.data.corpus import load_corpora
 from parallel3d.data.fingerprint import data_fingerprint, differences
 from tests.data_files import write_folder
@@ -74,10 +74,3 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     assert differences((then[0], then[0]), (then[0], other)) == [
         "tokenizer of source 2 bytes, now f00d"
     ]
-
-
-def test_a_mixture_has_a_fingerprint_of_each_source(tmp_path: Path) -> None:
-    paths = [write_tokens(tmp_path / "a"), write_tokens(tmp_path / "b")]
-    data = DataConfig(source="tokens", sources=tuple(SourceConfig(path=path) for path in paths))
-    first, second = fingerprint(data)
-    assert first == second and first["train_tokens"] == 201

@@ -83,21 +83,6 @@ def test_the_global_batch_is_the_same_however_it_is_divided(
 
 
 @settings(deadline=None)
-@given(divisions, st.integers(0, 2**40))
-def test_an_epoch_gives_every_window_once_over_all_ranks_and_steps(
-    division: Division, seed: int
-) -> None:
-    size = whole_loader(division, seed).global_batch_size
-    source = loader(TOKENS[: 3 * size * 7 + 1], seed=seed).source
-    whole = replace(whole_loader(division, seed), source=source)
-    ranks = [division.of(whole, rank) for rank in range(division.dp_size)]
-    seen = sequences(
-        *(rank.batch(step) for step in range(-(-source.windows // size)) for rank in ranks)
-    )
-    assert sorted(seen[: source.windows]) == [7 * window for window in range(source.windows)]
-
-
-@settings(deadline=None)
 @given(steps)
 def test_labels_are_the_inputs_one_token_later(step: int) -> None:
     batch = loader().batch(step)
@@ -106,15 +91,6 @@ def test_labels_are_the_inputs_one_token_later(step: int) -> None:
     assert batch.labels.is_contiguous()
     assert torch.equal(batch.labels, batch.inputs + 1)
     assert torch.equal(batch.inputs, batch.inputs[..., :1] + torch.arange(7))
-
-
-def test_a_run_resumed_at_any_step_and_layout_gets_the_batches_of_one_that_never_stopped() -> None:
-    run = loader()
-    batches = [sequences(run.batch(step)) for step in range(40)]  # past the end of the first epoch
-    resumed = [replace(run, dp_rank=rank, dp_size=3, microbatch_size=2) for rank in range(3)]
-    for step in (39, 17, 18, 0):
-        assert sequences(*(rank.batch(step) for rank in resumed)) == batches[step]
-        assert sequences(loader().batch(step)) == batches[step]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d import recipes
-from parallel3d.checkpoint.manifest import read_manifest
-from parallel3d.checkpoint.writer import save_file
+from parallel3d.checkpoint.manifest import read_manifest, save_file
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import DataConfig
 from tests.test_evaluate import RECIPE, place

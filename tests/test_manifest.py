@@ -31,9 +31,10 @@ from parallel3d.checkpoint.manifest import (
     Progress,
     SavedTensor,
     read_manifest,
+    save_file,
 )
 from parallel3d.checkpoint.reader import read_box, read_tensor
-from parallel3d.checkpoint.writer import save_file, write_shard
+from parallel3d.checkpoint.writer import write_shard
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
 PROGRESS = Progress(

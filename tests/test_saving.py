@@ -146,11 +146,10 @@ def test_a_damaged_checkpoint_is_renamed_and_counts_for_nothing(
     assert saved_in(tmp_path) == ["step_00000004", "step_00000004.damaged", "step_00000005"]
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], int | None, str]] = {
-    # what happens after step 2, logging.every, the file that cannot be written
-    "removed": (shutil.rmtree, 1, "metrics.jsonl"),
-    "moved": (lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")), 1, "metrics.jsonl"),
-    "checkpoints are a file": (lambda run_dir: make_a_file(run_dir / "checkpoints"), 1, "step_"),
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    # what happens after step 2, the file that cannot be written
+    "moved": (lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")), "metrics.jsonl"),
+    "checkpoints are a file": (lambda run_dir: make_a_file(run_dir / "checkpoints"), "step_"),
 }
 
 
@@ -163,9 +162,9 @@ def make_a_file(path: Path) -> None:
 def test_a_folder_that_cannot_be_written_ends_the_run_with_its_path(
     run: Callable, tmp_path: Path, fault: str
 ) -> None:
-    act, every, file = FAULTS[fault]
+    act, file = FAULTS[fault]
     with pytest.raises(SaveError) as error:
-        run(replace(RECIPE, logging=LoggingConfig(every=every)), After(2, act))
+        run(RECIPE, After(2, act))
     assert error.value.exit_status == 73
     assert str(tmp_path / "run") in str(error.value) and file in str(error.value)
     assert "cannot be written: " in str(error.value)

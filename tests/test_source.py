@@ -42,12 +42,6 @@ def test_a_folder_is_searched_recursively_and_sorted_by_relative_path(tmp_path: 
     assert names(folder(tmp_path, "*")) == ["a.txt", "a/z.txt", "b.txt", "notes.md"]
 
 
-def test_a_file_is_a_corpus_of_one_document(tmp_path: Path) -> None:
-    write(tmp_path, {"one.md": "text"})
-    (document,) = find_documents(DataConfig(source="text", path=str(tmp_path / "one.md")))
-    assert (document.name, document.read()) == ("one.md", b"text")
-
-
 def test_the_standard_library_is_its_own_source_files() -> None:
     found = names(DataConfig())
     assert found == sorted(found)
@@ -64,38 +58,22 @@ def test_the_standard_library_is_its_own_source_files() -> None:
     assert all(name.endswith(".py") for name in found)
 
 
-def test_a_path_beside_stdlib_is_refused_rather_than_ignored() -> None:
-    assert refusal(DataConfig(path="mine.txt")) == (
-        "data.path = mine.txt: must be null where data.source = stdlib; try data.source=text"
-    )
-
-
-def test_text_without_a_path_is_refused() -> None:
-    assert refusal(DataConfig(source="text")) == (
-        "data.path = null: data.source = text needs a file or a folder; try data.path=corpus.txt, "
-        "or data.source=stdlib"
-    )
-
-
-def test_a_missing_path_is_refused_with_the_place_it_was_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (DataConfig(path="a.md"), "data.path = a.md: must be null where data.source = stdlib"),
+        (DataConfig(source="text"), "data.path = null: data.source = text needs a file"),
+        (DataConfig(source="text", path="gone"), "data.path = gone: no such file or folder at "),
+        (DataConfig(source="text", path="a.md/b"), "data.path = a.md/b: no such file or folder"),
+        (folder(Path(), "*.txt"), "matches none of the 3 below data.path = .; try data.pattern=*."),
+    ],
+)
+def test_a_recipe_that_names_no_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: DataConfig, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refusal(DataConfig(source="text", path="gone.txt")) == (
-        f"data.path = gone.txt: no such file or folder in {tmp_path}; "
-        "try the path of a text file or of a folder of them, or data.source=stdlib"
-    )
-    write(tmp_path, {"file.txt": "x"})
-    assert "no such file or folder" in refusal(DataConfig(source="text", path="file.txt/below"))
-
-
-def test_a_pattern_without_a_match_is_refused_and_told_what_is_there(tmp_path: Path) -> None:
     write(tmp_path, {"a.md": "a", "b.md": "b", "c.py": "c"})
-    assert refusal(folder(tmp_path)) == (
-        "data.pattern = *.txt: must match a file, and matches none of the 3 "
-        f"below data.path = {tmp_path}; try data.pattern=*.md"
-    )
-    assert names(folder(tmp_path, "*.md")) == ["a.md", "b.md"]
+    assert words in refusal(config)
 
 
 def test_what_is_no_regular_file_is_never_opened(tmp_path: Path) -> None:

@@ -49,27 +49,6 @@ def test_adding_a_file_moves_no_other(names: set[str], added: str, fraction: flo
     assert set(before.validation) <= set(after.validation)
 
 
-@given(name_sets, st.text("xyz", min_size=1), fractions)
-def test_adding_a_file_to_few_moves_at_most_the_one_that_fills_an_empty_part(
-    names: set[str], added: str, fraction: float
-) -> None:
-    before, after = (
-        split_documents(documents(names), fraction),
-        split_documents(documents({*names, added}), fraction),
-    )
-    assert (
-        len(set(before.train) - set(after.train))
-        + len(set(before.validation) - set(after.validation))
-        <= 1
-    )
-
-
-def test_the_fraction_is_kept_on_average() -> None:
-    found = documents({f"{index:05}.txt" for index in range(10_000)})
-    # 3 standard deviations
-    assert len(split_documents(found, 0.05).validation) == pytest.approx(500, abs=3 * 22)
-
-
 def test_the_split_is_pinned_so_that_a_resumed_run_validates_on_the_same_files() -> None:
     found = documents({f"{letter}.txt" for letter in "abcdefghijklmnopqrst"})
     assert (

@@ -53,14 +53,6 @@ def test_decoding(ids: list[int], text: str) -> None:
     assert TOKENIZER.decode(ids) == text
 
 
-def test_text_that_spells_the_mark_is_not_an_end_of_text() -> None:
-    assert TOKENIZER.end_of_text not in TOKENIZER.encode("<|end_of_text|>")
-
-
-def test_end_of_text_is_the_last_id() -> None:
-    assert TOKENIZER.end_of_text == TOKENIZER.vocab_size - 1 == 256
-
-
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
     """A small BPE with 275 ids, of English and a little Greek."""

@@ -38,9 +38,10 @@ from parallel3d.checkpoint.manifest import (
     SavedFile,
     SavedTensor,
     read_manifest,
+    save_file,
 )
 from parallel3d.checkpoint.reader import read_own_part
-from parallel3d.checkpoint.writer import WrittenShard, save_file, write_shard
+from parallel3d.checkpoint.writer import WrittenShard, write_shard
 from parallel3d.errors import CheckpointError, SaveError
 from parallel3d.torch_private import DcpPlace, dcp_index
 
@@ -253,18 +254,10 @@ def _make_folder(partial: Path, needed: int) -> None:
     into the one folder, so it has to have room for what they need together."""
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        free = shutil.disk_usage(partial.parent).free
-        if free < needed:
-            raise SaveError(
-                f"{partial.parent}: a checkpoint needs {_size(needed)}, {_size(free)} are free"
-            )
+        store.check_room(partial.parent, "a checkpoint", needed)
         partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
     except OSError as error:
         raise _cannot_write(partial.with_suffix(""), str(error)) from error
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 1 << 30 else f"{count / 2**20:.1f} MiB"
 
 
 def _cannot_write(path: Path, cause: str) -> SaveError:

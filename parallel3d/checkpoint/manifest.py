@@ -192,13 +192,19 @@ class Manifest:
             else:
                 lines.append(f'"{key.name}": {_json(value)}')
         text = ("{\n" + ",\n".join(lines)).encode()
-        with (folder / MANIFEST_FILE).open("wb") as file:
-            file.write(text + _ending(text))
-            file.flush()
-            os.fsync(file.fileno())
+        save_file(folder / MANIFEST_FILE, text + _ending(text))
 
 
 _MANIFEST = TypeAdapter(Manifest)
+
+
+def save_file(path: Path, content: bytes) -> SavedFile:
+    """Writes and syncs a small file."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return SavedFile(len(content), f"{zlib.crc32(content):08x}")
 
 
 def read_manifest(folder: Path) -> Manifest:

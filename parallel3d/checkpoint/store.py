@@ -22,7 +22,13 @@ from pathlib import Path
 
 from parallel3d.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from parallel3d.config.recipe import CheckpointConfig
-from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError, writing
+from parallel3d.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    SaveError,
+    writing,
+)
 from parallel3d.launch.run_dir import STEP_FOLDERS
 
 _NAME = re.compile(r"step_\d{8,}")
@@ -81,6 +87,19 @@ def check_manifests(checkpoints: Sequence[Path]) -> None:
         except DamagedCheckpointError:
             if path == checkpoints[-1]:
                 raise
+
+
+def check_room(folder: Path, what: str, needed_bytes: int) -> None:
+    """Raises SaveError if the disk of `folder` is too full."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        sizes = f"{size_text(needed_bytes)}, {size_text(free)} are free"
+        raise SaveError(f"{folder}: {what} needs {sizes}")
+
+
+def size_text(count: int) -> str:
+    """Returns a number of bytes in words."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def commit(partial: Path, final: Path) -> None:

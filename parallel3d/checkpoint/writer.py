@@ -107,12 +107,3 @@ class _FrameSink:
 
     def flush(self) -> None:
         """Does nothing; torch calls it at the end."""
-
-
-def save_file(path: Path, content: bytes) -> SavedFile:
-    """Writes and syncs a small file."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return SavedFile(len(content), f"{zlib.crc32(content):08x}")

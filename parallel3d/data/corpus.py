@@ -15,7 +15,7 @@ import numpy as np
 
 from parallel3d.config.recipe import DataConfig
 from parallel3d.data.source import Document, find_documents
-from parallel3d.data.token_files import ShardTokenizer, TokenFiles, open_tokens
+from parallel3d.data.token_files import TokenFiles, open_tokens
 from parallel3d.data.tokenizers import Tokenizer, build_tokenizer
 from parallel3d.data.windows import TokenIds, TokensInMemory, TokenStream
 from parallel3d.errors import ConfigError, DataError
@@ -72,26 +72,23 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
 def tokenizer_of(config: DataConfig, files: TokenFiles) -> Tokenizer:
     """Returns the tokenizer that the ids of `files` come from: the folder's own where it has one,
     else `data.tokenizer`. Raises ConfigError where neither says it, or both do."""
-    own = None if files.header is None else files.header.tokenizer
+    own = files.header.tokenizer if files.header else None
+    said = f"data.tokenizer = {config.tokenizer}: data.path = {config.path}"
     if own is None:
         if config.tokenizer == "bytes":
             raise ConfigError(
-                f"data.tokenizer = bytes: data.path = {config.path} does not say what its ids "
-                "mean, which a sample of text needs; try data.tokenizer=tokenizer.json, the path "
-                "of their tokenizer, or train.sample_tokens=0"
+                f"{said} does not say what its ids mean, which a sample of text needs; try "
+                "data.tokenizer=tokenizer.json, the path of their tokenizer, or "
+                "train.sample_tokens=0"
             )
         return build_tokenizer(config.tokenizer, config.end_of_text)
     if config.tokenizer != "bytes":
-        raise ConfigError(
-            f"data.tokenizer = {config.tokenizer}: data.path = {config.path} has a tokenizer of "
-            "its own; leave data.tokenizer out"
-        )
+        raise ConfigError(f"{said} has a tokenizer of its own; leave data.tokenizer out")
     if own.file is None:
         return build_tokenizer(own.kind)
     path = os.path.join(os.path.expanduser(config.path or ""), own.file)
-    return build_tokenizer(
-        path, config.end_of_text or own.end_of_text, key=f"data.path = {config.path}, {own.file}"
-    )
+    mark = config.end_of_text or own.end_of_text
+    return build_tokenizer(path, mark, key=f"data.path = {config.path}, {own.file}")
 
 
 def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMemory:
@@ -108,16 +105,13 @@ def document_end(config: DataConfig, files: TokenFiles) -> int | None:
     ConfigError if attention stays within documents and nothing names that id."""
     if config.documents == "join":
         return None
-    remedy = ""
-    if files.header is None:
-        remedy = "data.tokenizer=tokenizer.json, the path of their tokenizer, or "
-        if config.tokenizer != "bytes":
-            return build_tokenizer(config.tokenizer, config.end_of_text).end_of_text
-    elif files.header.end_of_text is not None:
+    if files.header is not None and files.header.end_of_text is not None:
         return files.header.end_of_text
+    if files.header is None and config.tokenizer != "bytes":
+        return build_tokenizer(config.tokenizer, config.end_of_text).end_of_text
     raise ConfigError(
         f"data.documents = mask: data.path = {config.path} does not say which id ends a document; "
-        f"try {remedy}data.documents=join"
+        "try data.tokenizer=tokenizer.json, the path of their tokenizer, or data.documents=join"
     )
 
 
@@ -150,26 +144,22 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
 def _refuse_other_tokenizers(data: DataConfig) -> None:
     """Raises ConfigError if the ids of two sources are known to come from different tokenizers, or
     if attention stays within documents that end with different ids."""
-    known: list[tuple[str, ShardTokenizer, int | None]] = []
+    ends: dict[int | None, str] = {}  # the first source that has them
+    tokenizers: dict[tuple[object, ...], str] = {}
     for index, corpus in enumerate(data.corpora):
         name = f"data.sources[{index}].path = {corpus.path}"
         files = open_token_files(corpus)
-        end = document_end(corpus, files)
-        if index == 0:
-            first_name, first_end = name, end
-        if end != first_end:
-            raise ConfigError(
-                f"{name}: its documents end with id {end}, and those of {first_name} with "
-                f"{first_end}; try data.documents=join"
-            )
+        ends.setdefault(document_end(corpus, files), name)
         if files.header and files.header.tokenizer:
-            tokenizer = replace(files.header.tokenizer, file=None, end_of_text=None)
-            known.append((name, tokenizer, files.header.end_of_text))
-            if known[-1][1:] != known[0][1:]:
-                raise ConfigError(
-                    f"{name}: its ids are from another tokenizer than those of {known[0][0]}; try "
-                    "tokens that one has made"
-                )
+            own = files.header.tokenizer
+            tokenizers.setdefault((own.kind, own.sha256, files.header.end_of_text), name)
+        for found, words, remedy in (
+            (ends, "documents end with another id", "data.documents=join"),
+            (tokenizers, "ids are from another tokenizer", "tokens that one has made"),
+        ):
+            if len(found) > 1:
+                first, other = found.values()
+                raise ConfigError(f"{other}: its {words} than those of {first}; try {remedy}")
 
 
 def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: bool) -> None:
@@ -191,18 +181,24 @@ def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: b
         _refuse_small_vocabulary(tokenizer, f"data.tokenizer = {data.tokenizer}", vocab)
         parts = split_documents(find_documents(data), data.validation_fraction)
         tokens_of = tuple(_up_to_a_window(part, tokenizer, seq_len) for part in parts)
-    for part, tokens in zip(("training", "validation"), tokens_of, strict=True):
-        if tokens <= seq_len:
-            corpus = "data.source = stdlib" if data.path is None else f"data.path = {data.path}"
-            remedy = "more text"
-            if part == "validation":
-                remedy += " or a larger data.validation_fraction"
-            if tokens > 1:
-                remedy = f"train.seq_len={tokens - 1} or less, or {remedy}"
-            raise ConfigError(
-                f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and "
-                f"{corpus} has {tokens} for {part}; try {remedy}"
-            )
+    corpus = "data.source = stdlib" if data.path is None else f"data.path = {data.path}"
+    training, validation = tokens_of
+    refuse_short(seq_len, training, corpus, " for training")
+    remedy = "more text or a larger data.validation_fraction"
+    refuse_short(seq_len, validation, corpus, " for validation", remedy)
+
+
+def refuse_short(
+    seq_len: int, tokens: int, corpus: str, part: str = "", remedy: str = "more text"
+) -> None:
+    """Raises ConfigError if the tokens of a corpus, or of a part of it, do not fill a window."""
+    if tokens <= seq_len:
+        if tokens > 1:
+            remedy = f"train.seq_len={tokens - 1} or less, or {remedy}"
+        raise ConfigError(
+            f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and "
+            f"{corpus} has {tokens}{part}; try {remedy}"
+        )
 
 
 def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallel3d.config.recipe import DataConfig, EvaluationConfig
-from parallel3d.data.corpus import open_token_files, stream_of
+from parallel3d.data.corpus import open_token_files, refuse_short, stream_of
 from parallel3d.data.source import find_documents
 from parallel3d.data.token_files import FileTokens
 from parallel3d.data.tokenizers import build_tokenizer
@@ -17,50 +17,34 @@ def evaluation_windows(config: DataConfig, seq_len: int) -> list[ShuffledWindows
     """Reads each evaluation set, and returns its windows in the order of its text. Raises
     ConfigError where a set is not there or has fewer sequences than are asked for, and DataError
     for a file that cannot be read."""
-    return [
-        _windows(config, chosen, index, seq_len) for index, chosen in enumerate(config.evaluation)
-    ]
-
-
-def _windows(
-    config: DataConfig, chosen: EvaluationConfig, index: int, seq_len: int
-) -> ShuffledWindows:
-    key = f"data.evaluation[{index}]"
-    try:
-        stream = _whole_stream(config, chosen)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("data.path", f"{key}.path")) from error
-    there = (len(stream) - 1) // seq_len
-    if there < 1:
-        raise ConfigError(
-            f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and "
-            f"{key}.path = {chosen.path} has {len(stream)}; try "
-            f"train.seq_len={max(1, len(stream) - 1)} or less, or more text"
-        )
-    if chosen.sequences is not None and chosen.sequences > there:
-        words = f"{chosen.path} has {there} sequences of train.seq_len = {seq_len} tokens"
-        raise ConfigError(
-            f"{key}.sequences = {chosen.sequences}: {words}; try {there}, or null for all of them"
-        )
-    return ShuffledWindows(stream, seq_len=seq_len, seed=None)
+    windows = []
+    for index, chosen in enumerate(config.evaluation):
+        key = f"data.evaluation[{index}]"
+        try:
+            stream = _whole_stream(config, chosen)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("data.path", f"{key}.path")) from error
+        there = (len(stream) - 1) // seq_len
+        refuse_short(seq_len, len(stream), f"{key}.path = {chosen.path}")
+        if chosen.sequences is not None and chosen.sequences > there:
+            words = f"{chosen.path} has {there} sequences of train.seq_len = {seq_len} tokens"
+            raise ConfigError(
+                f"{key}.sequences = {chosen.sequences}: {words}; try {there}, or null"
+            )
+        windows.append(ShuffledWindows(stream, seq_len=seq_len, seed=None))
+    return windows
 
 
 def _whole_stream(config: DataConfig, chosen: EvaluationConfig) -> TokenStream:
     """Returns all tokens of a set: of files of ids both parts, of text all documents. Raises
     ConfigError where the ids are not those of the run's own tokenizer."""
-    own = replace(
-        config, source="tokens" if config.source == "tokens" else "text", path=chosen.path
-    )
-    if own.source == "text":
+    if config.source != "tokens":
+        own = replace(config, source="text", path=chosen.path)
         return stream_of(find_documents(own), build_tokenizer(config.tokenizer, config.end_of_text))
-    files = open_token_files(own)
+    files = open_token_files(replace(config, path=chosen.path))
     trained = config.corpora[0]
     trained_on = open_token_files(trained).header
-    if (
-        files.header is not None
-        and trained_on is not None
-        and files.header.tokenizer != trained_on.tokenizer
-    ):
+    if files.header and trained_on and files.header.tokenizer != trained_on.tokenizer:
         words = f"its ids are of another tokenizer than those of {trained.path}"
         raise ConfigError(f"data.path = {chosen.path}: {words}; tokenize both with the same")
     return FileTokens([*files.train.slices, *files.validation.slices], files.train.dtype)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
@@ -63,39 +63,39 @@ def find_documents(config: DataConfig) -> list[Document]:
                 "data.source=text"
             )
         root = Path(sysconfig.get_path("stdlib"))
-        names = []
-        if root.is_dir():
-            names = [name for name in _walk(root, prune=NOT_STDLIB) if name.endswith(".py")]
-        documents = _non_empty(root, names)
-        if not documents:
-            raise ConfigError(
-                f"data.source = stdlib: this Python has no source files in {root}; "
-                "try data.source=text data.path=corpus.txt"
-            )
-        return documents
-    if not config.path:
+        files = walk_files(root, NOT_STDLIB.__contains__)
+        names = [name for name in files if name.endswith(".py")]
+    elif not config.path:
         raise ConfigError(
             "data.path = null: data.source = text needs a file or a folder; try "
             "data.path=corpus.txt, or data.source=stdlib"
         )
-    root = Path(os.path.expanduser(config.path))
-    if not os.path.exists(root):
-        where = "" if root.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(
-            f"data.path = {config.path}: no such file or folder{where}; "
-            "try the path of a text file or of a folder of them, or data.source=stdlib"
-        )
-    if not root.is_dir():
-        documents = _non_empty(root.parent, [root.name])
-        if not documents:
+    else:
+        root = Path(os.path.expanduser(config.path))
+        if not os.path.exists(root):
             raise ConfigError(
-                f"data.path = {config.path}: the file is empty; try a file with text in it"
+                f"data.path = {config.path}: no such file or folder at {root.absolute()}; "
+                "try the path of a text file or of a folder of them, or data.source=stdlib"
             )
-        return documents
+        if root.is_dir():
+            names = _matching(root, config)
+        else:
+            root, names = root.parent, [root.name]
+    documents = _non_empty(root, names)
+    if not documents:
+        raise ConfigError(
+            f"data.path = {config.path}: holds no text, its {len(names)} files are empty; try a "
+            "file or a folder with text in it"
+        )
+    return documents
+
+
+def _matching(root: Path, config: DataConfig) -> list[str]:
+    """Returns the names of the files below `root` that match `data.pattern`."""
     pattern = config.pattern.removeprefix("**/")  # the search is recursive as it is
     if not pattern:
         raise ConfigError(f"data.pattern = {config.pattern}: must match names of files; try *.txt")
-    found = [PurePosixPath(name) for name in _walk(root, prune=())]
+    found = [PurePosixPath(name) for name in walk_files(root)]
     matching = [str(name) for name in found if name.match(pattern)]
     if not matching:
         remedy = "a folder with text files in it"
@@ -105,20 +105,16 @@ def find_documents(config: DataConfig) -> list[Document]:
             f"data.pattern = {config.pattern}: must match a file, and matches none of the "
             f"{len(found)} below data.path = {config.path}; try {remedy}"
         )
-    documents = _non_empty(root, matching)
-    if not documents:
-        raise ConfigError(
-            f"data.path = {config.path}: holds no text, every file that matches data.pattern = "
-            f"{config.pattern} is empty ({len(matching)} of them); try a folder with text in it"
-        )
-    return documents
+    return matching
 
 
-def _walk(root: Path, *, prune: Container[str]) -> Iterator[str]:
-    """Yields the names of all files below `root`, outside folders named in `prune`."""
-    # without onerror, what cannot be listed is left out
+def walk_files(
+    root: Path, is_left_out: Callable[[str], bool] = lambda folder: False
+) -> Iterator[str]:
+    """Yields the names of all files below `root`, outside folders whose name is left out. Raises
+    DataError for a folder that cannot be listed."""
     for folder, folders, files in os.walk(root, onerror=_refuse):
-        folders[:] = [name for name in folders if name not in prune]
+        folders[:] = [name for name in folders if not is_left_out(name)]
         for file in files:
             yield Path(folder, file).relative_to(root).as_posix()
 

@@ -107,17 +107,20 @@ class TokensJson:
         writes."""
         path = folder / TOKENS_JSON
         try:
-            header: TokensJson = TypeAdapter(cls).validate_json(path.read_bytes())
+            return _TOKENS_JSON.validate_json(path.read_bytes())
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); make the folder with parallel3d-data"
             ) from error
         except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
+            fault = error.errors()[0]
             key = ".".join(map(str, fault["loc"]))
-            reason = f"{key}: {fault['msg']}".removeprefix(": ")
-            raise DataError(f"{path}: is damaged ({reason}); write the folder anew") from error
-        return header
+            raise DataError(
+                f"{path}: is damaged ({key}: {fault['msg']}); write the folder anew"
+            ) from error
+
+
+_TOKENS_JSON = TypeAdapter(TokensJson)
 
 
 @dataclass(frozen=True)
@@ -253,33 +256,28 @@ class MegatronIndex:
         """Raises DataError for another file, or one that is shorter than its header says."""
         path = Path(f"{prefix}.idx")
         try:
-            content = np.memmap(path, dtype=np.uint8, mode="r")
+            with path.open("rb") as file:
+                raw = file.read(_HEADER.size)
         except OSError as error:
             raise _unreadable(path, error) from error
-        except ValueError:  # an empty file
-            content = np.empty(0, np.uint8)  # type: ignore[assignment]
-        raw = content[: _HEADER.size].tobytes()
         if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
-            raise DataError(
-                f"{path}: is no index of Megatron's; give the path of PREFIX.bin and PREFIX.idx as "
-                "PREFIX"
-            )
+            raise DataError(f"{path}: is no index of Megatron's; give PREFIX of PREFIX.idx")
         _, version, code, sequences, borders = _HEADER.unpack(raw)
         if version != 1 or code not in _DTYPES:
             raise DataError(
                 f"{path}: version {version}, type of ids {code}; version 1 of an integer type can "
                 "be read"
             )
-        tables = [content[_HEADER.size :]]
-        for size in (4 * sequences, 8 * sequences, 8 * borders):
-            tables[-1:] = [tables[-1][:size], tables[-1][size:]]
-        if len(tables[2]) < 8 * borders or borders < 2 or not sequences:
+        needed = _HEADER.size + 12 * sequences + 8 * borders
+        if path.stat().st_size < needed or borders < 2 or not sequences:
             raise DataError(
                 f"{path}: has not the {sequences} sequences that it says; build it anew"
             )
-        lengths, places = tables[0].view("<i4"), tables[1].view("<i8")
+        content = np.memmap(path, dtype=np.uint8, mode="r", offset=_HEADER.size)
+        lengths, rest = content[: 4 * sequences], content[4 * sequences :]
+        places, rest = rest[: 8 * sequences], rest[8 * sequences : 8 * (sequences + borders)]
         dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
-        return cls(path, dtype, lengths, places, tables[2].view("<i8"))
+        return cls(path, dtype, lengths.view("<i4"), places.view("<i8"), rest.view("<i8"))
 
     @property
     def tokens(self) -> int:
@@ -314,9 +312,23 @@ def verify(path: Path) -> Iterator[str]:
         return
     largest = 0
     for shard in header.shards:
-        faults, found = _verify_shard(path, shard, header)
-        largest = max(largest, found)
-        yield from faults
+        shard_path = path / shard.file
+        if not shard.tokens:
+            yield f"{shard_path}: holds no ids"
+            continue
+        ids = np.memmap(shard_path, dtype=np.dtype(header.dtype).newbyteorder("<"), mode="r")
+        crc = shard_largest = 0
+        for at in range(0, len(ids), _CHUNK):
+            chunk = np.ascontiguousarray(ids[at : at + _CHUNK])
+            crc = zlib.crc32(chunk.data, crc)
+            shard_largest = max(shard_largest, int(chunk.max()))
+        if crc != shard.crc32:
+            yield f"{shard_path}: crc32 is {crc}, tokens.json has {shard.crc32}: the file changed"
+        if shard_largest >= header.vocab_size:
+            known = f"ids 0 to {header.vocab_size - 1}"
+            yield f"{shard_path}: token id {shard_largest}, the vocabulary has {known}"
+        yield from _verify_documents(shard_path, ids, shard, header.end_of_text)
+        largest = max(largest, shard_largest)
     if largest != header.largest_id:
         yield (
             f"{path / TOKENS_JSON}: largest_id = {header.largest_id}, and the largest id of the "
@@ -324,44 +336,23 @@ def verify(path: Path) -> Iterator[str]:
         )
 
 
-def _verify_shard(folder: Path, shard: Shard, header: TokensJson) -> tuple[list[str], int]:
-    """Returns a line for each fault in one shard and its documents, and the shard's largest id."""
-    path, faults = folder / shard.file, list[str]()
-    if not shard.tokens:
-        return [f"{path}: holds no ids"], 0
-    ids = np.memmap(path, dtype=np.dtype(header.dtype).newbyteorder("<"), mode="r")
-    crc = largest = 0
-    for at in range(0, len(ids), _CHUNK):
-        chunk = np.ascontiguousarray(ids[at : at + _CHUNK])
-        crc, largest = zlib.crc32(chunk.data, crc), max(largest, int(chunk.max()))
-    if crc != shard.crc32:
-        faults.append(
-            f"{path}: crc32 is {crc}, tokens.json has {shard.crc32}: the file has changed since it "
-            "was written"
-        )
-    if largest >= header.vocab_size:
-        faults.append(
-            f"{path}: token id {largest}, the vocabulary has ids 0 to {header.vocab_size - 1}"
-        )
+def _verify_documents(path: Path, ids: TokenIds, shard: Shard, end: int | None) -> Iterator[str]:
+    """Yields a line for a fault in the borders of a shard's documents."""
     starts_path = documents_path(path)
     try:
         starts = np.fromfile(starts_path, dtype="<u8")
     except OSError as error:
-        return [*faults, f"{starts_path}: cannot be read ({error.strerror})"], largest
+        yield f"{starts_path}: cannot be read ({error.strerror})"
+        return
     borders = np.append(starts, len(ids)).astype(np.int64)
     if len(starts) != shard.documents or borders[0] != 0 or (np.diff(borders) <= 0).any():
-        faults.append(
-            f"{starts_path}: must be {shard.documents} rising places from 0 to below {len(ids)}"
-        )
-    elif header.end_of_text is not None:
-        ends = ids[borders[1:] - 1]
-        wrong = np.flatnonzero(ends != header.end_of_text)
-        if len(wrong):
-            faults.append(
-                f"{path}: document {wrong[0]} ends with id {ends[wrong[0]]} and not with the end "
-                f"of text, {header.end_of_text} ({len(wrong)} such documents)"
-            )
-    return faults, largest
+        yield f"{starts_path}: must be {shard.documents} rising places from 0 to below {len(ids)}"
+        return
+    ends = ids[borders[1:] - 1]
+    wrong = np.flatnonzero(ends != end)
+    if end is not None and len(wrong):
+        first = f"document {wrong[0]} ends with id {ends[wrong[0]]}"
+        yield f"{path}: {first} and not with the end of text, {end} ({len(wrong)} such documents)"
 
 
 def documents_path(shard: Path) -> Path:
@@ -378,6 +369,12 @@ class IdWriter(AbstractContextManager["IdWriter"]):
         self.starts = array("q")
         self._limit = min(vocab_size - 1, np.iinfo(self.dtype).max)
         self._file = path.open("wb")
+
+    @property
+    def shard(self) -> Shard:
+        """The file's entry in `tokens.json`."""
+        documents = len(self.starts)
+        return Shard(file=self.path.name, tokens=self.tokens, documents=documents, crc32=self.crc32)
 
     def add(self, ids: TokenIds, lengths: NDArray[np.integer]) -> None:
         """Appends documents of these lengths. Raises DataError for an id that the vocabulary or the
@@ -398,16 +395,12 @@ class IdWriter(AbstractContextManager["IdWriter"]):
         self.largest_id = max(self.largest_id, int(ids.max()))
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-        self._file.close()
-
-    def close(self) -> None:
         """Completes the file, and writes the one with the places of the documents."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self.write_documents()
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        if kind is None:
+            self.write_documents()
 
     def write_documents(self) -> None:
         starts = np.array(self.starts, dtype="<u8")
@@ -419,7 +412,7 @@ class MegatronWriter(IdWriter):
     `path` is PREFIX.bin."""
 
     def write_documents(self) -> None:
-        code = {name: code for code, name in _DTYPES.items()}[self.dtype.name]
+        code = next(code for code, name in _DTYPES.items() if name == self.dtype.name)
         starts = np.array(self.starts, dtype="<i8")
         lengths = np.diff(np.append(starts, self.tokens))
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
@@ -461,35 +454,26 @@ class FolderWriter(AbstractContextManager["FolderWriter"]):
         writers = self._writers[part]
         if not writers or writers[-1].tokens >= self.shard_tokens:
             for full in writers[-1:]:
-                full.close()
+                full.__exit__(None)
             path = self.folder / f"{part}-{len(writers):05}.bin"
             writers.append(IdWriter(path, dtype=self.dtype, vocab_size=self.vocab_size))
         writers[-1].add(ids, lengths)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for writers in self._writers.values():
+        largest = 0
+        shards: dict[Part, tuple[Shard, ...]] = {}
+        for part, writers in self._writers.items():
             for last in writers[-1:]:
                 last.__exit__(kind)
-        if kind is not None:
-            return
-        train, validation = (tuple(map(_describe, self._writers[part])) for part in PARTS)
-        writers = self._writers["train"] + self._writers["validation"]
-        TokensJson(
-            dtype=self.dtype,
-            vocab_size=self.vocab_size,
-            largest_id=max((writer.largest_id for writer in writers), default=0),
-            end_of_text=self.end_of_text,
-            tokenizer=self.tokenizer,
-            train=train,
-            validation=validation,
-        ).write(self.folder)
-
-
-def _describe(writer: IdWriter) -> Shard:
-    """Returns the entry of a shard in `tokens.json`."""
-    return Shard(
-        file=writer.path.name,
-        tokens=writer.tokens,
-        documents=len(writer.starts),
-        crc32=writer.crc32,
-    )
+            shards[part] = tuple(writer.shard for writer in writers)
+            largest = max([largest, *(writer.largest_id for writer in writers)])
+        if kind is None:
+            TokensJson(
+                dtype=self.dtype,
+                vocab_size=self.vocab_size,
+                largest_id=largest,
+                end_of_text=self.end_of_text,
+                tokenizer=self.tokenizer,
+                train=shards["train"],
+                validation=shards["validation"],
+            ).write(self.folder)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,32 +28,6 @@ END_OF_TEXT_MARKS = (
     *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|endofdocument|>"),
     *("</s>", "<eos>", "<|eos|>", "[EOS]"),
 )
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back, whatever made the vocabulary."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, `end_of_text` included."""
-
-    @property
-    def end_of_text(self) -> int:
-        """The id that ends every document; `encode` never gives it."""
-
-    def encode(self, text: bytes | str) -> TokenIds:
-        """Returns the ids of `text` (UTF-8 where it is bytes), `[ids]`. Text that spells the mark
-        of an end stays text."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Returns the ids of each of `texts`."""
-
-    def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """Returns the text of `ids`, where ids without a meaning are allowed: a sample always
-        prints."""
-
-    def files_for_transformers(self) -> dict[str, bytes]:
-        """Returns the files, by their names, that give transformers this tokenizer."""
 
 
 def ids_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -165,6 +139,10 @@ class JsonTokenizer:
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
 
+
+# Text to ids and back, whatever made the vocabulary. `vocab_size` is one more than the largest id;
+# `end_of_text` ends every document, and `encode` never gives it: text that spells it stays text.
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 # A tokenizer.json, and what published tokenizers have next to it, which readers of the slower form
 # need.

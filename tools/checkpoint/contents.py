@@ -14,7 +14,13 @@ from typing import Literal
 from parallel3d.checkpoint.difference import by_block
 from parallel3d.checkpoint.integrity import find_damage, missing_files
 from parallel3d.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
-from parallel3d.checkpoint.store import is_checkpoint, list_checkpoints, step_folders, step_of
+from parallel3d.checkpoint.store import (
+    is_checkpoint,
+    list_checkpoints,
+    size_text,
+    step_folders,
+    step_of,
+)
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.yaml_text import read_settings, shown
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError
@@ -52,7 +58,7 @@ class CheckpointEntry:
         words = f"{self.state}, best" if self.best else self.state
         if self.reason is not None:
             words += f": {self.reason}"
-        return f"{self.step:>10}{_size(self.bytes):>12}  {saved:<16}{loss:>10}  {words}"
+        return f"{self.step:>10}{size_text(self.bytes):>12}  {saved:<16}{loss:>10}  {words}"
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
@@ -150,7 +156,7 @@ def answer_inspect(options: Namespace) -> Reply:
         versions = f"parallel3d {manifest.parallel3d}, torch {manifest.torch}"
         yield from notes
         yield f"{checkpoint}: format {manifest.format}, {versions}"
-        yield f"  saved     {_saved(checkpoint)}, {_size(total)} in {len(manifest.files)} files"
+        yield f"  saved     {_saved(checkpoint)}, {size_text(total)} in {len(manifest.files)} files"
         done = f"step {progress.step:,}, {progress.tokens:,} tokens"
         yield f"  progress  {done}, seed {progress.seed}"
         yield f"  batches   {progress.global_batch_size:,} sequences of {progress.seq_len:,} tokens"
@@ -210,8 +216,3 @@ def _saved(checkpoint: Path) -> str | None:
     except OSError:
         return None
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
-
-
-def _size(count: int) -> str:
-    """Returns a number of bytes in words."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -72,7 +72,7 @@ def inspect(path: Path) -> Reply:
         tokenizer = found["tokenizer"] or "unknown"
         page.append(f"  tokenizer      {tokenizer}; end of text {found['end_of_text']}")
     for name, sizes in parts.items():
-        words = "{tokens:,} tokens in {documents:,} documents, {shards} shards"
+        words = "{tokens:,} tokens in {documents:,} documents, shards: {shards}"
         page.append(f"  {name:<13}  {words.format(**sizes)}")
     tree = {
         "path": str(path),

@@ -18,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from parallel3d.data.source import walk_files
 from parallel3d.data.tokenizers import import_extra
 from parallel3d.errors import ConfigError, DataError
 
@@ -87,7 +88,7 @@ def find_inputs(inputs: Sequence[str], reading: Reading) -> list[InputFile]:
         elif not path.is_dir():
             words = "is neither a file nor a folder"
             if not path.exists():
-                words = f"no such file or folder in {Path.cwd()}"
+                words = f"no such file or folder at {path}"
             raise ConfigError(f"{name}: {words}; try a file or a folder of texts")
         elif reading.format == "datasets" or (
             reading.format == "auto" and _is_saved_data_set(path)
@@ -104,7 +105,8 @@ def find_inputs(inputs: Sequence[str], reading: Reading) -> list[InputFile]:
 
 def _matching_files(folder: Path, name: str, reading: Reading) -> list[Path]:
     """Returns the files below a folder that the pattern selects, or whose name has the format."""
-    files = sorted(_walk(folder), key=lambda file: file.relative_to(folder).as_posix())
+    names = sorted(walk_files(folder, lambda name: name.startswith(".")))
+    files = [folder / name for name in names if (folder / name).is_file()]
     if reading.pattern is not None:
         pattern = reading.pattern.removeprefix("**/")
         matching = [file for file in files if file.match(pattern)]
@@ -229,18 +231,6 @@ def _input_file(path: Path, kind: InputFormat) -> InputFile:
 
 def _is_saved_data_set(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yields the regular files below `folder`, outside hidden folders."""
-    try:
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-                yield from _walk(path)
-            elif path.is_file():
-                yield path
-    except OSError as error:
-        raise _unreadable(folder, error) from None
 
 
 def _pieces_of_stream(file: InputFile, reading: Reading) -> Iterator[SizedPiece]:
