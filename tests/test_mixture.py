@@ -155,7 +155,7 @@ REFUSED = [
     ),
     (
         "data.sources=[{path: ''}]",
-        "data.sources[0].path = '': must name a file or a folder; try path: corpus.txt",
+        "data.sources[0].path = '' (command line): must have at least 1 character",
     ),
     (
         "data.sources=[{path: a/web}, {path: b/web}]",

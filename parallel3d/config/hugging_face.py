@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -38,38 +39,25 @@ _COUNTS = (
     "max_window_layers",
     "sliding_window_pattern",
 )
-_WORDS = ("model_type", "hidden_act", "activation_function")
 _OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
-# by `model_type`
-_KEYS = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
-_SCALING = {  # the keys of its rope_scaling, by those of a recipe's
-    "original_max_positions": "original_max_position_embeddings",
-    **{key: key for key in ("factor", "low_freq_factor", "high_freq_factor")},
-    **{key: key for key in ("beta_fast", "beta_slow", "attention_factor")},
+# by `model_type`: the keys, and the class of transformers
+_FAMILIES = {
+    "gpt2": (_GPT2, "GPT2LMHeadModel"),
+    "llama": (_LLAMA, "LlamaForCausalLM"),
+    "mistral": (_LLAMA, "MistralForCausalLM"),
+    "qwen2": (_LLAMA, "Qwen2ForCausalLM"),
+    "qwen3": (_LLAMA, "Qwen3ForCausalLM"),
 }
-
-_ALWAYS = ("factor", "original_max_positions")  # which every type of rope_scaling has
+_ORIGINAL = "original_max_position_embeddings"
 # as Mixtral, Qwen and DeepSeek call them
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_CLASSES = {  # of transformers, by `model_type`
-    "gpt2": "GPT2LMHeadModel",
-    **{
-        family: f"{family.capitalize()}ForCausalLM"
-        for family in ("llama", "mistral", "qwen2", "qwen3")
-    },
-}
-
-
-_MOST_DIGITS = 300
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
     """Returns the keys of a `config.json`. Raises ConfigError for a file that cannot be read as
     one."""
     try:
-        config = json.loads(
-            read_short(path, "a config.json is a short JSON file"), parse_int=_whole
-        )
+        config = json.loads(read_short(path, "a config.json is a short JSON file"))
     except OSError as problem:
         raise ConfigError(
             f"{path}: cannot be read ({problem.strerror}); try the path of a config.json"
@@ -82,24 +70,10 @@ def read_config_json(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: must hold keys and values, as a transformers model's config.json does"
         )
-    for key in _WORDS:
-        if not isinstance(config.get(key, ""), str):
-            raise ConfigError(f"{path}: {key} = {shown(json.dumps(config[key]))}: must be a word")
     for key in _COUNTS:
-        if config.get(key) is not None and whole_number(config, key, path) < 0:
-            raise ConfigError(f"{path}: {key} = {config[key]}: must be at least 0")
-    if not isinstance(tied := config.get("tie_word_embeddings", False), bool):
-        raise ConfigError(
-            f"{path}: tie_word_embeddings = {shown(json.dumps(tied))}: must be true or false"
-        )
+        if config.get(key) is not None:
+            whole_number(config, key, path)
     return config
-
-
-def _whole(digits: str) -> int:
-    """Reads a whole number. Raises ValueError for one that no float holds."""
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"it has a number of {len(digits)} digits")
-    return int(digits)
 
 
 def from_hugging_face(path: Path) -> ModelConfig:
@@ -111,38 +85,36 @@ def from_hugging_face(path: Path) -> ModelConfig:
 def model_of(config: dict[str, Any], path: Path, *, others: Iterable[str] = ()) -> ModelConfig:
     """Returns the model of the keys of a `config.json`, as `from_hugging_face` does. `others`:
     families that the caller takes beside these, for an error to name."""
-    kind = config.get("model_type", "(not given)")
-    if kind not in _KEYS:
-        what = _what_is_missing(config)
-        raise ConfigError(
-            f"{path}: model_type = {kind}: {what}must be one of {', '.join((*_KEYS, *others))}"
-        )
-    for key in _EXPERTS:
-        if config.get(key):
-            raise ConfigError(
-                f"{path}: {key} = {shown(config[key])}: a model of {kind} is dense; drop the key"
-            )
+    kind = str(config.get("model_type", "(not given)"))
+    experts = [key for key in _EXPERTS if config.get(key)]
+    if kind not in _FAMILIES or experts:
+        known = ", ".join((*_FAMILIES, *others))
+        said = f"{path}: model_type = {kind}: "
+        for key in experts:
+            said += f"{key} = {shown(config[key])}, and this project trains dense models only: "
+        raise ConfigError(f"{said}must be one of {known}, without experts")
     if kind == "qwen3":
         config.setdefault("head_dim", 128)  # transformers' own default
     numbers: dict[str, Any] = {}
-    for ours, theirs in _KEYS[kind].items():
+    for ours, theirs in _FAMILIES[kind][0].items():
         is_open = theirs in _OPTIONAL and config.get(theirs) is None
         numbers[ours] = None if is_open else whole_number(config, theirs, path)
-    is_gpt, head_dim, rope = kind == "gpt2", numbers.get("head_dim"), _rope(config, path)
-    if is_gpt and numbers["ffn_hidden"] is None:
-        numbers["ffn_hidden"] = 4 * numbers["hidden"]
-    if head_dim is not None and head_dim * numbers["heads"] == numbers["hidden"]:
+    is_gpt, rope = kind == "gpt2", _rope(config, path)
+    if is_gpt:
+        numbers["ffn_hidden"] = numbers["ffn_hidden"] or 4 * numbers["hidden"]
+    elif (numbers["head_dim"] or 0) * numbers["heads"] == numbers["hidden"]:
         numbers["head_dim"] = None
     eps, usual_eps = ("layer_norm_epsilon", 1e-5) if is_gpt else ("rms_norm_eps", 1e-6)
+    given = {eps: usual_eps, "initializer_range": 0.02, "rope_theta": 10_000.0, **config, **rope}
     model = ModelConfig(
         architecture="gpt" if is_gpt else "llama",
         tied_embeddings=bool(config.get("tie_word_embeddings", is_gpt)),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         window=sliding_window(config) if windowed_layers(config) else None,
-        norm_eps=_number({eps: usual_eps, **config}, eps, path),
-        init_std=_number({"initializer_range": 0.02, **config}, "initializer_range", path),
-        rope_theta=_number({"rope_theta": 10_000.0, **rope}, "rope_theta", path),
+        norm_eps=_number(given, eps, path),
+        init_std=_number(given, "initializer_range", path),
+        rope_theta=_number(given, "rope_theta", path),
         rope_scaling=None if is_gpt else _rope_scaling(rope, path),
         **numbers,
     )
@@ -166,7 +138,13 @@ def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
         yield f"{key} {activation} of config.json is taken as {ours[0]}, the only one here"
     rope = _rope(config, path)
     kind = _rope_type(rope)
-    known = ("rope_type", "type", "rope_theta", *_SCALING.values())
+    known = (
+        "rope_type",
+        "type",
+        "rope_theta",
+        _ORIGINAL,
+        *(key.name for key in fields(RopeScaling)),
+    )
     unknown = [key for key in rope if key not in known]
     if kind not in ("default", "llama3", "yarn"):
         yield (
@@ -194,14 +172,10 @@ def notes_on(config: Mapping[str, Any], path: Path) -> Iterator[str]:
 def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
     """Yields how a plan counts a window."""
     if layers := windowed_layers(config):
-        of = (
-            f"{layers} of {config.get('num_hidden_layers')}"
-            if layers != config.get("num_hidden_layers")
-            else "all"
-        )
         yield (
             f"sliding_window {sliding_window(config)} of config.json: the plan counts the time of "
-            f"attention with it in {of} layers, and memory as of whole attention"
+            f"attention with it in {layers} of {config['num_hidden_layers']} layers, and memory as "
+            "of whole attention"
         )
 
 
@@ -214,10 +188,10 @@ def check_numbers(model: ModelConfig, where: str) -> None:
 def check_model(model: ModelConfig, where: str) -> None:
     """Raises ConfigError where the numbers of a model contradict each other."""
     check_numbers(model, where)
-    parts = [("kv_heads", model.key_value_heads, "heads", model.heads)]
+    parts = {"kv_heads": (model.key_value_heads, "heads", model.heads)}
     if model.head_dim is None:
-        parts.insert(0, ("heads", model.heads, "hidden", model.hidden))
-    for part, number, of, whole in parts:
+        parts = {"heads": (model.heads, "hidden", model.hidden), **parts}
+    for part, (number, of, whole) in parts.items():
         if whole % number:
             tries = any_of(divisors_near(whole, number))
             raise ConfigError(
@@ -228,28 +202,31 @@ def check_model(model: ModelConfig, where: str) -> None:
 def family_of(model: ModelConfig) -> str:
     """Returns the `model_type` of the family of transformers that has a model. Raises ConfigError,
     which names the key, where none has it."""
+    fault = None
     if model.is_custom:
-        raise ConfigError(
+        fault = (
             f"model.architecture = {model.architecture}: is a class of your own, which no family "
             "of transformers has; only llama and gpt can be exported"
         )
-    if model.architecture == "gpt":
-        if model.key_value_heads != model.heads:
-            raise ConfigError(
-                f"model.kv_heads = {model.kv_heads}: GPT-2 of transformers has as many as "
-                f"model.heads = {model.heads}; only model.kv_heads={model.heads} can be exported"
-            )
-        if model.query_hidden != model.hidden:
-            raise ConfigError(
-                f"model.head_dim = {model.head_dim}: GPT-2 of transformers has model.hidden / "
-                f"model.heads; only model.head_dim={model.hidden // model.heads} can be exported"
-            )
-        return "gpt2"
-    if model.qkv_bias and model.qk_norm:
-        raise ConfigError(
+    elif model.qkv_bias and model.qk_norm:
+        fault = (
             "model.qk_norm = true: Qwen 3 of transformers has it without model.qkv_bias, and Qwen "
             "2 that without this; only model.qkv_bias=false can be exported with it"
         )
+    elif model.architecture == "gpt" and model.key_value_heads != model.heads:
+        fault = (
+            f"model.kv_heads = {model.kv_heads}: GPT-2 of transformers has as many as "
+            f"model.heads = {model.heads}; only model.kv_heads={model.heads} can be exported"
+        )
+    elif model.architecture == "gpt" and model.query_hidden != model.hidden:
+        fault = (
+            f"model.head_dim = {model.head_dim}: GPT-2 of transformers has model.hidden / "
+            f"model.heads; only model.head_dim={model.hidden // model.heads} can be exported"
+        )
+    if fault is not None:
+        raise ConfigError(fault)
+    if model.architecture == "gpt":
+        return "gpt2"
     if model.qkv_bias or model.qk_norm:
         return "qwen2" if model.qkv_bias else "qwen3"
     return "llama" if model.window is None else "mistral"
@@ -263,9 +240,10 @@ def to_hugging_face(
     positions it has the form of transformers 5 and that of 4, because older readers take a base of
     10,000 for one that they do not find. Raises ConfigError where no family has the model."""
     family = family_of(model)
-    numbers = {theirs: getattr(model, ours) for ours, theirs in _KEYS[family].items()}
+    keys, class_name = _FAMILIES[family]
+    numbers = {theirs: getattr(model, ours) for ours, theirs in keys.items()}
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[family]],
+        "architectures": [class_name],
         "model_type": family,
         **numbers,
         "tie_word_embeddings": model.tied_embeddings,
@@ -288,10 +266,10 @@ def to_hugging_face(
     rope: dict[str, Any] = {"rope_type": "default"}
     longest = seq_len
     if scaling is not None:
-        rope["rope_type"] = scaling.type
-        for key in (*_ALWAYS, *SCALING_KEYS[scaling.type]):
-            if getattr(scaling, key) is not None:
-                rope[_SCALING[key]] = getattr(scaling, key)
+        rope |= {"rope_type": scaling.type, "factor": scaling.factor}
+        rope[_ORIGINAL] = scaling.original_max_positions
+        own = {key: getattr(scaling, key) for key in SCALING_KEYS[scaling.type]}
+        rope |= {key: value for key, value in own.items() if value is not None}
         longest = round(scaling.original_max_positions * scaling.factor)
         # From a yarn's longest sequence, versions of transformers 4 compute its factor, whatever
         # else the config says.
@@ -312,14 +290,6 @@ def to_hugging_face(
     if family.startswith("qwen"):
         config |= {"use_sliding_window": model.window is not None, "max_window_layers": 0}
     return config
-
-
-def _what_is_missing(config: Mapping[str, Any]) -> str:
-    """Describes a mixture of experts, which no model of this project is; it ends with a colon."""
-    experts = next((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), None)
-    if experts is None:
-        return ""
-    return f"a mixture of {experts} experts, and this project trains dense models only: "
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -354,8 +324,9 @@ def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
             f"{path}: {key}: required and not given; set it to the model's whole number"
         )
     value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
-        raise ConfigError(f"{path}: {key} = {shown(json.dumps(value))}: must be a whole number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 or value < 0:
+        said = f"{path}: {key} = {shown(json.dumps(value))}"
+        raise ConfigError(f"{said}: must be a whole number from 0")
     return int(value)
 
 
@@ -370,7 +341,7 @@ def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if "rope_theta" in config:
         given.setdefault("rope_theta", config["rope_theta"])
     if _rope_type(given) != "default" and "max_position_embeddings" in config:
-        given.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        given.setdefault(_ORIGINAL, config["max_position_embeddings"])
     return given
 
 
@@ -382,14 +353,11 @@ def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
     """Returns the scaling of a config.json; None for a type that no recipe can say, which
     `notes_on` tells."""
     kind = _rope_type(rope)
-    if kind not in ("llama3", "yarn"):
+    if kind not in SCALING_KEYS:
         return None
-    numbers: dict[str, Any] = {
-        ours: _number(rope, theirs, path)
-        for ours, theirs in _SCALING.items()
-        if theirs in rope or ours in _ALWAYS
-    }
-    numbers["original_max_positions"] = int(numbers["original_max_positions"])
+    keys = ("factor", *(key for key in SCALING_KEYS[kind] if key in rope))
+    numbers: dict[str, Any] = {key: _number(rope, key, path) for key in keys}
+    numbers["original_max_positions"] = int(_number(rope, _ORIGINAL, path))
     return RopeScaling(type="llama3" if kind == "llama3" else "yarn", **numbers)
 
 

@@ -52,9 +52,7 @@ def mixture_errors(recipe: Recipe) -> Iterator[str]:
     data, sources = recipe.data, recipe.data.sources
     if not sources:
         if data.stages:
-            yield (
-                "data.stages: gives weights to data.sources, and there are none; try data.stages=[]"
-            )
+            yield "data.stages: weighs data.sources, and there are none; try data.stages=[]"
         return
     if data.source == "stdlib":
         yield (
@@ -65,40 +63,41 @@ def mixture_errors(recipe: Recipe) -> Iterator[str]:
         yield f"data.path = {shown(data.path)}: data.sources names the corpora; try data.path=null"
     labels = [source.label for source in sources]
     for index, label in enumerate(labels):
-        key = f"data.sources[{index}]"
-        if not sources[index].path:
-            yield f"{key}.path = '': must name a file or a folder; try path: corpus.txt"
-        elif (first := labels.index(label)) < index:
+        first = labels.index(label)
+        if first < index:
             yield (
-                f"{key}.name = {label}: is the name of data.sources[{first}]; try name: "
-                f"{label}-{index}"
+                f"data.sources[{index}].name = {label}: is the name of data.sources[{first}]; try "
+                f"name: {label}-{index}"
             )
-    weighings = [("the weights of data.sources", [source.weight for source in sources])]
+    weighings = {"the weights of data.sources": [source.weight for source in sources]}
     for index, stage in enumerate(data.stages):
-        weighings.append((f"data.stages[{index}].weights", [*stage.weights]))
+        weighings[f"data.stages[{index}].weights"] = [*stage.weights]
     usual = [1] * len(sources)
-    for key, weights in weighings:
+    for key, weights in weighings.items():
+        said = f"{key} = {shown(weights)}"
         if len(weights) != len(sources):
-            words = f"must be {len(sources)} numbers, one for each of data.sources"
-            yield f"{key} = {shown(weights)}: {words}; try {usual}"
+            count = len(sources)
+            yield f"{said}: must be {count} numbers, one for each of data.sources; try {usual}"
         elif not any(weights):
-            yield f"{key} = {shown(weights)}: some source must have a weight; try {usual}"
+            yield f"{said}: some source must have a weight; try {usual}"
         elif (period := sum(whole_weights(weights))) > LONGEST_PERIOD:
-            rounded = [
-                weight and max(1, round(10_000 * weight / sum(weights))) for weight in weights
-            ]
-            words = (
-                f"stand in whole numbers as {shown(whole_weights(weights))}, and those must add up "
-                "to at most"
+            share = 10_000 / sum(weights)
+            rounded = [weight and max(1, round(weight * share)) for weight in weights]
+            yield (
+                f"{said}: stand in whole numbers as {shown(whole_weights(weights))}, and those "
+                f"must add up to at most {LONGEST_PERIOD}, not {period}; try {rounded}"
             )
-            yield f"{key} = {shown(weights)}: {words} {LONGEST_PERIOD}, not {period}; try {rounded}"
     for index, label in enumerate(labels):
-        if all(any(weights) and weights[index : index + 1] == [0] for _, weights in weighings):
+        if all(
+            any(weights) and weights[index : index + 1] == [0] for weights in weighings.values()
+        ):
             yield (
                 f"data.sources[{index}].weight = 0: no sample would be drawn from {label}; try "
                 "weight: 1"
             )
     for index, (before, after) in enumerate(pairwise(stage.from_step for stage in data.stages), 1):
         if after <= before:
-            words = f"must be above that of the stage before, {before}"
-            yield f"data.stages[{index}].from_step = {after}: {words}; try from_step: {before + 1}"
+            yield (
+                f"data.stages[{index}].from_step = {after}: must be above that of the stage "
+                f"before, {before}; try from_step: {before + 1}"
+            )

@@ -407,7 +407,7 @@ class SourceConfig:
     """A source of a mixture: what `data.path` would name, and its weight beside the other
     sources."""
 
-    path: str
+    path: Text
     weight: NonNegative = 1.0
     name: str | None = None  # what the run calls it; None: the last part of `path`
 
