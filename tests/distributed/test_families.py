@@ -16,7 +16,7 @@ from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d.convert.apply import plan_modules, tensor_parallelize
+from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.families import FAMILIES, SEQUENCE_FAMILIES, rules_of
 from parallel3d.convert.rules import Column, Divide, Rules
 from parallel3d.layers.parameter import set_fused_gradients
@@ -48,63 +48,55 @@ class Model:
 
 # norms of heads, or rotations, that compute in float32 whatever the model's type
 FLOAT32_INSIDE = 1e-6
-_LLAMA4 = {**_DECODER, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, (
-    "attention_chunk_size"
-): 8,
-           "no_rope_layers": [1, 0], "num_experts_per_tok": 1}  # fmt: skip
+_HEADS = {**_DECODER, "head_dim": 8}
+_LLAMA4 = {
+    **_HEADS,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "attention_chunk_size": 8,
+    "no_rope_layers": [1, 0],
+    "num_experts_per_tok": 1,
+}
+_QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64, "vocab_size": VOCAB}
+_OPT = {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0, "attention_dropout": 0.0}
+_GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 4}
 # by the row of docs/layers-in-your-model.md, of which the first word is the family
 MODELS: dict[str, Model] = {
     "llama": Model("LlamaForCausalLM"),
     "llama, a model without a head": Model("LlamaModel"),
-    "llama, classes of sequences": Model("LlamaForSequenceClassification", {**_DECODER, (
-        "num_labels"
-    ): 3}),
-    "llama4_text, mixtures": Model("Llama4ForCausalLM", {**_LLAMA4, "moe_layers": [1]}, FLOAT32_INSIDE),  # noqa: E501
+    "llama, classes of sequences": Model(
+        "LlamaForSequenceClassification", {**_DECODER, "num_labels": 3}
+    ),
+    "llama4_text, mixtures": Model(
+        "Llama4ForCausalLM", {**_LLAMA4, "moe_layers": [1]}, FLOAT32_INSIDE
+    ),
     "llama4_text, dense": Model("Llama4ForCausalLM", {**_LLAMA4, "moe_layers": []}, FLOAT32_INSIDE),
     "mistral": Model("MistralForCausalLM", {**_DECODER, "sliding_window": 5}),
     "qwen2, tied": Model("Qwen2ForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
-    "qwen3": Model("Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}),
-    "gemma": Model("GemmaForCausalLM", {**_DECODER, "head_dim": 8}),
-    "gemma2": Model("Gemma2ForCausalLM", {**_DECODER, "head_dim": 8, "sliding_window": 5}),
-    "gemma3_text": Model("Gemma3ForCausalLM", {**_DECODER, "head_dim": 8, (
-        "sliding_window"
-    ): 5}, FLOAT32_INSIDE),
+    "qwen3": Model("Qwen3ForCausalLM", _HEADS),
+    "gemma": Model("GemmaForCausalLM", _HEADS),
+    "gemma2": Model("Gemma2ForCausalLM", {**_HEADS, "sliding_window": 5}),
+    "gemma3_text": Model("Gemma3ForCausalLM", {**_HEADS, "sliding_window": 5}, FLOAT32_INSIDE),
     "phi3": Model("Phi3ForCausalLM"),
     "phi3, fewer heads of keys": Model("Phi3ForCausalLM", {**_DECODER, "num_key_value_heads": 2}),
     "mixtral": Model("MixtralForCausalLM", {**_DECODER, "num_local_experts": 4}),
-    "qwen3_moe": Model(
-        "Qwen3MoeForCausalLM",
-        {**_DECODER, "num_experts": 4, "num_experts_per_tok": 2, (
-            "moe_intermediate_size"
-        ): 16, "mlp_only_layers": [1]},
-    ),
-    "gpt2": Model(
-        "GPT2LMHeadModel",
-        {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64, "vocab_size": VOCAB, (
-            "bos_token_id"
-        ): 0,
-         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
+    "qwen3_moe": Model("Qwen3MoeForCausalLM", {**_DECODER, **_QWEN3_MOE, "mlp_only_layers": [1]}),
+    "gpt2": Model("GPT2LMHeadModel", {**_GPT2, **_NO_DROPOUT, "bos_token_id": 0}),
     "gpt_neox": Model("GPTNeoXForCausalLM"),
-    "opt": Model(
-        "OPTForCausalLM",
-        {**_DECODER, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0, (
-            "attention_dropout"
-        ): 0.0},
-    ),
+    "opt": Model("OPTForCausalLM", {**_DECODER, **_OPT}),
     "falcon, heads in turn": Model("FalconForCausalLM", {**_FALCON, "multi_query": False}),
     "falcon, one head of keys": Model("FalconForCausalLM", {**_FALCON, "multi_query": True}),
-    "falcon, groups": Model("FalconForCausalLM", {**_FALCON, (
-        "new_decoder_architecture"
-    ): True, "num_kv_heads": 4}),
-}  # fmt: skip
+    "falcon, groups": Model("FalconForCausalLM", {**_FALCON, **_GROUPS}),
+}
 
 
 def family(name: str) -> str:
     return name.partition(",")[0]
 
 
-def build(name: str, dtype: torch.dtype, **more: Any) -> nn.Module:
+def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
     """Returns a model of random weights, biases and norms too, with `more` in its config."""
     import transformers as hf
 
@@ -119,39 +111,50 @@ def build(name: str, dtype: torch.dtype, **more: Any) -> nn.Module:
     return model.to(dtype)
 
 
-def whole(x: Tensor) -> Tensor:
+def whole(x: Tensor | None) -> Tensor:
+    assert x is not None
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def largest(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+def gradient_difference(model: nn.Module, alone: nn.Module) -> float:
+    """Returns the largest difference of a gradient of the model from that of the whole one, in
+    shares of the tensor's largest number, where that is not noise around 0 (a key's bias)."""
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    floor = 1e-3 * max(map(largest, wanted.values()))
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            difference = largest(whole(parameter.grad) - wanted[name])
+            worst = max(worst, difference / max(largest(wanted[name]), floor))
+        else:
+            assert parameter.grad is None, name
+    return worst
 
 
 def differences(
     name: str, dtype: torch.dtype, sequence_parallel: bool = False
 ) -> tuple[float, float]:
-    """Returns the largest difference of an output and of a gradient, in shares of each tensor's
-    largest number, where that is not noise around 0 (a key's bias)."""
+    """Returns the largest difference of an output, and of a gradient."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     alone = build(name, dtype)
-    split = tensor_parallelize(
-        copy.deepcopy(alone), tp, rules_of(alone, sequence_parallel=sequence_parallel)
-    )
+    rules = rules_of(alone, sequence_parallel=sequence_parallel)
+    split = tensor_parallelize(copy.deepcopy(alone), tp, rules)
     torch.manual_seed(1)
     inputs = {"input_ids": torch.randint(4, VOCAB, (B, S))}
     outputs = [next(iter(model(**inputs).values())) for model in (alone, split)]
     factors = torch.randn_like(outputs[0])
     for output in outputs:
         (output * factors).sum().backward()
-    named = dict(split.named_parameters())
-    assert list(named) == [each for each, _ in alone.named_parameters()]
-    worst = 0.0
-    largest = max(p.grad.abs().max().item() for p in alone.parameters() if p.grad is not None)
-    for each, parameter in alone.named_parameters():
-        assert torch.equal(whole(named[each]), parameter), each
-        if parameter.grad is not None:
-            gradient = named[each].grad
-            assert gradient is not None, each
-            scale = max(parameter.grad.abs().max().item(), 1e-3 * largest)
-            worst = max(worst, (whole(gradient) - parameter.grad).abs().max().item() / scale)
-    scale = outputs[0].abs().max().item()
-    return (outputs[1] - outputs[0]).abs().max().item() / scale, worst
+    for (ours, part), (theirs, parameter) in zip(
+        split.named_parameters(), alone.named_parameters(), strict=True
+    ):
+        assert ours == theirs and torch.equal(whole(part), parameter), theirs
+    difference = largest(outputs[1] - outputs[0]) / largest(outputs[0])
+    return difference, gradient_difference(split, alone)
 
 
 AT_4 = ("llama", "phi3, fewer heads of keys", "qwen3_moe")  # heads that ranks share, experts
@@ -162,20 +165,14 @@ SIZES += [pytest.param(4, name, marks=pytest.mark.long) for name in MODELS if na
 @pytest.mark.parametrize(("size", "name"), SIZES)
 def test_the_split_model_is_the_whole_one(world: Callable, size: int, name: str) -> None:
     for output, gradient in world(size).run(differences, name, torch.float64):
-        assert output < MODELS[name].tolerance and gradient < MODELS[name].tolerance, (
-            output,
-            gradient,
-        )
+        assert max(output, gradient) < MODELS[name].tolerance, (output, gradient)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if family(name) in SEQUENCE_FAMILIES])
-@pytest.mark.parametrize("size", [2])
-def test_it_is_the_whole_one_with_sequence_parallelism_too(
-    world: Callable, size: int, name: str
-) -> None:
+def test_it_is_the_whole_one_with_sequence_parallelism_too(world: Callable, name: str) -> None:
     # Gemma's norms take their scale in float32, and each rank's tokens give a part of its gradient.
     tolerance = FLOAT32_INSIDE if name.startswith("gemma") else MODELS[name].tolerance
-    for output, gradient in world(size).run(differences, name, torch.float64, True):
+    for output, gradient in world(2).run(differences, name, torch.float64, True):
         assert output < MODELS[name].tolerance and gradient < tolerance, (output, gradient)
 
 
@@ -191,10 +188,10 @@ def pipeline_differences(name: str) -> tuple[float, float]:
     there are ranks for it, are from the whole model's."""
     mesh = init_device_mesh("cpu", (2, get_world_size() // 2), mesh_dim_names=("pp", "tp"))
     pp = mesh["pp"]
-    kinds = (
-        {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3_text" else {}
-    )
-    alone = build(name, torch.float64, **kinds, tie_word_embeddings=False)
+    kinds: dict[str, Any] = {"tie_word_embeddings": False}
+    if name == "gemma3_text":
+        kinds["layer_types"] = ["sliding_attention", "full_attention"]
+    alone = build(name, torch.float64, **kinds)
     model = copy.deepcopy(alone)
     if mesh["tp"].size() > 1:
         tensor_parallelize(model, mesh["tp"])
@@ -205,25 +202,15 @@ def pipeline_differences(name: str) -> tuple[float, float]:
 
     torch.manual_seed(1)
     ids, labels = torch.randint(4, VOCAB, (2, 2, B, S))
-    gap = TensorSpec((B, S, 32), torch.float64)
-    runtime = PipelineRuntime(
-        [stage], build_schedule("1f1b", pp=2, microbatches=2), pp, loss_fn, boundaries=gap
+    gap, schedule = (
+        TensorSpec((B, S, 32), torch.float64),
+        build_schedule("1f1b", pp=2, microbatches=2),
     )
-    loss = runtime.run(ids, labels)
-    wanted = sum(
-        loss_fn(alone(each).logits, label) for each, label in zip(ids, labels, strict=True)
-    )
-    assert isinstance(wanted, Tensor)
+    loss = PipelineRuntime([stage], schedule, pp, loss_fn, boundaries=gap).run(ids, labels)
+    wanted = loss_fn(alone(ids[0]).logits, labels[0]) + loss_fn(alone(ids[1]).logits, labels[1])
     wanted.backward()
-    own = dict(stage.named_parameters())
-    largest = max(p.grad.abs().max().item() for p in alone.parameters() if p.grad is not None)
-    worst = 0.0
-    for each, parameter in own.items():
-        gradient, theirs = parameter.grad, alone.get_parameter(each).grad
-        assert gradient is not None and theirs is not None, each
-        scale = max(theirs.abs().max().item(), 1e-3 * largest)
-        worst = max(worst, (whole(gradient) - theirs).abs().max().item() / scale)
-    return abs(loss.item() / wanted.item() - 1) if pp.get_local_rank() == 1 else 0.0, worst
+    difference = abs(loss.item() / wanted.item() - 1) if pp.get_local_rank() == 1 else 0.0
+    return difference, gradient_difference(stage, alone)
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -231,7 +218,7 @@ def pipeline_differences(name: str) -> tuple[float, float]:
 def test_its_pipeline_is_the_whole_one(world: Callable, size: int, name: str) -> None:
     tolerance = 1e-12 if size == 2 else MODELS[name].tolerance
     for loss, gradient in world(size).run(pipeline_differences, name):
-        assert loss < tolerance and gradient < tolerance, (loss, gradient)
+        assert max(loss, gradient) < tolerance, (loss, gradient)
 
 
 def test_every_table_is_compared() -> None:
@@ -291,24 +278,8 @@ def train_fused() -> None:
             model(each).square().sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     for (name, parameter), theirs in zip(split.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(
-            whole(parameter), theirs, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert torch.allclose(whole(parameter), theirs, rtol=1e-12, atol=1e-12), name
 
 
 def test_parts_of_unequal_size_are_each_split_by_themselves(world: Callable) -> None:
     world(4).run(train_fused)
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        (("heads", 1, 1), r"qkv: its parts have 4 \+ 1 \+ 1 = 6 units, and its output features 8"),
-        (3, "qkv: 8 units of output features are no 3 equal parts"),
-        ((5, 2, 1), "qkv: 5 units in one of the parts .* cannot be split over tp = 2"),
-    ],
-)
-def test_parts_that_are_not_those_of_the_product_are_refused(parts: Any, words: str) -> None:
-    rules: Rules = {"0.qkv": Column(unit="head_dim", parts=parts), "0.out": "row"}
-    with pytest.raises(ValueError, match=words):
-        plan_modules(nn.Sequential(Fused()), rules, 2)
