@@ -77,6 +77,10 @@ RULES: Rules = {
 }
 
 
+def packed(parts: int | tuple[int | str, ...]) -> Rules:
+    return {"attn.packed": Column(unit="head_dim", parts=parts)}
+
+
 def plans(module: nn.Module, rules: Rules, tp: int = 2) -> dict[str, ModulePlan]:
     return {plan.name: plan for plan in plan_modules(module, rules, tp)}
 
@@ -112,6 +116,14 @@ def test_fewer_heads_than_ranks_are_shared_and_their_group_shrinks() -> None:
         ({"norm": "column"}, 2, "norm: is a LayerNorm; only nn.Linear and Conv1D can be split"),
         ({"norm": "vocab"}, 2, "norm: is a LayerNorm; only nn.Embedding can be split by rows"),
         ({}, 3, r"attn.q: 4 heads \(.*head_dim\) cannot be split over tp = 3; try tp = 1, 2 or 4"),
+        (packed(5), 2, "attn.packed: 12 units of output features are no 5 equal parts"),
+        (packed((4, "heads", 1)), 2, r"packed: its rule needs Attention.heads, and that is None"),
+        (packed((4, 1, 1)), 2, r"its parts have 4 \+ 1 \+ 1 = 6 units, and its output features 12"),
+        (
+            packed((5, 6, 1)),
+            2,
+            "packed: 5 units in one of the parts .* cannot be split over tp = 2",
+        ),
         ({"norm": Divide(("heads",))}, 2, "norm: its rule needs LayerNorm.heads, and that is None"),
     ],
 )

@@ -11,7 +11,10 @@ from pathlib import Path
 import parallel3d
 
 ROOT = Path(parallel3d.__file__).parent
-WITHOUT_TORCH = ("errors", "schedules", "config", "watch", "launch", "planner")
+WITHOUT_TORCH = (
+    *("errors", "schedules", "config", "watch", "launch", "planner"),
+    "tools/check_layout/command",
+)
 PRIVATE_TORCH = re.compile(
     r"^\s*from torch\S* import .*\b_\w|(?<![\w\"])torch(\.\w+)*\._[a-z]", re.MULTILINE
 )

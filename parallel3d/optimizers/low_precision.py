@@ -35,7 +35,8 @@ class _InFloat32(torch.optim.Optimizer):
         for p, value, gradient, state in kept:
             assert gradient is not None
             p.grad = None  # a gradient must have the dtype of its parameter
-            p.data, p.grad = value.float(), gradient.float()
+            p.data = value.float()
+            p.grad = gradient.float()
             self.state[p] = {name: narrow.float() for name, narrow in state.items()}
         self.param_groups = [group | {"params": parameters}]
         super().step()
@@ -44,7 +45,9 @@ class _InFloat32(torch.optim.Optimizer):
             for name, narrow in state.items():
                 narrow.copy_(self.state[p][name])
             p.grad = None
-            p.data, p.grad, self.state[p] = value, gradient, state
+            p.data = value
+            p.grad = gradient
+            self.state[p] = state
 
 
 class LowPrecisionAdamW(_InFloat32, torch.optim.AdamW):

@@ -51,16 +51,21 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         assert config.ns_steps is not None and config.ns_dtype is not None
         assert config.lr_adjust is not None
-        lr_ratio = 1.0 if config.muon_lr is None else config.muon_lr / config.lr
-        defaults = {"lr": config.lr, "lr_ratio": lr_ratio, "weight_decay": config.weight_decay}
-        super().__init__(
-            [matrix.local for matrix in matrices], defaults | {"momentum": config.momentum}
-        )
-        self._matrices, self._nesterov = matrices, config.nesterov
-        self._ns_steps, self._ns_dtype = config.ns_steps, DTYPES[config.ns_dtype]
+        defaults = {
+            "lr": config.lr,
+            "lr_ratio": 1.0 if config.muon_lr is None else config.muon_lr / config.lr,
+            "weight_decay": config.weight_decay,
+            "momentum": config.momentum,
+        }
+        super().__init__([matrix.local for matrix in matrices], defaults)
+        self._matrices = matrices
+        self._nesterov = config.nesterov
+        self._ns_steps = config.ns_steps
+        self._ns_dtype = DTYPES[config.ns_dtype]
         self._lr_adjust = config.lr_adjust
         self._stage = joined_axis(mesh, STAGE_AXES, "stage")
-        self._tp, self._dp_shard = mesh["tp"].size(), mesh["dp_shard"].size()
+        self._tp = mesh["tp"].size()
+        self._dp_shard = mesh["dp_shard"].size()
         self._exchanges: dict[tuple[LocalParameter, ...], MatrixExchange] = {}  # one for each round
 
     @torch.no_grad()
@@ -82,13 +87,16 @@ class Muon(torch.optim.Optimizer):
         large as the gradients of the matrices, and the iteration makes several of the size of each
         matrix that this rank owns."""
         if matrices not in self._exchanges:
-            ranks, tp = self._stage.size, self._tp
-            parts = [parts_of_ranks(m.spec, ranks, tp, self._shards(m)) for m in matrices]
-            shapes = [matrix.spec.shape for matrix in matrices]
+            shapes, parts = [], []
+            for matrix in matrices:
+                shards = self._shards(matrix)
+                shapes.append(matrix.spec.shape)
+                parts.append(parts_of_ranks(matrix.spec, self._stage.size, self._tp, shards))
             self._exchanges[matrices] = MatrixExchange(self._stage, parts, shapes)
         exchange = self._exchanges[matrices]
         (group,) = self.param_groups
-        full = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
+        momentum = group["momentum"]
+        full = exchange.gather([self._momentum(matrix, momentum) for matrix in matrices])
         for index in range(len(full)):
             full[index] = orthogonalize(full[index], self._ns_steps)
         like = matrices[0].local.new_empty(0, dtype=self._ns_dtype)
@@ -123,7 +131,8 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     x = x / x.norm().clamp(min=_EPSILON)
     for _ in range(steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        change = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, change, x, beta=a)
     return x.T if is_tall else x
 
 
@@ -146,6 +155,10 @@ class SubMatrix(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
     def of(self, matrix: Tensor) -> Tensor:
         """Returns a view of this rectangle."""
@@ -184,12 +197,14 @@ class MatrixExchange:
         if self._stage.group is None:
             return list(parts)
         me = self._stage.rank
-        sent = {
-            (owner, m): parts[m] for m, owner in enumerate(self._owners) if me in self._givers[m]
-        }
-        boxes = {
-            (giver, m): self._parts[m][giver] for m in self._owned for giver in self._givers[m]
-        }
+        sent = {}
+        for m, owner in enumerate(self._owners):
+            if me in self._givers[m]:
+                sent[owner, m] = parts[m]
+        boxes = {}
+        for m in self._owned:
+            for giver in self._givers[m]:
+                boxes[giver, m] = self._parts[m][giver]
         full = {m: parts[0].new_empty(self._shapes[m]) for m in self._owned}
         for (giver, m), part in self._all_to_all(sent, boxes, parts[0]).items():
             boxes[giver, m].of(full[m]).copy_(part)
@@ -204,9 +219,9 @@ class MatrixExchange:
         for m, matrix in zip(self._owned, full, strict=True):
             for rank, part in enumerate(self._parts[m]):
                 sent[rank, m] = part.of(matrix)
-        boxes = {
-            (owner, m): self._parts[m][self._stage.rank] for m, owner in enumerate(self._owners)
-        }
+        boxes = {}
+        for m, owner in enumerate(self._owners):
+            boxes[owner, m] = self._parts[m][self._stage.rank]
         received = self._all_to_all(sent, boxes, like)
         return [received[owner, m] for m, owner in enumerate(self._owners)]
 
@@ -215,20 +230,24 @@ class MatrixExchange:
     ) -> dict[Route, Tensor]:
         """Sends each tensor to the rank of its route, and returns the parts that come. `boxes` are
         their places."""
-        sent_sizes, sizes = [0] * self._stage.size, [0] * self._stage.size
-        for (rank, _), part in sent.items():
-            sent_sizes[rank] += part.numel()
-        for (rank, _), box in boxes.items():
-            sizes[rank] += math.prod(box.shape)
-        flat = torch.cat([like.new_empty(0), *(sent[route].flatten() for route in sorted(sent))])
+        sent_sizes = [0] * self._stage.size
+        pieces = [like.new_empty(0)]
+        for route in sorted(sent):
+            sent_sizes[route[0]] += sent[route].numel()
+            pieces.append(sent[route].flatten())
+        flat = torch.cat(pieces)
+        del pieces
+        sizes = [0] * self._stage.size
+        routes = sorted(boxes)
+        for route in routes:
+            sizes[route[0]] += boxes[route].elements
         out = flat.new_empty(sum(sizes))
         dist.all_to_all_single(out, flat, sizes, sent_sizes, group=self._stage.group)
-        routes = sorted(boxes)
-        pieces = out.split([math.prod(boxes[route].shape) for route in routes])
-        return {
-            route: piece.view(boxes[route].shape)
-            for route, piece in zip(routes, pieces, strict=True)
-        }
+        arrived = out.split([boxes[route].elements for route in routes])
+        received = {}
+        for route, piece in zip(routes, arrived, strict=True):
+            received[route] = piece.view(boxes[route].shape)
+        return received
 
 
 def nearest_holders(parts: Sequence[SubMatrix], owner: int) -> frozenset[int]:
