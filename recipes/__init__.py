@@ -104,18 +104,11 @@ def plan_with(recipe: Recipe) -> str | None:
     )
 
 
-def run_evaluate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
-    """Runs one rank of an evaluation of the checkpoint that the recipe names."""
-    from parallel3d.training.saved_model import evaluate_saved
+def read_saved(recipe: Recipe, rendezvous: Rendezvous, command: str, as_json: bool) -> None:
+    """Runs one rank of `evaluate` or `generate` with the checkpoint that the recipe names."""
+    from parallel3d.training.saved_model import read_saved as read
 
-    evaluate_saved(recipe, rendezvous, model_class(recipe.model.architecture), as_json=as_json)
-
-
-def run_generate(recipe: Recipe, rendezvous: Rendezvous, as_json: bool) -> None:
-    """Runs one rank that writes text with the checkpoint that the recipe names."""
-    from parallel3d.training.saved_model import write_with_saved
-
-    write_with_saved(recipe, rendezvous, model_class(recipe.model.architecture), as_json=as_json)
+    read(recipe, rendezvous, model_class(recipe.model.architecture), command, as_json=as_json)
 
 
 def peak_flops(cuda_name: str, precision: str) -> float | None:

@@ -139,7 +139,7 @@ def _job(options: argparse.Namespace) -> Job:
     recipe = replace(
         recipe, run_dir=None, checkpoint=replace(recipe.checkpoint, resume=str(saved[0]))
     )
-    return Job(recipe, function=f"run_{options.command}", arguments=(options.json,))
+    return Job(recipe, function="read_saved", arguments=(options.command, options.json))
 
 
 def replay(options: argparse.Namespace) -> int:

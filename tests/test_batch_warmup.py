@@ -15,7 +15,13 @@ from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError
 
 RECIPE = Recipe(
-    model=ModelConfig(layers=2, hidden=32, heads=4, ffn_hidden=64, vocab=264),
+    model=ModelConfig(
+        layers=2,
+        hidden=32,
+        heads=4,
+        ffn_hidden=64,
+        vocab=264,
+    ),
     parallel=ParallelConfig(dp_shard=2, microbatch_size=2),
     train=TrainConfig(
         steps=100,

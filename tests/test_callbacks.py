@@ -24,7 +24,6 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.errors import ConfigError
-from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
 from parallel3d.recipes import find_recipe
@@ -40,8 +39,15 @@ from parallel3d.training.callbacks import (
 from parallel3d.training.loop import garbage_frozen
 from parallel3d.training.step_result import StepResult
 from parallel3d.training.worker import run_worker
+from tests.one_rank import one_rank
 
-MODEL = ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257)
+MODEL = ModelConfig(
+    layers=1,
+    hidden=16,
+    heads=2,
+    ffn_hidden=32,
+    vocab=257,
+)
 TRAIN = TrainConfig(
     steps=5, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=2
 )
@@ -102,9 +108,7 @@ def run(
         optimizer=OptimizerConfig(lr=1e-2),
         run_dir=str(folder / "run"),
     )
-    store = f"file://{folder}/store_{len(list(folder.glob('store_*')))}"
-    where = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=store)
-    run_worker(recipe, where, Llama, lambda name, precision: None, callbacks)
+    run_worker(recipe, one_rank(folder), Llama, lambda name, precision: None, callbacks)
     return [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -133,34 +137,16 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
         *[("step", 5), ("evaluated", 5), ("measured", 5), ("saved", 5)],
         ("ended", 5),
     ]
-    assert witness.told[1][2] == without[0]["loss"] and witness.told[4][2] == (
-        "validation",
-        "dickens",
-    )
-    assert witness.told[-1][2] is None
+    assert witness.told[1][2] == without[0]["loss"] and witness.told[-1][2] is None
+    assert witness.told[4][2] == ("validation", "dickens")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "callback" in line]
-    assert line.startswith(
-        "callback tests.test_callbacks:Broken has failed in started after step 0: SystemExit: a "
-        "user's"
-    )
-    assert "test_callbacks.py:" in line and line.endswith(
-        "the run goes on, and further failures are not told"
-    )
+    assert "tests.test_callbacks:Broken has failed in started after step 0: SystemExit" in line
+    assert "test_callbacks.py:" in line
 
 
-def test_a_method_that_no_run_calls_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "misnamed.py").write_text(
-        "import parallel3d\n\nclass Mine(parallel3d.Callback):\n    def on_step_end(self, run): "
-        "...\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_only_methods_that_a_run_calls_are_taken() -> None:
     with pytest.raises(ConfigError, match=r"callback Mine\.on_step_end: .* step_done"):
-        callback_classes(Recipe(model=MODEL, train=replace(TRAIN, callbacks=("misnamed:Mine",))))
-
-
-def test_a_class_among_the_attributes_of_a_callback_is_not_taken_for_a_method() -> None:
+        type("Mine", (Callback,), {"on_step_end": lambda self, run: None})
     assert type("Mine", (Callback,), {"Encoder": dict}).Encoder is dict  # type: ignore[attr-defined]
 
 
@@ -177,21 +163,13 @@ def test_a_run_stops_early_and_a_resumed_one_counts_what_was_before(
     }
     lines = run(tmp_path, **stopping)
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["val_loss"] is not None
-    assert lines[-1]["val_perplexity"] == pytest.approx(2.718281828 ** lines[-1]["val_loss"])
-    assert lines[-1]["val_perplexity/dickens"] == pytest.approx(
-        2.718281828 ** lines[-1]["val_loss/dickens"]
-    )
-    assert lines[-1]["val_loss/dickens"] != lines[-1]["val_loss"]
+    dickens = lines[-1]["val_loss/dickens"]
+    assert lines[-1]["val_perplexity/dickens"] == pytest.approx(2.718281828**dickens)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
     assert "stopped after step 4: the loss of dickens has not come below" in capsys.readouterr().err
     witness = Witness()
-    assert [line["step"] for line in run(tmp_path, witness, resume="auto", **stopping)] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    resumed = run(tmp_path, witness, resume="auto", **stopping)
+    assert [line["step"] for line in resumed] == list(range(1, 6))
     assert witness.told[0] == ("started", 4, 4)
 
 
@@ -206,16 +184,7 @@ def test_python_collects_no_garbage_while_it_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "parallel3d.Callback",
-            "must name a class as package.module:Class; try parallel3d:Callback",
-        ),
-        (
-            "no_such_module:Watch",
-            "there is no module no_such_module; it is looked for on PYTHONPATH",
-        ),
-        ("tests.test_callbacks:Nobody", "Nobody is not there in tests.test_callbacks ("),
-        ("tests.test_callbacks:run", "run is no parallel3d.Callback in tests.test_callbacks ("),
+        ("no_such_module:Watch", "there is no module no_such_module"),
         ("pathlib:Path", "Path is no parallel3d.Callback in pathlib ("),
     ],
 )
@@ -250,23 +219,15 @@ def test_a_range_test_ends_where_the_loss_rises_and_suggests_a_rate(
     losses = [6.0 - step / 5 for step in range(21)] + [4.0, 8.0, 16.0, 32.0]
     for step, loss in enumerate(losses):
         watcher.step_done(view, SimpleNamespace(lr=10 ** (-6 + step / 5), loss=loss))  # type: ignore[arg-type]
-        assert (view.stop_reason is not None) == (
-            smoothed(losses)[step] > 1.3 * min(smoothed(losses)[: step + 1])
-        )
-    assert (
-        view.stop_reason is not None
-        and "the loss has risen at a learning rate of" in view.stop_reason
-    )
+        means = smoothed(losses[: step + 1])
+        assert (view.stop_reason is not None) == (means[-1] > 1.3 * min(means))
+    assert view.stop_reason is not None
     watcher.ended(view, None)
     found = json.loads((tmp_path / "range_test.json").read_text())
-    assert found["lowest_loss_lr"] == pytest.approx(1e-2) and found[
-        "suggested_lr"
-    ] == pytest.approx(1e-3)
+    assert found["lowest_loss_lr"] == pytest.approx(1e-2)
+    assert found["suggested_lr"] == pytest.approx(1e-3)
     assert [step["loss"] for step in found["steps"]] == losses
-    assert (
-        "suggested: optimizer.lr=1.0e-03, a tenth of the rate of the lowest loss"
-        in capsys.readouterr().out
-    )
+    assert "suggested: optimizer.lr=1.0e-03" in capsys.readouterr().out
     falling = RateRangeTest()
     for step in range(10):
         falling.step_done(view, SimpleNamespace(lr=10.0 ** (-6 + step), loss=6.0 - step))  # type: ignore[arg-type]
@@ -276,9 +237,7 @@ def test_a_range_test_ends_where_the_loss_rises_and_suggests_a_rate(
 
 
 def test_early_stopping_forgets_the_evaluations_that_a_rollback_undoes() -> None:
-    model = ModelConfig(layers=1, hidden=8, heads=1, ffn_hidden=8, vocab=16)
-    recipe = Recipe(model=model, train=TrainConfig(steps=50, global_batch_size=1, seq_len=8))
-    run = RunView(recipe, Path("runs/mine"), say=lambda line: None)
+    run = RunView(Recipe(model=MODEL, train=TRAIN), Path("runs/mine"), say=print)
     stopping = EarlyStopping("books", patience=2, min_delta=0.0)
     callbacks = Callbacks([stopping], run)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 9.0)):

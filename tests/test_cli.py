@@ -38,15 +38,8 @@ BAD_INPUTS = [
     ("quickstart parallel.ttp=2", (
         "parallel.ttp (command line): unknown key; did you mean parallel.tp?"
     )),
-    ("quickstart train.steps=many", "train.steps = many (command line): must be a whole number"),
-    ("quickstart train.steps=0", "train.steps = 0 (command line): must be at least 1; try 1"),
-    ("quickstart parallel.schedule=zb", "must be gpipe, 1f1b, interleaved_1f1b"),
     ("quickstart parallel.tp=3", "parallel.tp = 3: must divide"),
-    ("quickstart parallel.dp_shard=3", "train.global_batch_size = 16: must be a multiple of"),
     ("quickstart model.name=llama9", "model.name = llama9 (command line): no such shape card"),
-    ("quickstart optimizer.betas=[1,2]", (
-        "optimizer.betas[0] = 1 (command line): must be below 1"
-    )),
     ("quickstart data.source=text data.path=no/such/corpus", "no/such/corpus"),
     ("quickstart checkpoint.resume=no/such/step", (
         "checkpoint.resume = no/such/step: is no checkpoint; try auto"
@@ -155,12 +148,8 @@ def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> N
 
 
 def test_a_run_leaves_its_whole_recipe_in_its_folder(no_workers: list[Recipe]) -> None:
-    assert (
-        pretrain.main(
-            ["quickstart", "train.steps=9", "optimizer.decay_steps=9", "optimizer.warmup_steps=0"]
-        )
-        == 0
-    )
+    settings = ["train.steps=9", "optimizer.decay_steps=9", "optimizer.warmup_steps=0"]
+    assert pretrain.main(["quickstart", *settings]) == 0
     (recipe,) = no_workers
     begin_run(recipe)
     assert load_recipe(Path("runs/quickstart/config.yaml"), cards=shape_cards()) == recipe
@@ -174,17 +163,10 @@ def test_a_run_that_resumes_nothing_sets_an_earlier_one_aside(
         assert pretrain.main(["quickstart"]) == 0
         said += begin_run(no_workers[-1])
         Path("runs/quickstart/metrics.jsonl").write_text('{"tokens_per_s_per_device": 1}')
-    assert sorted(path.name for path in Path("runs").iterdir()) == [
-        "quickstart",
-        "quickstart.1",
-        "quickstart.2",
-    ]
-    assert said == [
-        "runs/quickstart held an earlier run, which is now runs/quickstart.1 (checkpoint.resume = "
-        "none)",
-        "runs/quickstart held an earlier run, which is now runs/quickstart.2 (checkpoint.resume = "
-        "none)",
-    ]
+    folders = sorted(path.name for path in Path("runs").iterdir())
+    assert folders == ["quickstart", "quickstart.1", "quickstart.2"]
+    held = "runs/quickstart held an earlier run, which is now runs/quickstart"
+    assert said == [f"{held}.{number} (checkpoint.resume = none)" for number in (1, 2)]
     assert capsys.readouterr().err == ""
 
 

@@ -26,9 +26,19 @@ from parallel3d.training.local_sgd.replicas import SyncSchedule
 from parallel3d.training.local_sgd.transport import BLOCK, CODECS, blocks_of
 
 RECIPE = Recipe(
-    model=ModelConfig(layers=4, hidden=32, heads=4, ffn_hidden=48, vocab=264),
+    model=ModelConfig(
+        layers=4,
+        hidden=32,
+        heads=4,
+        ffn_hidden=48,
+        vocab=264,
+    ),
     parallel=ParallelConfig(dp_replicate=2),
-    train=TrainConfig(steps=100, global_batch_size=8, seq_len=16),
+    train=TrainConfig(
+        steps=100,
+        global_batch_size=8,
+        seq_len=16,
+    ),
     local_sgd=LocalSgdConfig(sync_every=20),
 )
 

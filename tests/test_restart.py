@@ -105,5 +105,5 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoints(
     assert restarted.recipe.checkpoint.resume == ("auto" if saved else at_first)
     assert len(restarted.notes) == (restarted != job)
     assert _restarted(restarted) is restarted
-    reading = replace(job, function="run_evaluate")
+    reading = replace(job, function="read_saved")
     assert _restarted(reading) is reading

@@ -14,16 +14,27 @@ import numpy as np
 import pytest
 
 from parallel3d.config.recipe import LoggingConfig, ModelConfig, Recipe, SinkName, TrainConfig
-from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models.llama import Llama
 from parallel3d.reporting import sinks
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics
 from parallel3d.reporting.sinks import Line, SinkRun, Sinks
 from parallel3d.training.worker import run_worker
+from tests.one_rank import one_rank
 
 RECIPE = Recipe(
-    model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257),
-    train=TrainConfig(steps=4, global_batch_size=2, seq_len=16, device="cpu"),
+    model=ModelConfig(
+        layers=1,
+        hidden=16,
+        heads=2,
+        ffn_hidden=32,
+        vocab=257,
+    ),
+    train=TrainConfig(
+        steps=4,
+        global_batch_size=2,
+        seq_len=16,
+        device="cpu",
+    ),
     logging=LoggingConfig(every=1, project="mine"),
 )
 Curves = dict[str, dict[int, float]]  # name of a metric -> step -> value
@@ -192,11 +203,7 @@ def test_a_sink_that_fails_is_told_once_and_changes_no_loss(
         recipe = replace(
             RECIPE, logging=replace(RECIPE.logging, sinks=used), run_dir=str(tmp_path / name)
         )
-        init_method = f"file://{tmp_path}/store_{name}"
-        place = Rendezvous(
-            rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=init_method
-        )
-        run_worker(recipe, place, Llama, lambda name, precision: None)
+        run_worker(recipe, one_rank(tmp_path), Llama, lambda name, precision: None)
         losses.append(curves_of_the_file(tmp_path / name)["loss"])
     assert losses[0] == losses[1] and list(losses[0]) == [1, 2, 3, 4]
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]

@@ -24,12 +24,23 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.errors import CheckpointError, ConfigError
-from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.recipes.pretrain import main
+from tests.one_rank import one_rank
 
 RECIPE = Recipe(
-    model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=264),
-    train=TrainConfig(steps=4, global_batch_size=2, seq_len=16, device="cpu"),
+    model=ModelConfig(
+        layers=2,
+        hidden=16,
+        heads=2,
+        ffn_hidden=32,
+        vocab=264,
+    ),
+    train=TrainConfig(
+        steps=4,
+        global_batch_size=2,
+        seq_len=16,
+        device="cpu",
+    ),
     optimizer=OptimizerConfig(lr=0.02),
     checkpoint=CheckpointConfig(every=2),
     logging=LoggingConfig(every=1),
@@ -39,10 +50,8 @@ Said = pytest.CaptureFixture[str]
 
 def run(recipe: Recipe, folder: Path) -> list[dict[str, float]]:
     """Runs a recipe in this process, into `folder`, and returns its metrics."""
-    store = f"file://{folder.parent}/store_{len(list(folder.parent.iterdir()))}"
-    where = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=store)
     folder.mkdir(exist_ok=True)
-    recipes.work(replace(recipe, run_dir=str(folder)), where)
+    recipes.work(replace(recipe, run_dir=str(folder)), one_rank(folder.parent))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -112,39 +121,14 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
     with pytest.raises(CheckpointError) as refusal:
         run(start, tmp_path / "new")
     dist.destroy_process_group()  # after an error a worker leaves it open, and ends
-    assert str(refusal.value).splitlines()[1:] == [
-        "  model.embed.weight is [264, 16] there and [264, 24] here",
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 1 + 3 + 9 + 9
+    for line in (
         "  model.head.weight is [264, 16] there, and not here",
-        *(
-            f"  model.layers.0.{name} there and {here} here"
-            for name, here in (
-                ("attention.k.weight is [16, 16]", "[24, 24]"),
-                ("attention.o.weight is [16, 16]", "[24, 24]"),
-                ("attention.q.weight is [16, 16]", "[24, 24]"),
-                ("attention.v.weight is [16, 16]", "[24, 24]"),
-                ("attention_norm.weight is [16]", "[24]"),
-                ("mlp.down.weight is [16, 32]", "[24, 32]"),
-                ("mlp.gate.weight is [32, 16]", "[32, 24]"),
-                ("mlp.up.weight is [32, 16]", "[32, 24]"),
-                ("mlp_norm.weight is [16]", "[24]"),
-            )
-        ),
-        *(
-            f"  model.layers.1.{name} there, and not here"
-            for name in (
-                "attention.k.weight is [16, 16]",
-                "attention.o.weight is [16, 16]",
-                "attention.q.weight is [16, 16]",
-                "attention.v.weight is [16, 16]",
-                "attention_norm.weight is [16]",
-                "mlp.down.weight is [16, 32]",
-                "mlp.gate.weight is [32, 16]",
-                "mlp.up.weight is [32, 16]",
-                "mlp_norm.weight is [16]",
-            )
-        ),
-        "  model.norm.weight is [16] there and [24] here",
-    ]
+        "  model.layers.0.mlp.up.weight is [32, 16] there and [32, 24] here",
+        "  model.layers.1.attention_norm.weight is [16] there, and not here",
+    ):
+        assert line in lines
 
 
 @pytest.mark.parametrize(
@@ -154,14 +138,9 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
             "checkpoint.start_from=runs/none",
             "checkpoint.start_from = runs/none: there is no such folder; try null",
         ),
-        ("checkpoint.start_from=.", "checkpoint.start_from = .: is no checkpoint; try null"),
         (
             "checkpoint.start_from=empty",
             "checkpoint.start_from = empty: has no whole checkpoint; try null",
-        ),
-        (
-            "checkpoint.start_from=''",
-            "checkpoint.start_from = '' (command line): must have at least 1",
         ),
         (
             "checkpoint.start_from=runs/mine run_dir=runs/mine",

@@ -15,13 +15,25 @@ from torch import Tensor
 
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe, TrainConfig
 from parallel3d.launch.deterministic import deterministic
-from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models.llama import Llama
 from parallel3d.training.worker import run_worker
+from tests.one_rank import one_rank
 
 RECIPE = Recipe(
-    model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257),
-    train=TrainConfig(steps=2, global_batch_size=2, seq_len=16, device="cpu", deterministic=True),
+    model=ModelConfig(
+        layers=1,
+        hidden=16,
+        heads=2,
+        ffn_hidden=32,
+        vocab=257,
+    ),
+    train=TrainConfig(
+        steps=2,
+        global_batch_size=2,
+        seq_len=16,
+        device="cpu",
+        deterministic=True,
+    ),
     checkpoint=CheckpointConfig(every=1, resume="auto"),
 )
 SEEN: list[bool] = []
@@ -35,17 +47,9 @@ class Watched(Llama):
         return super().forward(x, key)
 
 
-def run(recipe: Recipe, folder: Path, name: str) -> None:
-    where = Rendezvous(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        init_method=f"file://{folder}/store_{name}",
-    )
-    run_worker(
-        replace(recipe, run_dir=str(folder / "run")), where, Watched, lambda name, precision: None
-    )
+def run(recipe: Recipe, folder: Path) -> None:
+    recipe = replace(recipe, run_dir=str(folder / "run"))
+    run_worker(recipe, one_rank(folder), Watched, lambda name, precision: None)
 
 
 def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
@@ -53,21 +57,17 @@ def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     SEEN.clear()
-    run(replace(RECIPE, train=replace(RECIPE.train, steps=1)), tmp_path, "first")
+    run(replace(RECIPE, train=replace(RECIPE.train, steps=1)), tmp_path)
     assert SEEN and all(SEEN) and not torch.are_deterministic_algorithms_enabled()
     with mock.patch(
         "parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")
     ):
-        run(RECIPE, tmp_path, "resumed")
+        run(RECIPE, tmp_path)
         with pytest.raises(AssertionError, match="weights were drawn"):
-            run(replace(RECIPE, checkpoint=CheckpointConfig()), tmp_path, "anew")
+            run(replace(RECIPE, checkpoint=CheckpointConfig()), tmp_path)
     dist.destroy_process_group()  # after an error a worker leaves it open, and ends
     SEEN.clear()
-    run(
-        replace(RECIPE, train=replace(RECIPE.train, deterministic=False, steps=3)),
-        tmp_path,
-        "without",
-    )
+    run(replace(RECIPE, train=replace(RECIPE.train, deterministic=False, steps=3)), tmp_path)
     assert SEEN and not any(SEEN)
 
 

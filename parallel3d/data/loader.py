@@ -66,9 +66,8 @@ class BatchLoader:
     or earlier where the batch warms up. Sequence i of the run is sample i, or a later one where
     samples before it are `left_out`. Rank r has the r-th of `dp_size` equal runs of a step's
     sequences, so the global batch is the same whatever the layout. Labels among `ignored_ids` are
-    not learned, nor are those of the samples from `stop` on. A rank that needs no ids has a
-    `blank_seq_len`, the length of its sequences of zeros, and draws nothing. Raises ConfigError
-    where the batch does not divide.
+    not learned, nor are those of the samples from `stop` on. Raises ConfigError where the
+    batch does not divide.
     """
 
     source: WindowSource
@@ -81,7 +80,6 @@ class BatchLoader:
     sizes: BatchSizes | None = None  # the global batch's sizes where it warms up
     left_out: SkippedRanges = SkippedRanges()
     ignored_ids: tuple[int, ...] = ()
-    blank_seq_len: int | None = None  # None: the rank reads ids
     # samples that there are, where a last batch is to be filled up; None: there is no end
     stop: int | None = None
     # the id that ends a document, if batches are to tell documents apart
@@ -119,9 +117,6 @@ class BatchLoader:
         first = sizes.before(step) + self.dp_rank * share
         samples = self.left_out.samples(np.arange(first, first + share, dtype=np.int64))
         own = torch.from_numpy(samples).view(-1, self.microbatch_size)
-        if self.blank_seq_len is not None:
-            blank = torch.zeros(*own.shape, self.blank_seq_len, dtype=torch.int64)
-            return Batch(blank, blank, own)
         is_beyond = samples >= (np.inf if self.stop is None else self.stop)
         # [share, seq + 1]
         drawn, wrong_id = self.source.draw(np.where(is_beyond, 0, samples)), None

@@ -34,7 +34,7 @@ class NonFiniteReport:
     # Place in the model and name of the last parameter in the model whose gradient is not finite,
     # which is the first one in the backward pass.
     bad_gradient: tuple[int, int, str] | None
-    others: int  # other parameters with such gradients
+    others: int  # other parameters with such gradients; -1: there is not one
 
 
 def describe_nonfinite(
@@ -72,8 +72,7 @@ def describe_nonfinite(
             f"the first gradient of the backward that is not finite is that of {first[-1]} on "
             f"{place(ranks)}"
         )
-        others = max(reports[rank].others for rank in ranks)
-        if others:
+        if others := reports[ranks[0]].others:
             line += f", and {others} more"
         summed = _summed_with(ranks[0], parallel, replicas_train_apart)
         if len(summed) > 1:
@@ -96,7 +95,7 @@ def _own_report(loss: Tensor, squares: Sequence[tuple[LocalParameter, Tensor]]) 
         has_bad_loss=not is_good_loss,
         bad_weight=bad_weights[0] if bad_weights else None,
         bad_gradient=max(bad, default=None),
-        others=max(0, len(bad) - 1),
+        others=len(bad) - 1,
     )
 
 

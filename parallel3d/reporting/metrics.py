@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -104,10 +103,9 @@ class MetricsFile:
         lines = [_read_line(line) for line in whole]
         kept = [line for line in lines if line is not None and (line["step"] or 0) <= step]
         if None in lines:
-            taken = (
-                path.with_name(f"{path.name}.damaged.{number}") for number in itertools.count(1)
-            )
-            aside = next(each for each in taken if not each.exists())
+            number = 1
+            while (aside := path.with_name(f"{path.name}.damaged.{number}")).exists():
+                number += 1
             with writing(aside):
                 shutil.copyfile(path, aside)
             bad = lines.index(None) + 1

@@ -42,11 +42,13 @@ class SinkRun:
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path, resumed_step: int) -> SinkRun:
-        name = recipe.logging.run_name or folder.resolve().name
-        settings = {key: value for key, value in asdict(recipe).items() if isinstance(value, dict)}
-        project = recipe.logging.project
+        sections = asdict(recipe).items()
         return cls(
-            folder=folder, project=project, name=name, settings=settings, resumed_step=resumed_step
+            folder=folder,
+            project=recipe.logging.project,
+            name=recipe.logging.run_name or folder.resolve().name,
+            settings={key: value for key, value in sections if isinstance(value, dict)},
+            resumed_step=resumed_step,
         )
 
     def id_file(self, sink: str) -> Path:

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import methodcaller
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING
@@ -90,13 +89,8 @@ class Callbacks:
     is so on all ranks but the first, nothing is called."""
 
     def __init__(self, callbacks: Sequence[Callback] = (), run: RunView | None = None) -> None:
-        self._callbacks = () if run is None else tuple(callbacks)
-        self._run = run
+        self._callbacks, self._run = callbacks, run
         self._told: set[int] = set()
-
-    @property
-    def is_asked_to_stop(self) -> bool:
-        return self._run is not None and self._run.stop_reason is not None
 
     @property
     def stop_reason(self) -> str | None:
@@ -105,8 +99,7 @@ class Callbacks:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Tells the callbacks that the run starts and ends, in this context."""
-        step = 0 if self._run is None else self._run.step
-        self.tell("started", step)
+        self.tell("started", None)
         error: BaseException | None = None
         try:
             yield
@@ -114,7 +107,7 @@ class Callbacks:
             error = raised
             raise
         finally:
-            self.tell("ended", step if self._run is None else self._run.step, error)
+            self.tell("ended", None, error)
 
     def tell_of_a_rollback(
         self, step: int, why: str, history: Sequence[Mapping[str, float | None]]
@@ -124,21 +117,25 @@ class Callbacks:
             self._run.history = history
         self.tell("rolled_back", step, why)
 
-    def tell(self, hook: str, step: int, *seen: object) -> None:
-        """Calls the method `hook` of each callback with what it sees after `step`."""
+    def tell(self, hook: str, step: int | None, *seen: object) -> None:
+        """Calls the method `hook` of each callback with what it sees after `step`; None: no step
+        was done since the last call."""
+        run = self._run
+        if run is None:
+            return
+        if step is not None:
+            run.step = step
         for index, callback in enumerate(self._callbacks):
-            assert self._run is not None
-            self._run.step = step
             try:
                 with phase("callback"):
-                    methodcaller(hook, self._run, *seen)(callback)
+                    getattr(callback, hook)(run, *seen)
             except (Exception, SystemExit) as error:
                 if index not in self._told:
                     self._told.add(index)
                     place = traceback.extract_tb(error.__traceback__)[-1]
                     name = f"{type(callback).__module__}:{type(callback).__qualname__}"
-                    self._run.say(
-                        f"callback {name} has failed in {hook} after step {step}: "
+                    run.say(
+                        f"callback {name} has failed in {hook} after step {run.step}: "
                         f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}); the "
                         "run goes on, and further failures are not told"
                     )
@@ -187,12 +184,10 @@ def callback_classes(recipe: Recipe) -> list[type[Callback]]:
 
 def build_callbacks(recipe: Recipe) -> list[Callback]:
     """Returns the callbacks that a recipe asks for, early stopping first."""
-    train, stopping = recipe.train, []
-    if train.early_stop_patience is not None:
-        of = VALIDATION if train.early_stop_set is None else train.early_stop_set
-        stopping = [
-            EarlyStopping(
-                of, patience=train.early_stop_patience, min_delta=train.early_stop_min_delta
-            )
-        ]
-    return [*stopping, *(found() for found in callback_classes(recipe))]
+    train = recipe.train
+    callbacks: list[Callback] = []
+    patience, min_delta = train.early_stop_patience, train.early_stop_min_delta
+    if patience is not None:
+        of = train.early_stop_set or VALIDATION
+        callbacks.append(EarlyStopping(of, patience=patience, min_delta=min_delta))
+    return callbacks + [found() for found in callback_classes(recipe)]

@@ -118,11 +118,8 @@ class TrainingLoop:
                 if step == self.recipe.logging.timeline:
                     result, report = traced_step(self.trainer, batch, self.run_dir)
                 else:
-                    is_asked_to_stop = (
-                        self.stop.is_made
-                        or self.callbacks.is_asked_to_stop
-                        or self.saver.has_failed
-                    )
+                    is_stopped = self.callbacks.stop_reason is not None
+                    is_asked_to_stop = self.stop.is_made or is_stopped or self.saver.has_failed
                     result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
         if self.is_first_step:  # kernels are loaded and ranks are connected
             limit_waits(train.timeout_s)
@@ -172,8 +169,8 @@ class TrainingLoop:
         if not result.is_asked_to_stop:
             return Requests()
         wants_save, self.stop.wants_save = self.stop.wants_save, False
-        has_failed = self.saver.has_failed
-        own = self.stop.signum, wants_save, self.callbacks.is_asked_to_stop, has_failed
+        wants_end = self.callbacks.stop_reason is not None
+        own = self.stop.signum, wants_save, wants_end, self.saver.has_failed
         largest = torch.tensor([int(each) for each in own], device=self.trainer.device)
         # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 from parallel3d.config.attention_kernels import attention_errors
@@ -28,18 +26,21 @@ from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import build_loaders
 
 
-@contextmanager
-def _saved_model(
-    recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass
-) -> Iterator[Trainer]:
-    """Holds the model of the checkpoint `checkpoint.resume`, on the ranks of the recipe's layout,
-    for a block."""
+def read_saved(
+    recipe: Recipe,
+    rendezvous: Rendezvous,
+    model_class: ModelClass,
+    command: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Prints on rank 0 what `evaluate` or `generate` finds with the model of the checkpoint
+    `checkpoint.resume`, on the ranks of the recipe's layout. Every rank calls it."""
     with deterministic(recipe.train.deterministic), process_group(recipe, rendezvous) as device:
         refuse(attention_errors(recipe, device_of(device)))
-        mesh = build_mesh(recipe.parallel, device.type)
         trainer = Trainer(
             recipe,
-            mesh=mesh,
+            mesh=build_mesh(recipe.parallel, device.type),
             device=device,
             model_class=model_class,
             initialize=False,
@@ -48,45 +49,36 @@ def _saved_model(
         limit_waits(recipe.train.start_timeout_s)
         saved = load_model(trainer, Path(recipe.checkpoint.resume))
         trainer.update_progress(step=saved.step, tokens=saved.tokens)
-        yield trainer
+        use = _evaluate if command == "evaluate" else _generate
+        text, answer = use(trainer, rendezvous.rank)
+    if rendezvous.rank:
+        return
+    if as_json:
+        checkpoint = recipe.checkpoint.resume
+        text = json.dumps({"checkpoint": checkpoint, "step": trainer.step, **answer})
+    elif sys.stdout.isatty():
+        text = printable(text)
+    print(text, flush=True)
 
 
-def evaluate_saved(
-    recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool
-) -> None:
-    """Prints the loss of each evaluation set on rank 0, first that of the validation text; every
-    rank calls it."""
-    with _saved_model(recipe, rendezvous, model_class) as trainer:
-        _, evaluations = build_loaders(recipe, load_corpora(recipe.data), rendezvous.rank)
-        losses = {each.name: trainer.evaluate_all(each.batches) for each in evaluations}
-    answer: dict[str, object] = {"step": trainer.step, "tokens": trainer.tokens}
-    text = f"step {trainer.step}"
-    for name, loss in losses.items():
-        of, named = ("", "") if name == VALIDATION else (f"/{name}", f"{name} ")
+def _evaluate(trainer: Trainer, rank: int) -> tuple[str, dict[str, object]]:
+    """Returns the loss of each evaluation set, first that of the validation text, for people and
+    for programs."""
+    recipe = trainer.recipe
+    _, evaluations = build_loaders(recipe, load_corpora(recipe.data), rank)
+    text, answer = f"step {trainer.step}", dict[str, object](tokens=trainer.tokens)
+    for each in evaluations:
+        loss = trainer.evaluate_all(each.batches)
+        of, named = f"/{each.name}", f"{each.name} "
+        if each.name == VALIDATION:
+            of = named = ""
         answer |= {f"loss{of}": loss, f"perplexity{of}": perplexity(loss)}
         text += f"  {named}loss {loss:.4f}  perplexity {perplexity(loss):.2f}"
-    _print(recipe, rendezvous, text, answer if as_json else None)
+    return text, answer
 
 
-def write_with_saved(
-    recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass, *, as_json: bool
-) -> None:
-    """Prints a text that the model goes on with, as `train.sample_*` say, on rank 0; every rank
-    calls it."""
-    with _saved_model(recipe, rendezvous, model_class) as trainer:
-        text = generate(trainer, load_corpus(recipe.data.corpora[0]).tokenizer, recipe.train)
-    _print(recipe, rendezvous, text, {"step": trainer.step, "text": text} if as_json else None)
-
-
-def _print(
-    recipe: Recipe, rendezvous: Rendezvous, text: str, answer: Mapping[str, object] | None
-) -> None:
-    """Prints the text, or the answer as JSON where there is one, on rank 0."""
-    if rendezvous.rank == 0:
-        text = printable(text) if sys.stdout.isatty() else text
-        print(
-            text
-            if answer is None
-            else json.dumps({"checkpoint": recipe.checkpoint.resume, **answer}),
-            flush=True,
-        )
+def _generate(trainer: Trainer, rank: int) -> tuple[str, dict[str, object]]:
+    """Returns a text that the model goes on with, as `train.sample_*` say."""
+    recipe = trainer.recipe
+    text = generate(trainer, load_corpus(recipe.data.corpora[0]).tokenizer, recipe.train)
+    return text, {"text": text}

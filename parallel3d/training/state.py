@@ -76,19 +76,19 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
     trainer.optimizer.set_step(saved.step - saved.skipped_steps)
     if outer_loop is not None:
         outer_loop.after_loading(saved.local_sgd)
-    for data in trainer.data:
-        data.publish()
+    trainer.publish()
+    own = trainer.progress
+    both_are_scaled = own.loss_scale is not None and saved.loss_scale is not None
+    scaled = saved if both_are_scaled else own
     trainer.update_progress(
         step=saved.step,
         tokens=saved.tokens,
         skipped_steps=saved.skipped_steps,
         skipped_by_rollbacks=saved.skipped_by_rollbacks,
         spikes=saved.spikes,
+        loss_scale=scaled.loss_scale,
+        loss_scale_good_steps=scaled.loss_scale_good_steps,
     )
-    if trainer.progress.loss_scale is not None and saved.loss_scale is not None:
-        trainer.update_progress(
-            loss_scale=saved.loss_scale, loss_scale_good_steps=saved.loss_scale_good_steps
-        )
     return saved
 
 
@@ -115,10 +115,10 @@ def resume_from(
                 folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)]
             )
     begun = trainer.recipe.checkpoint.start_from
-    words = (
-        "" if begun is None else f"; it does not start again from checkpoint.start_from = {begun}"
-    )
-    return progress, [*lines, f"goes on from step {trainer.step} of {path}{words}"]
+    words = f"goes on from step {trainer.step} of {path}"
+    if begun is not None:
+        words += f"; it does not start again from checkpoint.start_from = {begun}"
+    return progress, [*lines, words]
 
 
 def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
@@ -180,8 +180,7 @@ def _begin(trainer: Trainer) -> None:
     """Has the whole trainer begin with the parameters that were loaded."""
     if trainer.outer_loop is not None:
         trainer.outer_loop.begin()
-    for data in trainer.data:
-        data.publish()
+    trainer.publish()
 
 
 def check_data(trainer: Trainer, path: Path, progress: Progress) -> list[str]:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.data.loader import IGNORED, WrongId
+from parallel3d.data.loader import WrongId
 from parallel3d.errors import DataError
 
 
@@ -48,17 +47,7 @@ class StepTotals(NamedTuple):
     grad_norm: Tensor
     tokens: Tensor
     votes: Tensor  # ranks that received SIGTERM; with local SGD the mean over the replicas
-    refusals: Tensor  # below 0 if any rank read an id beyond the vocabulary
-
-
-def refusal_of(wrong_id: WrongId | None, like: Tensor) -> Tensor:
-    """Returns the vote of a rank on its share of the batch, a scalar: -1 refuses it."""
-    return torch.full_like(like, 0.0 if wrong_id is None else -1.0)
-
-
-def count_labels(labels: Tensor) -> Tensor:
-    """Returns the number of labels that are learned, a float64 scalar on the labels' device."""
-    return (labels != IGNORED).sum().double()
+    refusals: Tensor  # above 0 if any rank read an id beyond the vocabulary
 
 
 def refuse_no_labels(step: int, tokens: int, ignored_ids: Sequence[int]) -> None:

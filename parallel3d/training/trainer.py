@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.config.recipe import Recipe
-from parallel3d.data.loader import Batch, Documents, WrongId
+from parallel3d.data.loader import IGNORED, Batch, Documents, WrongId
 from parallel3d.data.order import SkippedRanges
 from parallel3d.diagnosis.nonfinite import describe_nonfinite
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
@@ -34,8 +34,6 @@ from parallel3d.training.outer_loop import OuterLoop
 from parallel3d.training.step_result import (
     StepResult,
     StepTotals,
-    count_labels,
-    refusal_of,
     refuse_no_labels,
     refuse_wrong_id,
 )
@@ -158,7 +156,7 @@ class Trainer:
         rate = learning_rate(self.recipe.optimizer, step, train.steps)
         inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
         self.loss.scale = self.progress.loss_scale or 1.0
-        self.update.begin(rate, observe)
+        self.update.begin(rate)
         loss = self.pipeline.run(
             inputs,
             labels,
@@ -169,7 +167,7 @@ class Trainer:
         )
         for data in self.data:
             data.finish_gradients()
-        square = self.update.complete()
+        square = self.update.complete(observe)
         result = self._sum_over_mesh(
             loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop
         )
@@ -181,7 +179,7 @@ class Trainer:
                 self.update.apply(result.factor * clip_factor(result.own_norm, train.grad_clip))
         if self.outer_loop is not None:
             self.outer_loop.after_step(step)
-        self._publish()
+        self.publish()
         for data in self.data:
             data.clear_gradients()
         self.progress = replace(
@@ -196,7 +194,7 @@ class Trainer:
         """Makes the completed step the last of the run. Every rank must call it."""
         if self.outer_loop is not None:
             self.outer_loop.finish(self.step)
-            self._publish()
+            self.publish()
 
     def compare_replicas(self, when: str) -> None:
         """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
@@ -273,11 +271,9 @@ class Trainer:
     def _documents(self, documents: Documents) -> list[dict[str, Any]] | None:
         """What every stage's forward of each microbatch is told of its documents; None where they
         are joined."""
-        return (
-            None
-            if documents is None
-            else [{"documents": each.moved(self._on_device)} for each in documents]
-        )
+        if documents is None:
+            return None
+        return [{"documents": each.moved(self._on_device)} for each in documents]
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""
@@ -293,7 +289,7 @@ class Trainer:
             stage.module.eval()
         exchanged: AbstractContextManager[None] = nullcontext()
         if self.outer_loop is not None:
-            exchanged = self.outer_loop.evaluating(self._publish)
+            exchanged = self.outer_loop.evaluating(self.publish)
         with exchanged:
             try:
                 yield
@@ -313,7 +309,7 @@ class Trainer:
             replicas_train_apart=self.outer_loop is not None,
         )
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Makes the model compute with what is in `parameters` from now on."""
         for data in self.data:
             data.publish()
@@ -335,11 +331,11 @@ class Trainer:
         here the host waits for a GPU, once a step. Raises DataError, on all ranks, if any has a
         wrong id."""
         tp, pp = self.axes[Role.SPLIT_TENSORS], self.axes[Role.SPLIT_LAYERS]
-        counted = count_labels(labels)
+        counted = (labels != IGNORED).sum().double()
         if tp.rank or pp.rank:
             counted = torch.zeros_like(counted)
         vote = torch.full_like(counted, float(is_asked_to_stop))
-        refusal = refusal_of(wrong_id, counted)
+        refusal = torch.full_like(counted, float(wrong_id is not None))
         own = torch.stack((loss.double() / tp.size, square, counted, vote, refusal))
         summed = all_reduce_over(self.axes, own)
         nominal_loss, total_square, tokens, votes, refusals = summed.unbind()
@@ -350,16 +346,17 @@ class Trainer:
         if self.outer_loop is not None:
             totals = self.outer_loop.combine(totals)
         with phase("forward or backward", waits=True):  # for a GPU, and so for other ranks
-            values = torch.stack((*totals, factor, own_norm)).tolist()
-        if values[4] < 0:
+            *sums, own_factor, norm = torch.stack((*totals, factor, own_norm)).tolist()
+        mean_loss, grad_norm, labels_seen, stops, refused = sums
+        if refused > 0:
             refuse_wrong_id(wrong_id, self.recipe.model.vocab)
         return StepResult(
-            loss=values[0],
-            grad_norm=values[1],
-            tokens=round(values[2]),
-            is_asked_to_stop=values[3] > 0,
-            factor=values[5],
-            own_norm=values[6],
+            loss=mean_loss,
+            grad_norm=grad_norm,
+            tokens=round(labels_seen),
+            is_asked_to_stop=stops > 0,
+            factor=own_factor,
+            own_norm=norm,
             lr=rate,
             loss_scale=None if self.progress.loss_scale is None else self.loss.scale,
         )

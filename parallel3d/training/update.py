@@ -32,25 +32,23 @@ class Update:
         self.gradients = GradientSync(parts, mesh)
         self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes_of(mesh)
         self._zero = torch.zeros((), dtype=torch.float64, device=parts.pipeline.device)
-        self._observe: Observe | None = None
 
-    def begin(self, rate: float, observe: Observe | None) -> None:
-        """Sets the learning rate. `observe` is called with each parameter when its gradient is
-        complete, before anything is done with it."""
-        self._observe = observe
+    def begin(self, rate: float) -> None:
+        """Sets the learning rate."""
         for group in self._optimizer.param_groups:
             # Muon's matrices may have a rate of their own
             group["lr"] = rate * group.get("lr_ratio", 1.0)
 
-    def complete(self) -> Tensor:
+    def complete(self, observe: Observe | None = None) -> Tensor:
         """Called when gradients are summed over the data ranks. Returns this rank's share of the
-        squared norm."""
+        squared norm. `observe` is called with each parameter when its gradient is complete, before
+        anything is done with it."""
         for parameter in self._parameters:
             parameter.sync_views()
         self.gradients.complete()
-        if self._observe is not None:
+        if observe is not None:
             for parameter in self._parameters:
-                self._observe(parameter)
+                observe(parameter)
         return squared_norm(self._parameters, self._axes) if self._parameters else self._zero
 
     def squares(self) -> list[tuple[LocalParameter, Tensor]]:

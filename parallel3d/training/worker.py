@@ -37,7 +37,6 @@ from parallel3d.parallelize import ModelClass
 from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, known_peak
 from parallel3d.reporting.progress import open_progress
 from parallel3d.reporting.sinks import SinkRun, Sinks
-from parallel3d.schedules.build import build_schedule
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, build_callbacks
 from parallel3d.training.generation import generate
@@ -83,7 +82,10 @@ def run_worker(
             open_progress(train.steps, trainer.step, speaks=speaks) as progress,
             open_metrics(recipe, run_dir, trainer.step, progress.say, speaks=speaks) as metrics,
         ):
-            peak_flops, why_unknown = peak_flops_of(trainer, peak_of)
+            peak_flops, why_unknown = known_peak(recipe, device, peak_of)
+            if peak_flops is not None and trainer.block_weights is None:
+                name = recipe.model.architecture
+                why_unknown = [f"no MFU: {name} has no static method block_weights(config)"]
             for line in (
                 describe_run(trainer, corpora),
                 *passes_over_sources(recipe, corpora, train.steps, trainer.left_out),
@@ -181,16 +183,6 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
         f"{recipe.train.precision}), {tokens:,} training tokens, {recipe.microbatches} "
         f"microbatch{plural} a step"
     )
-
-
-def peak_flops_of(trainer: Trainer, peak_of: PeakOf) -> tuple[float | None, list[str]]:
-    """Returns the peak FLOP/s of one device, and a line for the user if MFU is not known."""
-    recipe = trainer.recipe
-    peak, why_unknown = known_peak(recipe, trainer.device, peak_of)
-    if peak is not None and trainer.block_weights is None:
-        name = recipe.model.architecture
-        why_unknown = [f"no MFU: {name} has no static method block_weights(config)"]
-    return peak, why_unknown
 
 
 def not_saved_in_time(grace_s: float | None, checkpoints: Path, signum: int) -> NotSavedInTimeError:
@@ -295,20 +287,5 @@ def training_loader(
         sizes=recipe.batch_sizes,
         left_out=SkippedRanges.merge(recipe.data.skip),
         ignored_ids=recipe.data.ignore_token_ids,
-        blank_seq_len=None if reads_ids(recipe, place.pp) else train.seq_len,
         document_end=document_end,
     )
-
-
-def reads_ids(recipe: Recipe, pp_rank: int) -> bool:
-    """Tells whether a rank reads token ids: the first stage takes the inputs, and the last one the
-    labels. With document masks every stage needs the borders of documents."""
-    parallel = recipe.parallel
-    stages = build_schedule(
-        parallel.schedule,
-        pp=parallel.pp,
-        microbatches=recipe.microbatches,
-        virtual_stages=parallel.virtual_stages,
-    ).placement
-    is_end = pp_rank in (stages[0], stages[-1])
-    return is_end or recipe.data.documents == "mask"

@@ -15,7 +15,6 @@ from torch import Tensor
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.tools.bench.plain_torch.llama import PlainStack, token_loss
-from parallel3d.training.local_sgd.transport import BLOCK, Codec, blocks_of
 from tests.distributed.training_cases import make_loader, plain_stack
 
 
@@ -86,12 +85,6 @@ class PlainDiloco:
             if "layers" in name
             else self.local.fragments - 1
         )
-
-
-def sent_bytes(numels: list[int], codec: Codec, replicas: int) -> int:
-    """Returns the bytes that a rank sends for the mean of tensors of these sizes."""
-    slice_blocks = -(-sum(map(blocks_of, numels)) // replicas)
-    return 2 * (replicas - 1) * slice_blocks * codec.encode(torch.zeros(1, BLOCK)).nbytes
 
 
 def recipe_of(recipe: Recipe, **local: object) -> Recipe:

@@ -31,9 +31,17 @@ RAMP = {"batch_warmup_start": 2, "batch_warmup_steps": 6}
 LAYOUTS = {
     1: [ParallelConfig(microbatch_size=2)],
     2: [
-        ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=2),
+        ParallelConfig(
+            tp=2,
+            sequence_parallel=True,
+            microbatch_size=2,
+        ),
         ParallelConfig(dp_shard=2),
-        ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3),
+        ParallelConfig(
+            pp=2,
+            schedule="interleaved_1f1b",
+            virtual_stages=3,
+        ),
         ParallelConfig(pp=2, schedule="zb_h1"),
     ],
     4: [ParallelConfig(pp=2, dp_replicate=2)],
@@ -92,7 +100,11 @@ def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, 
 def test_a_run_goes_on_in_the_middle_of_the_rise_to_the_bit(
     world: Callable, tmp_path: Path
 ) -> None:
-    layout = ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3)
+    layout = ParallelConfig(
+        pp=2,
+        schedule="interleaved_1f1b",
+        virtual_stages=3,
+    )
     straight, resumed, refusal = world(2).run(stop_and_go_on, layout, tmp_path / "step_00000003")[0]
     assert resumed == straight
     assert (

@@ -70,21 +70,16 @@ def left_out(layouts: list[ParallelConfig], rank: int, name: str) -> list[bool]:
         curves = train(skipping, 8), train(other, 8)
         assert (skipping.skipped_steps, skipping.step, skipping.tokens) == (3, 8, other.tokens)
         assert [loss for loss, _ in curves[0]] == [loss for loss, _ in curves[1]]
-        same.append(
-            all(
-                torch.equal(one, two)
-                for one, two in zip(state_of(skipping), state_of(other), strict=True)
-            )
-        )
+        pairs = zip(state_of(skipping), state_of(other), strict=True)
+        same.append(all(torch.equal(one, two) for one, two in pairs))
     return same
 
 
 def test_a_run_that_skips_steps_is_the_run_that_does_not_make_them(world: Callable) -> None:
-    assert (
-        world(2).run(left_out, [TWO["tp"], TWO["dp"]], 1, "layers.1.mlp.up.weight")
-        == [[True, True]] * 2
-    )
-    assert world(2).run(left_out, [TWO["pp"]], 1, "layers.4.mlp.up.weight") == [[True]] * 2
+    two = world(2)
+    both = [TWO["tp"], TWO["dp"]]
+    assert two.run(left_out, both, 1, "layers.1.mlp.up.weight") == [[True, True]] * 2
+    assert two.run(left_out, [TWO["pp"]], 1, "layers.4.mlp.up.weight") == [[True]] * 2
 
 
 def named(parallel: ParallelConfig, rank: int, name: str, local_sgd: LocalSgdConfig) -> str:
@@ -134,10 +129,12 @@ def test_replicas_that_train_apart_skip_together_and_name_the_one(world: Callabl
 def before_the_sum(kind: str) -> str:
     """Returns the warning of a step in which rank 1 alone goes wrong: in its gradients before they
     are summed, in its forward, or in a weight of its own."""
-    recipe = make_recipe(
-        GROUPED, ParallelConfig(dp_replicate=2, microbatch_size=4), on_nonfinite="skip"
+    parallel = ParallelConfig(
+        dp_replicate=2,
+        microbatch_size=4,
+        sharding="NO_SHARD",
     )
-    recipe = replace(recipe, parallel=replace(recipe.parallel, sharding="NO_SHARD"))
+    recipe = make_recipe(GROUPED, parallel, on_nonfinite="skip")
     trainer = make_trainer(recipe)
     train(trainer, 1)
     if dist.get_rank() == 1:
@@ -146,20 +143,16 @@ def before_the_sum(kind: str) -> str:
         if kind == "gradient":
             bucket = data._buckets[0]
             start = bucket.start_reduction
-            (part,) = [
-                p
-                for p in bucket.parts
-                if p.parameter is trainer.stages[0].module.layers["1"].mlp.up.weight
-            ]  # type: ignore[index,union-attr]
+            wanted = trainer.stages[0].module.layers["1"].mlp.up.weight  # type: ignore[index,union-attr]
+            (part,) = [part for part in bucket.parts if part.parameter is wanted]
             bucket.start_reduction = lambda: (part.gradient[3, 5:6].fill_(float("nan")), start())[1]  # type: ignore[method-assign,func-returns-value]
         elif kind == "loss":
             trainer.stages[0].module.norm.register_forward_hook(
                 lambda module, inputs, output: output * float("inf")
             )  # type: ignore[union-attr]
         else:
-            (weight,) = [
-                p.local for p in trainer.parameters if p.name == "layers.1.attention.q.weight"
-            ]
+            name = "layers.1.attention.q.weight"
+            (weight,) = [p.local for p in trainer.parameters if p.name == name]
             weight.detach()[1, 1] = float("nan")
     result = trainer.train_step(make_loader(recipe, dist.get_rank()).batch(1))
     assert result.is_skipped and trainer.skipped_steps == 1 and result.left_out is not None
@@ -182,8 +175,8 @@ def test_what_data_ranks_have_summed_is_told_apart_by_loss_and_weights(world: Ca
     assert "the weight layers.1.attention.q.weight itself is not finite on rank 1 (" in weight
 
 
-def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[bool], int]:
-    """Returns the scales, which steps say that they are left out, and how many are."""
+def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[str | None], int]:
+    """Returns the scales, what steps say of it that they are left out, and how many are."""
     recipe = make_recipe(
         GROUPED, TWO["dp"], precision="fp16", on_nonfinite="skip", nonfinite_in_a_row=2
     )
@@ -191,14 +184,12 @@ def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[bool], int
     plant_nan(trainer, {1, 2, 3, 4}, 1, "layers.1.mlp.up.weight")
     loader = make_loader(trainer.recipe, dist.get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(6)]
-    return (
-        [r.loss_scale for r in results],
-        [r.left_out is not None for r in results],
-        trainer.skipped_steps,
-    )
+    told = [result.left_out for result in results]
+    return [result.loss_scale for result in results], told, trainer.skipped_steps
 
 
 def test_in_fp16_a_step_is_left_out_also_where_no_scale_is_small_enough(world: Callable) -> None:
     scales, told, skipped = world(2).run(skipped_at_the_smallest_scale)[0]
     assert scales == [4.0, 4.0, 2.0, 1.0, 1.0, 1.0]
-    assert (told, skipped) == ([False, False, False, True, True, False], 4)
+    assert [text is not None for text in told] == [False, False, False, True, True, False]
+    assert "even at a loss scale of 1; the first gradient" in told[3] and skipped == 4

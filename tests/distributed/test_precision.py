@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.config.recipe import LossScaleConfig, ParallelConfig, Precision, Recipe
-from parallel3d.errors import NonFiniteError
 from parallel3d.training.guard import next_loss_scale
 from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (
     GROUPED,
     Curve,
@@ -34,20 +34,49 @@ MODEL = replace(GROUPED, layers=4)  # a stage each of two interleaved ones
 LAYOUTS = {
     1: [ParallelConfig(microbatch_size=2)],
     2: [
-        ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4),
-        ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatch_size=2),
+        ParallelConfig(
+            tp=2,
+            sequence_parallel=True,
+            microbatch_size=4,
+        ),
+        ParallelConfig(
+            pp=2,
+            schedule="interleaved_1f1b",
+            virtual_stages=2,
+            microbatch_size=2,
+        ),
         ParallelConfig(dp_shard=2, microbatch_size=2),
         ParallelConfig(dp_replicate=2, microbatch_size=4),
-        ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=2),
-        ParallelConfig(dp_shard=2, sharding="SHARD_OPTIMIZER", microbatch_size=2),
+        ParallelConfig(
+            dp_shard=2,
+            sharding="NO_SHARD",
+            microbatch_size=2,
+        ),
+        ParallelConfig(
+            dp_shard=2,
+            sharding="SHARD_OPTIMIZER",
+            microbatch_size=2,
+        ),
     ],
-    4: [ParallelConfig(tp=2, pp=2, microbatch_size=2)],
+    4: [
+        ParallelConfig(
+            tp=2,
+            pp=2,
+            microbatch_size=2,
+        )
+    ],
 }
 
 
 def recipe_of(precision: Precision, parallel: ParallelConfig, **scale: float) -> Recipe:
     recipe = make_recipe(MODEL, parallel, precision=precision)
     return replace(recipe, loss_scale=LossScaleConfig(**scale))  # type: ignore[arg-type]
+
+
+def state_dtypes(trainer: Trainer) -> set[torch.dtype]:
+    """Returns the dtypes of the optimizer's states, without its counts of steps."""
+    own = [trainer.optimizer.state[parameter.local] for parameter in trainer.parameters]
+    return {state.dtype for states in own for state in states.values() if state.ndim}
 
 
 def curves(precision: Precision, layouts: list[ParallelConfig]) -> list[Curve]:
@@ -57,13 +86,7 @@ def curves(precision: Precision, layouts: list[ParallelConfig]) -> list[Curve]:
         found.append(train(trainer, 10))
         kept = torch.bfloat16 if precision == "bf16_pure" else torch.float32
         assert {p.local.dtype for p in trainer.parameters} == {kept}
-        states = [
-            s
-            for p in trainer.parameters
-            for s in trainer.optimizer.state[p.local].values()
-            if s.ndim
-        ]
-        assert {s.dtype for s in states} == {kept}
+        assert state_dtypes(trainer) == {kept}
         assert trainer.skipped_steps == 0
     return found
 
@@ -97,17 +120,11 @@ def skip_together(layouts: list[ParallelConfig]) -> None:
         assert (trainer.progress.loss_scale, trainer.progress.loss_scale_good_steps) == (2048.0, 0)
         before = local_weights(trainer)
         result = trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(2))
-        assert (
-            not result.is_finite
-            and result.loss_scale == 2048.0
-            and result.grad_norm == float("inf")
-        )
+        assert (result.loss_scale, result.grad_norm) == (2048.0, float("inf"))
         assert has_weights(trainer, before)
         assert trainer.progress.loss_scale == 1024.0
         train(trainer, 1)
-        assert not any(
-            torch.equal(old, p.local) for old, p in zip(before, trainer.parameters, strict=True)
-        )
+        assert not has_weights(trainer, before)
         assert (trainer.step, trainer.skipped_steps, trainer.tokens) == (4, 1, 4 * 8 * 24)
 
 
@@ -122,22 +139,6 @@ def test_a_run_resumed_with_a_shorter_interval_raises_the_scale() -> None:
     progress = Progress(**known, **scale, parameters=0, parallel={})
     progress = next_loss_scale(config, progress, is_finite=True)
     assert (progress.loss_scale, progress.loss_scale_good_steps) == (16.0, 0)
-
-
-def fail_at_any_scale(parallel: ParallelConfig) -> str:
-    trainer = make_trainer(recipe_of("fp16", parallel, initial=4.0))
-    overflow_on(trainer, {1, 2, 3}, rank=1)
-    train(trainer, 3)
-    with pytest.raises(NonFiniteError) as error:
-        train(trainer, 1)
-    return str(error.value)
-
-
-def test_a_loss_that_overflows_at_any_scale_has_diverged(world: Callable) -> None:
-    messages = world(2).run(fail_at_any_scale, ParallelConfig(dp_shard=2))
-    assert messages[0] == messages[1]
-    assert "gradient norm inf even at a loss scale of 1; the first gradient" in messages[0]
-    assert "weights are those of step 3" in messages[0]
 
 
 def resumed_scale(path: Path, parallel: ParallelConfig) -> tuple[Curve, Curve, float, float]:
@@ -169,27 +170,25 @@ def test_a_resumed_run_goes_on_with_its_scale_to_the_bit(world: Callable, tmp_pa
 def replicas_alike(parallel: ParallelConfig) -> None:
     trainer = make_trainer(recipe_of("bf16_pure", parallel))
     train(trainer, 4)
-    for p in trainer.parameters:
-        for tensor in (p.local.detach(), trainer.optimizer.state[p.local]["exp_avg_sq"]):
-            bits = tensor.contiguous().view(torch.int16).int()
-            other = bits.clone()
-            dist.broadcast(other, group=trainer.mesh["dp_replicate"].get_group(), group_src=0)
-            assert torch.equal(bits, other), f"{p.name} differs between replicas"
+    trainer.compare_replicas("step 4")
 
 
 def test_replicas_round_alike(world: Callable) -> None:
-    world(4).run(replicas_alike, ParallelConfig(tp=2, dp_replicate=2, microbatch_size=4))
+    world(4).run(
+        replicas_alike,
+        ParallelConfig(
+            tp=2,
+            dp_replicate=2,
+            microbatch_size=4,
+        ),
+    )
 
 
 def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
     """What eight steps of each optimizer take off the first batch's loss, in pure bf16 and
     in float32."""
     found = []
-    for name, state_dtype in (
-        ("adamw", "fp32"),
-        ("sgd", None),
-        ("muon", None),
-    ):
+    for name, state_dtype in (("adamw", "fp32"), ("sgd", None), ("muon", None)):
         gains = []
         for precision in ("bf16_pure", "fp32"):
             recipe = recipe_of(precision, parallel)
@@ -201,19 +200,9 @@ def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
             trainer = make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, **settings)))
             first = train(trainer, 8)[0][0]
             gains.append(first - trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(0)))
-            if precision == "bf16_pure":
-                states = [
-                    s
-                    for p in trainer.parameters
-                    for s in trainer.optimizer.state[p.local].values()
-                    if s.ndim
-                ]
-                assert {s.dtype for s in states} == {
-                    torch.float32 if state_dtype == "fp32" else torch.bfloat16
-                }
-            assert trainer.parameters[0].local.dtype == (
-                torch.bfloat16 if precision == "bf16_pure" else torch.float32
-            )
+            kept = torch.bfloat16 if precision == "bf16_pure" else torch.float32
+            assert trainer.parameters[0].local.dtype == kept
+            assert state_dtypes(trainer) == {torch.float32 if state_dtype == "fp32" else kept}
         found.append((gains[0], gains[1]))
     return found
 

@@ -31,6 +31,7 @@ from parallel3d.errors import CheckpointError, DamagedCheckpointError
 from parallel3d.models import shape_cards
 from parallel3d.training.state import load_model, load_trainer, resume_from, save_trainer
 from tests.distributed.training_cases import (
+    BATCH,
     DEEP,
     DEEP_TIED,
     GROUPED,
@@ -49,17 +50,20 @@ from tests.distributed.training_cases import (
 HALF = 3  # after the first resumed step comes one whose loss knows the states, and another
 
 
-def straight_through(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
+def straight_through(
+    model: ModelConfig, parallel: ParallelConfig, path: Path, batch: int = BATCH
+) -> Curve:
     """Six steps, with a checkpoint after three."""
-    trainer = make_trainer(make_recipe(model, parallel))
+    trainer = make_trainer(make_recipe(model, parallel, global_batch_size=batch))
     first = train(trainer, HALF)
     save_trainer(trainer, path)
     return first + train(trainer, HALF)
 
 
-def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
+def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path, batch: int = BATCH) -> Curve:
     """A trainer that loads first needs no initial weights."""
-    trainer = make_trainer(make_recipe(model, parallel), initialize=False)
+    recipe = make_recipe(model, parallel, global_batch_size=batch)
+    trainer = make_trainer(recipe, initialize=False)
     load_trainer(trainer, path)
     assert trainer.step == HALF
     return train(trainer, HALF)
@@ -75,13 +79,40 @@ def refuse(model: ModelConfig, path: Path, **train_settings: object) -> str:
     return str(refusal.value)
 
 
-TP2_PP2 = ParallelConfig(tp=2, pp=2, microbatch_size=2)
+TP2_PP2 = ParallelConfig(
+    tp=2,
+    pp=2,
+    microbatch_size=2,
+)
 LAYOUTS = [
     (TIED, TP2_PP2),
     (TIED, ParallelConfig(dp_shard=4)),
-    (GROUPED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=2)),
-    (DEEP, ParallelConfig(dp_replicate=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2)),
-    (TIED, ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
+    (
+        GROUPED,
+        ParallelConfig(
+            tp=2,
+            dp_shard=2,
+            sequence_parallel=True,
+            microbatch_size=2,
+        ),
+    ),
+    (
+        DEEP,
+        ParallelConfig(
+            dp_replicate=2,
+            pp=2,
+            schedule="interleaved_1f1b",
+            virtual_stages=2,
+        ),
+    ),
+    (
+        TIED,
+        ParallelConfig(
+            tp=2,
+            dp_shard=2,
+            sharding="SHARD_OPTIMIZER",
+        ),
+    ),
 ]
 
 
@@ -125,7 +156,12 @@ def test_a_saved_model_has_the_same_loss_in_every_layout(
     for parallel in (
         TP2_PP2,
         ParallelConfig(dp_shard=4),
-        ParallelConfig(pp=2, dp_shard=2, schedule="zb_v", virtual_stages=2),
+        ParallelConfig(
+            pp=2,
+            dp_shard=2,
+            schedule="zb_v",
+            virtual_stages=2,
+        ),
     ):
         each = world(4).run(loss_of_the_saved_model, DEEP_TIED, parallel, path)
         assert each == pytest.approx([alone] * 4, rel=1e-6)
@@ -135,10 +171,32 @@ def test_a_saved_model_has_the_same_loss_in_every_layout(
     ("size", "parallel"),
     [
         (4, ParallelConfig(dp_shard=4)),
-        (4, ParallelConfig(tp=2, dp_replicate=2, sequence_parallel=True)),
-        (4, ParallelConfig(pp=2, dp_shard=2, schedule="interleaved_1f1b", virtual_stages=3)),
+        (
+            4,
+            ParallelConfig(
+                tp=2,
+                dp_replicate=2,
+                sequence_parallel=True,
+            ),
+        ),
+        (
+            4,
+            ParallelConfig(
+                pp=2,
+                dp_shard=2,
+                schedule="interleaved_1f1b",
+                virtual_stages=3,
+            ),
+        ),
         (2, ParallelConfig(pp=2, schedule="gpipe")),
-        (4, ParallelConfig(tp=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
+        (
+            4,
+            ParallelConfig(
+                tp=2,
+                dp_shard=2,
+                sharding="SHARD_OPTIMIZER",
+            ),
+        ),
         (2, ParallelConfig(dp_shard=2, sharding="NO_SHARD")),
         (1, ParallelConfig()),
     ],
@@ -160,25 +218,10 @@ def test_resuming_in_another_layout_goes_on_alike(
     assert_follows(curve, uninterrupted[HALF:], last=None)
 
 
-def three_ways(path: Path) -> Curve:
-    trainer = make_trainer(make_recipe(TIED, ParallelConfig(dp_shard=3), global_batch_size=6))
-    first = train(trainer, HALF)
-    save_trainer(trainer, path)
-    return first + train(trainer, HALF)
-
-
-def one_way(path: Path) -> Curve:
-    trainer = make_trainer(
-        make_recipe(TIED, ParallelConfig(microbatch_size=6), global_batch_size=6)
-    )
-    load_trainer(trainer, path)
-    return train(trainer, HALF)
-
-
 def test_uneven_shards_are_saved_whole(world: Callable, tmp_path: Path) -> None:
     path = tmp_path / "step_00000003"
-    uninterrupted = world(3).run(three_ways, path)[0]
-    curve = world(1).run(one_way, path)[0]
+    uninterrupted = world(3).run(straight_through, TIED, ParallelConfig(dp_shard=3), path, 6)[0]
+    curve = world(1).run(resumed, TIED, ParallelConfig(microbatch_size=6), path, 6)[0]
     assert losses(curve) == pytest.approx(losses(uninterrupted[HALF:]), rel=1e-5)
 
 
@@ -206,12 +249,8 @@ def test_a_checkpoint_is_written_beside_and_renamed(original: Path) -> None:
     assert list_checkpoints(original.parent) == [original]
     manifest = read_manifest(original)
     assert (manifest.progress.step, manifest.progress.tokens) == (HALF, HALF * 8 * 24)
-    assert (
-        load_recipe(
-            original / CONFIG_FILE, ["model.vocab=257"], cards=shape_cards()
-        ).train.global_batch_size
-        == 8
-    )
+    recipe = load_recipe(original / CONFIG_FILE, ["model.vocab=257"], cards=shape_cards())
+    assert recipe.train.global_batch_size == BATCH
     assert {file.name for file in original.iterdir()} == {*manifest.files, MANIFEST_FILE}
 
 
@@ -330,23 +369,19 @@ def resume_and_tell(checkpoints: list[Path]) -> list[str]:
     return resume_from(trainer, checkpoints, checkpoints[0].parent)[1]
 
 
-def test_a_checkpoint_of_another_model_or_run_is_refused(world: Callable, saved: Path) -> None:
-    one = world(1)
-    wider = replace(GROUPED, hidden=64)
-    assert (
-        "model.embed.weight is [128, 32] there and [128, 64] here"
-        in one.run(refuse, wider, saved)[0]
-    )
-    deeper = replace(GROUPED, layers=4)
-    assert (
-        "model.layers.3.attention.q.weight is not there, and [32, 32] here"
-        in one.run(refuse, deeper, saved)[0]
-    )
-    shallower = replace(GROUPED, layers=2)  # it would load without the last block
-    assert (
-        "model.layers.2.attention.q.weight is [32, 32] there, and not here"
-        in one.run(refuse, shallower, saved)[0]
-    )
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 64}, "model.embed.weight is [128, 32] there and [128, 64] here"),
+        ({"layers": 4}, "model.layers.3.attention.q.weight is not there, and [32, 32] here"),
+        # it would load without the last block
+        ({"layers": 2}, "model.layers.2.attention.q.weight is [32, 32] there, and not here"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    world: Callable, original: Path, changes: dict[str, int], words: str
+) -> None:
+    assert words in world(1).run(refuse, replace(GROUPED, **changes), original)[0]  # type: ignore[arg-type]
 
 
 def test_a_pickle_in_a_checkpoint_is_never_run(world: Callable, saved: Path) -> None:
