@@ -21,12 +21,10 @@ from parallel3d.layers.collectives import SEQUENCE_DIM
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.linear import column_parallel, row_parallel
 from parallel3d.layers.regions import (
-    all_gather_to_region,
     all_to_all_of_region,
     copy_to_region,
     gather_from_region,
     reduce_from_region,
-    reduce_scatter_from_region,
     scatter_to_region,
 )
 from parallel3d.layers.sharded_module import ShardedModule
@@ -39,9 +37,7 @@ class ConvertedModule(ShardedModule):
     """Base of the classes. The attributes are those that `layers.linear` asks a layer for."""
 
     prefix = "TensorParallel"  # of the name of the class that a module gets
-    sequence_parallel = False
     is_transposed = False  # the weight is [I, O], as in transformers' Conv1D
-    is_entered = False
     delayed = padded_width = rows = None
     # Called once, in the first forward pass: refuses adapters that were added after the split.
     refuse_additions: Callable[[], None] | None = None
@@ -53,17 +49,6 @@ class ConvertedModule(ShardedModule):
         if self.refuse_additions is not None and not is_compiling():
             self.refuse_additions()
             self.refuse_additions = None
-
-    def traced(self, name: str) -> Any:
-        """Returns this rank's part of a parameter for `torch.compile`."""
-        return self.replicated(name)
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x if self.is_entered else copy_to_region(x, self.axis)
-
-    def leave(self, y: Tensor) -> Tensor:
-        reduce = reduce_scatter_from_region if self.sequence_parallel else reduce_from_region
-        return reduce(y, self.axis)
 
 
 class ColumnParallel(ConvertedModule):
@@ -224,21 +209,17 @@ class EnterRegion(ConvertedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if args:
-            args = (self.change_input(args[0]), *args[1:])
+            args = (self.enter(args[0]), *args[1:])
         else:
-            kwargs[self.argument] = self.change_input(kwargs[self.argument])
+            kwargs[self.argument] = self.enter(kwargs[self.argument])
         return super().forward(*args, **kwargs)
-
-    def change_input(self, x: Tensor) -> Tensor:
-        enter = all_gather_to_region if self.sequence_parallel else copy_to_region
-        return enter(x, self.axis)
 
 
 class ScatterSequence(EnterRegion):
     """A module that works on [B, S / n, D] of its input [B, S, D]. Sends nothing forward;
     all-gathers dx backward."""
 
-    def change_input(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor) -> Tensor:
         return scatter_to_region(x, self.axis, SEQUENCE_DIM)
 
 

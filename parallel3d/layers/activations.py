@@ -74,32 +74,23 @@ class BlockActivations:
 
     def _attention_bytes(self, recompute: BlockRecompute) -> int:
         """Returns the bytes that attention saves of one token."""
-        dim, kernel, e, wide = (
-            self.head_dim,
-            self.attention,
-            self.item_bytes,
-            max(self.item_bytes, 4),
-        )
-        heads, groups = self.heads // self.tp, max(self.kv_heads // self.tp, 1)
+        kernel, e, wide = self.attention, self.item_bytes, max(self.item_bytes, 4)
+        heads, groups = self.heads // self.tp, self._groups
+        output = e * heads * self.head_dim
         if recompute != "none":
-            return e * (heads + 2 * groups) * dim + e * heads * dim
-        if kernel.repeats_heads:
+            return e * (heads + 2 * groups) * self.head_dim + output
+        if kernel.repeats_heads or kernel.kept_bytes:
             groups = heads
-        inputs, wide = e * (heads + 2 * groups) * dim, max(e, 4)
-        if kernel.kept_bytes:
-            item = wide if kernel.name == "math" else e
-            inputs = 3 * heads * dim * item
+        item = wide if kernel.name == "math" else e
+        inputs = item * (heads + 2 * groups) * self.head_dim
         softmax = heads * (kernel.kept_bytes * self.seq or wide)
-        copies = 2 if kernel.in_pieces else 1
-        outputs = copies * e * heads * dim
+        outputs = 2 * output if kernel.in_pieces else output
         return inputs + outputs + softmax
 
-    def bytes_of_blocks(self, blocks: range, recompute: BlockRecompute, *, every: int = 1) -> int:
-        """Returns the bytes that the blocks of one stage keep, given by their indices in the whole
-        model. One block in `every` is recomputed as `recompute` says, the others are not."""
-        recomputed = len([index for index in blocks if index % every == 0])
-        others = len(blocks) - recomputed
-        return recomputed * self.bytes(recompute) + others * self.bytes("none")
+    @property
+    def _groups(self) -> int:
+        """The key-value heads of a tp rank."""
+        return max(self.kv_heads // self.tp, 1)
 
     def norm_bytes(self, features: int) -> int:
         """Returns the bytes that a norm keeps of a vector of so many features, beside its
@@ -115,5 +106,5 @@ class BlockActivations:
     @property
     def head_norm_bytes(self) -> int:
         """The bytes that the norms of the heads' queries and keys keep of one token."""
-        vectors = self.heads // self.tp + max(self.kv_heads // self.tp, 1)
+        vectors = self.heads // self.tp + self._groups
         return vectors * self.norm_bytes(self.head_dim) if self.qk_norm else 0

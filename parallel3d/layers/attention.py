@@ -32,7 +32,6 @@ from parallel3d.layers.fused_attention import (
     kernel_of,
     own_mask,
     refuse_large_scores,
-    repeat_heads,
 )
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.norm import RMSNorm
@@ -200,11 +199,11 @@ class ParallelAttention(ParallelModule):
             return attend_by_varlen(q, k, v, documents, causal=causal, window=window, scale=scale)
         if documents is not None:
             return self._attend_each(q, k, v, documents.lengths)
-        repeats = kernel.repeats_heads
+        if kernel.repeats_heads:
+            repeats = q.shape[2] // k.shape[2]
+            k, v = (part.repeat_interleave(repeats, dim=2) for part in (k, v))
         if kernel.in_pieces and window is not None:
-            return attend_in_window(
-                q, k, v, causal=causal, window=window, scale=scale, repeats_heads=repeats
-            )
+            return attend_in_window(q, k, v, causal=causal, window=window, scale=scale)
         refuse_large_scores(kernel, q, k, masks=1 if mask is None else mask.shape[0])
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if has_mask or has_window or drops:
@@ -213,13 +212,10 @@ class ParallelAttention(ParallelModule):
                 mask = own if mask is None else mask & own
             causal = False
         if dropout is None:
-            y = attend(q, k, v, mask, causal=causal, scale=scale, repeats_heads=repeats)
-            return y.transpose(1, 2)
+            return attend(q, k, v, mask, causal=causal, scale=scale).transpose(1, 2)
         # The probabilities [B, H, S, T] are written out: torch's kernels draw their dropout from
         # one generator, which on tp ranks of equal seeds would drop the same elements of different
         # heads.
-        if repeats:
-            k, v = repeat_heads(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         scores = q @ k.transpose(-1, -2) * scale
         if mask is not None:

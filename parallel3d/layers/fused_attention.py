@@ -86,22 +86,13 @@ def attend(
     *,
     causal: bool,
     scale: float | None,
-    repeats_heads: bool = False,
 ) -> Tensor:
     """Returns softmax(scale q k^T + mask) v [B, H, S, K] by torch's fastest kernel. `causal` goes
     without a mask."""
-    if repeats_heads:
-        k_BGTK, v_BGTK = repeat_heads(q_BHSK, k_BGTK, v_BGTK)
     grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
     return F.scaled_dot_product_attention(
         q_BHSK, k_BGTK, v_BGTK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-
-
-def repeat_heads(q_BHSK: Tensor, *of_groups: Tensor) -> list[Tensor]:
-    """Returns tensors [B, G, T, K] as [B, H, T, K]: each head once for every query head that shares
-    it."""
-    return [part.repeat_interleave(q_BHSK.shape[1] // part.shape[1], dim=1) for part in of_groups]
 
 
 def attend_by_varlen(
@@ -151,7 +142,6 @@ def attend_in_window(
     causal: bool,
     window: int,
     scale: float | None,
-    repeats_heads: bool = False,
 ) -> Tensor:
     """Returns the attention [B, S, H, K] of queries that see `window` keys at most, block of
     queries by block: each needs its own block of keys and its neighbours', so that the masks are 2
@@ -169,9 +159,7 @@ def attend_in_window(
             )
             assert mask is not None
             masks[shape] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-        parts.append(
-            attend(q, k, v, masks[shape], causal=False, scale=scale, repeats_heads=repeats_heads)
-        )
+        parts.append(attend(q, k, v, masks[shape], causal=False, scale=scale))
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 

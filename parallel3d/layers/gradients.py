@@ -167,13 +167,13 @@ def accumulate_or_return_product(
 ) -> Tensor | None:
     """Does `accumulate_or_return` for a weight [out, in] whose gradient is grad_out^T x, of
     [tokens, out] and [tokens, in]: where gradients are fused, the matrix multiplication itself adds
-    the product, now or delayed."""
+    the product. What is `delayed` is added later."""
     if not weight.requires_grad:
         return None
-    # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows where
-    # it comes from.
-    kept = grad_out.detach(), x.detach()
-    if fused and delayed is not None:
+    if delayed is not None:
+        # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows
+        # where it comes from.
+        kept = grad_out.detach(), x.detach()
         work = partial(accumulate_or_return_product, weight, *kept, fused=True)
         if delayed.delay(work):
             return None
@@ -186,18 +186,15 @@ def accumulate_or_return_product(
 
 def delay_weight_gradients(module: nn.Module) -> DelayedGradients:
     """Lets the layers below a module, `nn.Linear`s among them, delay their weights' gradients, and
-    returns what collects them. It changes no result and no name. What is compiled stays as it is:
-    its backward is one piece, which is done in the first half. A second call returns the same
-    object."""
-    layers, delayed = [], DelayedGradients()
+    returns what collects them: until a second call, which puts another collector in its place. It
+    changes no result and no name. What is compiled stays as it is: its backward is one piece, which
+    is done in the first half."""
+    delayed = DelayedGradients()
     for part in _eager_modules(module):
-        if hasattr(part, "delayed") or type(part) is nn.Linear:
-            layers.append(part)
-            known = getattr(part, "delayed", None)
-            delayed = known if isinstance(known, DelayedGradients) else delayed
-    for part in layers:
-        if type(part) is nn.Linear and "forward" not in vars(part):
-            part.forward = partial(_delaying_forward, part, delayed)  # type: ignore[method-assign]
+        if type(part) is nn.Linear:
+            vars(part).setdefault("forward", partial(_delaying_forward, part))
+        elif not hasattr(part, "delayed"):
+            continue
         part.delayed = delayed  # type: ignore[assignment]
     return delayed
 
@@ -210,14 +207,14 @@ def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _eager_modules(child)
 
 
-def _delaying_forward(linear: nn.Linear, delayed: DelayedGradients, x: Tensor) -> Tensor:
+def _delaying_forward(linear: nn.Linear, x: Tensor) -> Tensor:
     """Computes a linear layer. With a weight that is not a plain leaf, or under autocast, it is
     torch's own."""
     weight, bias = linear.weight, linear.bias
     is_plain = weight.is_leaf and weight.requires_grad and not isinstance(weight, DTensor)
     if not is_plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    y: Tensor = _DelayingLinear.apply(x, weight, bias, delayed)
+    y: Tensor = _DelayingLinear.apply(x, weight, bias, linear.delayed)
     return y
 
 
@@ -236,11 +233,9 @@ class _DelayingLinear(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        # Detached, so that what is delayed does not keep the graph.
-        flat_grad = grad.detach().reshape(-1, grad.shape[-1])
-        flat_x = x.detach().reshape(-1, x.shape[-1])
+        flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_bias = flat_grad.sum(0) if ctx.has_bias else None
-        work = partial(accumulate_or_return_product, weight, flat_grad, flat_x, fused=True)
-        if ctx.delayed.delay(work):
-            return grad_x, None, grad_bias, None
-        return grad_x, flat_grad.t() @ flat_x, grad_bias, None
+        grad_weight = accumulate_or_return_product(
+            weight, flat_grad, flat_x, fused=False, delayed=ctx.delayed
+        )
+        return grad_x, grad_weight, grad_bias, None

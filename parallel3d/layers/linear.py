@@ -82,7 +82,6 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
     padded_width: int | None = None  # of an output that is filled up with -inf
     rows: slice | None = None  # what this rank uses of a weight that is whole on every rank
     is_transposed = False  # the weight is [in_features, out_features]
-    is_entered = False  # a module around this one sums the gradient of the input
 
     def __init__(
         self,
@@ -173,15 +172,10 @@ def column_parallel(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
             cast_input(x), layers, *parameters
         )
         return outputs
-    x, traced = layers[0].enter(x), []
-    for layer in layers:
-        weight, bias = layer.traced("weight"), layer.traced("bias")
-        weight = weight.t() if layer.is_transposed else weight
-        if layer.rows is not None:
-            weight = weight[layer.rows]
-            bias = None if bias is None else bias[layer.rows]
-        traced.append(F.linear(x, weight, bias))
-    return tuple(traced)
+    x = layers[0].enter(x)
+    weights = [used_part(layer.replicated("weight"), layer) for layer in layers]
+    biases = [used_part(layer.replicated("bias"), layer) for layer in layers]
+    return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
 def row_parallel(x: Tensor, layer: Any) -> Tensor:
@@ -189,9 +183,7 @@ def row_parallel(x: Tensor, layer: Any) -> Tensor:
     if is_plain(layer):
         return F.linear(x, layer.weight, layer.bias)
     if is_compiling():
-        weight = layer.traced("weight")
-        weight = weight.t() if layer.is_transposed else weight
-        y = layer.leave(F.linear(x, weight))
+        y = layer.leave(F.linear(x, used_part(layer.replicated("weight"), layer)))
     else:
         y = RowParallelProduct.apply(cast_input(x), layer.weight, layer)
     return y if layer.bias is None else y + layer.replicated("bias").to(y.dtype)
@@ -247,7 +239,8 @@ class ColumnParallelProduct(Function):
         ctx.weights, ctx.biases = parameters[: len(layers)], parameters[len(layers) :]
         if first.sequence_parallel:
             x = gather(x, first.axis)
-        weights, biases = _used_parts(ctx.weights, layers), _used_parts(ctx.biases, layers)
+        weights = list(map(used_part, ctx.weights, layers))
+        biases = map(used_part, ctx.biases, layers)
         if first.padded_width not in (None, len(weights[0])):
             return (padded_product(x, weights[0], first.padded_width),)
         return tuple(map(F.linear, repeat(x), weights, biases))
@@ -258,7 +251,7 @@ class ColumnParallelProduct(Function):
         # The input is gathered again while its gradient is computed, and that travels while the
         # weights' are.
         gathered = start_gather(x, first.axis) if first.sequence_parallel else lambda: x
-        weights = [weight.to(x.dtype) for weight in _used_parts(ctx.weights, layers)]
+        weights = [weight.to(x.dtype) for weight in map(used_part, ctx.weights, layers)]
         # [tokens, O / n], without the columns that the output was filled up with.
         flat = [
             grad.flatten(0, -2)[:, : len(weight)]
@@ -287,15 +280,13 @@ class ColumnParallelProduct(Function):
         return travelling() if arrived is None else arrived, None, *of_weights, *of_biases
 
 
-def _used_parts(parameters: Sequence[Tensor | None], layers: Sequence[Any]) -> list[Any]:
-    """Returns the plain tensors that this rank computes with, weights as [out, in]."""
-    parts = []
-    for parameter, layer in zip(parameters, layers, strict=True):
-        part = None if parameter is None else local_tensor(parameter)
-        if part is not None and layer.is_transposed:
-            part = part.t()
-        parts.append(part if part is None or layer.rows is None else part[layer.rows])
-    return parts
+def used_part(parameter: Tensor | None, layer: Any) -> Any:
+    """Returns the plain tensor that this rank computes with, a weight as [out, in]."""
+    if parameter is None:
+        return None
+    part = local_tensor(parameter)
+    part = part.t() if layer.is_transposed else part
+    return part if layer.rows is None else part[layer.rows]
 
 
 def _weight_gradient(layer: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
@@ -306,7 +297,8 @@ def _weight_gradient(layer: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Ten
         return accumulate_or_return(weight, grad.t().mm(x), fused=fused, rows=rows, axis=axis)
     if layer.is_transposed:
         grad, x = x, grad
-    return accumulate_or_return_product(weight, grad, x, fused=fused, delayed=layer.delayed)
+    delayed = layer.delayed if fused else None
+    return accumulate_or_return_product(weight, grad, x, fused=fused, delayed=delayed)
 
 
 def _bias_gradient(layer: Any, bias: Tensor | None, grad: Tensor) -> Tensor | None:
@@ -323,14 +315,13 @@ class RowParallelProduct(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.layer = weight, layer
-        (local,) = _used_parts((weight,), (layer,))
-        return sum_partial(F.linear(x, local), layer.axis, scattered=layer.sequence_parallel)
+        y = F.linear(x, used_part(weight, layer))
+        return sum_partial(y, layer.axis, scattered=layer.sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, layer = ctx.saved_tensors, ctx.weight, ctx.layer
         if layer.sequence_parallel:
             grad = gather(grad, layer.axis)
-        (local,) = _used_parts((weight,), (layer,))
-        grad_x = grad @ local.to(grad.dtype)
+        grad_x = grad @ used_part(weight, layer).to(grad.dtype)
         return grad_x, _weight_gradient(layer, weight, grad.flatten(0, -2), x.flatten(0, -2)), None

@@ -136,12 +136,11 @@ def token_losses(
     the backward makes the gradient of the logits in their memory: nobody may read them after it."""
     is_small = terms.chunk_tokens is None and logits.numel() < PLAIN_BELOW_ELEMENTS
     if terms.axis.size == 1 and terms.vocab == logits.shape[-1] and not terms.z_loss and is_small:
-        wide, smoothing = logits.to(wide_dtype(logits)).flatten(0, -2), terms.label_smoothing
         plain = F.cross_entropy(
-            wide,
+            logits.to(wide_dtype(logits)).flatten(0, -2),
             labels.flatten(),
             ignore_index=terms.ignore_index,
-            label_smoothing=smoothing,
+            label_smoothing=terms.label_smoothing,
             reduction="none",
         )
         return plain.view_as(labels)
@@ -167,13 +166,9 @@ class _CrossEntropy(Function):
         ctx: Any, logits: Tensor, labels: Tensor, terms: TokenLoss, overwrite: bool
     ) -> Tensor:
         ctx.terms, ctx.overwrite = terms, overwrite
-        parts = [
-            terms.forward(*part) for part in terms.chunks(logits.flatten(0, -2), labels.flatten())
-        ]
-        losses, lse = (
-            torch.cat(column) if len(parts) > 1 else column[0]
-            for column in zip(*parts, strict=True)
-        )
+        chunks = terms.chunks(logits.flatten(0, -2), labels.flatten())
+        parts = [terms.forward(*chunk) for chunk in chunks]
+        losses, lse = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(logits, labels, lse)
         return losses.view_as(labels)
 

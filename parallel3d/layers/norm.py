@@ -1,12 +1,14 @@
 """Normalisation. Its weights are small and whole on every rank.
 
 x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`: then each tp rank
-sees other tokens, and the gradients of weight and bias are summed over tp. They are, too, with
+sees other tokens, and the gradients of weight and bias are summed over tp. So is that of an RMSNorm
 `over_heads`, where each rank normalises other heads [..., heads / tp, head_dim] (q/k norm). Nothing
 else is sent.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -70,17 +72,16 @@ class LayerNorm(ParallelModule, nn.LayerNorm):
         eps: float = 1e-5,
         bias: bool = True,
         tp: LayerTp = None,
-        over_heads: bool = False,
         init: Initializer = ones,
         bias_init: Initializer = zeros,
     ) -> None:
         super().__init__(tp)
         self.eps, self.normalized_shape, self.elementwise_affine = eps, (hidden,), True
         self.pointwise: Pointwise = layer_norm
-        partial = self.sequence_parallel or over_heads
-        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
-        bias_spec = ParameterSpec((hidden,), None, bias_init, partial_gradient=partial)
-        self.add_parameter("bias", bias_spec if bias else None)
+        partial = self.sequence_parallel
+        spec = ParameterSpec((hidden,), None, init, partial_gradient=partial)
+        self.add_parameter("weight", spec)
+        self.add_parameter("bias", replace(spec, init=bias_init) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pointwise(x, self.replicated("weight"), self.replicated("bias"), self.eps)

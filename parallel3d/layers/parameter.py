@@ -22,19 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from parallel3d.layers.gradients import DelayedGradients, as_dtensor
-from parallel3d.layers.regions import (
-    all_gather_to_region,
-    copy_to_region,
-    reduce_from_region,
-    reduce_scatter_from_region,
-)
+from parallel3d.layers.regions import copy_to_region
 from parallel3d.layers.sharded_module import (
-    LocalParameter,
     ShardedModule,
     draw,
     draw_dtensors_whole,
@@ -179,37 +172,13 @@ class ParallelModule(ShardedModule):
         return as_dtensor(local, self.tp, [placement], full)
 
     def replicated(self, name: str) -> Any:
-        """Returns a replicated parameter as a plain tensor for autograd, or None. Backward: its
-        gradient, summed over tp if it is partial (at once, or at the end of the step: [Note: fused
-        gradients])."""
-        parameter = getattr(self, name)
-        if not isinstance(parameter, DTensor):
-            return parameter
-        if is_compiling():
-            return self.traced(name)
-        is_partial = self.specs[name].partial_gradient and not self.fused_gradients
-        return LocalParameter.apply(
-            parameter, self.axis if is_partial else None, self.fused_gradients
-        )
-
-    def traced(self, name: str) -> Any:
-        """Returns this rank's part of a parameter for `torch.compile`, or None."""
-        parameter = getattr(self, name)
-        if not isinstance(parameter, DTensor):
-            return parameter
-        local = parameter.to_local()
-        is_partial = self.specs[name].partial_gradient and not self.fused_gradients
-        return copy_to_region(local, self.axis) if is_partial else local
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Gives x to column-parallel layers, gathered if its sequence is split."""
-        enter = all_gather_to_region if self.sequence_parallel else copy_to_region
-        return enter(x, self.axis)
-
-    def leave(self, y: Tensor) -> Tensor:
-        """Sums the output of row-parallel layers, and splits its sequence again."""
-        leave = reduce_scatter_from_region if self.sequence_parallel else reduce_from_region
-        return leave(y, self.axis)
+        """Returns this rank's part of a parameter as a plain tensor for autograd, or None.
+        Backward: its gradient, summed over tp if it is partial (at once, or at the end of the step:
+        [Note: fused gradients])."""
+        part = super().replicated(name)
+        if part is None or self.fused_gradients or not self.specs[name].partial_gradient:
+            return part
+        return copy_to_region(part, self.axis)
 
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
@@ -224,14 +193,19 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
     """Yields the global name and the spec of every parameter below `module`; of a tied one the
     first name alone."""
     seen: set[int] = set()
+    for name, part, attribute in _declared(module):
+        parameter = id(getattr(part, attribute))
+        if parameter not in seen:
+            seen.add(parameter)
+            yield name, part.specs[attribute]
+
+
+def _declared(module: nn.Module) -> Iterator[tuple[str, ParallelModule, str]]:
+    """Yields every global name of a parameter below `module`, the layer and the name there."""
     for prefix, part in module.named_modules():
-        if not isinstance(part, ParallelModule):
-            continue
-        for name, spec in part.specs.items():
-            parameter = getattr(part, name)
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{prefix}.{name}".removeprefix("."), spec
+        if isinstance(part, ParallelModule):
+            for attribute in part.specs:
+                yield f"{prefix}.{attribute}".removeprefix("."), part, attribute
 
 
 @dataclass(frozen=True)
@@ -244,9 +218,7 @@ class Normal:
         return tensor.normal_(0.0, self.std, generator=generator)
 
 
-def normal(std: float) -> Initializer:
-    """Returns an initializer that draws from a normal distribution with mean 0."""
-    return Normal(std)
+normal = Normal
 
 
 def ones(tensor: Tensor, generator: torch.Generator | None) -> object:
@@ -292,12 +264,9 @@ def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, sli
     """Yields the tiles along a dim of `size` that `own` lies in: the tile, what `own` has of it,
     and where in `own`."""
     for start in range(own.start - own.start % step, own.stop, step) if own else ():
-        first, end = max(own.start, start), min(own.stop, start + step)
-        within, of_own = (
-            slice(first - start, end - start),
-            slice(first - own.start, end - own.start),
-        )
-        yield range(start, min(start + step, size)), within, of_own
+        tile = range(start, min(start + step, size))
+        first, end = max(own.start, start), min(own.stop, tile.stop)
+        yield tile, slice(first - start, end - start), slice(first - own.start, end - own.start)
 
 
 def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -313,14 +282,11 @@ def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None
     rank draws its part of one tensor at a time. Tied parameters stay tied. Nothing is sent. Call it
     before `fully_shard`."""
     made: dict[int, nn.Parameter] = {}
-    for prefix, part in module.named_modules():
-        if not isinstance(part, ParallelModule):
-            continue
-        for attribute, spec in part.specs.items():
-            old, name = part.get_parameter(attribute), f"{prefix}.{attribute}".removeprefix(".")
-            if id(old) not in made:
-                local = initial_part(spec, name, seed, part.axis)
-                full = torch.empty(spec.shape, device="meta")
-                own = part.on_axis(local.to(device=device, dtype=old.dtype), spec, full)
-                made[id(old)] = nn.Parameter(own, requires_grad=old.requires_grad)
-            setattr(part, attribute, made[id(old)])
+    for name, part, attribute in _declared(module):
+        spec, old = part.specs[attribute], part.get_parameter(attribute)
+        if id(old) not in made:
+            local = initial_part(spec, name, seed, part.axis)
+            full = torch.empty(spec.shape, device="meta")
+            own = part.on_axis(local.to(device=device, dtype=old.dtype), spec, full)
+            made[id(old)] = nn.Parameter(own, requires_grad=old.requires_grad)
+        setattr(part, attribute, made[id(old)])

@@ -25,6 +25,7 @@ from parallel3d.layers.parameter import (
     Pointwise,
     normal,
 )
+from parallel3d.mesh import ONE_RANK
 
 
 class LearnedPositions(ParallelModule, nn.Embedding):
@@ -50,10 +51,9 @@ class LearnedPositions(ParallelModule, nn.Embedding):
         self.add_parameter("weight", spec)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        own, parts, rank = x.shape[1], 1, 0
-        if self.sequence_parallel:
-            parts, rank = self.axis.size, self.axis.rank
-        length, first = own * parts, own * rank
+        own = x.shape[1]
+        axis = self.axis if self.sequence_parallel else ONE_RANK
+        length, first = own * axis.size, own * axis.rank
         if length > self.longest:
             raise ValueError(
                 f"LearnedPositions: a sequence of {length} tokens, and there are {self.longest} "
@@ -63,9 +63,8 @@ class LearnedPositions(ParallelModule, nn.Embedding):
         if positions is None:
             return x + weight[first : first + own]
         # Looked up in float32, in which the gradients of equal positions then add up.
-        return x + F.embedding(positions[:, first : first + own], weight.to(wide_dtype(weight))).to(
-            x.dtype
-        )
+        wide = weight.to(wide_dtype(weight))
+        return x + F.embedding(positions[:, first : first + own], wide).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,19 +166,18 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq,
         and 0, 1, ... where they are not given. Returns the same shape and dtype."""
-        cos, sin = self.make_table(x.shape[1], x)
-        if len(cos) > x.shape[1]:
-            cos, sin = cos[: x.shape[1]], sin[: x.shape[1]]
-        return self.pointwise(x, cos, sin, positions)
+        length = x.shape[1]
+        cos, sin = self.make_table(length, x)
+        return self.pointwise(x, cos[:length], sin[:length], positions)
 
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [at least `length`, 1, head_dim] for tensors as wide as `like`, on
         its device; sin is negative for the first half, which gets the second's."""
-        table, device, dtype = self._table, like.device, wide_dtype(like)
-        if table is not None:
-            cos = table[0]
+        device, dtype = like.device, wide_dtype(like)
+        if self._table is not None:
+            cos = self._table[0]
             if len(cos) >= length and cos.device == device and cos.dtype == dtype:
-                return table
+                return self._table
         places = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
         frequencies, magnitude = self.theta ** -(places / self.head_dim), 1.0
         if self.scaling is not None:

@@ -21,8 +21,13 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.gradients import accumulate_or_return, local_tensor
+from parallel3d.layers.regions import (
+    all_gather_to_region,
+    copy_to_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+)
 from parallel3d.layers.replica_check import differ, fingerprints
 from parallel3d.mesh import Axis, Role
 from parallel3d.torch_private import draw_dtensors_by, local_of
@@ -32,7 +37,9 @@ class ShardedModule(nn.Module):
     """A module that holds this rank's part of its parameters."""
 
     axis: Axis
+    sequence_parallel: bool = False
     fused_gradients: bool = False  # [Note: fused gradients] in `layers.gradients`
+    is_entered = False  # a module around this one does what `enter` does
 
     def fuse_gradients(self, on: bool) -> None:
         self.fused_gradients = on
@@ -42,9 +49,21 @@ class ShardedModule(nn.Module):
         parameter = getattr(self, name)
         if not isinstance(parameter, DTensor):
             return parameter
-        if is_compiling():
-            return parameter.to_local()
-        return LocalParameter.apply(parameter, None, self.fused_gradients)
+        if self.fused_gradients and not is_compiling():
+            return _FusedLocal.apply(parameter)
+        return parameter.to_local()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Gives x to column-parallel layers, gathered if its sequence is split."""
+        if self.is_entered:
+            return x
+        enter = all_gather_to_region if self.sequence_parallel else copy_to_region
+        return enter(x, self.axis)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Sums the output of row-parallel layers, and splits its sequence again."""
+        leave = reduce_scatter_from_region if self.sequence_parallel else reduce_from_region
+        return leave(y, self.axis)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, parameter in self._parameters.items():
@@ -95,22 +114,18 @@ class ShardedModule(nn.Module):
             raise error(f"{type(self).__name__}: {words}")
 
 
-class LocalParameter(Function):
-    """This rank's part of a parameter. Backward: the parameter's gradient, summed over an axis
-    first if there is one, and added in place if gradients are fused."""
+class _FusedLocal(Function):
+    """This rank's part of a parameter. Backward: the gradient is added to the parameter's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sum_over: Axis | None, fused: bool) -> Tensor:
-        ctx.parameter, ctx.sum_over, ctx.fused = parameter, sum_over, fused
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
         local = local_tensor(parameter)
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        if ctx.sum_over is not None:
-            grad = all_reduce(grad.clone(), ctx.sum_over)  # others may hold the gradient, too
-        gradient = accumulate_or_return(ctx.parameter, grad.contiguous(), fused=ctx.fused)
-        return gradient, None, None
+    def backward(ctx: Any, grad: Tensor) -> None:
+        accumulate_or_return(ctx.parameter, grad.contiguous(), fused=True)
 
 
 def shard_like(full: Tensor, parameter: DTensor) -> DTensor:

@@ -76,7 +76,7 @@ def vocab_parallel_lookup(ids: Tensor, layer: Any) -> Tensor:
     if not is_compiling():
         looked_up: Tensor = _VocabParallelEmbedding.apply(ids, layer.weight, layer)
         return looked_up
-    rows = layer.traced("weight")
+    rows = layer.replicated("weight")
     if layer.axis.size == 1:
         return F.embedding(ids, rows)
     y: Tensor = layer.leave(look_up(ids, rows, layer.first_row)[0])
@@ -242,7 +242,7 @@ def head_cross_entropy(
         head.axis, head.out_features, ignore_index, label_smoothing, z_loss, chunk_tokens
     )
     compiling = is_compiling()
-    weight = head.traced("weight") if compiling else head.weight
+    weight = head.replicated("weight") if compiling else head.weight
     fused = head.fused_gradients and not compiling
     losses: Tensor = _HeadCrossEntropy.apply(x, weight, labels, terms, fused, head.padded_width)
     return losses
