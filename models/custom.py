@@ -16,10 +16,9 @@ from parallel3d.config.load import read_options
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.rules import refuse
 from parallel3d.config.yaml_text import shown
-from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.layers.positions import PackedDocuments
-from parallel3d.models.decoder import Decoder, NoOptions
+from parallel3d.models.decoder import NoOptions
 from parallel3d.parallelize import ModelClass
 from parallel3d.pipeline.stage import FIRST_PARTS, LAST_PARTS
 
@@ -30,29 +29,15 @@ _NOT_THE_CLASS = ("name", "architecture", "options")
 def import_model(architecture: str) -> ModelClass:
     """Returns the class that `model.architecture` names as `module:Class`. Raises ConfigError as
     `config.import_class` does."""
-    found: ModelClass = import_class(
-        "model.architecture", architecture, nn.Module, "torch.nn.Module"
-    )
-    return found
+    return import_class("model.architecture", architecture, nn.Module, "torch.nn.Module")
 
 
 def check_class(config: ModelConfig) -> None:
     """Builds the model once, on the meta device and whole, and raises ConfigError where its options
     do not fit its class, where the class never reads a key that the recipe sets, or where what it
     builds cannot be cut into stages, split and stepped."""
-    model_class, said = (
-        import_model(config.architecture),
-        f"model.architecture = {config.architecture}",
-    )
-    if (
-        isinstance(model_class, type)
-        and issubclass(model_class, Decoder)
-        and model_class.parts is Decoder.parts
-    ):
-        raise ConfigError(
-            f"{said}: has no method parts, which says what a Decoder is made of; try "
-            "models/llama.py's"
-        )
+    model_class = import_model(config.architecture)
+    said = f"model.architecture = {config.architecture}"
     read_options(getattr(model_class, "Options", NoOptions), config.options)
     read: set[str] = set()
     with naming_user_code(f"{said}: building it fails"):
@@ -65,13 +50,15 @@ def check_class(config: ModelConfig) -> None:
             device="meta",
         )
     refuse([f"{said}: {fault}" for fault in _faults(model, config)])
-    unread = [
-        f"model.{key.name} = {shown(getattr(config, key.name))}: {config.architecture} does not "
-        "read it when it is built; drop it, or read it there"
-        for key in fields(config)
-        if key.default is not MISSING and key.name not in {*_NOT_THE_CLASS, *read}
-        if getattr(config, key.name) != key.default
-    ]
+    unread = []
+    for key in fields(config):
+        value = getattr(config, key.name)
+        is_set = key.default is not MISSING and value != key.default
+        if is_set and key.name not in {*_NOT_THE_CLASS, *read}:
+            unread.append(
+                f"model.{key.name} = {shown(value)}: {config.architecture} does not read it when "
+                "it is built; drop it, or read it there"
+            )
     refuse(unread)
 
 
@@ -86,14 +73,12 @@ def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
             )
             return
     blocks = dict(model.get_submodule("layers").named_children())
-    if not isinstance(model.layers, nn.ModuleDict) or list(blocks) != [
-        str(i) for i in range(config.layers)
-    ]:
-        wanted = (
-            f"an nn.ModuleDict of model.layers = {config.layers} blocks, named '0' to "
-            f"'{config.layers - 1}'"
+    wanted = [str(index) for index in range(config.layers)]
+    if not isinstance(model.layers, nn.ModuleDict) or list(blocks) != wanted:
+        yield (
+            f"its layers are {shown(list(blocks))}; make them an nn.ModuleDict of model.layers = "
+            f"{config.layers} blocks, named '0' to '{wanted[-1]}'"
         )
-        yield f"its layers are {shown(list(blocks))}; make them {wanted}"
     declared = {
         id(getattr(part, name))
         for part in model.modules()
@@ -107,16 +92,12 @@ def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
                 f"{' or '.join(parts)}"
             )
         elif id(parameter) not in declared:
-            words = (
-                "is none of a ParallelModule's, so that neither its start nor its place over tp is "
-                "known"
-            )
             yield (
-                f"its parameter {name} {words}; try add_parameter(name, ParameterSpec(shape, None, "
-                "init))"
+                f"its parameter {name} is none of a ParallelModule's, so that neither its start "
+                "nor its place over tp is known; try add_parameter(name, ParameterSpec(shape, "
+                "None, init))"
             )
-    if any(True for _ in model.buffers()):
-        name = next(name for name, _ in model.named_buffers())
+    for name, _ in model.named_buffers():
         yield (
             f"its buffer {name} would be empty where the model is built on the meta device; "
             "compute it in the forward"

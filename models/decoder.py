@@ -20,6 +20,7 @@ from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig
+from parallel3d.errors import ConfigError
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.dropout import Dropout
 from parallel3d.layers.mlp import Activation, ParallelMLP
@@ -94,9 +95,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Tensor:
-        x = x + self.attention_dropout(
-            self.attention(self.attention_norm(x), documents=documents, key=key), key
-        )
+        attended = self.attention(self.attention_norm(x), documents=documents, key=key)
+        x = x + self.attention_dropout(attended, key)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
 
 
@@ -165,10 +165,8 @@ class Decoder(nn.Module):
         if config.tied_embeddings:
             head.weight = parts.token_weight
         self.embed: nn.Module | None = parts.embed
-        self.rotary, self.ranks_of_sequence = (
-            parts.rotary,
-            head.axis.size if sequence_parallel else 1,
-        )
+        self.rotary = parts.rotary
+        self.ranks_of_sequence = head.axis.size if sequence_parallel else 1
         self.dropout = residual_dropout(config, "embed", context)
         self.layers = nn.ModuleDict()
         blocks = {"full": recomputed(self.block_class)}
@@ -183,16 +181,18 @@ class Decoder(nn.Module):
 
     def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
         """Returns the parts that make this model what it is. Every model has its own."""
-        raise NotImplementedError
+        raise ConfigError(
+            f"model.architecture = {config.architecture}: has no method parts, which says what a "
+            "Decoder is made of; try models/llama.py's"
+        )
 
     @ends_with_head
     def forward(
         self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Tensor:
         if self.embed is not None:
-            positions = (
-                () if self.rotary is not None or documents is None else (documents.positions,)
-            )
+            learned = self.rotary is None and documents is not None
+            positions = (documents.positions,) if learned else ()  # type: ignore[union-attr]
             x = self.dropout(self.embed(x, *positions), key)
         # before the blocks, so that a compiled one does not make the table in every call
         if self.rotary is not None:

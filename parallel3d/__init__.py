@@ -32,31 +32,34 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "config.load": ("load_recipe",),
-    "config.recipe": ("ModelConfig", "ParallelConfig", "Recipe"),
-    "convert.apply": ("tensor_parallelize",),
-    "convert.pretrained": ("load_safetensors", "parameters_on_meta"),
-    "layers.attention": ("ParallelAttention",),
-    "layers.linear": ("ColumnParallelLinear", "RowParallelLinear"),
-    "layers.loss": ("vocab_parallel_cross_entropy",),
-    "layers.mlp": ("ParallelMLP",),
-    "layers.norm": ("RMSNorm",),
-    "layers.vocabulary": ("VocabParallelEmbedding",),
-    "mesh": ("build_mesh",),
-    "pipeline.runtime": ("PipelineRuntime",),
-    "schedules.schedule": ("Schedule",),
-    "training.callbacks": ("Callback",),
-    "training.trainer": ("Trainer",),
+_HOME_OF = {
+    "Callback": "training.callbacks",
+    "ColumnParallelLinear": "layers.linear",
+    "ModelConfig": "config.recipe",
+    "ParallelAttention": "layers.attention",
+    "ParallelConfig": "config.recipe",
+    "ParallelMLP": "layers.mlp",
+    "PipelineRuntime": "pipeline.runtime",
+    "RMSNorm": "layers.norm",
+    "Recipe": "config.recipe",
+    "RowParallelLinear": "layers.linear",
+    "Schedule": "schedules.schedule",
+    "Trainer": "training.trainer",
+    "VocabParallelEmbedding": "layers.vocabulary",
+    "build_mesh": "mesh",
+    "load_recipe": "config.load",
+    "load_safetensors": "convert.pretrained",
+    "parameters_on_meta": "convert.pretrained",
+    "tensor_parallelize": "convert.apply",
+    "vocab_parallel_cross_entropy": "layers.loss",
 }
-_HOME_OF = {name: f"parallel3d.{module}" for module, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME_OF)
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    value = getattr(import_module(f"parallel3d.{_HOME_OF[name]}"), name)
     globals()[name] = value  # the next use does not come here
     return value
 

@@ -28,9 +28,6 @@ class Role(StrEnum):
     SPLIT_TENSORS = "tp"
 
 
-DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # their ranks get different data
-
-
 @dataclass(frozen=True)
 class Axis:
     """One axis of the mesh as its collectives need it. It is looked up once, because a question to
@@ -47,18 +44,14 @@ class Axis:
     def of(cls, mesh: DeviceMesh | None) -> Axis:
         """Returns the axis of a one-dimensional mesh; None gives an axis of size 1. Raises
         TypeError for all else."""
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
+        if mesh is None:
+            return ONE_RANK
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             raise TypeError(
                 f"{mesh!r} is no axis: pass a one-dimensional DeviceMesh, such as mesh['tp'], or "
                 "None"
             )
-        if mesh is not None and mesh.ndim != 1:
-            names = mesh.mesh_dim_names or (Role.SPLIT_TENSORS.value,)
-            raise TypeError(
-                f"a mesh of {mesh.ndim} dimensions is no axis; pass one of it, such as "
-                f"mesh[{names[-1]!r}]"
-            )
-        if mesh is None or mesh.size() == 1:
+        if mesh.size() == 1:
             return ONE_RANK
         return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group())
 

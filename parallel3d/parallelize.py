@@ -196,9 +196,8 @@ def compile_stage(module: nn.Module, recipe: Recipe, schedule: Schedule) -> None
     """Compiles full blocks if a graph may hold them, or else pieces of them. Collectives of tp, a
     split backward, selective recompute and documents, whose lengths change, stay outside."""
     parallel = recipe.parallel
-    has_collectives = parallel.tp > 1
     is_cut = schedule.splits or parallel.recompute == "selective"
-    if has_collectives or is_cut or recipe.data.documents == "mask":
+    if parallel.tp > 1 or is_cut or recipe.data.documents == "mask":
         compile_pieces(module)
     else:
         compile_blocks(module)
@@ -270,11 +269,12 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Maps the later name of each parameter that has two names to the first."""
     first: dict[int, str] = {}
-    pairs = (
-        (name, first.setdefault(id(p), name))
-        for name, p in model.named_parameters(remove_duplicate=False)
-    )
-    return {name: original for name, original in pairs if name != original}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        original = first.setdefault(id(parameter), name)
+        if name != original:
+            tied[name] = original
+    return tied
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -50,7 +50,6 @@ __all__ = [
 # Operators on lists of tensors: on a GPU one kernel for many tensors, where a loop launches one for
 # each.
 foreach_copy_ = torch._foreach_copy_
-foreach_mul_ = torch._foreach_mul_
 
 # the operator behind `Tensor.item` and `if tensor:`
 READ_A_VALUE = torch.ops.aten._local_scalar_dense.default
@@ -60,7 +59,7 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiplies each tensor by `factor`, in place, in few kernels. The public
     `torch.nn.utils.clip_grads_with_norm_` never multiplies by more than 1, and a plain loop costs a
     GPU one launch for each tensor."""
-    foreach_mul_(list(tensors), factor)
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -199,23 +198,11 @@ def with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Mod
     changed = type(module).__new__(type(module))
     changed.__dict__.update(module.__dict__)
     changed._modules = dict(module._modules)
-    for name in {path.split(".")[0] for path in replaced}:
-        below = {
-            path[len(name) + 1 :]: new
-            for path, new in replaced.items()
-            if path.split(".")[0] == name
-        }
-        changed._modules[name] = (
-            below[""] if "" in below else with_modules(module.get_submodule(name), below)
-        )
+    for path, new in replaced.items():
+        name, _, rest = path.partition(".")
+        child = changed.get_submodule(name)
+        changed._modules[name] = with_modules(child, {rest: new}) if rest else new
     return changed
-
-
-def compiled_graphs() -> int:
-    """Returns how many graphs torch.compile has made in this process."""
-    from torch._dynamo.utils import counters  # half a second, which nothing else waits for
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -234,11 +221,9 @@ def collective_name(operator: Any) -> str | None:
     """Returns the name of an operator that a `TorchDispatchMode` sees, such as "allreduce_", if it
     is a collective of torch.distributed or of its functional twin (which torch.compile and DTensor
     use); None for any other operator."""
-    return (
-        operator._overloadpacket.__name__
-        if operator.namespace in ("c10d", "_c10d_functional")
-        else None
-    )
+    if operator.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    return str(operator._overloadpacket.__name__)
 
 
 def keep_delayed_gradients(root: FSDPModule) -> None:
@@ -246,10 +231,11 @@ def keep_delayed_gradients(root: FSDPModule) -> None:
     `fully_shard` keeps. Until torch 2.14 it keeps them apart, in the dtype of the reduction, and
     reduces one of the two; from 2.15 on the gradient of a gathered parameter is that sum, and there
     is nothing to do."""
-    for parameter in (parameter for group in _groups(root) for parameter in group.fsdp_params):
-        if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+    for group in _groups(root):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_delayed_gradients(root: FSDPModule) -> None:

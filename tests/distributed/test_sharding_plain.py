@@ -251,5 +251,5 @@ def test_a_wrong_strategy_mesh_or_axis_is_refused(world: Callable) -> None:
     strategy, mesh, two, number = world(2).run(refusals)[0]
     assert strategy.startswith("strategy = 'FULLSHARD': must be one of NO_SHARD, SHARD_OPTIMIZER")
     assert mesh.startswith("mesh with the axes ['tp']: one must be called dp_replicate or dp_shard")
-    assert two == "a mesh of 2 dimensions is no axis; pass one of it, such as mesh['tp']"
-    assert number.startswith("2 is no axis: pass a one-dimensional DeviceMesh")
+    assert number.startswith("2 is no axis: pass a one-dimensional DeviceMesh, such as mesh['tp']")
+    assert "is no axis" in two
