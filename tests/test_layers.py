@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -20,26 +21,18 @@ from parallel3d.layers.parameter import (
     ParameterSpec,
     initial_part,
     initial_weights,
+    initialize,
     normal,
     set_fused_gradients,
     zeros,
 )
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
-from parallel3d.mesh import Axis
+from parallel3d.mesh import ONE_RANK, Axis
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 
 MODEL = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
-
-
-def llama(seed: int = 0) -> Llama:
-    model = Llama(MODEL)
-    weights = initial_weights(model, seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -49,7 +42,8 @@ def test_llama_has_the_gradients_of_plain_torch(
     """Over two microbatches, so that the second is added to the first."""
     monkeypatch.setattr("parallel3d.layers.linear.FUSED_FROM_ELEMENTS", 0)  # small weights too
     torch.manual_seed(0)
-    model, plain = llama(), PlainLlama(MODEL)
+    model, plain = Llama(MODEL, device="meta"), PlainLlama(MODEL)
+    initialize(model, 0, "cpu")
     plain.load(initial_weights(model, 0))
     set_fused_gradients(model, fused)
     for _ in range(2):
@@ -62,26 +56,9 @@ def test_llama_has_the_gradients_of_plain_torch(
         )
 
 
-def test_cross_entropy_is_torchs_in_float32_of_bf16_logits() -> None:
-    logits = (torch.randn(2, 5, 11) * 4).bfloat16().requires_grad_()
-    labels = torch.randint(0, 11, (2, 5))
-    ours = vocab_parallel_cross_entropy(logits, labels)
-    plain = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(
-        2, 5
-    )
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, plain)
-    weights = torch.rand(2, 5)
-    (ours_grad,) = torch.autograd.grad((ours * weights).sum(), logits)
-    (plain_grad,) = torch.autograd.grad((plain * weights).sum(), logits)
-    torch.testing.assert_close(ours_grad, plain_grad)
-
-
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     first, again, other = (initial_weights(Llama(MODEL, device="meta"), seed) for seed in (0, 0, 1))
-    deeper = initial_weights(
-        Llama(ModelConfig(**{**vars_of(MODEL), "layers": 5}), device="meta"), 0
-    )
+    deeper = initial_weights(Llama(replace(MODEL, layers=5), device="meta"), 0)
     for name, weight in first.items():
         assert torch.equal(weight, again[name])
         assert name.endswith("norm.weight") or not torch.equal(weight, other[name])
@@ -103,23 +80,21 @@ def test_a_rank_draws_its_part_of_the_tensor_that_all_draw_together(
     """Over tp along each dim, and along rows over data ranks, some of whom have none."""
     for dim in (None, 0, 1)[: 1 + len(shape)]:
         spec = ParameterSpec(shape, dim, init, uneven=True)
-        whole = initial_part(spec, "some.weight", 5, Axis.of(None))
+        whole = initial_part(spec, "some.weight", 5, ONE_RANK)
         assert whole.shape == shape and whole.unique().numel() > 0.95 * min(whole.numel(), 2**19)
         for tp in (Axis(4, 0, None), Axis(4, 2, None)):
             of_tp = spec.local_part(whole, tp)
             assert torch.equal(initial_part(spec, "some.weight", 5, tp), of_tp)
-            for rank, rows in enumerate(
-                of_tp.tensor_split([-(-len(of_tp) // 5) * r for r in range(1, 5)])
-            ):
-                assert torch.equal(
-                    initial_part(spec, "some.weight", 5, tp, Axis(5, rank, None)), rows
-                )
+            each = -(-len(of_tp) // 5)
+            for rank in range(5):
+                part = initial_part(spec, "some.weight", 5, tp, Axis(5, rank, None))
+                assert torch.equal(part, of_tp[rank * each : (rank + 1) * each])
 
 
 def test_the_weights_of_a_seed_stay_what_they_are() -> None:
     """Whoever changes the tiles or their seeds gives every recipe another model."""
     weight = initial_part(
-        ParameterSpec((600, 600), None, normal(1.0)), "layers.3.mlp.up.weight", 7, Axis.of(None)
+        ParameterSpec((600, 600), None, normal(1.0)), "layers.3.mlp.up.weight", 7, ONE_RANK
     )
     corners = torch.stack(
         (weight[0, 0], weight[127, 511], weight[128, 511], weight[127, 512], weight[599, 599])
@@ -173,10 +148,6 @@ def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() 
     torch.testing.assert_close(positions.weight.grad.double(), exact, rtol=2.0**-8, atol=0.0)
 
 
-def vars_of(config: ModelConfig) -> dict[str, object]:
-    return dict(config.__dict__)
-
-
 def test_attention_refuses_heads_that_do_not_group() -> None:
     with pytest.raises(ValueError, match="kv_heads must divide heads"):
         ParallelAttention(16, 4, 3)
@@ -184,16 +155,13 @@ def test_attention_refuses_heads_that_do_not_group() -> None:
 
 def test_gradient_that_overwrites_a_copy_of_the_logits_is_returned() -> None:
     drawn, labels = torch.randn(5, 3, 7), torch.randint(0, 7, (3, 5))
-    ours, plain = drawn.clone().requires_grad_(), drawn.clone().requires_grad_()
+    ours, plain = (drawn.clone().requires_grad_() for _ in range(2))
     logits = ours.transpose(0, 1) * 1.0  # [3, 5, 7], not contiguous
-    token_losses(
-        logits, labels, TokenLoss(Axis(1, 0, None), 7, z_loss=0.01), overwrite_logits=True
-    ).sum().backward()
+    terms = TokenLoss(ONE_RANK, 7, z_loss=0.01)
+    token_losses(logits, labels, terms, overwrite_logits=True).sum().backward()
     flat = plain.transpose(0, 1).flatten(0, 1)
-    (
-        F.cross_entropy(flat, labels.flatten(), reduction="sum")
-        + 0.01 * flat.logsumexp(-1).square().sum()
-    ).backward()
+    z_loss = 0.01 * flat.logsumexp(-1).square().sum()
+    (F.cross_entropy(flat, labels.flatten(), reduction="sum") + z_loss).backward()
     assert not logits.is_contiguous()
     torch.testing.assert_close(ours.grad, plain.grad)
 

@@ -2,57 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers.attention import same_document
 from parallel3d.layers.fused_attention import own_mask
-from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding, magnitude_of, stretched
-
-KINDS = {
-    "llama3": (
-        RopeScaling(type="llama3", factor=8.0, original_max_positions=8192),
-        {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "yarn": (
-        RopeScaling(type="yarn", factor=4.0, original_max_positions=4096),
-        {"factor": 4.0, "original_max_position_embeddings": 4096},
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head_dim", [16, 128])
-def test_scaled_frequencies_are_transformers(kind: str, head_dim: int) -> None:
-    pytest.importorskip("transformers")
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling, numbers = KINDS[kind]
-    theta = 500_000.0
-    config = LlamaConfig(
-        hidden_size=head_dim * 2,
-        num_attention_heads=2,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": kind, "rope_theta": theta, **numbers},
-    )
-    expected, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
-    torch.testing.assert_close(
-        stretched(frequencies, theta, scaling), expected, rtol=1e-5, atol=1e-9
-    )
-    assert magnitude_of(scaling) == pytest.approx(magnitude)
-    x = torch.randn(1, 5, 2, head_dim)
-    positions = torch.tensor([[0, 1, 2, 3, 4]])
-    rotary = RotaryEmbedding(head_dim, theta=theta, scaling=scaling)
-    assert torch.equal(rotary(x), rotary(x, positions))
-    assert rotary(x).norm().item() == pytest.approx(x.norm().item() * magnitude, rel=1e-5)
+from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 
 
 def turned_exactly(x: torch.Tensor, theta: float) -> torch.Tensor:
@@ -91,8 +46,9 @@ def test_bf16_queries_are_turned_in_float32_and_rounded_once() -> None:
 
 
 def test_the_backward_of_a_rotation_is_its_gradient() -> None:
+    yarn = RopeScaling(type="yarn", factor=4.0, original_max_positions=4096)
     x = torch.randn(2, 3, 2, 6, dtype=torch.float64, requires_grad=True)
-    rotary = RotaryEmbedding(6, theta=100.0, scaling=KINDS["yarn"][0])
+    rotary = RotaryEmbedding(6, theta=100.0, scaling=yarn)
     positions = torch.tensor([[0, 1, 0], [2, 0, 1]])
     assert torch.autograd.gradcheck(lambda value: rotary(value, positions), (x,))
 
@@ -103,14 +59,7 @@ def test_a_document_has_positions_and_a_mask_of_its_own() -> None:
     assert packed.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 0, 1, 2, 3]]
     assert packed.lengths == (2, 3, 1, 2, 4) and packed.starts.tolist() == [0, 2, 5, 6, 8, 12]
     mask = same_document(documents)
-    assert mask.shape == (2, 1, 6, 6) and mask[0, 0, 2].tolist() == [
-        False,
-        False,
-        True,
-        True,
-        True,
-        False,
-    ]
+    assert mask.shape == (2, 1, 6, 6) and mask[0, 0, 2].int().tolist() == [0, 0, 1, 1, 1, 0]
 
 
 def test_an_end_of_text_belongs_to_the_document_that_it_ends() -> None:

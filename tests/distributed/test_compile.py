@@ -107,7 +107,7 @@ def compare(name: str, sp: bool, chunked: bool) -> None:
     [
         (1, "llama", False, False),
         (1, "gpt", False, True),
-        pytest.param(2, "llama", True, True, marks=pytest.mark.long),
+        (2, "llama", True, True),
         pytest.param(2, "gpt", False, False, marks=pytest.mark.long),
     ],
 )

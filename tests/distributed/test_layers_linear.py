@@ -4,6 +4,7 @@ dtype, gradient mode."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,9 @@ from torch.nn import functional as F
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.mlp import GATED, UNGATED, Activation, ParallelMLP
 from parallel3d.layers.norm import LayerNorm, RMSNorm
-from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.positions import LearnedPositions
-from tests.distributed.layer_cases import F32, F64, Case, Weights, check, check_all, tp_mesh
+from tests.distributed.layer_cases import Case, Weights, check_all, tp_mesh
 
-PRELOAD = ("torch._inductor.compile_fx",)
 B, S, D, OUT = 2, 8, 12, 20
 SHAPE = (B, S, D)
 
@@ -27,14 +26,10 @@ def linear(weights: Weights, x: Tensor) -> Tensor:
 
 
 def column(bias: bool, gather: bool) -> Case:
-    def build(context: ParallelContext) -> nn.Module:
-        return ColumnParallelLinear(D, OUT, bias=bias, gather_output=gather, tp=context)
-
     split = None if gather else -1
-    name = f"column bias={bias} gather={gather}"
     return Case(
-        name=name,
-        build=build,
+        name=f"column bias={bias} gather={gather}",
+        build=partial(ColumnParallelLinear, D, OUT, bias=bias, gather_output=gather),
         reference=linear,
         shapes=(SHAPE,),
         output_split=split,
@@ -43,14 +38,10 @@ def column(bias: bool, gather: bool) -> Case:
 
 
 def row(bias: bool, parallel: bool) -> Case:
-    def build(context: ParallelContext) -> nn.Module:
-        return RowParallelLinear(D, OUT, bias=bias, input_is_parallel=parallel, tp=context)
-
     split = -1 if parallel else None
-    name = f"row bias={bias} input_is_parallel={parallel}"
     return Case(
-        name=name,
-        build=build,
+        name=f"row bias={bias} input_is_parallel={parallel}",
+        build=partial(RowParallelLinear, D, OUT, bias=bias, input_is_parallel=parallel),
         reference=linear,
         shapes=(SHAPE,),
         input_split=split,
@@ -59,9 +50,6 @@ def row(bias: bool, parallel: bool) -> Case:
 
 
 def mlp(activation: Activation, bias: bool) -> Case:
-    def build(context: ParallelContext) -> nn.Module:
-        return ParallelMLP(D, OUT, activation=activation, bias=bias, tp=context)
-
     def reference(w: Weights, x: Tensor) -> Tensor:
         up = F.linear(x, w["up.weight"], w.get("up.bias"))
         if activation in GATED:
@@ -70,28 +58,24 @@ def mlp(activation: Activation, bias: bool) -> Case:
             inner = UNGATED[activation](up)
         return F.linear(inner, w["down.weight"], w.get("down.bias"))
 
+    build = partial(ParallelMLP, D, OUT, activation=activation, bias=bias)
     return Case(name=f"{activation} bias={bias}", build=build, reference=reference, shapes=(SHAPE,))
 
 
-def norm(kind: str) -> Case:
-    def build(context: ParallelContext) -> nn.Module:
-        if kind == "rms":
-            return RMSNorm(D, tp=context)
-        return LayerNorm(D, bias=kind == "layer", tp=context)
+def rms_norm(w: Weights, x: Tensor) -> Tensor:
+    return F.rms_norm(x, (D,), w["weight"], 1e-5)
 
-    def reference(w: Weights, x: Tensor) -> Tensor:
-        if kind == "rms":
-            return F.rms_norm(x, (D,), w["weight"], 1e-5)
-        return F.layer_norm(x, (D,), w["weight"], w.get("bias"), 1e-5)
 
-    return Case(name=f"{kind} norm", build=build, reference=reference, shapes=(SHAPE,))
+def layer_norm(w: Weights, x: Tensor) -> Tensor:
+    return F.layer_norm(x, (D,), w["weight"], w.get("bias"), 1e-5)
+
+
+def norm(name: str, build: Callable[..., nn.Module], reference: Callable[..., Tensor]) -> Case:
+    return Case(name=name, build=build, reference=reference, shapes=(SHAPE,))
 
 
 def positions(given: bool) -> Case:
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 0, 1, 2, 3]])
-
-    def build(context: ParallelContext) -> nn.Module:
-        return LearnedPositions(S + 3, D, tp=context)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
         return x + (F.embedding(places, w["weight"]) if given else w["weight"][:S])
@@ -99,7 +83,7 @@ def positions(given: bool) -> Case:
     arguments = {"positions": places} if given else {}
     return Case(
         name=f"positions given={given}",
-        build=build,
+        build=partial(LearnedPositions, S + 3, D),
         reference=reference,
         shapes=(SHAPE,),
         arguments=arguments,
@@ -112,22 +96,13 @@ GROUPS: dict[str, list[Case]] = {
     "mlp": [mlp("swiglu", True), mlp("geglu", False), mlp("geglu_tanh", False), mlp("relu", False)]
     + [mlp(name, bias) for name in ("gelu", "gelu_tanh") for bias in BOTH],
     "norm": [
-        norm("rms"),
-        norm("layer"),
-        norm("layer without bias"),
+        norm("rms", partial(RMSNorm, D), rms_norm),
+        norm("layer", partial(LayerNorm, D), layer_norm),
+        norm("layer without bias", partial(LayerNorm, D, bias=False), layer_norm),
         positions(False),
         positions(True),
     ],
 }
-
-
-def compiled() -> None:
-    """Traces each case whole by torch.compile, and runs one through its compiler."""
-    tp = tp_mesh()
-    check(column(True, True), tp, F64, False, False, "aot_eager")
-    check(row(True, True), tp, F64, True, True, "aot_eager")
-    check(norm("layer"), tp, F64, True, False, "aot_eager")
-    check(mlp("swiglu", False), tp, F32, True, False, "inductor")
 
 
 def refusals() -> None:
@@ -150,10 +125,6 @@ def check_group(name: str) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_layers_are_plain_torchs_whatever_tp(world: Callable, size: int, group: str) -> None:
     world(size).run(check_group, group)
-
-
-def test_layers_compile(world: Callable) -> None:
-    world(2).run(compiled)
 
 
 def test_what_cannot_be_is_refused(world: Callable) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 
 from parallel3d.host_memory.exchange import SLOT_BYTES
+from parallel3d.layers.collectives import all_reduce_max
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,
@@ -87,6 +88,11 @@ def check_sizes() -> None:
     for dim in (0, 1, 2, -1):
         check_regions((4, 8, 12), dim, "")
     check_regions((8,), 0, "")
+    check_regions((1, 8, 3), 1, "")  # nothing is copied for a batch of one
+    axis = Axis.of(tp_mesh())
+    for features in (2, SLOT_BYTES):
+        largest = all_reduce_max(torch.full((1, features), float(axis.rank)), axis)
+        assert largest.eq(axis.size - 1).all()
     check_regions((2, 4, SLOT_BYTES // 32), 1, "")  # beyond the shared memory, by the backend
 
 

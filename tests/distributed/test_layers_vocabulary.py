@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -48,20 +47,12 @@ class Ends(nn.Module):
     """An embedding and a head, tied or not."""
 
     def __init__(
-        self,
-        vocab: int,
-        tp: DeviceMesh | None,
-        sp: bool,
-        dtype: torch.dtype,
-        tied: bool,
-        multiple: int,
+        self, vocab: int, context: ParallelContext, *, tied: bool = False, multiple: int = 1
     ) -> None:
         super().__init__()
         self.vocab = vocab
-        self.embed = VocabParallelEmbedding(vocab, D, tp=ParallelContext(tp, sp, dtype=dtype))
-        self.head = VocabParallelHead(
-            D, vocab, pad_to_multiple_of=multiple, tp=ParallelContext(tp, sp, dtype=dtype)
-        )
+        self.embed = VocabParallelEmbedding(vocab, D, tp=context)
+        self.head = VocabParallelHead(D, vocab, pad_to_multiple_of=multiple, tp=context)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -69,26 +60,21 @@ class Ends(nn.Module):
         self, ids: Tensor, labels: Tensor, chunked: bool, smoothing: float, z_loss: float
     ) -> Tensor:
         x = torch.tanh(self.embed(ids))
+        terms = {"label_smoothing": smoothing, "z_loss": z_loss}
         if chunked:
             return head_cross_entropy(
-                x,
-                labels,
-                self.head,
-                chunk_tokens=5,
-                label_smoothing=smoothing,
-                z_loss=z_loss,
-                ignore_index=-1,
+                x, labels, self.head, chunk_tokens=5, ignore_index=-1, **terms
             )
+        logits, tp, chunk = self.head(x), self.head.tp, 7 if smoothing else None
         return vocab_parallel_cross_entropy(
-            self.head(x),
-            labels,
-            self.head.tp,
-            vocab=self.vocab,
-            chunk_tokens=7 if smoothing else None,
-            label_smoothing=smoothing,
-            z_loss=z_loss,
-            ignore_index=-1,
+            logits, labels, tp, vocab=self.vocab, chunk_tokens=chunk, ignore_index=-1, **terms
         )
+
+    def weights(self) -> dict[str, Tensor]:
+        return {
+            "embed.weight": self.embed.weight.detach(),
+            "head.weight": self.head.weight.detach(),
+        }
 
 
 def plain_losses(
@@ -111,14 +97,12 @@ def compare(
     tied: bool,
     chunked: bool,
     extras: bool,
-    backend: str = "",
     multiple: int = 1,
 ) -> None:
     tp = tp_mesh()
     smoothing, z_loss = (0.1, 1e-2) if extras else (0.0, 0.0)
-    module = Ends(vocab, tp, sp, dtype, tied, multiple)
+    module = Ends(vocab, ParallelContext(tp, sp, dtype=dtype), tied=tied, multiple=multiple)
     set_fused_gradients(module, fused)
-    run = torch.compile(module, backend=backend, fullgraph=True) if backend else module
     generator = torch.Generator().manual_seed(3)
     embed, head = (torch.randn(2, vocab, D, generator=generator, dtype=F64)).to(dtype)
     embed, head = embed.clone().requires_grad_(), (embed if tied else head).clone().requires_grad_()
@@ -129,7 +113,7 @@ def compare(
         ids[0, :2], labels[0, :3] = vocab - 1, torch.tensor([vocab - 1, 0, -1])
         weights = torch.rand(B, S, generator=generator)
         losses = plain_losses(embed, head, ids, labels, smoothing, z_loss)
-        ours = run(ids, labels, chunked, smoothing, z_loss)
+        ours = module(ids, labels, chunked, smoothing, z_loss)
         assert_near(ours, losses, "losses")
         (losses * weights).sum().backward()
         (ours * weights).sum().backward()
@@ -143,22 +127,12 @@ def compare(
 
 
 def compare_all(vocab: int) -> None:
-    for dtype, sp, fused, chunked in product(
-        (F64, F32), (False, True), (False, True), (False, True)
-    ):
-        multiple = 8 if fused == sp else 1
-        compare(
-            vocab,
-            dtype,
-            sp,
-            fused,
-            tied=sp != fused,
-            chunked=chunked,
-            extras=chunked != fused,
-            multiple=multiple,
-        )
-    for chunked in (False, True):
-        compare(vocab, BF16, True, True, tied=False, chunked=chunked, extras=True)
+    both = (False, True)
+    for dtype, sp, fused, chunked in product((F64, F32), both, both, both):
+        multiple, extras = 8 if fused == sp else 1, chunked != fused
+        compare(vocab, dtype, sp, fused, sp != fused, chunked, extras, multiple=multiple)
+    for chunked in both:
+        compare(vocab, BF16, True, True, tied=False, chunked=chunked, extras=chunked)
 
 
 def gathered_logits(vocab: int, multiple: int) -> None:
@@ -183,12 +157,11 @@ def sharded_twice(vocab: int, folder: str) -> None:
     """Trains tp 2 x dp_shard 2 with an uneven vocabulary, whose rows are cut twice; saves it and
     reads it in others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module = Ends(vocab, mesh["tp"], True, F32, False, 16)
+    module = Ends(vocab, ParallelContext(mesh["tp"], True), multiple=16)
     whole = initial_weights(module, 0)
     load(module, whole)
     for part in (module.embed, module.head):
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
-    for part in (module.embed, module.head):
         assert isinstance(part.weight, DTensor) and part.weight.shape == (vocab, D)
     ids, labels = torch.randint(0, vocab, (2, 2, B, S), generator=torch.Generator().manual_seed(4))
     own = mesh["dp"].get_local_rank()
@@ -204,36 +177,21 @@ def sharded_twice(vocab: int, folder: str) -> None:
         rows = -(-mine.shape[0] // 2)
         mine = mine[axes[1].rank * rows : (axes[1].rank + 1) * rows]
         assert_near(part.weight.grad.to_local(), mine, "this rank's part of a gradient")
-    state = {
-        f"{name}.weight": part.weight.detach()
-        for name, part in (("embed", module.embed), ("head", module.head))
-    }
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(module.weights(), checkpoint_id=folder)
     dist.barrier()
     read = {name: torch.zeros_like(weight) for name, weight in whole.items()}  # by one device
     dcp.load(read, checkpoint_id=folder)
     for name, weight in whole.items():
         assert torch.equal(read[name], weight), f"{name} was changed by being saved"
-    other = Ends(vocab, init_device_mesh("cpu", (4,)), False, F32, False, 1)  # by tp 4
-    state = {
-        f"{name}.weight": part.weight.detach()
-        for name, part in (("embed", other.embed), ("head", other.head))
-    }
+    state = Ends(vocab, ParallelContext(tp_mesh())).weights()  # by tp 4
     dcp.load(state, checkpoint_id=folder)
     for name, weight in whole.items():
-        assert torch.equal(state[name].full_tensor(), weight), (
-            f"{name} does not reach another layout"
-        )
+        assert torch.equal(state[name].full_tensor(), weight), f"{name} in another layout"
 
 
 @pytest.mark.parametrize(("size", "vocab"), [(1, 11), (2, 12), (4, 1005), (4, 50)])
 def test_vocabulary_is_plain_torchs_whatever_tp(world: Callable, size: int, vocab: int) -> None:
     world(size).run(compare_all, vocab)
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_vocabulary_compiles(world: Callable, chunked: bool) -> None:
-    world(2).run(compare, 11, F64, True, False, True, chunked, True, "aot_eager")
 
 
 def test_padding_of_a_head_does_not_show(world: Callable) -> None:

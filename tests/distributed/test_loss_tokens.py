@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig, Recipe
 from parallel3d.data.loader import IGNORED, Batch, EvaluationSet
 from parallel3d.data.windows import ShuffledWindows, WindowSource
 from parallel3d.errors import DataError
-from parallel3d.tools.bench.plain_torch import llama
 from tests.distributed.training_cases import (
     DEEP_TIED,
     SEQ_LEN,
@@ -32,7 +29,6 @@ from tests.distributed.training_cases import (
     make_trainer,
     plain_curve,
     plain_stack,
-    train,
     whole_batch,
 )
 
@@ -148,55 +144,6 @@ def test_an_evaluation_that_fills_no_batch_is_plain_torchs_in_every_layout(
     expected = F.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten()).item()
     for found in world(size).run(evaluate_sets, SETS[size]):
         assert found == pytest.approx([expected] * len(SETS[size]), rel=1e-6)
-
-
-def smoothed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns what training minimises with label smoothing 0.1 and a z-loss of 0.01, in plain
-    torch."""
-    flat = logits.flatten(0, 1).float()
-    smooth = F.cross_entropy(flat, labels.flatten(), label_smoothing=0.1)
-    return smooth + 0.01 * flat.logsumexp(dim=-1).square().mean()
-
-
-def smoothed_recipe(parallel: ParallelConfig, chunk: int | None = None) -> Recipe:
-    return make_recipe(
-        DEEP_TIED, parallel, label_smoothing=0.1, z_loss=0.01, loss_chunk_tokens=chunk
-    )
-
-
-def train_smoothed(cases: list[tuple[ParallelConfig, int | None]]) -> list[tuple[float, Curve]]:
-    """Returns the loss of the first batch before training, and the curve of the training."""
-    results = []
-    for parallel, chunk in cases:
-        trainer = make_trainer(smoothed_recipe(parallel, chunk))
-        evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
-        results.append((evaluated, train(trainer, 20)))
-    return results
-
-
-SMOOTHED: dict[int, list[tuple[ParallelConfig, int | None]]] = {
-    1: [(ParallelConfig(microbatch_size=4), 7)],  # a microbatch's 96 tokens are no multiple of 7
-    2: [
-        (ParallelConfig(tp=2, microbatch_size=4), None),
-        (ParallelConfig(tp=2, sequence_parallel=True), 7),
-    ],
-    8: [(ParallelConfig(tp=2, pp=2, dp_shard=2, microbatch_size=2), None)],
-}
-
-
-@pytest.mark.parametrize("size", SMOOTHED)
-def test_smoothing_and_z_loss_train_as_in_plain_torch_and_validate_without(
-    world: Callable, size: int
-) -> None:
-    """The loss that is reported is the one that is trained on; a validation's is the plain
-    cross-entropy."""
-    plain = plain_curve(make_recipe(DEEP_TIED, ParallelConfig()), 1)
-    with patch.object(llama, "token_loss", smoothed_loss):
-        expected = plain_curve(smoothed_recipe(ParallelConfig()), 20)
-    assert expected[0][0] > plain[0][0] + 0.1
-    for evaluated, curve in world(size).run(train_smoothed, SMOOTHED[size])[0]:
-        assert_follows(curve, expected)
-        assert evaluated == pytest.approx(plain[0][0], rel=1e-6)
 
 
 def train_on_nothing(parallel: ParallelConfig) -> list[str]:

@@ -64,7 +64,11 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
         (GPT, {"tp": 4, "microbatch_size": 8, "sequence_parallel": True, "recompute": "selective"}),
         (QWEN, {"tp": 2, "pp": 2, "microbatch_size": 2}),
         (QWEN, {"pp": 2, "dp_shard": 2, "microbatch_size": 2}),
-        (ODD_1005, {"tp": 4, "microbatch_size": 8}),
+        (
+            ODD,
+            {"tp": 4, "microbatch_size": 4, "sequence_parallel": True, "recompute": "selective"},
+        ),
+        (ODD, {"tp": 2, "dp_shard": 2, "microbatch_size": 2, "sequence_parallel": True}),
     ],
 }
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of
 from parallel3d.errors import ReplicaError
 from parallel3d.layers.linear import ColumnParallelLinear
+from parallel3d.layers.norm import LayerNorm
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.mesh import build_mesh
 from parallel3d.models.gpt import GPT as GptModel
@@ -185,8 +186,9 @@ def without_one_seed() -> list[str]:
             lambda: LearnedPositions(8, 16, tp=mesh),
             lambda: ColumnParallelLinear(16, 32, tp=mesh, copies=2),
             lambda: ColumnParallelLinear(16, 32, tp=mesh),
+            lambda: nn.init.normal_(LayerNorm(8, tp=mesh).weight),
             lambda: shard(
-                torch.nn.Linear(4, 4),
+                nn.Linear(4, 4),
                 init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)),
                 "NO_SHARD",
             ),
@@ -202,7 +204,7 @@ def test_layers_built_from_several_seeds_are_refused_where_ranks_must_hold_the_s
     world: Callable,
 ) -> None:
     for said in world(2).run(without_one_seed):
-        positions, copies, model = said
+        positions, copies, drawn, model = said
         assert positions.startswith(
             "LearnedPositions.weight [8, 16]: was drawn differently on another tp rank"
         )
@@ -210,6 +212,7 @@ def test_layers_built_from_several_seeds_are_refused_where_ranks_must_hold_the_s
             copies.startswith("ColumnParallelLinear.weight [32, 16]: ")
             and "torch.manual_seed(0)" in copies
         )
+        assert "was drawn differently on another tp rank" in drawn
         assert model.startswith(
             "weight: starts from other values on another data rank; call torch.manual_seed(0)"
         )
