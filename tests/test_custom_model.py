@@ -140,7 +140,7 @@ class Bare(nn.Module):
         super().__init__()
 
 class Partless(Decoder):
-    pass
+    Options = Palm.Options
 
 class Undeclared(Palm):
     def __init__(self, config, **settings):
