@@ -186,7 +186,7 @@ def set_fused_gradients(module: nn.Module, on: bool) -> None:
     gradients: [Note: fused gradients]."""
     for part in module.modules():
         if isinstance(part, ShardedModule):
-            part.fuse_gradients(on)
+            part.fused_gradients = on
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:

@@ -41,9 +41,6 @@ class ShardedModule(nn.Module):
     fused_gradients: bool = False  # [Note: fused gradients] in `layers.gradients`
     is_entered = False  # a module around this one does what `enter` does
 
-    def fuse_gradients(self, on: bool) -> None:
-        self.fused_gradients = on
-
     def replicated(self, name: str) -> Any:
         """Returns this rank's part of a parameter as a plain tensor for autograd, or None."""
         parameter = getattr(self, name)
