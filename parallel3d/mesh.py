@@ -28,6 +28,9 @@ class Role(StrEnum):
     SPLIT_TENSORS = "tp"
 
 
+DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # their ranks get different data
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of the mesh as its collectives need it. It is looked up once, because a question to
