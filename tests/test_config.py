@@ -66,6 +66,7 @@ def test_a_file_is_laid_over_the_defaults_and_overrides_over_both(load: Load) ->
 def test_an_unset_run_dir_is_named_after_the_recipe(load: Load) -> None:
     assert load().run_dir == "runs/small"
     assert load("run_dir=elsewhere").run_dir == "elsewhere"
+    assert load("run_dir=elsewhere", "run_dir=null").run_dir == "runs/small"
 
 
 @pytest.mark.parametrize("path", shipped_recipes().values(), ids=lambda path: path.stem)

@@ -36,7 +36,7 @@ _REMOVED = {
     "optimizer.update_clip": None,
     "optimizer.step_in_backward": False,
 }
-_TOP_LEVEL = {key.name for key in fields(Recipe)}
+_SECTIONS = {key.name for key in fields(Recipe)} - {"run_dir"}
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:
@@ -47,14 +47,16 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     the numbers of the file, which gave them for another model. Raises `ConfigError` with a line for
     each problem. No module that the recipe names is imported."""
     asked = [_parse_override(text) for text in overrides]
-    run_dir = Setting(key="run_dir", value=f"runs/{path.stem}", origin="its default")
-    settings = [run_dir] + [
+    settings = [
         setting
         for setting in _with_card(read_settings(path), asked, cards)
         if setting.key not in _REMOVED or setting.value != _REMOVED[setting.key]
     ]
     refuse([*_unreadable(settings)])
-    recipe, errors = read(Recipe, _merge(settings), settings)
+    tree = _merge(settings)
+    if tree.get("run_dir") is None:
+        tree["run_dir"] = f"runs/{path.stem}"
+    recipe, errors = read(Recipe, tree, settings)
     refuse(errors)
     check_rules(recipe)
     if recipe.model.is_custom or recipe.train.callbacks:
@@ -89,8 +91,8 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
     # pydantic refuses the objects that YAML makes of some texts, such as sets.
     tree = OmegaConf.create({"model": {}, "train": {}}, flags={"allow_objects": True})
     for setting in settings:
-        if setting.value is None and setting.key in _TOP_LEVEL:
-            continue  # the default stays, or all keys of the section are commented out
+        if setting.value is None and setting.key in _SECTIONS:
+            continue  # all keys of the section are commented out
         try:
             OmegaConf.update(tree, setting.key, setting.value, merge=False, force_add=True)
         except (TypeError, ValueError) as error:
