@@ -76,6 +76,17 @@ def raise_error(model: nn.Module) -> None:
     raise ValueError("a planted fault")
 
 
+def raise_in_backward(model: nn.Module) -> None:
+    def fail(grad: Tensor) -> None:
+        raise_error(model)
+
+    next(model.parameters()).register_hook(fail)
+
+
+def exit_with_3(model: nn.Module) -> None:
+    os._exit(3)
+
+
 def raise_in_rank_1_while_others_loop(model: nn.Module) -> None:
     """Is planted in all ranks: the others are not in a collective, which would notice."""
     if dist.get_rank() == 1:

@@ -235,6 +235,12 @@ def failed(function: str, launch: Launch, rank: int | str = 1) -> Fault:
 FAILURES = [
     failed("raise_error", local),
     failed("raise_error", torchrun),
+    failed("raise_in_backward", local),
+    Fault(
+        name="exit with status 3",
+        act=plant(1, "exit_with_3"),
+        said=(place(1, DATA) + "ended with status 3",),
+    ),
     failed("raise_in_rank_1_while_others_loop", torchrun, "all"),
     Fault(
         name="SIGKILL of rank 1, torchrun",
