@@ -47,7 +47,7 @@ class StepTotals(NamedTuple):
     grad_norm: Tensor
     tokens: Tensor
     votes: Tensor  # ranks that received SIGTERM; with local SGD the mean over the replicas
-    refusals: Tensor  # above 0 if any rank read an id beyond the vocabulary
+    refusals: Tensor  # below 0 if any rank read an id beyond the vocabulary
 
 
 def refuse_no_labels(step: int, tokens: int, ignored_ids: Sequence[int]) -> None:

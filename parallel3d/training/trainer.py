@@ -335,7 +335,8 @@ class Trainer:
         if tp.rank or pp.rank:
             counted = torch.zeros_like(counted)
         vote = torch.full_like(counted, float(is_asked_to_stop))
-        refusal = torch.full_like(counted, float(wrong_id is not None))
+        # Below 0, because a dry run on fake tensors reads 1 from each.
+        refusal = torch.full_like(counted, -float(wrong_id is not None))
         own = torch.stack((loss.double() / tp.size, square, counted, vote, refusal))
         summed = all_reduce_over(self.axes, own)
         nominal_loss, total_square, tokens, votes, refusals = summed.unbind()
@@ -348,7 +349,7 @@ class Trainer:
         with phase("forward or backward", waits=True):  # for a GPU, and so for other ranks
             *sums, own_factor, norm = torch.stack((*totals, factor, own_norm)).tolist()
         mean_loss, grad_norm, labels_seen, stops, refused = sums
-        if refused > 0:
+        if refused < 0:
             refuse_wrong_id(wrong_id, self.recipe.model.vocab)
         return StepResult(
             loss=mean_loss,
