@@ -27,12 +27,12 @@ NOT_COUNTED = {
     tokenize.ENDMARKER,
 }
 BUDGETS = {
-    "core without planner": 144_500,
+    "core without planner": 138_500,
     "planner": 58_500,
-    "tools, shipped": 61_500,
+    "tools, shipped": 57_500,
     "tools/bench": 20_500,
-    "models, recipes": 9_200,
-    "tests": 256_500,
+    "models, recipes": 9_100,
+    "tests": 244_500,
 }
 MOST_TOKENS_PER_LINE = 9.3
 

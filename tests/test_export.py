@@ -28,7 +28,7 @@ from parallel3d.data.tokenizers import ByteTokenizer
 from parallel3d.errors import ConfigError
 from parallel3d.export import ExportForm, export
 from parallel3d.tools.checkpoint.command import main
-from tests.test_evaluate import place
+from tests.one_rank import one_rank
 
 RECIPE = Recipe(
     model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=257),
@@ -44,7 +44,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three steps, saved after step 2 and after the last one."""
     folder = tmp_path_factory.mktemp("exported") / "run"
     recipe = replace(RECIPE, run_dir=str(folder))
-    recipes.work(recipe, place(folder.parent))
+    recipes.work(recipe, one_rank(folder.parent))
     return folder
 
 

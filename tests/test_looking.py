@@ -14,7 +14,8 @@ from parallel3d import recipes
 from parallel3d.checkpoint.manifest import read_manifest, save_file
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import DataConfig
-from tests.test_evaluate import RECIPE, place
+from tests.one_rank import one_rank
+from tests.test_evaluate import RECIPE
 
 # Names that torch and its libraries try to import, names that Python itself would take from a
 # current folder, and the module of the class that the recipe names.
@@ -69,7 +70,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data=DataConfig(source="text", path=str(stranger / "text.txt"), validation_fraction=0.5),
         run_dir=str(stranger / "run"),
     )
-    recipes.work(recipe, place(tmp_path))
+    recipes.work(recipe, one_rank(tmp_path))
     named = replace(recipe, train=replace(recipe.train, callbacks=("watcher:Watch",)), run_dir=None)
     (stranger / "named.yaml").write_text(to_yaml(named))
     forged = stranger / "run/checkpoints/step_00000002"

@@ -52,11 +52,12 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
         for setting in _with_card(read_settings(path), asked, cards)
         if setting.key not in _REMOVED or setting.value != _REMOVED[setting.key]
     ]
+    run_dirs = [setting.value for setting in settings if setting.key == "run_dir"]
+    if not run_dirs or run_dirs[-1] is None:
+        default = Setting(key="run_dir", value=f"runs/{path.stem}", origin="its default")
+        settings.append(default)
     refuse([*_unreadable(settings)])
-    tree = _merge(settings)
-    if tree.get("run_dir") is None:
-        tree["run_dir"] = f"runs/{path.stem}"
-    recipe, errors = read(Recipe, tree, settings)
+    recipe, errors = read(Recipe, _merge(settings), settings)
     refuse(errors)
     check_rules(recipe)
     if recipe.model.is_custom or recipe.train.callbacks:

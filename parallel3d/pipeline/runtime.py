@@ -124,7 +124,9 @@ class PipelineRuntime:
         if schedule.trains and self.is_last and self.loss_fn is None:
             raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
         batch = Batch(inputs, labels, keywords)
-        return self._run(schedule, batch, sizes, self.loss_fn, recorder).total_loss
+        executor = self._executor(schedule, batch, sizes, self.loss_fn, recorder)
+        executor.run()
+        return executor.total_loss
 
     @torch.no_grad()
     def evaluate(
@@ -221,9 +223,11 @@ class PipelineRuntime:
             microbatches=microbatches,
             placement=self.schedule.placement,
         )
-        return self._run(schedule, batch, sizes, loss_fn)
+        executor = self._executor(schedule, batch, sizes, loss_fn)
+        executor.run()
+        return executor
 
-    def _run(
+    def _executor(
         self,
         schedule: Schedule,
         batch: Batch,
@@ -231,8 +235,8 @@ class PipelineRuntime:
         loss_fn: LossFunction | None,
         recorder: Recorder | None = None,
     ) -> ScheduleExecutor:
-        """Executes a schedule on a batch, after the warm-up. Raises ValueError if the batch does
-        not suit the schedule."""
+        """Returns what executes a schedule on a batch, after the warm-up. Raises ValueError if the
+        batch does not suit the schedule."""
         self._set_batch(schedule, batch, sizes)
         kind_of_step = schedule.trains, schedule.microbatches, *sorted((sizes or {}).items())
         # Evaluations need no warm-up after training.
@@ -242,9 +246,7 @@ class PipelineRuntime:
             inputs, labels, keywords = batch.inputs, batch.labels, batch.keywords
             self.warm_up(inputs, labels, sizes=sizes, keywords=keywords, schedule=schedule)
         transport = Transport(self.links, schedule, self._crossings, self._buffers)
-        executor = ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, recorder)
-        executor.run()
-        return executor
+        return ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, recorder)
 
     def _set_batch(self, schedule: Schedule, batch: Batch, sizes: Sizes | None) -> None:
         """Makes what depends on the sizes of what crosses between stages, if they are new. Raises
