@@ -42,7 +42,7 @@ from parallel3d.recipes import Job, evaluate, find_recipe, shipped_recipes
 from parallel3d.recipes.deepspeed import from_deepspeed
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
-from parallel3d.tools.reply import exit_status
+from parallel3d.tools.cli_output import exit_status
 
 # more on one machine is a slip: a layout for a cluster, started without its launcher
 _MOST_LOCAL_WORKERS = 256

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel3d.config.recipe import ParallelConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.calibration import (
     Overhead,
@@ -18,11 +18,12 @@ from parallel3d.planner.hardware.calibration import (
     one_process_from_tree,
 )
 from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
+from parallel3d.planner.model.shapes import from_config
+from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.time.block import block_times
 from parallel3d.planner.time.pipeline import pipeline_s
 from parallel3d.planner.time.roofline import Kernels
 from parallel3d.timeline.simulate import StageTimes
-from parallel3d.tools.calibrate import check as check
 from parallel3d.tools.calibrate.fit import ANY, Times, larger_job, overheads, process_tree
 from parallel3d.tools.calibrate.hardware_file import hardware_text
 from parallel3d.tools.calibrate.probes import (
@@ -36,6 +37,14 @@ from parallel3d.tools.calibrate.probes import (
     probes,
 )
 
+MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
+LAYOUTS = (
+    ParallelConfig(),
+    ParallelConfig(recompute="full"),
+    ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2),
+    ParallelConfig(dp_shard=2, tp=2, sequence_parallel=True),
+    ParallelConfig(tp=4),
+)
 TRUE = Overhead(block=1e-3, microbatch=4e-4, layer=2e-4, step=3e-3, parameter=2e-9)
 RATE = 5e10  # operations per second of every product and of attention
 BYTE_S = 4e-10  # seconds per byte of every other operator
@@ -171,31 +180,46 @@ def test_a_device_that_hides_its_dispatch_is_not_paid_for_it_twice() -> None:
     assert {recipe.train.precision for recipe in probes(1, ON_GPU).values()} == {"bf16"}
 
 
+def strategy(cluster: Cluster, parallel: ParallelConfig) -> Strategy:
+    question = Question(
+        shape=from_config(MODEL),
+        cluster=cluster,
+        gpus=parallel.world_size,
+        seq_len=96,
+        global_batch_size=16,
+        precision="fp32",
+    )
+    return Strategy(question, parallel)
+
+
+def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
+    return strategy(cluster, parallel).cost.step_time_s
+
+
 def test_more_ranks_than_cores_take_longer_and_two_do_not(host: Cluster) -> None:
     """Twice the ranks on the same cores do the same work in about the same time, twice over per
     rank."""
-    two = check.predicted_s(host, ParallelConfig(pp=2))
-    four = check.predicted_s(host, ParallelConfig(pp=4))
-    one = check.predicted_s(host, ParallelConfig())
+    two = predicted_s(host, ParallelConfig(pp=2))
+    four = predicted_s(host, ParallelConfig(pp=4))
+    one = predicted_s(host, ParallelConfig())
     assert 0.45 * one < two < 0.75 * one
     assert 0.95 * two < four < 1.6 * two
 
 
 def test_parts_of_a_calibrated_step_are_not_negative_and_add_up(host: Cluster) -> None:
-    for parallel in check.LAYOUTS:
-        question = check.question(host, parallel)
-        cost = check.Strategy(question, parallel).cost
+    for parallel in LAYOUTS:
+        cost = strategy(host, parallel).cost
         assert all(value >= 0 for value in vars(cost.parts).values()), parallel
         assert cost.parts.total == pytest.approx(cost.step_time_s)
 
 
 def test_recompute_and_microbatches_cost_what_they_were_measured_to(host: Cluster) -> None:
     plain, full = (
-        check.predicted_s(host, ParallelConfig(recompute=kind)) for kind in ("none", "full")
+        predicted_s(host, ParallelConfig(recompute=kind)) for kind in ("none", "full")
     )
     # 16 microbatches, 8 blocks, a millisecond each, and the forward again
     assert full - plain > 16 * 8 * 1e-3
-    fewer = check.predicted_s(host, ParallelConfig(microbatch_size=4))
+    fewer = predicted_s(host, ParallelConfig(microbatch_size=4))
     dispatched = 12 * (8 * TRUE.block + TRUE.microbatch)
     # there are as many gradients less to accumulate
     assert dispatched < plain - fewer < 1.5 * dispatched

@@ -12,8 +12,8 @@ from parallel3d.convert.pretrained import open_safetensors
 from parallel3d.errors import CheckpointError, printable
 from parallel3d.launch.failure import print_error
 from parallel3d.tools.checkpoint.command import main as checkpoint
+from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.data.command import main as data
-from parallel3d.tools.reply import Reply
 
 Said = pytest.CaptureFixture[str]
 INDEX = "model.safetensors.index.json"

@@ -21,7 +21,7 @@ import parallel3d
 from parallel3d.errors import ConfigError
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.arguments import PARSERS, VERBOSE, Parser
-from parallel3d.tools.reply import Reply, exit_status
+from parallel3d.tools.cli_output import Reply, exit_status
 
 Options = Mapping[str, Mapping[str, Any]]  # argparse's settings, by an option's flags
 

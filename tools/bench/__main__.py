@@ -12,7 +12,7 @@ from typing import Literal
 from parallel3d.errors import ConfigError
 from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
-from parallel3d.tools.reply import exit_status
+from parallel3d.tools.cli_output import exit_status
 
 # The module NAME has `bench_NAME`, with - as _.
 BENCHMARKS = (

@@ -28,7 +28,7 @@ _HEADS = {"cpu": 4, "cuda": 64}
 _GPU_CACHE_BYTES = 2 * 60e6  # twice the largest second-level cache
 _MOST_COPIES = 64
 _PASSES = 3
-_FEATURES = 256
+_FEATURES, _MEMORY_ROWS = 256, 2**15
 
 Rows = list[list[float]]
 Point = tuple[int, int]
@@ -46,21 +46,20 @@ class _Sizes(NamedTuple):
 _ON_GPU = _Sizes((512, 2048, 8192), (512, 2048, 8192), (64, 128))
 _ON_CPU = _Sizes((32, 64, 128, 256, 512, 1024), (64, 256, 1024), (32, 64, 128))
 _QUICK = _Sizes((32, 128, 512), (64, 256), (32, 64))
-_IN_BF16 = _Sizes((128, 512), (256,), (32, 64, 128))  # on a CPU, which is slow in it
 
 
 def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
     """Returns the sections `matmul`, `attention` and `memory` of a process
     (`planner.hardware.calibration.OneProcess`)."""
-    wide, narrow, largest = _ON_GPU, _ON_GPU, 28
+    sizes = _ON_GPU
     if device.type == "cpu":
-        wide, narrow, largest = (_QUICK if quick else _ON_CPU), _IN_BF16, 26
-    found: dict[str, Any] = {"matmul": {}, "attention": {}}
-    kinds = {"fp32": (torch.float32, wide), "bf16": (torch.bfloat16, narrow)}
-    for precision, (dtype, sizes) in kinds.items():
+        sizes = _QUICK if quick else _ON_CPU
+    found: dict[str, Any] = {"matmul": {}, "attention": {}, "memory": _memory(device)}
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        if dtype == torch.bfloat16 and device.type == "cpu":
+            sizes = _QUICK  # a CPU is slow in bf16
         found["matmul"][precision] = _matmul(device, dtype, sizes)
         found["attention"][precision] = _attention(device, dtype, sizes)
-    found["memory"] = _memory(device, largest=largest)
     return found
 
 
@@ -161,15 +160,10 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[
 
 
 @torch.no_grad()
-def _memory(device: torch.device, *, largest: int) -> Rows:
-    """Returns rows [bytes, seconds] of a norm, which reads and writes, up to 2^largest bytes."""
+def _memory(device: torch.device) -> Rows:
+    """Returns [bytes, seconds] of a large norm, which reads and writes."""
     norm = RMSNorm(_FEATURES, tp=ParallelContext(device=device))
     norm.weight.fill_(1.0)
-
-    def works(rows: int, _: int) -> list[Work]:
-        operands = _in_turn(lambda: (torch.randn(rows, _FEATURES, device=device),))
-        return [lambda: norm(*operands())]
-
-    sizes = [2**n for n in range(14, largest + 1, 2)]
-    points = [(1, 0), *((size // (8 * _FEATURES), size) for size in sizes)]
-    return [[size, seconds] for (_, size), (seconds,) in _swept(device, points, works).items()]
+    operands = _in_turn(lambda: (torch.randn(_MEMORY_ROWS, _FEATURES, device=device),))
+    seconds = best_s(lambda: norm(*operands()), device)
+    return [[2.0 * 4 * _MEMORY_ROWS * _FEATURES, seconds]]

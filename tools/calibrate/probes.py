@@ -1,8 +1,6 @@
 """The runs of `parallel3d-plan calibrate` that train: tiny models of two depths and two numbers of
 microbatches tell what the program adds to its kernels (a step's time is linear in both), larger
-ones what each parameter and element does.
-
-Which runs there are is decided without torch; `time_probes` trains them with the real trainer.
+ones what each parameter and element does. The real trainer trains them.
 """
 
 from __future__ import annotations
@@ -10,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import (
     ModelConfig,
@@ -20,12 +22,14 @@ from parallel3d.config.recipe import (
     Recipe,
     TrainConfig,
 )
+from parallel3d.data.loader import Batch
+from parallel3d.mesh import build_mesh
+from parallel3d.models.llama import Llama
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import from_config
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import DeviceMesh
+from parallel3d.reporting.metrics import gpu_bytes
+from parallel3d.tools.clock import DeviceClock
+from parallel3d.training.trainer import Trainer
 
 TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, vocab=64)
 Size = tuple[int, int]  # sequence and microbatch
@@ -95,45 +99,41 @@ class Probe(NamedTuple):
 
 def probes(world_size: int, larger: LargerRuns = ON_CPU) -> dict[Probe, Recipe]:
     """Returns the runs to time with so many ranks, each along one axis."""
+    deep = LAYERS[-1:]
+    if world_size == 1:
+        recomputed = [
+            (kind, ParallelConfig(recompute=kind), TINY, deep, (TINY_SIZE,))
+            for kind in ("selective", "full")
+        ]
+        plain = ParallelConfig()
+        runs = [
+            ("alone", plain, TINY, LAYERS, (TINY_SIZE,)),
+            ("alone", plain, larger.model, LAYERS, larger.sizes),
+            *recomputed,
+        ]
+    else:
+        axes = {
+            "NO_SHARD": ParallelConfig(dp_replicate=world_size, sharding="NO_SHARD"),
+            "SHARD_OPTIMIZER": ParallelConfig(dp_shard=world_size, sharding="SHARD_OPTIMIZER"),
+            "FULL_SHARD": ParallelConfig(dp_shard=world_size, sharding="FULL_SHARD"),
+            "HYBRID_SHARD": ParallelConfig(dp_replicate=world_size, sharding="HYBRID_SHARD"),
+        }
+        if TINY.heads % world_size == 0:
+            axes["tp"] = ParallelConfig(tp=world_size)
+            axes["tp_sequence"] = ParallelConfig(tp=world_size, sequence_parallel=True)
+        runs = []
+        for axis, parallel in axes.items():
+            runs.append((axis, parallel, TINY, LAYERS, (TINY_SIZE,)))
+            runs.append((axis, parallel, larger.model, deep, larger.sizes[1:2]))
     found = {}
-
-    def add(
-        axis: str,
-        parallel: ParallelConfig,
-        model: ModelConfig = TINY,
-        *,
-        layers: Sequence[int] = LAYERS,
-        microbatches: Sequence[int] = MICROBATCHES,
-        sizes: Sequence[Size] = (TINY_SIZE,),
-    ) -> None:
-        for choice in product(layers, microbatches, sizes):
+    for axis, parallel, model, layers, sizes in runs:
+        for choice in product(layers, MICROBATCHES, sizes):
             probe = Probe(axis, model, *choice)
             found[probe] = probe.recipe(parallel, larger.precision)
-
-    if world_size == 1:
-        add("alone", ParallelConfig())
-        add("alone", ParallelConfig(), larger.model, sizes=larger.sizes)
-        add("selective", ParallelConfig(recompute="selective"), layers=LAYERS[-1:])
-        add("full", ParallelConfig(recompute="full"), layers=LAYERS[-1:])
-        return found
-    axes = {
-        "NO_SHARD": ParallelConfig(dp_replicate=world_size, sharding="NO_SHARD"),
-        "SHARD_OPTIMIZER": ParallelConfig(dp_shard=world_size, sharding="SHARD_OPTIMIZER"),
-        "FULL_SHARD": ParallelConfig(dp_shard=world_size, sharding="FULL_SHARD"),
-        "HYBRID_SHARD": ParallelConfig(dp_replicate=world_size, sharding="HYBRID_SHARD"),
-    }
-    if TINY.heads % world_size == 0:
-        axes["tp"] = ParallelConfig(tp=world_size)
-        axes["tp_sequence"] = ParallelConfig(tp=world_size, sequence_parallel=True)
-    for axis, parallel in axes.items():
-        add(axis, parallel)
-        add(axis, parallel, larger.model, layers=LAYERS[-1:], sizes=larger.sizes[1:2])
-    add(
-        "pp",
-        ParallelConfig(pp=world_size),
-        layers=[world_size],
-        microbatches=[m * world_size for m in MICROBATCHES],
-    )
+    if world_size > 1:
+        for microbatches in MICROBATCHES:
+            probe = Probe("pp", TINY, world_size, microbatches * world_size)
+            found[probe] = probe.recipe(ParallelConfig(pp=world_size), larger.precision)
     return found
 
 
@@ -141,19 +141,16 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
     """Returns the seconds of a step of each recipe with the trainer, the least of several rounds. A
     round goes through all recipes: what else a machine does for a second or two then spoils one
     round of a few recipes, and not all rounds of one. Every rank of the world calls it."""
-    import torch.distributed as dist
-
-    from parallel3d.mesh import build_mesh
-    from parallel3d.tools.clock import DeviceClock
-
     # One mesh serves all recipes of the same sizes. Each of gloo's groups has a thread that wakes
     # 100 times a second: the groups of forty meshes made a small step with four ranks on two cores
     # take 40% longer.
-    layouts = {tuple(recipe.parallel.axes.values()): recipe.parallel for recipe in recipes}
-    meshes = {sizes: build_mesh(parallel, device.type) for sizes, parallel in layouts.items()}
-    works = [
-        _step(recipe, device, meshes[tuple(recipe.parallel.axes.values())]) for recipe in recipes
-    ]
+    meshes: dict[str, DeviceMesh] = {}
+    works = []
+    for recipe in recipes:
+        sizes = str(recipe.parallel.axes)
+        if sizes not in meshes:
+            meshes[sizes] = build_mesh(recipe.parallel, device.type)
+        works.append(_step(recipe, device, meshes[sizes]))
     clock = DeviceClock(device)
     least = [float("inf")] * len(works)
     for _ in range(rounds):
@@ -165,17 +162,8 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
 
 def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[], object]:
     """Returns a call of one training step, on tokens that all ranks of one data rank draw alike."""
-    import torch
-    import torch.distributed as dist
-
-    from parallel3d.data.loader import Batch
-    from parallel3d.models import model_class
-    from parallel3d.reporting.metrics import gpu_bytes
-    from parallel3d.training.trainer import Trainer
-
-    build = model_class(recipe.model.architecture)
     trainer = Trainer(
-        recipe, mesh=mesh, device=device, model_class=build, gpu_bytes=gpu_bytes(device)
+        recipe, mesh=mesh, device=device, model_class=Llama, gpu_bytes=gpu_bytes(device)
     )
     place = recipe.parallel.coordinates(dist.get_rank())
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)

@@ -17,7 +17,7 @@ from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import find_recipe, shipped_recipes
 from parallel3d.tools.arguments import Parser, add_recipe, whole
 from parallel3d.tools.check_layout.shrink import STEPS, VOCAB, shrink
-from parallel3d.tools.reply import exit_status
+from parallel3d.tools.cli_output import exit_status
 
 if TYPE_CHECKING:
     from parallel3d.tools.check_layout.data import TrainingRecord

@@ -24,7 +24,7 @@ from parallel3d.checkpoint.store import (
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.yaml_text import read_settings, shown
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from parallel3d.tools.reply import Reply
+from parallel3d.tools.cli_output import Reply
 
 _SHOWN_TENSORS = 10  # A page names so many of a damaged file; the JSON object has all.
 _STEP = re.compile(r"step_(\d{8,})(?:\.(\w+))?")

@@ -12,7 +12,7 @@ from parallel3d.config.load import load_recipe
 from parallel3d.export import ExportForm, export
 from parallel3d.models import shape_cards
 from parallel3d.tools.checkpoint.contents import find_checkpoint
-from parallel3d.tools.reply import Reply
+from parallel3d.tools.cli_output import Reply
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 

@@ -14,7 +14,7 @@ from parallel3d.config.hugging_face import from_hugging_face, left_out, read_con
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.yaml_text import dump_yaml, shown
 from parallel3d.errors import ConfigError
-from parallel3d.tools.reply import Reply, write_output
+from parallel3d.tools.cli_output import Reply, write_output
 
 
 def answer(options: Namespace) -> Reply:

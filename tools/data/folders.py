@@ -28,7 +28,7 @@ from parallel3d.data.token_files import (
 )
 from parallel3d.data.tokenizers import JsonTokenizer
 from parallel3d.errors import ConfigError, DataError
-from parallel3d.tools.reply import Reply
+from parallel3d.tools.cli_output import Reply
 
 _SAMPLE_TOKENS = 60
 _BLOCK_BYTES = 1 << 24

@@ -34,6 +34,7 @@ from parallel3d.data.token_files import (
 from parallel3d.data.tokenizers import JsonTokenizer, train_bpe
 from parallel3d.errors import ConfigError, DataError, printable
 from parallel3d.launch.local import start_fork_server
+from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.data import inputs
 from parallel3d.tools.data.chunks import Chunk, ChunkSummary, TokenizerChoice, encode_piece
 from parallel3d.tools.data.display import show_progress
@@ -47,7 +48,6 @@ from parallel3d.tools.data.inputs import (
     pieces,
 )
 from parallel3d.tools.data.split import ValidationSplit
-from parallel3d.tools.reply import Reply
 
 _BYTE_LEVEL_IDS = 257  # a byte-level BPE without merges has the bytes and an end of text
 _SETTINGS = "command.json"  # the settings of the job that an unfinished folder belongs to

@@ -15,9 +15,9 @@ from parallel3d.config.rules import product
 from parallel3d.errors import ConfigError, printable
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe
+from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.command_line import CommandLine
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher, Site
-from parallel3d.tools.reply import Reply
 
 main = CommandLine("parallel3d-launch", Path(__file__).with_name("commands.toml")).main
 _USUAL_NODE = 8  # GPUs of most makers' nodes

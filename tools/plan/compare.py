@@ -29,9 +29,9 @@ from parallel3d.planner.report.json import memory_tree, scales_tree
 from parallel3d.planner.report.page import how_sure, three_digits
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, scales_text, time_text, wrapped
 from parallel3d.planner.time.step import Cost, step_cost
+from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.score import recorded_accuracy
-from parallel3d.tools.reply import Reply
 from parallel3d.tools.verify.command import run_of_recipe
 
 _SAME_PEAK = 0.02

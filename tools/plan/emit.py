@@ -27,9 +27,9 @@ from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.question import Strategy
+from parallel3d.tools.cli_output import check_free, write_output
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher
 from parallel3d.tools.plan.inputs import ParsedQuestion
-from parallel3d.tools.reply import check_free, write_output
 
 _TRIAL_STEPS = 100  # where no token budget is given
 _COMMENT_COLUMN = 36

@@ -38,10 +38,10 @@ from parallel3d.planner.search.limits import (
 )
 from parallel3d.planner.search.question import Question, RunLength, Strategy
 from parallel3d.planner.search.space import check_fixed
+from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.plan.score import recorded_accuracy
-from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 # The limits that are found for a word of the command line, where that is more than the one of its
 # name.

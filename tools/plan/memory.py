@@ -28,10 +28,10 @@ from parallel3d.planner.report.text import (
 )
 from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.search.space import layout_errors
+from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.names.layout import read_parallel
 from parallel3d.tools.plan.inputs import read_question
 from parallel3d.tools.plan.score import recorded_accuracy
-from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
 

@@ -22,7 +22,7 @@ from parallel3d.planner.published.programs import named_program
 from parallel3d.planner.published.score import Errors, Score, score
 from parallel3d.planner.published.spread import recorded_spread
 from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.reply import Reply, write_output
+from parallel3d.tools.cli_output import Reply, write_output
 
 RECORDED = Path(__file__).with_name("accuracy.json")
 

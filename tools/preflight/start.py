@@ -21,7 +21,7 @@ from parallel3d.models import check_model
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.recipes.pretrain import run_rank
 from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.reply import check_free
+from parallel3d.tools.cli_output import check_free
 
 
 def check_cluster(recipe: Recipe, options: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from parallel3d.errors import ClusterError, ConfigError, printable
 from parallel3d.launch.devices import tp_warning
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.mesh import axes_of, build_mesh
+from parallel3d.tools.cli_output import write_output
 from parallel3d.tools.preflight.emit import hardware_text
 from parallel3d.tools.preflight.expected import RecipeNeeds, base_cluster
 from parallel3d.tools.preflight.facts import (
@@ -37,7 +38,6 @@ from parallel3d.tools.preflight.findings import (
 )
 from parallel3d.tools.preflight.measure import host_axes, measure_axis, measure_matmuls
 from parallel3d.tools.preflight.report import CheckReport
-from parallel3d.tools.reply import write_output
 
 _ROUNDS = 3
 _T = TypeVar("_T")

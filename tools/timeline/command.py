@@ -19,7 +19,7 @@ from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
 from parallel3d.timeline.svg import draw_svg
 from parallel3d.timeline.text import draw_text
-from parallel3d.tools.reply import Reply, check_free, write_output
+from parallel3d.tools.cli_output import Reply, check_free, write_output
 
 _MOST_ACTIONS = 5_000_000  # about a minute and some gigabytes
 _WIDTH_WHERE_PIPED = 200

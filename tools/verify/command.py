@@ -22,7 +22,7 @@ from parallel3d.planner.report.text import layout_text
 from parallel3d.planner.search.question import Question
 from parallel3d.recipes import find_recipe
 from parallel3d.recipes.host_memory_check import question_of
-from parallel3d.tools.reply import Reply
+from parallel3d.tools.cli_output import Reply
 
 if TYPE_CHECKING:
     from parallel3d.tools.verify.dry_run import DryRun
