@@ -116,9 +116,6 @@ FAULTS = {
         is_refused=True,
     ),
     "frozen parameters move": Fault("Frozen", {"tp": 2}, ((parallelize, "cut", forget_frozen),)),
-    "frozen parameters move in one process": Fault(
-        "Frozen", {}, ((parallelize, "cut", forget_frozen),)
-    ),
     "a parameter that no forward pass uses decays": Fault(
         "Unused",
         {"dp_shard": 2, "zero_stage": 1},

@@ -124,17 +124,6 @@ FAULTS = {
         {"dp_shard": 2},  # which cuts them, so that no two ranks hold the same
         r"differs first before training: initial weight of layers\.0\.scale\.weight",
     ),
-    "a formula that miscounts": (
-        "from palm import *\n"
-        "class FaultyBlock(ParallelBlock):\n"
-        "    def __init__(self, config, placement, *rest, selective):\n"
-        "        super().__init__(config, placement, *rest, selective=selective)\n"
-        "        self.again = Block(config, placement, *rest, selective=selective).mlp\n"
-        "    def forward(self, x, key=None, documents=None):\n"
-        "        return super().forward(x, key, documents) + self.again(x)\n",
-        {"tp": 2},
-        r"block_weights\(config\) is 45,056, and the matrices of a block have 77,824 weights",
-    ),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,7 @@ from parallel3d.tools.check_layout.shrink import STEPS, VOCAB, shrink
 from parallel3d.tools.cli_output import exit_status
 
 if TYPE_CHECKING:
-    from parallel3d.tools.check_layout.data import TrainingRecord
-
-    # a function that each rank calls, and its argument
-    Run = tuple[Callable[..., TrainingRecord], object]
+    from parallel3d.tools.check_layout.compare import LayoutComparison
 
 # processes of one machine; every layout has a small one that shows the same faults
 _MOST_RANKS = 16
@@ -65,75 +62,67 @@ def _run(arguments: list[str]) -> int:
         "--model", metavar="MODULE:FUNCTION", help="check a function that builds a model instead"
     )
     numbers = {
-        "--layers": "blocks of the model (default: 2, or the stages)",
-        "--hidden": "its width (default: 64, or what heads need)",
-        "--vocab": f"with --model: ids (default: {VOCAB})",
+        "--layers": ("blocks of the model (default: 2, or the stages)", None),
+        "--hidden": ("its width (default: 64, or what heads need)", None),
+        "--vocab": (f"with --model: ids (default: {VOCAB})", None),
+        "--steps": (f"steps to compare (default: {STEPS})", STEPS),
     }
-    for option, text in numbers.items():
-        parser.add_argument(option, type=whole, metavar="N", help=text)
-    help_of_steps = f"steps to compare (default: {STEPS})"
-    parser.add_argument("--steps", type=whole, metavar="N", default=STEPS, help=help_of_steps)
+    for option, (text, default) in numbers.items():
+        parser.add_argument(option, type=whole, metavar="N", default=default, help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     version = f"parallel3d {parallel3d.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version")
     options = parser.parse_intermixed_args(arguments)
-    alone, layout, parallel = _model_check(options) if options.model else _recipe_check(options)
-    # These import torch, which --help and a wrong key do not wait for.
-    from parallel3d.tools.check_layout.compare import compare
+    comparison = _check_model(options) if options.model else _check_recipe(options)
     from parallel3d.tools.check_layout.report import as_json, as_text
-    from parallel3d.tools.local_ranks import run_ranks
 
-    reference = run_ranks(*alone, world_size=1)
-    comparison = compare(reference, run_ranks(*layout, world_size=parallel.world_size))
     print(as_json(comparison) if options.json else as_text(comparison))
     return 0 if comparison.first is None else 1
 
 
-def _recipe_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig]:
-    """Returns the run of plain PyTorch, that of the layout, and the layout."""
-    if options.recipe is None:
+def _check_recipe(options: argparse.Namespace) -> LayoutComparison:
+    if options.recipe is None or options.vocab:
         raise ConfigError(
-            "no RECIPE is given; try quickstart, another that --help lists, or --model "
-            "module:function"
+            "parallel3d-check-layout: takes a RECIPE, such as quickstart model.vocab=300, or "
+            "--model module:function --vocab 300"
         )
-    if options.vocab:
-        raise ConfigError("--vocab: goes with --model; write model.vocab=N for a recipe")
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     recipe = shrink(recipe, layers=options.layers, hidden=options.hidden, steps=options.steps)
     _check_ranks(recipe.parallel)
     check_model(recipe.model)
+    # These import torch, which --help and a wrong key do not wait for.
+    from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.plain import record_plain
     from parallel3d.tools.check_layout.record import record_recipe
+    from parallel3d.tools.local_ranks import run_ranks
 
-    return (record_plain, recipe), (record_recipe, recipe), recipe.parallel
+    alone = run_ranks(record_plain, recipe, world_size=1)
+    return compare(alone, run_ranks(record_recipe, recipe, world_size=recipe.parallel.world_size))
 
 
-def _model_check(options: argparse.Namespace) -> tuple[Run, Run, ParallelConfig]:
-    """Returns the same as `_recipe_check`, for a function that builds a model. The settings name
-    only the data and tensor axes, such as `parallel.tp=2`, because such a model has no stages."""
-    axes: dict[str, Any] = {}
-    for text in (*([options.recipe] if options.recipe else []), *options.overrides):
-        setting = re.fullmatch(r"parallel\.(dp_replicate|dp_shard|tp)=([1-9]\d*)", text)
-        if setting is None:
-            raise ConfigError(
-                f"{text}: with --model only parallel.dp_replicate, dp_shard and tp are set, to "
-                "whole numbers from 1; try parallel.tp=2"
-            )
-        axes[setting[1]] = int(setting[2])
+def _check_model(options: argparse.Namespace) -> LayoutComparison:
+    """Compares the models that a function builds. The settings name only the data and tensor axes,
+    such as `parallel.tp=2`, because such a model has no stages."""
+    settings = [options.recipe, *options.overrides] if options.recipe else []
+    found = [re.fullmatch(r"parallel\.(dp_replicate|dp_shard|tp)=([1-9]\d*)", s) for s in settings]
+    axes: dict[str, Any] = {each[1]: int(each[2]) for each in found if each}
     parallel = ParallelConfig(**axes)
-    if parallel.world_size == 1:
+    if parallel.world_size == 1 or None in found:
         raise ConfigError(
-            "parallel: one process has nothing to be compared with; try parallel.tp=2"
+            f"{' '.join(settings) or 'no layout'}: with --model only parallel.dp_replicate, "
+            "dp_shard and tp are set, to at least two processes in all; try parallel.tp=2"
         )
     _check_ranks(parallel)
+    from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.model import ModelCheck, load_builder, record_model
+    from parallel3d.tools.local_ranks import run_ranks
 
-    given = {name: vars(options)[name] for name in ("layers", "hidden", "vocab")}
-    asked = {name: number for name, number in given.items() if number is not None}
-    job = ModelCheck(options.model, parallel, asked, asked.get("vocab", VOCAB), options.steps)
+    sizes = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab or VOCAB}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    job = ModelCheck(options.model, parallel, given, options.steps)
     load_builder(job)  # refuses here, before any process starts
-    alone = replace(job, parallel=ParallelConfig())
-    return (record_model, alone), (record_model, job), parallel
+    alone = run_ranks(record_model, replace(job, parallel=ParallelConfig()), world_size=1)
+    return compare(alone, run_ranks(record_model, job, world_size=parallel.world_size))
 
 
 def _check_ranks(parallel: ParallelConfig) -> None:

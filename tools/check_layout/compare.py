@@ -1,18 +1,17 @@
 """Two records of training, of one process and of a layout, compared: the first difference, and the
-largest one of each step. Pure arithmetic on arrays: no process, no torch."""
+largest one of each kind. Pure arithmetic on arrays: no process, no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Literal
 
 import numpy as np
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
+from parallel3d.tools.check_layout.data import Array, TrainingRecord, Views
 
 What = Literal["initial weight", "output", "loss", "gradient", "gradient norm", "parameter"]
 
@@ -71,114 +70,65 @@ class Difference:
     name: str
     size: float  # inf: missing, or not finite
     ranks: tuple[int, ...]
-    also: tuple[str, ...]  # others of the kind that differ in this step
     causes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A number of one process, and that of the layout."""
-
-    reference: float
-    layout: float
-
-
-@dataclass(frozen=True)
-class Worst:
-    """The largest difference of a kind."""
-
-    name: str
-    difference: float
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """One step of both runs, and the largest difference of each kind."""
-
-    step: int
-    loss: Pair
-    gradient_norm: Pair
-    worst: Mapping[What, Worst]
 
 
 @dataclass(frozen=True)
 class LayoutComparison:
     parallel: ParallelConfig
-    rows: tuple[StepRow, ...]
+    steps: int
+    largest: Mapping[What, float]
     first: Difference | None  # None: the same model
 
 
 def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
     """Compares step by step, and within a step in the order in which things are computed."""
-    weights = _sizes(alone.initial, layout.initial)
-    first = _first_difference(0, {"initial weight": weights})
-    rows = []
+    largest = dict.fromkeys(LIMITS, 0.0)
+    first: Difference | None = None
+    for step, what, sizes in _sizes_of_all(alone, layout):
+        for name, by_rank in sizes.items():
+            size = max(by_rank.values())
+            largest[what] = max(largest[what], size)
+            if first is None and size > LIMITS[what]:
+                ranks = tuple(rank for rank, each in by_rank.items() if each > LIMITS[what])
+                causes = [_CAUSES[what]]
+                if what == "gradient":
+                    gradients = (run.steps[step - 1].gradients for run in (alone, layout))
+                    causes = _gradient_pattern(*(each.get(name, {}) for each in gradients)) + causes
+                first = Difference(step, what, name, size, ranks, tuple(causes))
+    return LayoutComparison(layout.parallel, len(layout.steps), largest, first)
+
+
+def _sizes_of_all(
+    alone: TrainingRecord, layout: TrainingRecord
+) -> Iterator[tuple[int, What, Sizes]]:
+    yield 0, "initial weight", _sizes(alone.initial, layout.initial)
     before = alone.start
-    for number, (reference, ours) in enumerate(zip(alone.steps, layout.steps, strict=True), 1):
-        found = _compare_step(reference, ours, before, layout.parallel)
-        worst = {what: _worst(sizes) for what, sizes in found.items()}
-        loss = Pair(reference.loss, ours.loss)
-        rows.append(StepRow(number, loss, Pair(reference.grad_norm, ours.grad_norm), worst))
-        before = reference.parameters
-        if first is None:
-            first = _first_difference(number, found, reference.gradients, ours.gradients)
-    return LayoutComparison(layout.parallel, tuple(rows), first)
-
-
-def _compare_step(
-    reference: StepRecord, ours: StepRecord, before: Views, parallel: ParallelConfig
-) -> dict[What, Sizes]:
-    updates = {name: views[0] - before[name][0] for name, views in reference.parameters.items()}
-    outputs: Sizes = {}
-    for name, views in reference.activations.items():
-        for rank, array in ours.activations.get(name, {}).items():
-            part = expected_part(views[0], array.shape, rank, parallel)
-            if part is not None:
-                scale = _largest(views[0]) or 1.0
-                outputs.setdefault(name, {})[rank] = _distance(array, part, scale)
-    # A parameter that has a gradient only in the layout, such as a frozen one, should have zeros.
-    wanted = {name: {0: np.zeros_like(_any(views))} for name, views in ours.gradients.items()}
-    gradients = _sizes(wanted | reference.gradients, ours.gradients)
-    return {
-        "output": outputs,
-        "loss": _of_numbers(ours.loss, reference.loss),
+    for step, (reference, ours) in enumerate(zip(alone.steps, layout.steps, strict=True), 1):
+        outputs: Sizes = {}
+        for name, views in reference.activations.items():
+            for rank, array in ours.activations.get(name, {}).items():
+                part = expected_part(views[0], array.shape, rank, layout.parallel)
+                if part is not None:
+                    scale = _largest(views[0]) or 1.0
+                    outputs.setdefault(name, {})[rank] = _distance(array, part, scale)
+        yield step, "output", outputs
+        yield step, "loss", _of_numbers(ours.loss, reference.loss)
+        # A parameter that has a gradient only in the layout, such as a frozen one, should have
+        # zeros.
+        wanted = {name: {0: np.zeros_like(_any(views))} for name, views in ours.gradients.items()}
+        gradients = _sizes(wanted | reference.gradients, ours.gradients)
         # In the order of the backward pass, so that the nearest to the fault comes first.
-        "gradient": dict(reversed(gradients.items())),
-        "gradient norm": _of_numbers(ours.grad_norm, norm_of(ours.gradients)),
-        "parameter": _sizes(reference.parameters, ours.parameters, updates, rounding=_ROUNDING),
-    }
+        yield step, "gradient", dict(reversed(gradients.items()))
+        yield step, "gradient norm", _of_numbers(ours.grad_norm, norm_of(ours.gradients))
+        yield step, "parameter", _sizes(reference.parameters, ours.parameters, before)
+        before = reference.parameters
 
 
-def _first_difference(
-    step: int,
-    found: Mapping[What, Sizes],
-    reference: Views | None = None,
-    ours: Views | None = None,
-) -> Difference | None:
-    """Returns the first kind of difference that is over its limit. `reference` and `ours` are the
-    gradients, which tell its causes."""
-    for what, sizes in found.items():
-        names = [name for name, by_rank in sizes.items() if max(by_rank.values()) > LIMITS[what]]
-        if not names:
-            continue
-        first, *also = names
-        causes = [_CAUSES[what]]
-        if what == "gradient" and reference is not None and ours is not None:
-            causes = _gradient_pattern(reference.get(first), ours.get(first)) + causes
-        ranks = tuple(rank for rank, size in sizes[first].items() if size > LIMITS[what])
-        largest = max(sizes[first].values())
-        return Difference(step, what, first, largest, ranks, tuple(also), tuple(causes))
-    return None
-
-
-def _gradient_pattern(
-    wanted: Mapping[int, Array] | None, views: Mapping[int, Array] | None
-) -> list[str]:
+def _gradient_pattern(wanted: Mapping[int, Array], views: Mapping[int, Array]) -> list[str]:
     """Returns a sentence on what is plainly wrong with the gradient of a parameter."""
-    if wanted is None:
-        return ["one process has no gradient for it: it is frozen, or no forward pass uses it"]
-    if views is None:
-        return ["no rank has a gradient for it: it is cut off from the loss, or frozen"]
+    if not wanted or not views:
+        return ["one side has no gradient for it: it is frozen, or cut off from the loss"]
     if len({id(view) for view in views.values()}) > 1:
         return ["the ranks hold different gradients of one parameter: a reduction is missing"]
     reference, ours = wanted[0], _any(views)
@@ -191,29 +141,19 @@ def _gradient_pattern(
     return [f"it is {ratio:.4g} x the reference: summed instead of averaged, or the reverse"]
 
 
-def _worst(sizes: Sizes) -> Worst:
-    largest = [Worst(name, max(by_rank.values())) for name, by_rank in sizes.items()]
-    return max(largest, key=attrgetter("difference"), default=Worst("", 0.0))
-
-
-def _sizes(
-    reference: Views,
-    ours: Views,
-    scaled_by: Mapping[str, Array] | None = None,
-    *,
-    rounding: float = 0.0,
-) -> Sizes:
-    """Returns the distance of the view of each rank from the reference, relative to the largest
-    entry of the tensor in `scaled_by` (default: of the reference)."""
-    if scaled_by is None:
-        scaled_by = {name: views[0] for name, views in reference.items()}
-    scales = {name: _largest(array) for name, array in scaled_by.items()}
+def _sizes(reference: Views, ours: Views, before: Views | None = None) -> Sizes:
+    """Returns the distance of the view of each rank from the reference, relative to its largest
+    entry, or with `before` to its largest change since then, beyond rounding."""
+    scales = {}
+    for name, views in reference.items():
+        scales[name] = _largest(views[0] - before[name][0] if before else views[0])
     floor = _FLOOR * max(scales.values(), default=0.0) or 1.0
     sizes: Sizes = {}
     for name, views in reference.items():
-        scale, allowed = max(scales[name], floor), rounding * _largest(views[0])
+        allowed = _ROUNDING * _largest(views[0]) if before else 0.0
         sizes[name] = {}
         for rank, array in ours.get(name, {0: np.empty(0)}).items():
+            scale = max(scales[name], floor)
             sizes[name][rank] = _distance(array, views[0], scale, allowed)
     return sizes
 

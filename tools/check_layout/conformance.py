@@ -10,7 +10,6 @@ def test_my_model():
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig, Recipe
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError, Parallel3dError
-from parallel3d.models import check_model, model_class, shape_cards
-from parallel3d.parallelize import block_weights_of
+from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.check_layout.compare import compare
 from parallel3d.tools.check_layout.data import TrainingRecord
@@ -32,7 +30,12 @@ from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.tools.local_ranks import run_ranks
 
 STEPS, WHOLE_STEPS = 20, 2  # tensors are compared in the first steps, losses and norms in all
-FIRST_LOSS, LAST = 1e-6, 1e-4  # relative to one process: the first loss, the last loss and norm
+# of the curve: the step, whether the loss (0) or the norm (1), and how much one process may differ
+_CURVE = (
+    (0, "loss of the first step", 0, 1e-6),
+    (-1, "loss of the last step", 0, 1e-4),
+    (-1, "gradient norm of the last step", 1, 1e-4),
+)
 BATCH, MICROBATCH, LAYERS = 8, 2, 4
 LAYOUTS: tuple[Mapping[str, Any], ...] = (
     {"tp": 2},
@@ -60,7 +63,7 @@ def assert_conforms(
 
     Returns a report with a line for each layout. Raises AssertionError with the report if a layout
     has other initial weights, outputs, gradients, norms, losses or numbers of parameters than plain
-    PyTorch, or starts otherwise from the checkpoint that one process has saved. Raises ConfigError
+    PyTorch. Raises ConfigError
     if the recipe or its class is refused as a run would refuse it, or no layout can be checked.
     `run` starts the processes."""
     if not isinstance(recipe, Recipe):
@@ -68,30 +71,28 @@ def assert_conforms(
     alone = _small(recipe)
     check_model(alone.model)
     reference = run(record_plain, alone, WHOLE_STEPS, world_size=1)
-    report = list(_check_block_weights(alone, reference))
-    is_wrong, checked = bool(report), 0
-    with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "trained"
-        for settings in ({}, *layouts):  # one process saves the checkpoint that the others load
-            parallel = ParallelConfig(**{"microbatch_size": MICROBATCH, **settings})
-            job, ranks = replace(alone, parallel=parallel), parallel.world_size
-            name = ", ".join(f"{key} {value}" for key, value in settings.items()) or "one process"
-            try:
-                validate(job)
-                if ranks > most_processes:
-                    raise ConfigError(f"needs {ranks} processes")
-            except ConfigError as error:
-                report.append(f"{name}  left out: {error}")
-                continue
-            checked += 1
-            try:
-                record = run(record_recipe, job, WHOLE_STEPS, saved, world_size=ranks)
-                found = list(_differences(reference, record))
-            except Parallel3dError as error:
-                found = [str(error)]
-            is_wrong |= bool(found)
-            verdict = "differs" if found else "the same model"
-            report.append("\n  ".join([f"{name}  {verdict}", *found]))
+    report: list[str] = []
+    is_wrong, checked = False, 0
+    for settings in ({}, *layouts):
+        parallel = ParallelConfig(**{"microbatch_size": MICROBATCH, **settings})
+        job, ranks = replace(alone, parallel=parallel), parallel.world_size
+        name = ", ".join(f"{key} {value}" for key, value in settings.items()) or "one process"
+        try:
+            validate(job)
+            if ranks > most_processes:
+                raise ConfigError(f"needs {ranks} processes")
+        except ConfigError as error:
+            report.append(f"{name}  left out: {error}")
+            continue
+        checked += 1
+        try:
+            record = run(record_recipe, job, WHOLE_STEPS, world_size=ranks)
+            found = list(_differences(reference, record))
+        except Parallel3dError as error:
+            found = [str(error)]
+        is_wrong |= bool(found)
+        verdict = "differs" if found else "the same model"
+        report.append("\n  ".join([f"{name}  {verdict}", *found]))
     text = "\n".join(report)
     if checked < 2:
         raise ConfigError(f"layouts: none can be checked; try most_processes=2\n{text}")
@@ -106,7 +107,7 @@ def _small(recipe: Recipe) -> Recipe:
     divisible = replace(
         recipe,
         parallel=ParallelConfig(microbatch_size=MICROBATCH, tp=2),
-        train=replace(recipe.train, global_batch_size=BATCH, compile=False),
+        train=replace(recipe.train, global_batch_size=BATCH),
         local_sgd=LocalSgdConfig(),
     )
     small = shrink(divisible, layers=LAYERS, steps=STEPS)
@@ -126,29 +127,7 @@ def _differences(reference: TrainingRecord, record: TrainingRecord) -> Iterator[
     if first is not None:
         yield from describe(first)
         return
-    first_step, last_step = record.curve[0], record.curve[-1]
-    wanted_first, wanted_last = reference.curve[0], reference.curve[-1]
-    assert record.start_loss is not None and reference.start_loss is not None
-    pairs = {
-        "loss of the first step": (first_step[0], wanted_first[0], FIRST_LOSS),
-        "loss of the last step": (last_step[0], wanted_last[0], LAST),
-        "gradient norm of the last step": (last_step[1], wanted_last[1], LAST),
-    }
-    # If it differs, something that the class learns is not a parameter.
-    started = "loss after a start from the checkpoint of one process"
-    pairs[started] = record.start_loss, reference.start_loss, FIRST_LOSS
-    for what, (ours, wanted, limit) in pairs.items():
+    for step, what, at, limit in _CURVE:
+        ours, wanted = record.curve[step][at], reference.curve[step][at]
         if not math.isclose(wanted, ours, rel_tol=limit):
             yield f"the {what} is {ours:.8g}, and {wanted:.8g} in one process (limit {limit:g})"
-
-
-def _check_block_weights(recipe: Recipe, reference: TrainingRecord) -> Iterator[str]:
-    """Yields a line if `block_weights` of the class is not what a block has."""
-    stated = block_weights_of(model_class(recipe.model.architecture), recipe.model)
-    counted = 0
-    for name, views in reference.initial.items():
-        if name.startswith("layers.0.") and views[0].ndim > 1:
-            counted += views[0].size
-    if stated is not None and stated != counted:
-        held = f"the matrices of a block have {counted:,} weights"
-        yield f"block_weights(config) is {stated:,}, and {held}"

@@ -37,5 +37,3 @@ class TrainingRecord:
     parameter_count: int = 0  # as the trainer counts them
     # loss and gradient norm of every step
     curve: list[tuple[float, float]] = field(default_factory=list)
-    # of what one process has trained: there itself, and elsewhere started from it
-    start_loss: float | None = None

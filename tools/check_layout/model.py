@@ -2,10 +2,10 @@
 module:function` checks.
 
 The function is called with the mesh (axes pp of size 1, dp_replicate, dp_shard, tp), or None for
-one process, and those of the options `layers`, `hidden` and `vocab` that it has parameters for. The
+one process, with `vocab`, and with those of the options `layers` and `hidden` that you give. The
 module that it returns maps ids [B, S] to logits [B, S, V], or to this rank's [B, S, V / tp] of
-them, or to an object that has them as `logits`. After the backward of this rank's mean loss its
-gradients must be those of the mean over the data ranks, as DDP and `fully_shard` leave them.
+them, or to an object that has them as `logits`. After the backward pass of this rank's mean loss
+its gradients must be those of the mean over the DP ranks, as DDP and `fully_shard` leave them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.convert.check import failures_named
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.mesh import build_mesh
@@ -49,12 +48,11 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What to build, and how to train it. `options` are those that the user gave."""
+    """What to build, and how long to train it."""
 
     target: str  # module:function
     parallel: ParallelConfig
-    options: Mapping[str, int]
-    vocab: int
+    options: Mapping[str, int]  # keywords of the function, `vocab` among them
     steps: int
 
 
@@ -84,18 +82,16 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     def train_step(step: int, is_whole: bool) -> TrainedStep:
         """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
         generator = torch.Generator().manual_seed(_SEED + step)
-        shape = own_batch * parallel.dp, SEQ_LEN + 1
-        ids = torch.randint(0, job.vocab, shape, generator=generator)[first : first + own_batch]
+        shape, vocab = (own_batch * parallel.dp, SEQ_LEN + 1), job.options["vocab"]
+        ids = torch.randint(0, vocab, shape, generator=generator)[first : first + own_batch]
         labels = ids[:, 1:].contiguous()
         try:
-            with failures_named(model):
-                output = model(ids[:, :-1].contiguous())
+            output = model(ids[:, :-1].contiguous())
         except RuntimeError as error:
-            where = layout_name(parallel)
-            words = f"its forward fails with {where}, in {error}"
+            words = f"its forward fails with {layout_name(parallel)}: {error}"
             raise ConfigError(f"--model {job.target}: {words}") from error
         logits = getattr(output, "logits", output)
-        if mesh is not None and logits.shape[-1] < job.vocab:
+        if mesh is not None and logits.shape[-1] < vocab:
             loss = vocab_parallel_cross_entropy(logits, labels, mesh["tp"]).mean()
         else:
             loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
@@ -112,47 +108,29 @@ def record_model(job: ModelCheck) -> TrainingRecord:
 
 
 def load_builder(job: ModelCheck) -> Callable[[DeviceMesh | None], nn.Module]:
-    """Returns the function that the job names, with the options that the user gave and, if it takes
-    one, the vocabulary. Raises ConfigError if there is no such function, or it does not take an
-    option."""
-    target = job.target
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"--model {target}: must be module:function, such as my_model:build")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """Returns the function that the job names, with the options that the user gave and the
+    vocabulary. Raises ConfigError if there is no such function, or it does not take an option."""
+    module, _, name = job.target.partition(":")
+    sys.path.insert(0, os.getcwd())
     try:
-        build: Callable[..., nn.Module] | None = getattr(import_module(module_name), name, None)
-    except ModuleNotFoundError as error:
+        build = getattr(import_module(module), name)
+        inspect.signature(build).bind(None, **job.options)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"--model {target}: {error}; run this where {module_name}.py is, or install it"
+            f"--model {job.target}: {error}; must be the module:function of a function (mesh, *, "
+            "vocab, and the options that you give), such as my_model:build, here or installed"
         ) from error
-    if not callable(build):
-        raise ConfigError(f"--model {target}: {module_name} has no function {name}")
-    parameters = inspect.signature(build).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    options = {"vocab": job.vocab} if takes_all or "vocab" in parameters else {}
-    for option, value in job.options.items():
-        if option not in parameters and not takes_all:
-            raise ConfigError(
-                f"--{option}: {name} has no parameter {option}; give it one, or drop the option"
-            )
-        options[option] = value
-    return partial(build, **options)
+    return partial(build, **job.options)
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    weights = {plain_name(name): parameter for name, parameter in source.named_parameters()}
+    weights = dict(_named(source))
     for name, parameter in _named(target):
-        if name not in weights:
+        shape = list(weights[name].shape) if name in weights else "no parameter"
+        if shape != list(parameter.shape):
             raise ConfigError(
-                f"{name}: a parameter of the layout that one process does not have; keep the names "
-                "alike"
-            )
-        if parameter.shape != weights[name].shape:
-            raise ConfigError(
-                f"{name}: {list(parameter.shape)} in the layout and {list(weights[name].shape)} in "
-                "one process; make it a DTensor, whose shape is the whole one"
+                f"{name}: {list(parameter.shape)} in the layout and {shape} in one process; keep "
+                "the names, and make it a DTensor, whose shape is that of the full tensor"
             )
         put(parameter, weights[name].detach())
 

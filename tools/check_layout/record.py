@@ -11,7 +11,6 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -28,12 +27,10 @@ from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.sharded_module import shard_like
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
-from parallel3d.parallelize import inside_compiled
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.check_layout.data import StepRecord, TrainingRecord, Views
 from parallel3d.tools.local_ranks import CPU
 from parallel3d.torch_private import is_in_backward
-from parallel3d.training.state import load_start, save_trainer
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
 
@@ -43,18 +40,16 @@ JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hide
 TrainedStep = tuple[float, float, Views]  # loss, gradient norm, gradients
 
 
-def record_recipe(
-    recipe: Recipe, whole_steps: int | None = None, saved: Path | None = None
-) -> TrainingRecord:
+def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
     """Trains on every rank of the default group; the record is complete on rank 0 only. Batches are
     of random ids: the run's own data is not read. Tensors are kept of the first `whole_steps`
-    steps, of the others the loss and the norm (None: of all). Saves the trained model at `saved`,
-    or, if that exists, starts from it afterwards.
+    steps, of the others the loss and the norm (None: of all).
 
     Size chooses some code paths, and the small model takes those of a large one: fused gradients
     and a loss that overwrites the logits. Every second step computes the loss in chunks.
     """
-    trainer, train = make_trainer(recipe), recipe.train
+    mesh, model = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
+    trainer, train = Trainer(recipe, mesh=mesh, device=CPU, model_class=model), recipe.train
     tensors = [(p.name, p.distributed(p.local.detach())) for p in trainer.parameters]
     record = start_record(recipe.parallel, tensors, train.seed)
     record.parameter_count = trainer.parameter_count
@@ -84,19 +79,7 @@ def record_recipe(
         mock.patch.object(loss, "PLAIN_BELOW_ELEMENTS", 0),
     ):
         record_steps(record, modules, tensors, train_step, train.steps, whole_steps)
-    if saved is not None:
-        if saved.exists():
-            trainer = make_trainer(trainer.recipe, initialize=False)
-            load_start(trainer, saved)
-        else:
-            save_trainer(trainer, saved)
-        record.start_loss = trainer.evaluate(loader.batch(train.steps - 1))
     return record
-
-
-def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
-    mesh, model = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
-    return Trainer(recipe, mesh=mesh, device=CPU, model_class=model, initialize=initialize)
 
 
 def random_batches(recipe: Recipe) -> BatchLoader:
@@ -140,8 +123,8 @@ def record_steps(
     parameters.
 
     Recorded of a module that has parameters are its outputs of all microbatches as one batch, where
-    they have one shape. It leaves out forward passes that a backward pass recomputes, the parts of
-    a compiled block, and heads that leave their matmul to the loss.
+    they have one shape. It leaves out forward passes that a backward pass recomputes, and heads
+    that leave their matmul to the loss.
     """
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
@@ -151,11 +134,10 @@ def record_steps(
         if isinstance(output, Tensor) and output.ndim >= 2:
             outputs[name].append(output.detach().clone())
 
-    hidden = {module for model in models for module in inside_compiled(model)}
     hooks = []
     for model in models:
         for name, module in model.named_modules():
-            if name and module not in hidden and any(True for _ in module.parameters()):
+            if name and any(True for _ in module.parameters()):
                 hooks.append(module.register_forward_hook(partial(keep, plain_name(name))))
     for step in range(steps):
         outputs.clear()
@@ -163,20 +145,19 @@ def record_steps(
         loss, grad_norm, gradients = train_step(step, is_whole)
         record.curve.append((loss, grad_norm))
         if is_whole:
-            alike = {}
+            alike = []
             for name, parts in outputs.items():
                 if len({part.shape for part in parts}) == 1:
-                    alike[name] = torch.cat(parts)
-            activations, after = collect(alike.items()), collect(tensors)
+                    alike.append((name, torch.cat(parts)))
+            activations, after = collect(alike), collect(tensors)
             record.steps.append(StepRecord(loss, grad_norm, activations, gradients, after))
     for hook in hooks:
         hook.remove()
 
 
 def plain_name(name: str) -> str:
-    """Returns a name without what DDP, activation checkpointing and torch.compile put into it."""
-    name = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
-    return name.replace("_orig_mod.", "")
+    """Returns a name without what DDP and activation checkpointing put into it."""
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
 
 
 def collect(tensors: Iterable[tuple[str, Tensor]]) -> Views:

@@ -24,12 +24,7 @@ def shrink(
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
     # All in float32: bf16 would turn the last bit of a gradient into the first of a state.
-    optimizer = replace(
-        recipe.optimizer,
-        warmup_steps=0,
-        decay_steps=None,
-        state_dtype=None,
-    )
+    optimizer = replace(recipe.optimizer, warmup_steps=0, decay_steps=None, state_dtype=None)
     if optimizer.name == "muon":
         optimizer = replace(optimizer, ns_dtype="fp32")
     if optimizer.name in ("adamw", "muon"):
@@ -52,6 +47,7 @@ def shrink(
             batch_warmup_increment=None,
             batch_warmup_steps=None,
             device="cpu",
+            compile=False,
             eval_every=None,
             sample_tokens=0,
             sample_top_k=1,
