@@ -111,8 +111,10 @@ def model_of(config: Mapping[str, Any], path: Path, *, others: Iterable[str] = (
     experts = [f" with {key} = {shown(config[key])}" for key in _EXPERTS if config.get(key)]
     if kind not in _CLASSES or experts:
         known = ", ".join((*_CLASSES, *others))
-        said = f"{path}: model_type = {kind}{''.join(experts)}"
-        raise ConfigError(f"{said}: must be one of {known}, without experts")
+        raise ConfigError(
+            f"{path}: model_type = {kind}{''.join(experts)}: must be one of {known}, without "
+            "experts"
+        )
     said = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     is_gpt = kind == "gpt2"
     said.setdefault("tie_word_embeddings", is_gpt)
