@@ -37,9 +37,7 @@ from parallel3d.layers.parameter import ParallelContext, initial_weights
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
-from parallel3d.recipes import peak_flops
 from parallel3d.torch_private import FakeTensorMode
-from parallel3d.training.worker import on_this_gpu
 
 CPU = AttentionDevice("cpu")
 V100, A100, L4, H100 = (
@@ -127,7 +125,7 @@ def test_what_a_gpu_would_write_out_is_refused_before_anything_starts() -> None:
     assert attention_errors(dropped, H100) == [
         "model.attention_dropout = 0.1: dropout needs the probabilities of attention, S^2 a head, "
         "written out, which takes 128.0 GiB a block and microbatch, and may take 8 on a GPU; try "
-        "model.attention_dropout=0"
+        "model.attention_dropout=0, or a smaller parallel.microbatch_size"
     ]
     with pytest.raises(ConfigError, match=r"model.attention_dropout = 0.1: .* takes 128.0 GiB"):
         validate(dropped)
@@ -136,7 +134,7 @@ def test_what_a_gpu_would_write_out_is_refused_before_anything_starts() -> None:
     validate(short)  # 8 GiB to the byte
     longer = replace(dropped, train=replace(dropped.train, seq_len=2080))
     (line,) = attention_errors(longer, H100)
-    assert "takes 8.3 GiB" in line and line.endswith(", or parallel.microbatch_size=1")
+    assert "takes 8.3 GiB" in line and "a smaller parallel.microbatch_size" in line
     # 2 heads, 1 sequence
     assert attention_errors(replace(dropped, parallel=ParallelConfig(tp=16)), H100) == []
 
@@ -150,7 +148,7 @@ def test_a_precision_without_a_fused_kernel_is_refused_with_one_that_has_it(
 ) -> None:
     (line,) = attention_errors(recipe_of(precision=precision, hidden=hidden), device)
     assert line.startswith(f"train.precision = {precision}: no fused kernel")
-    assert line.endswith(f"try train.precision={tries}")
+    assert f"try train.precision={tries}" in line
     assert attention_errors(recipe_of(precision=tries, hidden=hidden), device) == []
 
 
@@ -311,20 +309,6 @@ def test_varlen_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyP
             y = layer(x, documents=documents)
             (gradient,) = torch.autograd.grad(y.sum(), x)
             assert y.shape == gradient.shape == x.shape and y.dtype == torch.bfloat16
-
-
-def test_a_run_on_a_gpu_says_its_kernel_and_what_float32_costs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    gpu = torch.device("cuda", 0)
-    attention, cost = on_this_gpu(recipe_of(precision="fp32"), gpu, peak_flops)
-    repeated = "the memory-efficient kernel, keys and values repeated for each query head"
-    assert attention == f"attention: {repeated}; its memory grows with the sequence"
-    assert "products at 66.9 TFLOP/s at the most, in bf16 at 989.4; try" in cost
-    (attention,) = on_this_gpu(recipe_of(attention_dropout=0.1), gpu, peak_flops)
-    assert attention.endswith("its memory grows with the square of the sequence")
-    assert on_this_gpu(recipe_of(), torch.device("cpu"), peak_flops) == []
 
 
 def test_a_deterministic_run_takes_no_kernel_of_cudnn() -> None:

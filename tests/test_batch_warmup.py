@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from parallel3d.config.recipe import BatchSizes, ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.config.rules import validate, warnings_for
+from parallel3d.config.rules import validate
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError
@@ -88,11 +88,4 @@ def test_sizes_that_the_layout_cannot_divide_are_refused_with_ones_that_it_can()
     assert "needs train.batch_warmup_steps; try 10" in refusal(batch_warmup_steps=None)
     assert "batch_warmup_steps = 10: needs train.batch_warmup_start, and that is null" in (
         refusal(batch_warmup_start=None, batch_warmup_increment=None)
-    )
-
-
-def test_a_warm_up_longer_than_the_run_is_told() -> None:
-    (warning,) = warnings_for(replace(RECIPE, train=replace(RECIPE.train, steps=7)))
-    assert warning.startswith(
-        "train.batch_warmup_steps = 10: more than train.steps = 7; the batch never has its full"
     )

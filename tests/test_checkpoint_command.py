@@ -175,7 +175,7 @@ def test_import_writes_the_recipe_of_a_model(tmp_path: Path, capsys: Said) -> No
 @pytest.mark.parametrize(
     ("others", "refusal"),
     [
-        ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias of config.json is left out"),
+        ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias = true of config.json is left out"),
         (
             {"attention_dropout": "none"},
             'attention_dropout = "none": must be a number from 0 up to 1; try 0.1',

@@ -267,7 +267,7 @@ def test_a_path_that_is_not_utf_8_is_refused_in_a_line(words: list[str], capsys:
     recipe = [] if words[0] == "odd.yaml" else ["quickstart"]
     assert pretrain.main([*recipe, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(": must be text in UTF-8; try plain letters")
+    assert line.endswith(": must be text in UTF-8 without ${variables}; write the value itself")
 
 
 def test_a_recipe_whose_name_is_not_utf_8_is_refused_in_a_line(capsys: Said) -> None:

@@ -98,7 +98,7 @@ def test_to_print_a_recipe_imports_neither_torch_nor_the_users_module(folder: Pa
         (
             "model.architecture=llama",
             "model.options = {'activation': 'gelu_tanh', 'biases': True}: are for",
-            "or drop",
+            "try to drop",
         ),
         (
             "model.options.scales=1",

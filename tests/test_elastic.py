@@ -45,7 +45,7 @@ def test_replicas_stay_as_many() -> None:
     }
     with pytest.raises(
         ConfigError,
-        match="must be a multiple of dp_replicate 2 = 2, which .* 2, 4, 6 or 12 workers",
+        match="must be a multiple of 2, which .* 2, 4, 6 or 12 workers",
     ):
         fit_to_workers(recipe, 7)
 
@@ -55,10 +55,9 @@ def test_replicas_stay_as_many() -> None:
     [
         (
             6,
-            "WORLD_SIZE = 6: must be a multiple of pp 2 x tp 2 = 4, which parallel.elastic keeps; "
-            "try 4, 8, 12,",
+            "WORLD_SIZE = 6: must be a multiple of 4, which parallel.elastic keeps; try 4, 8, 12,",
         ),
-        (2, "WORLD_SIZE = 2: must be a multiple of pp 2 x tp 2 = 4"),
+        (2, "WORLD_SIZE = 2: must be a multiple of 4"),
         (
             20,
             "makes dp_shard = 5, and then train.global_batch_size = 24: must be a multiple of data "

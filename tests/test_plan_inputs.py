@@ -165,9 +165,9 @@ BAD_INPUTS = [
     (f"{ASKED} --layers 3", "--layers: does not go with --model llama3-8b"),
     (f"--layers 3 {ON}", "--hidden, --heads, --vocab: required where there is no --model"),
     (f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}", (
-        "heads = 7: must divide hidden = 100; try 1, 2, 4, 5,"
+        "model.heads = 7: must divide model.hidden = 100; try 1, 2, 5,"
     )),
-    (f"--model uneven.json {ON}", "uneven.json: heads = 7: must divide hidden = 256"),
+    (f"--model uneven.json {ON}", "uneven.json: model.heads = 7: must divide model.hidden = 256"),
     (f"--model mixtral.json {ON}", "mixtral.json: hidden_size: required and not given"),
     (f"--model layers.json {ON}", (
         "layers.json: decoder_sparse_step = 2: must be 1, experts in every layer after"
@@ -176,15 +176,15 @@ BAD_INPUTS = [
     (f"--model bert.json {ON}", (
         "model_type = bert: must be one of"
     )),
-    (f"--model missing.json {ON}", "missing.json: hidden_size: required and not given"),
-    (f"--model text.json {ON}", 'text.json: hidden_size = "big": must be a whole number'),
+    (f"--model missing.json {ON}", "missing.json: hidden_size = null: must be a whole number"),
+    (f"--model text.json {ON}", 'text.json: hidden_size = big: must be a whole number'),
     (f"--model half.json {ON}", "half.json: num_hidden_layers = 4.5: must be a whole number"),
     (f"--model null.json {ON}", "null.json: vocab_size = null: must be a whole number"),
     (f"--model cut.json {ON}", "cut.json: cannot be read as JSON (Unterminated string"),
     (f"--model list.json {ON}", "list.json: must hold keys and values"),
     (f"--model heads.json {ON}", "heads.json: head_dim = 0: must be at least 1"),
     (f"--model rope.json {ON}", 'rope.json: rope_scaling = "yarn": must hold keys and values, or be null'),  # noqa: E501
-    (f"--model factor.json {ON}", 'factor.json: factor = "big": must be a number'),
+    (f"--model factor.json {ON}", 'factor.json: rope_scaling.factor = big: must be a number'),
     (f"--model folder {ON}", "--model folder: a folder without a config.json"),
     (f"--model none.json {ON}", "none.json: cannot be read (No such file or directory)"),
     (f"--model none.yaml {ON}", "none.yaml: cannot be read: No such file"),

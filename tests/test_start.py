@@ -197,7 +197,7 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
         json.dumps({**config, "attention_bias": True, "hidden_act": "gelu"})
     )
     with pytest.raises(
-        ConfigError, match="(?s)attention_bias of config.json is left out.*hidden_act gelu"
+        ConfigError, match="(?s)attention_bias = true of config.json is left out.*hidden_act = gelu"
     ):
         check_start(tmp_path, model)
     (tmp_path / "config.json").unlink()

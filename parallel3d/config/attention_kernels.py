@@ -28,6 +28,7 @@ for all dtypes, grouped heads and masks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from parallel3d.config.recipe import Recipe
@@ -38,15 +39,6 @@ KernelName = Literal["cpu", "flash", "cudnn", "efficient", "varlen", "math", "sc
 # GB device. 32 heads reach it with `math` at 4,730 tokens, with dropout at 2,896.
 MOST_SCORE_BYTES = 8 * 2**30
 
-_WORDS: dict[KernelName, str] = {
-    "cpu": "the CPU's fused kernel",
-    "flash": "FlashAttention-2",
-    "cudnn": "cuDNN's fused kernel",
-    "efficient": "the memory-efficient kernel",
-    "varlen": "FlashAttention-2 for windows and documents",
-    "math": "written-out scores, as no fused kernel takes it",
-    "scores": "written-out probabilities, for dropout",
-}
 _HASH_BYTES = 24  # what `exact` dropout draws a number from: three int64 at a time
 
 
@@ -102,14 +94,6 @@ class AttentionKernel:
         """Returns the bytes that grow with the square of the sequence, for one layer and microbatch
         on a tp rank. `masks` are those that are not shared by sequences."""
         return queries * keys * (batch * heads * self.score_bytes + masks * self.mask_bytes)
-
-    @property
-    def words(self) -> str:
-        """Words for a person: the kernel, and how its memory grows."""
-        pieces = ", a call for each document or block of a window" if self.in_pieces else ""
-        repeated = ", keys and values repeated for each query head" if self.repeats_heads else ""
-        grows = "the square of the sequence" if self.score_bytes else "the sequence"
-        return f"{_WORDS[self.name]}{pieces}{repeated}; its memory grows with {grows}"
 
     @property
     def why_quadratic(self) -> str:
@@ -224,16 +208,14 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     if device.type != "cuda" or is_small or each * microbatch <= MOST_SCORE_BYTES:
         return []
     if kernel.name == "scores":
-        value = f"model.attention_dropout = {model.attention_dropout}"
-        tries = "model.attention_dropout=0"
+        key, tries = "model.attention_dropout", "0"
     else:
-        value = f"train.precision = {train.precision}"
-        has_bf16 = device.capability >= (8, 0)
-        tries = f"train.precision={'bf16' if train.precision == 'fp32' and has_bf16 else 'fp16'}"
-    if each <= MOST_SCORE_BYTES:
-        tries += f", or parallel.microbatch_size={MOST_SCORE_BYTES // each}"
+        key, tries = "train.precision", "fp16"
+        if train.precision == "fp32" and device.capability >= (8, 0):
+            tries = "bf16"
     size, most = each * microbatch / 2**30, MOST_SCORE_BYTES / 2**30
     return [
-        f"{value}: {kernel.why_quadratic}, which takes {size:.1f} GiB a block and microbatch, and "
-        f"may take {most:.0f} on a GPU; try {tries}"
+        f"{key} = {attrgetter(key)(recipe)}: {kernel.why_quadratic}, which takes {size:.1f} GiB a "
+        f"block and microbatch, and may take {most:.0f} on a GPU; try {key}={tries}, or a smaller "
+        "parallel.microbatch_size"
     ]

@@ -36,6 +36,10 @@ _READ_IF = {
         "model.rope_scaling.beta_slow model.rope_scaling.beta_fast "
         "model.rope_scaling.attention_factor"
     ),
+    Condition("train.precision", ("fp16",)): (
+        "loss_scale.initial loss_scale.growth loss_scale.backoff loss_scale.interval"
+    ),
+    Condition("data.source", ("text", "tokens")): "data.path data.sources",
     Condition("train.batch_warmup_start", example=8): (
         "train.batch_warmup_steps train.batch_warmup_increment"
     ),

@@ -45,13 +45,3 @@ def training_flops_per_token(
 # that is not known. That of float32 is without TensorFloat-32, which rounds factors to 10 bits and
 # which this project leaves off.
 PeakOf = Callable[[str, str], float | None]
-
-
-def cost_of_fp32(device_name: str, peak_of: PeakOf) -> str | None:
-    """Returns a line for a run in float32: what its products cost on a device, by the name that
-    CUDA gives it; None where its peaks are not known, or bf16 is no faster."""
-    bf16, fp32 = peak_of(device_name, "bf16"), peak_of(device_name, "fp32")
-    if bf16 is None or fp32 is None or bf16 <= fp32:
-        return None
-    slower = f"products at {fp32 / 1e12:g} TFLOP/s at the most, in bf16 at {bf16 / 1e12:g}"
-    return f"train.precision = fp32 on {device_name}: {slower}; try train.precision=bf16"

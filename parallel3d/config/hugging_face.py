@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.ranges import any_of, divisors_near
-from parallel3d.config.recipe import ModelConfig, RopeScaling
-from parallel3d.config.rules_layout import SCALING_KEYS
-from parallel3d.config.schema import range_errors
+from parallel3d.config.recipe import ModelConfig, Recipe, RopeScaling, TrainConfig
+from parallel3d.config.rules_layout import SCALING_KEYS, model_errors
+from parallel3d.config.schema import range_errors, read
 from parallel3d.config.yaml_text import read_short, shown
 from parallel3d.errors import ConfigError
 
@@ -23,6 +23,9 @@ _GPT2 = {  # the keys of a config.json, by those of a recipe's `model:`
     "ffn_hidden": "n_inner",
     "vocab": "vocab_size",
     "max_positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "init_std": "initializer_range",
+    "tied_embeddings": "tie_word_embeddings",
 }
 _LLAMA = {
     "layers": "num_hidden_layers",
@@ -32,6 +35,16 @@ _LLAMA = {
     "head_dim": "head_dim",
     "ffn_hidden": "intermediate_size",
     "vocab": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+    "tied_embeddings": "tie_word_embeddings",
+}
+# What transformers takes if a file leaves a key out.
+_DEFAULTS = {
+    "layer_norm_epsilon": 1e-5,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "rope_theta": 10_000.0,
 }
 _COUNTS = (
     "max_position_embeddings",
@@ -39,18 +52,27 @@ _COUNTS = (
     "max_window_layers",
     "sliding_window_pattern",
 )
-_OPTIONAL = ("n_inner", "num_key_value_heads", "head_dim")
-# by `model_type`: the keys, and the class of transformers
-_FAMILIES = {
-    "gpt2": (_GPT2, "GPT2LMHeadModel"),
-    "llama": (_LLAMA, "LlamaForCausalLM"),
-    "mistral": (_LLAMA, "MistralForCausalLM"),
-    "qwen2": (_LLAMA, "Qwen2ForCausalLM"),
-    "qwen3": (_LLAMA, "Qwen3ForCausalLM"),
+# `model_type` -> the class of transformers
+_CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
 _ORIGINAL = "original_max_position_embeddings"
 # as Mixtral, Qwen and DeepSeek call them
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# The values of a key with which a model computes what it computes here.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "hidden_act": ("silu", "swish"),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+}
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
@@ -77,90 +99,73 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def from_hugging_face(path: Path) -> ModelConfig:
-    """Returns the model of a `config.json`, without a name. Raises ConfigError where it is of
-    another family or its numbers do not agree."""
+    """Returns the model of a `config.json`, without a name. Raises ConfigError if it is of another
+    family or its numbers do not agree."""
     return model_of(read_config_json(path), path)
 
 
-def model_of(config: dict[str, Any], path: Path, *, others: Iterable[str] = ()) -> ModelConfig:
+def model_of(config: Mapping[str, Any], path: Path, *, others: Iterable[str] = ()) -> ModelConfig:
     """Returns the model of the keys of a `config.json`, as `from_hugging_face` does. `others`:
     families that the caller takes beside these, for an error to name."""
     kind = str(config.get("model_type", "(not given)"))
-    experts = [key for key in _EXPERTS if config.get(key)]
-    if kind not in _FAMILIES or experts:
-        known = ", ".join((*_FAMILIES, *others))
-        said = f"{path}: model_type = {kind}: "
-        for key in experts:
-            said += f"{key} = {shown(config[key])}, and this project trains dense models only: "
-        raise ConfigError(f"{said}must be one of {known}, without experts")
+    experts = [f" with {key} = {shown(config[key])}" for key in _EXPERTS if config.get(key)]
+    if kind not in _CLASSES or experts:
+        known = ", ".join((*_CLASSES, *others))
+        raise ConfigError(
+            f"{path}: model_type = {kind}{''.join(experts)}: must be one of {known}, without "
+            "experts"
+        )
+    said = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    is_gpt = kind == "gpt2"
+    said.setdefault("tie_word_embeddings", is_gpt)
+    said.setdefault("n_inner", 4 * said.get("n_embd", 0))
     if kind == "qwen3":
-        config.setdefault("head_dim", 128)  # transformers' own default
-    numbers: dict[str, Any] = {}
-    for ours, theirs in _FAMILIES[kind][0].items():
-        is_open = theirs in _OPTIONAL and config.get(theirs) is None
-        numbers[ours] = None if is_open else whole_number(config, theirs, path)
-    is_gpt, rope = kind == "gpt2", _rope(config, path)
-    if is_gpt:
-        numbers["ffn_hidden"] = numbers["ffn_hidden"] or 4 * numbers["hidden"]
-    elif (numbers["head_dim"] or 0) * numbers["heads"] == numbers["hidden"]:
-        numbers["head_dim"] = None
-    eps, usual_eps = ("layer_norm_epsilon", 1e-5) if is_gpt else ("rms_norm_eps", 1e-6)
-    given = {eps: usual_eps, "initializer_range": 0.02, "rope_theta": 10_000.0, **config, **rope}
-    model = ModelConfig(
-        architecture="gpt" if is_gpt else "llama",
-        tied_embeddings=bool(config.get("tie_word_embeddings", is_gpt)),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-        window=sliding_window(config) if windowed_layers(config) else None,
-        norm_eps=_number(given, eps, path),
-        init_std=_number(given, "initializer_range", path),
-        rope_theta=_number(given, "rope_theta", path),
-        rope_scaling=None if is_gpt else _rope_scaling(rope, path),
-        **numbers,
-    )
+        said.setdefault("head_dim", 128)
+    rope = _rope(said, path)
+    keys = _GPT2 if is_gpt else _LLAMA
+    tree = {ours: said.get(theirs) for ours, theirs in keys.items()}
+    tree |= {
+        "architecture": "gpt" if is_gpt else "llama",
+        "qkv_bias": kind == "qwen2",
+        "qk_norm": kind == "qwen3",
+        "window": sliding_window(config) if windowed_layers(config) else None,
+        "rope_theta": rope["rope_theta"],
+    }
+    scaling = _rope_type(rope)
+    if scaling in SCALING_KEYS and not is_gpt:
+        scaled = {key: rope[key] for key in ("factor", *SCALING_KEYS[scaling]) if key in rope}
+        original = rope.get(_ORIGINAL)
+        tree["rope_scaling"] = {"type": scaling, "original_max_positions": original, **scaled}
+    model, errors = read(ModelConfig, tree)
+    if errors:
+        ours, _, fault = errors[0].partition(" = ")
+        raise ConfigError(f"{path}: {keys.get(ours, ours)} = {fault}")
     check_model(model, str(path))
-    return model
+    return replace(model, head_dim=None) if model.query_hidden == model.hidden else model
 
 
 def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     """Yields what a config.json says of the model's computation and a recipe cannot say: with it
     the same weights would compute something else here."""
-    fixed = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
-    fixed |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-    for key, value in fixed.items():
-        if config.get(key, value) not in (value, None):
-            yield f"{key} of config.json is left out: a recipe has no key for it"
-    is_gpt = config.get("model_type") == "gpt2"
-    key, ours = "hidden_act", ("silu", "swish")
-    if is_gpt:
-        key, ours = "activation_function", ("gelu_new", "gelu_pytorch_tanh")
-    if (activation := config.get(key, ours[0])) not in ours:
-        yield f"{key} {activation} of config.json is taken as {ours[0]}, the only one here"
     rope = _rope(config, path)
     kind = _rope_type(rope)
-    known = (
+    known = {
         "rope_type",
         "type",
         "rope_theta",
         _ORIGINAL,
         *(key.name for key in fields(RopeScaling)),
-    )
-    unknown = [key for key in rope if key not in known]
-    if kind not in ("default", "llama3", "yarn"):
-        yield (
-            f"rope_scaling ({kind}) of config.json is left out: recipes have llama3 and yarn, and "
-            "no other"
-        )
-    elif unknown:
-        yield (
-            f"rope_scaling's {', '.join(unknown)} of config.json is left out: recipes have no key "
-            "for it"
-        )
+    }
+    unknown = {f"rope_scaling's {key}": rope[key] for key in rope if key not in known}
+    if kind not in ("default", *SCALING_KEYS):
+        unknown = {"rope_scaling": kind}
+    for key, ours in _FIXED.items():
+        if config.get(key) not in (None, *ours):
+            unknown[key] = config[key]
     if 0 < windowed_layers(config) < config.get("num_hidden_layers", 0):
-        yield (
-            "sliding_window of config.json is taken for all layers: a recipe's model.window is one "
-            "for all"
-        )
+        unknown["sliding_window of some layers only"] = config["sliding_window"]
+    for key, value in unknown.items():
+        yield f"{key} = {shown(value)} of config.json is left out: a recipe has no key for it"
 
 
 def notes_on(config: Mapping[str, Any], path: Path) -> Iterator[str]:
@@ -186,46 +191,30 @@ def check_numbers(model: ModelConfig, where: str) -> None:
 
 
 def check_model(model: ModelConfig, where: str) -> None:
-    """Raises ConfigError where the numbers of a model contradict each other."""
+    """Raises ConfigError if the numbers of a model are out of range or contradict each other."""
     check_numbers(model, where)
-    parts = {"kv_heads": (model.key_value_heads, "heads", model.heads)}
-    if model.head_dim is None:
-        parts = {"heads": (model.heads, "hidden", model.hidden), **parts}
-    for part, (number, of, whole) in parts.items():
-        if whole % number:
-            tries = any_of(divisors_near(whole, number))
-            raise ConfigError(
-                f"{where}: {part} = {number}: must divide {of} = {whole}; try {tries}"
-            )
+    train = TrainConfig(steps=1, global_batch_size=1, seq_len=1)
+    for line in model_errors(Recipe(model=model, train=train)):
+        raise ConfigError(f"{where}: {line}")
 
 
 def family_of(model: ModelConfig) -> str:
     """Returns the `model_type` of the family of transformers that has a model. Raises ConfigError,
-    which names the key, where none has it."""
-    fault = None
-    if model.is_custom:
-        fault = (
-            f"model.architecture = {model.architecture}: is a class of your own, which no family "
-            "of transformers has; only llama and gpt can be exported"
-        )
-    elif model.qkv_bias and model.qk_norm:
-        fault = (
-            "model.qk_norm = true: Qwen 3 of transformers has it without model.qkv_bias, and Qwen "
-            "2 that without this; only model.qkv_bias=false can be exported with it"
-        )
-    elif model.architecture == "gpt" and model.key_value_heads != model.heads:
-        fault = (
-            f"model.kv_heads = {model.kv_heads}: GPT-2 of transformers has as many as "
-            f"model.heads = {model.heads}; only model.kv_heads={model.heads} can be exported"
-        )
-    elif model.architecture == "gpt" and model.query_hidden != model.hidden:
-        fault = (
-            f"model.head_dim = {model.head_dim}: GPT-2 of transformers has model.hidden / "
-            f"model.heads; only model.head_dim={model.hidden // model.heads} can be exported"
-        )
-    if fault is not None:
-        raise ConfigError(fault)
-    if model.architecture == "gpt":
+    which names the key, if none has it."""
+    is_gpt = model.architecture == "gpt"
+    faults = {
+        "architecture": (model.is_custom, "llama or gpt"),
+        "qk_norm": (model.qk_norm and model.qkv_bias, "false beside model.qkv_bias"),
+        "kv_heads": (is_gpt and model.key_value_heads != model.heads, model.heads),
+        "head_dim": (is_gpt and model.query_hidden != model.hidden, model.hidden // model.heads),
+    }
+    for key, (is_wrong, only) in faults.items():
+        if is_wrong:
+            said = f"model.{key} = {shown(attrgetter(key)(model))}"
+            raise ConfigError(
+                f"{said}: no family of transformers has it; only {only} can be exported"
+            )
+    if is_gpt:
         return "gpt2"
     if model.qkv_bias or model.qk_norm:
         return "qwen2" if model.qkv_bias else "qwen3"
@@ -238,16 +227,13 @@ def to_hugging_face(
     """Returns the config.json of a model that was trained on sequences of `seq_len`. `dtype` is
     torch's name of its weights' type, and `end_of_text` the id that ends a text. Of rotary
     positions it has the form of transformers 5 and that of 4, because older readers take a base of
-    10,000 for one that they do not find. Raises ConfigError where no family has the model."""
+    10,000 for one that they do not find. Raises ConfigError if no family has the model."""
     family = family_of(model)
-    keys, class_name = _FAMILIES[family]
-    numbers = {theirs: getattr(model, ours) for ours, theirs in keys.items()}
+    keys = _GPT2 if family == "gpt2" else _LLAMA
     config: dict[str, Any] = {
-        "architectures": [class_name],
+        "architectures": [_CLASSES[family]],
         "model_type": family,
-        **numbers,
-        "tie_word_embeddings": model.tied_embeddings,
-        "initializer_range": model.init_std,
+        **{theirs: getattr(model, ours) for ours, theirs in keys.items()},
         "bos_token_id": None,
         "eos_token_id": end_of_text,
         "pad_token_id": None,
@@ -257,7 +243,6 @@ def to_hugging_face(
     }
     if family == "gpt2":
         return config | {
-            "layer_norm_epsilon": model.norm_eps,
             "activation_function": "gelu_new",
             "attn_pdrop": model.attention_dropout,
             **dict.fromkeys(("embd_pdrop", "resid_pdrop"), model.dropout),
@@ -266,30 +251,29 @@ def to_hugging_face(
     rope: dict[str, Any] = {"rope_type": "default"}
     longest = seq_len
     if scaling is not None:
-        rope |= {"rope_type": scaling.type, "factor": scaling.factor}
-        rope[_ORIGINAL] = scaling.original_max_positions
-        own = {key: getattr(scaling, key) for key in SCALING_KEYS[scaling.type]}
-        rope |= {key: value for key, value in own.items() if value is not None}
+        rope = {"rope_type": scaling.type, _ORIGINAL: scaling.original_max_positions}
+        for key in ("factor", *SCALING_KEYS[scaling.type]):
+            value = getattr(scaling, key)
+            rope |= {} if value is None else {key: value}
         longest = round(scaling.original_max_positions * scaling.factor)
         # From a yarn's longest sequence, versions of transformers 4 compute its factor, whatever
         # else the config says.
         if scaling.type != "yarn":
             longest = max(seq_len, longest)
-    config |= {
+    return config | {
         "num_key_value_heads": model.key_value_heads,
         "head_dim": model.head_size,
         "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": longest,
         "attention_dropout": model.attention_dropout,
         "rope_parameters": {**rope, "rope_theta": model.rope_theta},
         "rope_theta": model.rope_theta,
         "rope_scaling": None if scaling is None else rope,
         "sliding_window": model.window,
+        # these two are Qwen's
+        "use_sliding_window": model.window is not None,
+        "max_window_layers": 0,
     }
-    if family.startswith("qwen"):
-        config |= {"use_sliding_window": model.window is not None, "max_window_layers": 0}
-    return config
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -338,31 +322,10 @@ def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         words = f"rope_scaling = {shown(json.dumps(said))}"
         raise ConfigError(f"{path}: {words}: must hold keys and values, or be null")
     given = {key: value for key, value in said.items() if value is not None}
-    if "rope_theta" in config:
-        given.setdefault("rope_theta", config["rope_theta"])
-    if _rope_type(given) != "default" and "max_position_embeddings" in config:
-        given.setdefault(_ORIGINAL, config["max_position_embeddings"])
+    given.setdefault("rope_theta", config.get("rope_theta", _DEFAULTS["rope_theta"]))
+    given.setdefault(_ORIGINAL, config.get("max_position_embeddings"))
     return given
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
-    """Returns the scaling of a config.json; None for a type that no recipe can say, which
-    `notes_on` tells."""
-    kind = _rope_type(rope)
-    if kind not in SCALING_KEYS:
-        return None
-    keys = ("factor", *(key for key in SCALING_KEYS[kind] if key in rope))
-    numbers: dict[str, Any] = {key: _number(rope, key, path) for key in keys}
-    numbers["original_max_positions"] = int(_number(rope, _ORIGINAL, path))
-    return RopeScaling(type="llama3" if kind == "llama3" else "yarn", **numbers)
-
-
-def _number(config: Mapping[str, Any], key: str, path: Path) -> float:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{path}: {key} = {shown(json.dumps(value))}: must be a number")
-    return float(value)

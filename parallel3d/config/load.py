@@ -7,6 +7,7 @@ checks types and ranges.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, make_dataclass
 from difflib import get_close_matches
@@ -22,7 +23,6 @@ from parallel3d.config.yaml_text import (
     COMMAND_LINE,
     Setting,
     dump_yaml,
-    is_text,
     parse_value,
     read_settings,
     shown,
@@ -69,9 +69,6 @@ def read_options(owner: type[Any], options: Mapping[str, Any]) -> object:
     """Returns `model.options` as the dataclass of your own class. Its fields say the names, types,
     ranges (`in_range`) and defaults. Raises `ConfigError` with a line for each option that does not
     fit it."""
-    if options and not fields(owner):
-        words = "the class has none; drop them, or give it a dataclass Options"
-        raise ConfigError(f"model.options = {shown(dict(options))}: {words}")
     model = make_dataclass("model", [("options", owner)])
     recipe = make_dataclass("recipe", [("model", model)])
     recipe.__pydantic_config__ = Recipe.__pydantic_config__  # type: ignore[attr-defined]
@@ -104,24 +101,21 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
 
 def _with_card(
     said: list[Setting], asked: list[Setting], cards: Mapping[str, Path]
-) -> Iterable[Setting]:
+) -> list[Setting]:
     """Returns all settings, of which a later one wins. The shape card comes just before the layer
-    that names it, and only that of the last such layer."""
-    for before, layer, after in ((said, asked, []), ([], said, asked)):
-        names = [each for each in layer if each.key == "model.name"]
-        if not names:
-            continue
-        name = names[-1].value
-        if name is None:
-            break
-        if name not in cards:
-            near = get_close_matches(str(name), cards, 1) or sorted(cards, key=len)[:3]
-            raise ConfigError(
-                f"{names[-1]}: no such shape card; try {any_of(near)}; parallel3d-plan models "
-                "lists all"
-            )
-        return [*before, *read_settings(cards[str(name)], under="model"), *layer, *after]
-    return [*said, *asked]
+    that names it last."""
+    naming = [setting for setting in (*said, *asked) if setting.key == "model.name"]
+    if not naming or naming[-1].value is None:
+        return [*said, *asked]
+    name = str(naming[-1].value)
+    if name not in cards:
+        near = get_close_matches(name, cards, 1) or sorted(cards, key=len)[:3]
+        raise ConfigError(
+            f"{naming[-1]}: no such shape card; try {any_of(near)}; parallel3d-plan models lists "
+            "all"
+        )
+    card = read_settings(cards[name], under="model")
+    return [*said, *card, *asked] if naming[-1] in asked else [*card, *said, *asked]
 
 
 def _parse_override(text: str) -> Setting:
@@ -139,10 +133,8 @@ def _parse_override(text: str) -> Setting:
 
 
 def _unreadable(settings: Iterable[Setting]) -> Iterator[str]:
-    """Yields a line for each value that no key can have."""
+    """Yields a line for each value that no key can have: UTF-8 cannot encode surrogates, which
+    stand for bytes that are not UTF-8."""
     for setting in settings:
-        text = str(setting.value)
-        if "${" in text:
-            yield f"{setting}: a recipe does not read variables; write the value itself"
-        elif not is_text(text):
-            yield f"{setting}: must be text in UTF-8; try plain letters"
+        if re.search(r"\$\{|[\ud800-\udfff]", str(setting.value)):
+            yield f"{setting}: must be text in UTF-8 without ${{variables}}; write the value itself"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from itertools import pairwise
 from math import gcd, lcm
 from typing import NamedTuple
 
@@ -50,54 +49,32 @@ def mixture_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of the sources and their weights that contradicts another one or
     cannot be drawn."""
     data, sources = recipe.data, recipe.data.sources
-    if not sources:
-        if data.stages:
-            yield "data.stages: weighs data.sources, and there are none; try data.stages=[]"
-        return
-    if data.source == "stdlib":
-        yield (
-            "data.source = stdlib: is one corpus, and data.sources names others; try "
-            "data.source=text"
-        )
-    if data.path is not None:
+    if data.stages and not sources:
+        yield "data.stages: weighs data.sources, and there are none; try data.stages=[]"
+    if sources and data.path is not None:
         yield f"data.path = {shown(data.path)}: data.sources names the corpora; try data.path=null"
     labels = [source.label for source in sources]
     for index, label in enumerate(labels):
-        first = labels.index(label)
-        if first < index:
+        if label in labels[:index]:
             yield (
-                f"data.sources[{index}].name = {label}: is the name of data.sources[{first}]; try "
-                f"name: {label}-{index}"
+                f"data.sources[{index}].name = {label}: is the name of another source; try name: "
+                f"{label}-{index}"
             )
-    weighings = {"the weights of data.sources": [source.weight for source in sources]}
+    weighings = [("the weights of data.sources", [source.weight for source in sources])]
+    before = 1
     for index, stage in enumerate(data.stages):
-        weighings[f"data.stages[{index}].weights"] = [*stage.weights]
-    usual = [1] * len(sources)
-    for key, weights in weighings.items():
-        said = f"{key} = {shown(weights)}"
-        if len(weights) != len(sources):
-            count = len(sources)
-            yield f"{said}: must be {count} numbers, one for each of data.sources; try {usual}"
-        elif not any(weights):
-            yield f"{said}: some source must have a weight; try {usual}"
-        elif (period := sum(whole_weights(weights))) > LONGEST_PERIOD:
-            share = 10_000 / sum(weights)
-            rounded = [weight and max(1, round(weight * share)) for weight in weights]
+        weighings.append((f"data.stages[{index}].weights", [*stage.weights]))
+        if stage.from_step <= before:
             yield (
-                f"{said}: stand in whole numbers as {shown(whole_weights(weights))}, and those "
-                f"must add up to at most {LONGEST_PERIOD}, not {period}; try {rounded}"
+                f"data.stages[{index}].from_step = {stage.from_step}: must be above {before}, that "
+                f"of the stage before; try from_step: {before + 1}"
             )
-    for index, label in enumerate(labels):
-        if all(
-            any(weights) and weights[index : index + 1] == [0] for weights in weighings.values()
-        ):
+        before = stage.from_step
+    for key, weights in weighings if sources else ():
+        period = sum(whole_weights(weights))
+        if len(weights) != len(sources) or not 0 < period <= LONGEST_PERIOD:
             yield (
-                f"data.sources[{index}].weight = 0: no sample would be drawn from {label}; try "
-                "weight: 1"
-            )
-    for index, (before, after) in enumerate(pairwise(stage.from_step for stage in data.stages), 1):
-        if after <= before:
-            yield (
-                f"data.stages[{index}].from_step = {after}: must be above that of the stage "
-                f"before, {before}; try from_step: {before + 1}"
+                f"{key} = {shown(weights)}: must be {len(sources)} numbers, one for each of "
+                "data.sources, not all 0, which as whole numbers add up to at most "
+                f"{LONGEST_PERIOD}; try {[1] * len(sources)}"
             )

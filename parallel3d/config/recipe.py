@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import MinLen
 
@@ -77,7 +77,7 @@ class ModelConfig:
     head_dim: Size | None = None  # features of one head; None: hidden / heads
     ffn_hidden: Size
     vocab: Size
-    rope_theta: Positive = 10_000.0
+    rope_theta: Annotated[float, in_range(gt=1)] = 10_000.0
     # llama: rotary frequencies for a longer context; None: as they are
     rope_scaling: RopeScaling | None = None
     norm_eps: Positive = 1e-5
@@ -140,8 +140,7 @@ class ModelConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """The coordinates of a rank on the mesh."""
 
     pp: int
@@ -150,10 +149,7 @@ class Coordinates:
     tp: int
 
     def __str__(self) -> str:
-        return (
-            f"pp {self.pp}, dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, tp "
-            f"{self.tp}"
-        )
+        return ", ".join(f"{axis} {place}" for axis, place in self._asdict().items())
 
 
 @dataclass(frozen=True, kw_only=True)

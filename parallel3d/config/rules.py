@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from parallel3d.config.conditional_keys import unread_errors
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.mixture import mixture_errors
 from parallel3d.config.ranges import any_of, multiple_from, multiples_near, nearest
-from parallel3d.config.recipe import LossScaleConfig, Recipe
+from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules_layout import (
     at_most,
     batch_errors,
@@ -96,38 +97,34 @@ def fit_to_workers(recipe: Recipe, workers: int) -> Recipe:
             f"WORLD_SIZE = {workers}: parallel needs {product(parallel.axes)} workers; start that "
             "many, change the layout, or try parallel.elastic=true, which sets dp_shard"
         )
-    fixed = {axis: size for axis, size in parallel.axes.items() if axis != "dp_shard"}
-    each = prod(fixed.values())
-    most = train.global_batch_size // (parallel.dp_replicate * parallel.microbatch_size)
-    fitting = [dp_shard for dp_shard in divisors(most) if not _problem(recipe, dp_shard)]
-    dp_shard = workers // each
-    if dp_shard in fitting and workers % each == 0:
-        return _with_dp_shard(recipe, dp_shard)
-    reason = f"must be a multiple of {product(fixed)}, which parallel.elastic keeps"
-    if dp_shard and workers % each == 0:
-        reason = f"makes dp_shard = {dp_shard}, and then {_problem(recipe, dp_shard)}"
-    numbers = any_of(nearest([each * dp_shard for dp_shard in fitting], workers))
-    raise ConfigError(f"WORLD_SIZE = {workers}: {reason}; try {numbers} workers")
+    each = parallel.world_size // parallel.dp_shard
+    dp_shard, rest = divmod(workers, each)
+    fault = f"must be a multiple of {each}, which parallel.elastic keeps"
+    if dp_shard and not rest:
+        try:
+            return _with_dp_shard(recipe, dp_shard)
+        except ConfigError as error:
+            broken = str(error).partition("\n")[0].partition("; try ")[0]
+            fault = f"makes dp_shard = {dp_shard}, and then {broken}"
+    fitting = []
+    for number in divisors(train.global_batch_size):
+        with suppress(ConfigError):
+            _with_dp_shard(recipe, number)
+            fitting.append(each * number)
+    numbers = any_of(nearest(fitting, workers))
+    raise ConfigError(f"WORLD_SIZE = {workers}: {fault}; try {numbers} workers")
+
+
+def _with_dp_shard(recipe: Recipe, dp_shard: int) -> Recipe:
+    changed = replace(recipe, parallel=replace(recipe.parallel, dp_shard=dp_shard))
+    validate(changed)
+    return changed
 
 
 def product(axes: Mapping[str, int]) -> str:
     """Returns a layout as a product: pp 2 x dp_shard 2 x tp 2 = 8."""
     factors = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "1"
     return f"{factors} = {prod(axes.values())}"
-
-
-def _with_dp_shard(recipe: Recipe, dp_shard: int) -> Recipe:
-    return replace(recipe, parallel=replace(recipe.parallel, dp_shard=dp_shard))
-
-
-def _problem(recipe: Recipe, dp_shard: int) -> str:
-    """Returns the first rule that the recipe breaks with this dp_shard; nothing where it breaks
-    none."""
-    try:
-        validate(_with_dp_shard(recipe, dp_shard))
-    except ConfigError as error:
-        return str(error).partition("\n")[0].partition("; try ")[0]
-    return ""
 
 
 @rule
@@ -259,8 +256,6 @@ def file_errors(recipe: Recipe) -> Iterator[str]:
         except ConfigError as error:
             yield f"{error}; try that, or checkpoint.export=none"
     folder = Path(run_dir or ".").resolve()
-    if folder == Path(folder.anchor):
-        yield "<run_dir>: is the root of the file system; try run_dir=runs/mine"
     if start is None:
         return
     if checkpoint.resume not in ("none", "auto"):
@@ -309,34 +304,3 @@ def optimizer_errors(recipe: Recipe) -> Iterator[str]:
         yield f"<optimizer.betas>: must be {limit}; try [0.9, 0.95]"
     if (config.momentum or 0) > _LARGEST_BF16_BETA:
         yield f"<optimizer.momentum>: must be {limit}; try 0.95"
-
-
-@rule
-def warnings_for(recipe: Recipe) -> Iterator[str]:
-    """One line for each setting that is allowed and seldom meant."""
-    train, optimizer, data = recipe.train, recipe.optimizer, recipe.data
-    if optimizer.schedule in ("constant", "range_test") and optimizer.decay_steps is not None:
-        yield "<optimizer.decay_steps>: not used, because <optimizer.schedule> never comes down"
-    elif optimizer.decay_steps is not None and optimizer.decay_steps < train.steps:
-        yield (
-            "<optimizer.decay_steps>: shorter than <train.steps>; from there on the learning rate "
-            f"stays at its minimum, {optimizer.lr * optimizer.min_lr_ratio:g}"
-        )
-    if train.precision != "fp16" and recipe.loss_scale != LossScaleConfig():
-        yield (
-            "loss_scale: not used, because <train.precision> needs no scaling; try "
-            "train.precision=fp16"
-        )
-    if train.batch_warmup_steps is not None and train.batch_warmup_steps > train.steps:
-        yield (
-            "<train.batch_warmup_steps>: more than <train.steps>; the batch never has its full "
-            f"size of {train.global_batch_size}"
-        )
-    for index, stage in enumerate(data.stages):
-        if stage.from_step > train.steps:
-            yield (
-                f"data.stages[{index}].from_step = {stage.from_step}: the run ends before, at "
-                "<train.steps>"
-            )
-    if data.source == "stdlib" and data.path is not None:
-        yield "<data.path>: not read, because <data.source>; try data.source=text"

@@ -57,9 +57,6 @@ def divides_key_value_heads(kv_heads: int, tp: int) -> bool:
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
-_MODULE_AND_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-
-
 @rule
 def model_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each key of the model that does not fit the others, tp or the length of a
@@ -82,14 +79,10 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
             "<model.vocab>: leaves a rank of <parallel.tp> without a row of the embedding; try "
             f"{multiple_from(model.vocab, tp)}"
         )
-    if model.architecture not in ("llama", "gpt"):
-        if not _MODULE_AND_CLASS.fullmatch(model.architecture):
-            yield "<model.architecture>: must be llama, gpt or module:Class; try my_model:MyModel"
-    elif model.options:
-        yield (
-            "<model.options>: are for a class of your own, and not for <model.architecture>; try "
-            "model.architecture=my_model:MyModel, or drop them"
-        )
+    if model.architecture not in ("llama", "gpt") and not model.is_custom:
+        yield "<model.architecture>: must be llama, gpt or module:Class; try my_model:MyModel"
+    elif model.options and not model.is_custom:
+        yield "<model.options>: are for a class of your own, my_model:MyModel; try to drop them"
     if model.architecture == "gpt" and (model.max_positions or 0) < seq_len:
         yield f"<model.max_positions>: must be at least <train.seq_len>; try {seq_len}"
 
@@ -108,11 +101,10 @@ def rope_errors(recipe: Recipe) -> Iterator[str]:
     if scaling is None:
         return
     low, high, *_ = SCALING_KEYS[scaling.type]
-    tries = "1 and 32" if scaling.type == "yarn" else "1 and 4"
-    if getattr(scaling, low) >= getattr(scaling, high):
-        yield f"<model.rope_scaling.{low}>: must be below <model.rope_scaling.{high}>; try {tries}"
-    if scaling.type == "yarn" and recipe.model.rope_theta <= 1.0:
-        yield "<model.rope_theta>: must be above 1 for <model.rope_scaling.type>; try 10000"
+    least, most = getattr(scaling, low), getattr(scaling, high)
+    if least >= most:
+        name = f"model.rope_scaling.{low}"
+        yield f"<{name}>: must be below <model.rope_scaling.{high}>; try {name}={most / 4:g}"
 
 
 @rule

@@ -73,8 +73,6 @@ def read_settings(path: Path, *, under: str = "") -> list[Setting]:
         settings = list(_flatten(loader, root, under, path.name))
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path}: not UTF-8 text; a recipe is a YAML file") from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         mark = e.problem_mark if isinstance(e, yaml.MarkedYAMLError) else None
         line = "" if mark is None else f":{mark.line + 1}"
@@ -129,12 +127,6 @@ def parse_value(text: str, key: str) -> object:
 def dump_yaml(tree: object) -> str:
     """Returns the YAML text of plain dicts, lists, tuples and scalars, in their order."""
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
-
-
-def is_text(value: str) -> bool:
-    """True if UTF-8 can encode `value`. It cannot encode surrogates, which stand for bytes that are
-    not UTF-8."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def shown(value: object) -> str:

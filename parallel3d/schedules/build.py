@@ -14,22 +14,34 @@ from itertools import takewhile
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.check import check_schedule
 from parallel3d.schedules.classic import Actions, group_sizes, groups
-from parallel3d.schedules.registry import ScheduleName, ScheduleTraits, schedule_traits
+from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 
 def build_schedule(
     name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1, check: bool = True
 ) -> Schedule:
-    """Builds the schedule of this name. Raises ScheduleError where the numbers do not suit it.
+    """Builds the schedule of this name. Raises ScheduleError if the numbers do not suit it.
     Without `check` it is not proved again, which for a builder of this package the tests have
     done."""
-    builder = _traits_for(name, pp, microbatches, virtual_stages).builder
+    traits = schedule_traits(name)
+    least, most = traits.stages.least, traits.stages.most
+    if pp < 1 or microbatches < 1 or not traits.stages.allow(virtual_stages):
+        raise ScheduleError(
+            f"schedule {name}: pp = {pp}, {microbatches} microbatches and {virtual_stages} stages "
+            f"on each rank: must be at least 1, 1 and {least}"
+            + (f" (at most {most})" if most else "")
+        )
     schedule = Schedule(
         name=name,
         placement=placement(name, pp=pp, virtual_stages=virtual_stages),
         microbatches=microbatches,
-        ranks=tuple(tuple(builder(pp, rank, microbatches, virtual_stages)) for rank in range(pp)),
+        ranks=tuple(
+            rank_actions(
+                name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=virtual_stages
+            )
+            for rank in range(pp)
+        ),
     )
     if check:
         check_schedule(schedule)
@@ -40,43 +52,15 @@ def rank_actions(
     name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int = 1
 ) -> tuple[Action, ...]:
     """Returns `build_schedule(...).ranks[rank]` without building the other ranks' actions."""
-    builder = _traits_for(name, pp, microbatches, virtual_stages).builder
-    return tuple(builder(pp, rank, microbatches, virtual_stages))
-
-
-def _traits_for(
-    name: ScheduleName, pp: int, microbatches: int, virtual_stages: int
-) -> ScheduleTraits:
-    """Returns the schedule's traits. Raises ScheduleError where its builder does not take these
-    numbers."""
-    traits = schedule_traits(name)
-    if pp < 1 or microbatches < 1:
-        raise ScheduleError(
-            f"schedule {name}: pp = {pp} and {microbatches} microbatches: each must be at least 1"
-        )
-    if not traits.stages.allow(virtual_stages):
-        least = "at least " if traits.stages.most is None else ""
-        raise ScheduleError(
-            f"schedule {name}: {virtual_stages} stages on each rank; it has "
-            f"{least}{traits.stages.least}"
-        )
-    return traits
+    return tuple(schedule_traits(name).builder(pp, rank, microbatches, virtual_stages))
 
 
 @lru_cache(maxsize=1024)
 def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """Returns the rank of each stage: round and round, or down and up again."""
     if schedule_traits(name).stages.v_shaped:
-        return _down_and_up(pp)
-    return _round_and_round(pp, virtual_stages)
-
-
-def _round_and_round(pp: int, virtual_stages: int) -> tuple[int, ...]:
+        return (*range(pp), *reversed(range(pp)))
     return tuple(range(pp)) * virtual_stages
-
-
-def _down_and_up(pp: int) -> tuple[int, ...]:
-    return (*range(pp), *reversed(range(pp)))
 
 
 @lru_cache(maxsize=64)
@@ -84,28 +68,25 @@ def forward_only(
     *, pp: int, microbatches: int, virtual_stages: int = 1, placement: tuple[int, ...] | None = None
 ) -> Schedule:
     """Builds a schedule of forwards alone, for evaluation and generation. `placement` is the
-    training schedule's where its stages do not go round and round. For at least pp microbatches no
+    training schedule's if its stages do not go round and round. For at least pp microbatches no
     schedule takes fewer steps: v m + p - 1, and 2 (m + p - 1) on a V, where the last microbatch has
     to come up again.
     """
-    if placement is None:
-        placement = _round_and_round(pp, virtual_stages)
-    virtual_stages = len(placement) // pp
+    looped = tuple(range(pp)) * (virtual_stages if placement is None else len(placement) // pp)
+    placement = placement or looped
     # (step, stage, microbatch); no two meet on a rank of a known placement
     forwards: list[tuple[int, int, int]] = []
-    if placement == _round_and_round(pp, virtual_stages):
-        first = 0
-        for size in groups(pp, microbatches):
-            for stage in range(len(placement)):
-                start = first * virtual_stages + stage // pp * size + stage % pp
-                forwards += [(start + place, stage, first + place) for place in range(size)]
-            first += size
-    else:
-        # On a V a rank's two stages are an odd number of steps apart, so every second step is free
-        # for the other.
-        pace = 2 if placement == _down_and_up(pp) else 1
-        for m in range(microbatches):
-            forwards += [(pace * m + stage, stage, m) for stage in range(len(placement))]
+    first = 0
+    for size in groups(pp, microbatches):
+        for stage in range(len(placement)):
+            # On a V a rank's two stages are an odd number of steps apart, so every second step is
+            # free for the other.
+            start, pace = 2 * first + stage, 2
+            if placement == looped:
+                start = first * len(placement) // pp + stage // pp * size + stage % pp
+                pace = 1
+            forwards += [(start + pace * at, stage, first + at) for at in range(size)]
+        first += size
     ranks: list[Actions] = [[] for _ in range(pp)]
     for _, stage, m in sorted(forwards):
         ranks[placement[stage]].append(Action(stage, Kind.FORWARD, m))
@@ -168,7 +149,5 @@ def live_with_all_gradients(
 
 @lru_cache(maxsize=1024)
 def _peaks(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    schedule = build_schedule(
-        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False
-    )
-    return schedule.peak_live_microbatches
+    numbers = {"pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages}
+    return build_schedule(name, **numbers, check=False).peak_live_microbatches

@@ -10,8 +10,15 @@ from __future__ import annotations
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
-_BIT = {F: 1, B: 2, I: 4, W: 8}
+# (kind, the state of its stage's microbatch) -> the state after it
+_BEGUN, _HALF, _DONE = 1, 2, 3
+_STATE_AFTER = {
+    (Kind.FORWARD, 0): _BEGUN,
+    (Kind.BACKWARD, _BEGUN): _DONE,
+    (Kind.INPUT, _BEGUN): _HALF,
+    (Kind.WEIGHT, _HALF): _DONE,
+}
+_MISSING = {0: Kind.FORWARD, _BEGUN: Kind.BACKWARD, _HALF: Kind.WEIGHT}
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -23,37 +30,32 @@ def check_schedule(schedule: Schedule) -> None:
     transport whose sends do not block and whose messages between two ranks arrive in the order in
     which they were sent.
     """
+    said = f"schedule {schedule.name}: "
     stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
     if len(schedule.ranks) <= max(placement, default=0):
-        raise ScheduleError(
-            f"schedule {schedule.name}: has {len(schedule.ranks)} ranks, and a stage on another"
-        )
-    done = bytearray(stages * microbatches)  # the bits of the kinds of action
+        raise ScheduleError(f"{said}has {len(schedule.ranks)} ranks, and a stage on another")
+    states = bytearray(stages * microbatches)
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             stage, kind, microbatch = action
+            place = stage * microbatches + microbatch
             if not 0 <= stage < stages or placement[stage] != rank:
                 fault = "this rank holds no such stage"
-            elif not 0 <= microbatch < microbatches or (kind is not F and not schedule.trains):
+            elif not 0 <= microbatch < microbatches:
+                fault = "there is no such microbatch"
+            elif (kind, states[place]) not in _STATE_AFTER:
+                fault = "comes twice, or before what it needs of its own stage"
+            elif kind is not Kind.FORWARD and not schedule.trains:
                 fault = "is not asked for"
-            elif done[stage * microbatches + microbatch] & _BIT[kind]:
-                fault = "is done twice"
             else:
-                done[stage * microbatches + microbatch] |= _BIT[kind]
+                states[place] = _STATE_AFTER[kind, states[place]]
                 continue
-            raise ScheduleError(f"schedule {schedule.name}: rank {rank}, {action}: {fault}")
-    allowed = {_BIT[F] | _BIT[B], _BIT[F] | _BIT[I] | _BIT[W]} if schedule.trains else {_BIT[F]}
-    if not set(done) <= allowed:
-        wrong = [place for place, kinds in enumerate(done) if kinds not in allowed]
-        stage, microbatch = divmod(wrong[0], microbatches)
-        there = {kind for kind, bit in _BIT.items() if done[wrong[0]] & bit}
-        if B in there and there & {I, W}:
-            half = Action(stage, min(there & {I, W}), microbatch)
-            fault = f"{half}: the full backward {Action(stage, B, microbatch)} is there too"
-        else:
-            missing = F if F not in there else I if W in there else W if I in there else B
-            fault = f"{Action(stage, missing, microbatch)} is never done"
-        place = f"schedule {schedule.name}: rank {placement[stage]}"
-        raise ScheduleError(f"{place}, {fault} ({len(wrong)} such of {len(done)})")
+            raise ScheduleError(f"{said}rank {rank}, {action}: {fault}")
+    last = _DONE if schedule.trains else _BEGUN
+    for place, state in enumerate(states):
+        if state != last:
+            stage, microbatch = divmod(place, microbatches)
+            missing = Action(stage, _MISSING[state], microbatch)
+            raise ScheduleError(f"{said}rank {placement[stage]}, {missing} is never done")
     for _ in schedule.in_order():
         pass

@@ -8,11 +8,7 @@ the compute.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from parallel3d.errors import ScheduleError
@@ -20,8 +16,7 @@ from parallel3d.schedules.check import check_schedule
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
-_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)")
+_PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)|")
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -33,63 +28,42 @@ def load_schedule(path: Path) -> Schedule:
     the action and the reason."""
     try:
         return from_csv(path.read_text(encoding="utf-8"), name=str(path))
-    except OSError as error:
-        raise ScheduleError(f"schedule {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"schedule {path}: is not text") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "not text")
+        raise ScheduleError(f"schedule {path}: cannot be read: {reason}") from error
 
 
 def from_csv(text: str, *, name: str) -> Schedule:
     """Reads a schedule from a file's text and checks it. Which rank holds a stage and how many
     microbatches there are follows from the actions; `name` is for messages."""
-    try:
-        rows = list(csv.reader(io.StringIO(text)))
-    except csv.Error as error:
-        raise ScheduleError(f"schedule {name}: is no CSV ({error})") from error
-    while rows and not any(map(str.strip, rows[-1])):  # empty lines at the end of a file
-        rows.pop()
-    ranks = tuple(tuple(_actions(row, rank, name)) for rank, row in enumerate(rows))
+    said = f"schedule {name}: "
+    ranks = []
     holder: dict[int, int] = {}  # the rank of each stage
-    for rank, actions in enumerate(ranks):
-        for action in actions:
-            if holder.setdefault(action.stage, rank) != rank:
+    microbatches: set[int] = set()
+    for rank, line in enumerate(text.rstrip().splitlines()):
+        actions = []
+        for cell in re.sub(r"[\"()]|OVERLAP_F_B", "", line).replace(";", ",").split(","):
+            found = _ACTION.fullmatch(cell.strip())
+            if found:
+                action = Action(int(found[1]), Kind(found[2]), int(found[3]))
+                actions.append(action)
+                holder.setdefault(action.stage, rank)
+                microbatches.add(action.microbatch)
+            elif not _PASSED_OVER.fullmatch(cell.strip()):
                 raise ScheduleError(
-                    f"schedule {name}: rank {rank}, {action}: its stage stands on rank "
-                    f"{holder[action.stage]} already"
+                    f"{said}rank {rank}, {cell[:40]!r}: is no action; write stage, one of F B I W, "
+                    "and microbatch, such as 0F0"
                 )
-    if not holder:
-        raise ScheduleError(
-            f"schedule {name}: has no action; a line is a rank, a cell an action such as 0F0"
-        )
-    every_action = list(chain.from_iterable(ranks))
-    microbatches = {action.microbatch for action in every_action}
+        ranks.append(tuple(actions))
     for what, numbers in (("stage", set(holder)), ("microbatch", microbatches)):
-        if len(numbers) <= max(numbers):
-            gap = min(set(range(len(numbers))) - numbers)
-            raise ScheduleError(
-                f"schedule {name}: {what} {gap} stands nowhere, and {what} {max(numbers)} does"
-            )
+        if not numbers or len(numbers) <= max(numbers):
+            raise ScheduleError(f"{said}must have actions of each {what}, from {what} 0 on")
     schedule = Schedule(
         name=name,
-        placement=tuple(holder[stage] for stage in range(len(holder))),
+        placement=tuple(rank for _, rank in sorted(holder.items())),
         microbatches=len(microbatches),
-        ranks=ranks,
-        trains=any(action.kind is not Kind.FORWARD for action in every_action),
+        ranks=tuple(ranks),
+        trains=any(action.kind is not Kind.FORWARD for action in sum(ranks, ())),
     )
     check_schedule(schedule)
     return schedule
-
-
-def _actions(row: list[str], rank: int, name: str) -> Iterator[Action]:
-    for column, cell in enumerate(row):
-        overlapped = _OVERLAP.fullmatch(cell.strip())
-        words = overlapped[1].split(";") if overlapped else [cell]
-        for word in map(str.strip, words):
-            match = _ACTION.fullmatch(word)
-            if match:
-                yield Action(int(match[1]), Kind(match[2]), int(match[3]))
-            elif word and not _DERIVED.fullmatch(word):
-                raise ScheduleError(
-                    f"schedule {name}: rank {rank}, column {column}, {word[:40]!r}: is no action; "
-                    "write stage, one of F B I W, and microbatch, such as 0F0"
-                )

@@ -19,6 +19,8 @@ from parallel3d.errors import ScheduleError
 RECEIVES_AHEAD = 2  # receives that the transport posts beyond the one waited for, from each rank
 # sends to each rank before the oldest is waited for; tests/test_nccl_rules.py shows that all end
 SENDS_KEPT = 4
+# slots of results (`Schedule.slots`): the model's own input, and what no action takes
+GIVEN, UNREAD, FIRST_SLOT = 0, 1, 2
 
 
 class Kind(StrEnum):
@@ -66,45 +68,23 @@ class Schedule:
     @cached_property
     def splits(self) -> bool:
         """Whether some backward is done in two halves."""
-        return bool(self._split)
+        return any(action.kind is Kind.INPUT for action in chain.from_iterable(self.ranks))
 
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages on a rank, in the order of the model."""
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
+    @cached_property
+    def _takers(self) -> dict[int, Action]:
+        """A slot -> the action that takes its result."""
+        return {self.slots(action)[0]: action for action in chain.from_iterable(self.ranks)}
+
     def feeds(self, action: Action) -> Action | None:
         """Returns the action, on any rank, that takes what `action` makes: the next stage's
-        forward, or the backward of the stage before, whole or split as the schedule has it.
+        forward, or the backward of the stage before, full or split as the schedule has it.
         Returns None at the ends of the pipeline, and for the weights' gradients, which stay
         where they are."""
-        stage, kind, microbatch = action
-        if kind is Kind.FORWARD:
-            return Action(stage + 1, kind, microbatch) if stage + 1 < self.stages else None
-        if kind is Kind.WEIGHT or stage == 0:
-            return None
-        return self.backward_of(stage - 1, microbatch)
-
-    def needs(self, action: Action) -> tuple[Action, ...]:
-        """Returns the actions that must be done before `action`."""
-        stage, kind, microbatch = action
-        if kind is Kind.FORWARD:
-            return (Action(stage - 1, kind, microbatch),) if stage > 0 else ()
-        if kind is Kind.WEIGHT:
-            return (Action(stage, Kind.INPUT, microbatch),)
-        own = Action(stage, Kind.FORWARD, microbatch)
-        return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
-
-    def backward_of(self, stage: int, microbatch: int) -> Action:
-        """Returns the action that makes the gradient of a stage's input: the full backward, or its
-        first half."""
-        return Action(
-            stage, Kind.INPUT if (stage, microbatch) in self._split else Kind.BACKWARD, microbatch
-        )
-
-    @cached_property
-    def _split(self) -> frozenset[tuple[int, int]]:
-        inputs = (a for a in chain.from_iterable(self.ranks) if a.kind is Kind.INPUT)
-        return frozenset((stage, microbatch) for stage, _, microbatch in inputs)
+        return self._takers.get(self.slots(action)[1])
 
     @cached_property
     def transfers(self) -> dict[tuple[int, int], tuple[Action, ...]]:
@@ -117,53 +97,52 @@ class Schedule:
                     transfers.setdefault((source, self.placement[taker.stage]), []).append(taker)
         return {ranks: tuple(takers) for ranks, takers in transfers.items()}
 
-    def in_order(self) -> Iterator[tuple[int, Action]]:
-        """Yields (rank, action) for all actions of a complete schedule, each after the actions that
-        it needs. Raises ScheduleError where no such order exists, naming where each rank stands and
-        what it waits for."""
-        microbatches, last = self.microbatches, self.stages - 1
-        forward_done = bytearray(self.stages * microbatches)
-        gradient_done = bytearray(self.stages * microbatches)
+    def slots(self, action: Action) -> tuple[int, int]:
+        """Returns the slots of two results: the one that `action` takes from another stage, and the
+        one that it makes. Slots number the outputs of all stages, then the gradients of their
+        inputs, by stage and microbatch."""
+        stage, kind, microbatch = action
+        output = FIRST_SLOT + stage * self.microbatches + microbatch
+        if kind is Kind.FORWARD:
+            return (output - self.microbatches if stage > 0 else GIVEN), output
+        if kind is Kind.WEIGHT:  # its first half is an earlier action of the same rank
+            return GIVEN, UNREAD
+        gradient = output + self.stages * self.microbatches
+        is_last = stage == self.stages - 1
+        return (GIVEN if is_last else gradient + self.microbatches), gradient
+
+    @property
+    def slot_count(self) -> int:
+        return FIRST_SLOT + 2 * self.stages * self.microbatches
+
+    def in_order(self) -> Iterator[tuple[int, Action, int, int]]:
+        """Yields (rank, action, slot that it takes, slot that it makes) for all actions of a
+        complete schedule, each after the actions that it needs. Raises ScheduleError if no such
+        order exists, naming where each rank stands and what it waits for."""
+        there = bytearray(self.slot_count)
+        there[GIVEN] = 1
         position = [0] * len(self.ranks)
-        # (is a forward, its place) -> the rank that waits for it
-        waiting: dict[tuple[bool, int], int] = {}
+        waiting: dict[int, int] = {}  # a slot -> the rank that waits for it
         ready = list(reversed(range(len(self.ranks))))
         while ready:
             rank = ready.pop()
-            actions = self.ranks[rank]
-            for at in range(position[rank], len(actions)):
-                action = actions[at]
-                stage, kind, microbatch = action
-                place = stage * microbatches + microbatch
-                if kind is Kind.FORWARD:
-                    if stage > 0 and not forward_done[place - microbatches]:
-                        waiting[True, place - microbatches] = rank
-                        break
-                elif kind is Kind.WEIGHT:
-                    if not gradient_done[place]:
-                        break
-                elif not forward_done[place]:
+            for action in self.ranks[rank][position[rank] :]:
+                takes, makes = self.slots(action)
+                if not there[takes]:
+                    waiting[takes] = rank
                     break
-                elif stage < last and not gradient_done[place + microbatches]:
-                    waiting[False, place + microbatches] = rank
-                    break
-                yield rank, action
-                position[rank] = at + 1
-                if kind is not Kind.WEIGHT:
-                    (forward_done if kind is Kind.FORWARD else gradient_done)[place] = 1
-                    waiter = waiting.pop((kind is Kind.FORWARD, place), None)
-                    if waiter is not None:
-                        ready.append(waiter)
-        if position == [len(actions) for actions in self.ranks]:
+                yield rank, action, takes, makes
+                position[rank] += 1
+                there[makes] = 1
+                if makes in waiting:
+                    ready.append(waiting.pop(makes))
+        if not waiting:
             return
-        done: set[Action] = set()
-        for actions, at in zip(self.ranks, position, strict=True):
-            done.update(actions[:at])
+        makers = {self.slots(action)[1]: action for action in chain.from_iterable(self.ranks)}
         stuck = []
-        for rank, (actions, at) in enumerate(zip(self.ranks, position, strict=True)):
-            if at < len(actions):
-                missing = [need for need in self.needs(actions[at]) if need not in done]
-                stuck.append(f"rank {rank} at {actions[at]} waits for {missing[0]}")
+        for takes, rank in sorted(waiting.items(), key=lambda each: each[1]):
+            action = self.ranks[rank][position[rank]]
+            stuck.append(f"rank {rank} at {action} waits for {makers[takes]}")
         raise ScheduleError(f"schedule {self.name} stops before its end: {'; '.join(stuck)}")
 
     def postable_after(self, rank: int) -> Mapping[Action, int]:
@@ -173,22 +152,24 @@ class Schedule:
         way of its own cause wherever a device works off what it was given before it takes more. It
         is found once, in one pass over the schedule."""
         if rank not in self._postable:
-            found: dict[Action, int] = {}
+            found = {}
+            received: set[Action] = set()
+            for (_, target), takers in self.transfers.items():
+                if target == rank:
+                    received.update(takers)
             # How many of the rank's own actions come before all that another rank has done so far,
-            # and before each action.
+            # and before each result.
             before = [0] * len(self.ranks)
-            before_action: dict[Action, int] = {}
-            for holder, action in self.in_order():
-                # the last one is the only one that may be on another rank
-                needs = self.needs(action)
-                taken = before_action[needs[-1]] if needs else 0
-                if holder != rank:
-                    before[holder] = max(before[holder], taken)
-                else:
+            before_slot: dict[int, int] = {}
+            for holder, action, takes, makes in self.in_order():
+                taken = before_slot.get(takes, 0)
+                if holder == rank:
                     before[rank] += 1
-                    if needs and self.placement[needs[-1].stage] != rank:
+                    if action in received:
                         found[action] = taken
-                before_action[action] = before[holder]
+                else:
+                    before[holder] = max(before[holder], taken)
+                before_slot[makes] = before[holder]
             self._postable[rank] = found
         return self._postable[rank]
 

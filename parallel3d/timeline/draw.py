@@ -1,54 +1,107 @@
-"""What the pictures of timelines share, the colours and words of actions and the headline, and the
-Chrome trace.
-"""
+"""Pictures of timelines: plain text for a terminal, SVG, and the Chrome trace."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
+from xml.sax.saxutils import escape
 
 from parallel3d.schedules.schedule import Kind
 from parallel3d.timeline.spans import Timeline
 
-
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """How a kind of action is shown: a word and two colours. A rank's first, third, ... stages have
-    the first colour and its other stages the second."""
-
-    word: str
-    rgb: tuple[str, str]
-
-
-LOOKS = {
-    Kind.FORWARD: Look(word="forward", rgb=("#4c78c8", "#8fb0e8")),
-    Kind.BACKWARD: Look(word="backward", rgb=("#3f9a5f", "#86c79b")),
-    Kind.INPUT: Look(word="input's gradient", rgb=("#2f9aa0", "#7fcacd")),
-    Kind.WEIGHT: Look(word="weights' gradient", rgb=("#d09a35", "#e8c583")),
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input's gradient",
+    Kind.WEIGHT: "weights' gradient",
 }
+# A rank's first, third, ... stages have the first color and its other stages the second.
+_COLORS = {
+    Kind.FORWARD: ("#4c78c8", "#8fb0e8"),
+    Kind.BACKWARD: ("#3f9a5f", "#86c79b"),
+    Kind.INPUT: ("#2f9aa0", "#7fcacd"),
+    Kind.WEIGHT: ("#d09a35", "#e8c583"),
+}
+_IDLE = "."
+_NARROWEST = 20  # columns for the bars, however narrow the terminal
+_ROW, _BAR, _LEFT, _TITLE, _CHARACTER = 24, 20, 64, 28, 6.2  # pixels
+_STYLE = """\
+text { font: 10px ui-monospace, monospace; fill: #1a1a1a } .t { font-size: 13px }
+.idle { fill: #ececec } .bar text { fill: #101010; text-anchor: middle }
+@media (prefers-color-scheme: dark) { svg > text { fill: #e8e8e8 } .idle { fill: #333333 } }
+"""
 
 
-def chunks(timeline: Timeline) -> dict[int, int]:
-    """Returns for each stage which of its rank's stages it is, from 0 in the order of the model."""
-    found: dict[int, int] = {}
-    for spans in timeline.by_rank:
-        for chunk, stage in enumerate(sorted({span.action.stage for span in spans})):
-            found[stage] = chunk
-    return found
+def draw_text(timeline: Timeline, *, width: int = 120) -> str:
+    """Draws at most `width` columns of plain ASCII: a line for each rank, time from left to right.
+
+    If there is room, the shortest action has as many columns as the longest name needs. Otherwise
+    time is scaled to the width, and a bar that is too narrow for its name has the letter of its
+    kind. A rank's second, fourth, ... stage has small letters.
+    """
+    prefix = len(f"rank {timeline.ranks - 1} |")
+    room = max(_NARROWEST, width - prefix)
+    spans = timeline.spans
+    shortest_s = min((span.end_s - span.start_s for span in spans), default=0.0)
+    longest_name = max((len(str(span.action)) - 1 for span in spans), default=0)
+    columns_each = int(room * shortest_s / (timeline.makespan_s or 1.0))
+    column_s = timeline.makespan_s / room or 1.0
+    if columns_each > 0:
+        column_s = shortest_s / min(columns_each, longest_name + 1)
+    second = _second_stages(timeline)
+    lines = [_headline(timeline)]
+    for rank, row in enumerate(timeline.by_rank):
+        line = [_IDLE] * round(timeline.makespan_s / column_s)
+        for span in row:
+            start = round((span.start_s - timeline.start_s) / column_s)
+            length = round((span.end_s - timeline.start_s) / column_s) - start
+            name = f"{span.action.kind}{span.action.microbatch}"
+            if len(name) >= length:
+                name = span.action.kind.value
+            if span.action.stage in second:
+                name = name.lower()
+            bar = name.ljust(max(1, length - 1), "-").ljust(length)  # a gap before the next
+            line[start : start + length] = bar[:length]
+        lines.append(f"{f'rank {rank}':<{prefix - 2}} |{''.join(line)}".rstrip())
+    legend = [f"{kind} {_WORDS[kind]}" for kind in _kinds(timeline)]
+    lines.append(f"{', '.join(legend)}, {_IDLE} idle (F0: forward, microbatch 0)")
+    return "\n".join(lines) + "\n"
 
 
-def kinds(timeline: Timeline) -> list[Kind]:
-    """Returns the kinds of actions that occur, in the order of the legend."""
-    there = {span.action.kind for span in timeline.spans}
-    return [kind for kind in LOOKS if kind in there]
-
-
-def headline(timeline: Timeline) -> str:
-    return (
-        f"{timeline.name}: makespan {timeline.makespan_s:.6g}, bubble "
-        f"{100 * timeline.bubble_fraction:.1f}%"
-    )
+def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
+    """Draws a self-contained picture of `width` pixels, light or dark as its reader is. Each bar
+    has its times as a tooltip, and its name if there is room for it."""
+    scale = (width - _LEFT - 8) / (timeline.makespan_s or 1.0)  # pixels a second
+    title = escape(_headline(timeline))
+    second = _second_stages(timeline)
+    parts = [f'<text class="t" x="4" y="18">{title}</text>']
+    idle = f'width="{timeline.makespan_s * scale:.2f}" height="{_BAR}"'
+    for rank, row in enumerate(timeline.by_rank):
+        y = _TITLE + rank * _ROW
+        parts.append(f'<text x="4" y="{y + 14}">rank {rank}</text>')
+        parts.append(f'<rect class="idle" x="{_LEFT}" y="{y}" {idle}/>')
+        for span in row:
+            action = span.action
+            start_s, end_s = span.start_s - timeline.start_s, span.end_s - timeline.start_s
+            x, wide = _LEFT + start_s * scale, (end_s - start_s) * scale
+            place = f'x="{x:.2f}" y="{y}" width="{max(wide - 0.5, 0.2):.2f}" height="{_BAR}"'
+            color = _COLORS[action.kind][action.stage in second]
+            name = f"{action.kind}{action.microbatch}"
+            parts.append(f'<g class="bar"><rect {place} fill="{color}"/>')
+            parts.append(f"<title>{action} on rank {rank}: {start_s:.6g} to {end_s:.6g}</title>")
+            if len(name) * _CHARACTER + 2 <= wide:
+                parts.append(f'<text x="{x + wide / 2:.2f}" y="{y + 14}">{name}</text>')
+            parts.append("</g>")
+    x = _LEFT
+    bottom = _TITLE + timeline.ranks * _ROW + 8
+    for kind in _kinds(timeline):
+        fill = _COLORS[kind][0]
+        parts.append(f'<rect x="{x}" y="{bottom}" width="14" height="14" fill="{fill}"/>')
+        parts.append(f'<text x="{x + 20}" y="{bottom + 11}">{kind} {escape(_WORDS[kind])}</text>')
+        x += 40 + round(_CHARACTER * (len(_WORDS[kind]) + 2))
+    size = f'width="{width}" height="{bottom + 24}" viewBox="0 0 {width} {bottom + 24}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{title}</title>'
+    return "\n".join([head, f"<style>{_STYLE}</style>", *parts, "</svg>\n"])
 
 
 def draw_trace(*timelines: Timeline) -> str:
@@ -58,26 +111,40 @@ def draw_trace(*timelines: Timeline) -> str:
     simulated time is shown as a second."""
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
-        names = [("process_name", 0, headline(timeline))]
+        names = [("process_name", 0, _headline(timeline))]
         names += [("thread_name", rank, f"rank {rank}") for rank in range(timeline.ranks)]
-        events += [
-            {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
-            for what, thread, name in names
-        ]
-        events += [
-            {
+        for what, thread, name in names:
+            args: dict[str, Any] = {"name": name}
+            events.append({"ph": "M", "pid": process, "tid": thread, "name": what, "args": args})
+        for span in timeline.spans:
+            event = {
                 "ph": "X",
                 "pid": process,
                 "tid": span.rank,
                 "name": str(span.action),
-                "cat": LOOKS[span.action.kind].word,
+                "cat": _WORDS[span.action.kind],
                 "ts": (span.start_s - timeline.start_s) * 1e6,  # in microseconds, as `dur`
                 "dur": (span.end_s - span.start_s) * 1e6,
                 "args": {"stage": span.action.stage, "microbatch": span.action.microbatch},
             }
-            for spans in timeline.by_rank
-            for span in spans
-        ]
-    return (
-        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
-    )
+            events.append(event)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def _second_stages(timeline: Timeline) -> set[int]:
+    """Returns the stages that are the second, fourth, ... of their rank."""
+    found: set[int] = set()
+    for row in timeline.by_rank:
+        found.update(sorted({span.action.stage for span in row})[1::2])
+    return found
+
+
+def _kinds(timeline: Timeline) -> list[Kind]:
+    """Returns the kinds of actions that occur, in the order of the legend."""
+    there = {span.action.kind for span in timeline.spans}
+    return [kind for kind in Kind if kind in there]
+
+
+def _headline(timeline: Timeline) -> str:
+    bubble = f"bubble {100 * timeline.bubble_fraction:.1f}%"
+    return f"{timeline.name}: makespan {timeline.makespan_s:.6g}, {bubble}"

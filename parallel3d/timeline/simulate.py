@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.spans import Span, Timeline
 
-_THERE, _UNREAD = 0, 1  # slots of results: the model's own input, and what no action takes
 _CODES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 2, Kind.WEIGHT: 3}
 
 
@@ -47,6 +47,14 @@ class ActionTimes:
     stages: tuple[StageTimes, ...]
     transfers: tuple[float, ...]
 
+    @cached_property
+    def durations(self) -> list[float]:
+        """How long every kind of action takes on every stage, at 4 x stage + kind."""
+        found: list[float] = []
+        for stage in self.stages:
+            found += (stage.forward, stage.backward, stage.input, stage.weight)
+        return found
+
     @classmethod
     def uniform(
         cls, stages: int, times: StageTimes = EQUAL, *, transfer: float = 0.0
@@ -62,62 +70,33 @@ class ActionOrder:
     the way of what it makes (the stage at the way's upper end; 0 and the number of stages stand for
     no way)."""
 
+    schedule: Schedule
     actions: tuple[Action, ...]
     steps: tuple[tuple[int, int, int, int, int], ...]
-    slots: int
-    placement: tuple[int, ...]
-    ranks: int
 
 
 def action_order(schedule: Schedule) -> ActionOrder:
-    """Returns the order in which a schedule is simulated. Raises ScheduleError where the schedule
+    """Returns the order in which a schedule is simulated. Raises ScheduleError if the schedule
     stops before its end (see `check_schedule`, which it is to have passed)."""
-    count = schedule.microbatches
-    last = schedule.stages - 1
-    outputs = 2  # slots of the stages' outputs, by stage x microbatches + microbatch
-    gradients = outputs + schedule.stages * count  # and of the gradients of their inputs
     actions = []
     steps = []
-    for rank, action in schedule.in_order():
-        stage, kind, microbatch = action
+    for rank, action, takes, makes in schedule.in_order():
+        code = _CODES[action.kind]
+        way = action.stage + 1 if code == 0 else action.stage
         actions.append(action)
-        place = stage * count + microbatch
-        duration = 4 * stage + _CODES[kind]
-        if kind is Kind.FORWARD:
-            takes = outputs + place - count if stage > 0 else _THERE
-            steps.append((rank, duration, takes, outputs + place, stage + 1))
-        elif kind is Kind.WEIGHT:  # its first half is an earlier action of the same rank
-            steps.append((rank, duration, _THERE, _UNREAD, 0))
-        else:
-            takes = gradients + place + count if stage < last else _THERE
-            steps.append((rank, duration, takes, gradients + place, stage))
-    slots = gradients + schedule.stages * count
-    return ActionOrder(tuple(actions), tuple(steps), slots, schedule.placement, len(schedule.ranks))
-
-
-def durations(stages: Sequence[StageTimes]) -> list[float]:
-    """Returns how long every kind of action takes on every stage, at 4 x stage + kind."""
-    found: list[float] = []
-    for stage in stages:
-        found += (stage.forward, stage.backward, stage.input, stage.weight)
-    return found
+        steps.append((rank, 4 * action.stage + code, takes, makes, way))
+    return ActionOrder(schedule, tuple(actions), tuple(steps))
 
 
 def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], float]:
     """Returns when each step of an order starts, and when the last one ends. Raises ValueError
-    where the times are of another number of stages."""
-    if (
-        len(times.stages) != len(order.placement)
-        or len(times.transfers) != len(order.placement) - 1
-    ):
-        raise ValueError(
-            f"times of {len(times.stages)} stages for a schedule of {len(order.placement)}"
-        )
-    between = zip(order.placement[:-1], order.placement[1:], times.transfers, strict=True)
+    if the times are of another number of stages."""
+    placement = order.schedule.placement
+    between = zip(placement[:-1], placement[1:], times.transfers, strict=True)
     delays = [0.0, *(0.0 if one == other else transfer for one, other, transfer in between), 0.0]
-    took = durations(times.stages)
-    there = [0.0] * order.slots
-    clocks = [0.0] * order.ranks
+    took = times.durations
+    there = [0.0] * order.schedule.slot_count
+    clocks = [0.0] * len(order.schedule.ranks)
     starts = []
     for rank, duration, takes, makes, way in order.steps:
         start = clocks[rank]
@@ -131,33 +110,27 @@ def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], 
 
 def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
     """Times every action: each rank does its actions in order, each as soon as its input is there.
-    Raises ScheduleError where the schedule stops before its end, ValueError where the times are of
+    Raises ScheduleError if the schedule stops before its end, ValueError if the times are of
     another number of stages."""
     order = action_order(schedule)
     starts, _ = action_starts(order, times)
-    took = durations(times.stages)
+    took = times.durations
     spans = []
     for action, step, start in zip(order.actions, order.steps, starts, strict=True):
-        rank, duration, *_ = step
-        spans.append(Span(rank, action, start, start + took[duration]))
+        spans.append(Span(step[0], action, start, start + took[step[1]]))
     return Timeline(name=schedule.name, ranks=len(schedule.ranks), spans=tuple(spans))
 
 
 def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
     """Takes the median time of each kind of action on each stage, and no time for transfers: the
     measured timeline's difference to the simulated one shows what they took."""
-    times: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
-        times[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
-
-    medians = defaultdict(float, {at: median(each) for at, each in times.items()})
-    stages = [
-        StageTimes(
-            forward=medians[stage, Kind.FORWARD],
-            input=medians[stage, Kind.INPUT],
-            weight=medians[stage, Kind.WEIGHT],
-            full_backward=medians[stage, Kind.BACKWARD],
+        found[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
+    stages = []
+    for stage in range(schedule.stages):
+        forward, backward, input_s, weight = (median(found[stage, kind] or [0.0]) for kind in Kind)
+        stages.append(
+            StageTimes(forward=forward, input=input_s, weight=weight, full_backward=backward)
         )
-        for stage in range(schedule.stages)
-    ]
     return ActionTimes(stages=tuple(stages), transfers=(0.0,) * (schedule.stages - 1))

@@ -14,8 +14,8 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.checkpoint.start import find_start
 from parallel3d.checkpoint.store import find_checkpoints, list_checkpoints, take_back, tidy
-from parallel3d.config.attention_kernels import attention_errors, kernel_of_recipe
-from parallel3d.config.flops import PeakOf, cost_of_fp32
+from parallel3d.config.attention_kernels import attention_errors
+from parallel3d.config.flops import PeakOf
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
 from parallel3d.data.corpus import Corpus, load_corpora
@@ -89,7 +89,6 @@ def run_worker(
             for line in (
                 describe_run(trainer, corpora),
                 *passes_over_sources(recipe, corpora, train.steps, trainer.left_out),
-                *on_this_gpu(recipe, device, peak_of),
                 *why_unknown,
                 *resumed,
             ):
@@ -217,16 +216,6 @@ def open_metrics(
         if metrics.note:
             tell(f"warning: {metrics.note}")
         yield metrics
-
-
-def on_this_gpu(recipe: Recipe, device: torch.device, peak_of: PeakOf) -> list[str]:
-    """Returns lines for the user about what a GPU makes of the recipe: attention's kernel, and what
-    float32 costs."""
-    if device.type != "cuda":
-        return []
-    kernel, name = kernel_of_recipe(recipe, device_of(device)), torch.cuda.get_device_name(device)
-    cost = cost_of_fp32(name, peak_of) if recipe.train.precision == "fp32" else None
-    return [f"attention: {kernel.words}", *([] if cost is None else [cost])]
 
 
 def passes_over_sources(

@@ -14,11 +14,9 @@ from parallel3d.schedules.build import build_schedule, forward_only
 from parallel3d.schedules.csv_file import load_schedule, to_csv
 from parallel3d.schedules.registry import SCHEDULES, schedule_traits
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.timeline.draw import draw_trace
+from parallel3d.timeline.draw import draw_svg, draw_text, draw_trace
 from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
-from parallel3d.timeline.svg import draw_svg
-from parallel3d.timeline.text import draw_text
 from parallel3d.tools.cli_output import Reply, check_free, write_output
 
 _MOST_ACTIONS = 5_000_000  # about a minute and some gigabytes

@@ -17,8 +17,8 @@ from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.time.step import stage_times
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
+from parallel3d.timeline.draw import draw_svg
 from parallel3d.timeline.simulate import ActionTimes, simulate
-from parallel3d.timeline.svg import draw_svg
 
 _MOST_RANKS = 32
 _MOST_STAGES = 24
