@@ -33,7 +33,7 @@ from parallel3d.launch.run_dir import RunOutcome
 from parallel3d.launch.signals import LAUNCHER_SIGNALS, SAVE_SIGNAL, STOP_SIGNALS, handled
 from parallel3d.launch.worker_process import WorkerSetup, run_worker_process
 from parallel3d.watch.hang_detector import HangDetector, process_state
-from parallel3d.watch.heartbeat import BEAT_S, Beat, beat_file
+from parallel3d.watch.heartbeat import BEAT_S, Beat
 
 # timeout(1), terminals and systemd send a signal twice. A second one within this time is the same
 # request; people press Ctrl-C again sooner.
@@ -203,9 +203,8 @@ def _find_hanging(
     beats, states = {}, {}
     for worker in workers:
         with suppress(OSError):
-            beat = Beat.from_json(beat_file(folder, worker.rank).read_text())
-            if beat is not None and worker.process.pid is not None:
-                beats[worker.rank], states[worker.rank] = beat, process_state(worker.process.pid)
+            beats[worker.rank] = Beat.from_json((folder / f"beat_{worker.rank}").read_text())
+            states[worker.rank] = process_state(worker.process.pid or 0)
     found = detector.check(beats, states, time.monotonic())
     if found is None:
         return None

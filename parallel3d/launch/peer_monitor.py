@@ -83,7 +83,7 @@ class PeerMonitor:
         self._hurry.set()
         self._thread.join()
         with suppress(RuntimeError):
-            self._ask(partial(self._write_beat, "done"))
+            self._ask(self._write_beat)
         self._requests.shutdown()
 
     def report(self, failure: Failure) -> ReportedError:
@@ -178,8 +178,8 @@ class PeerMonitor:
             return self._ask(partial(self._read_beats, others))
         return {}
 
-    def _write_beat(self, phase: str | None = None) -> Beat:
-        beat = HEARTBEAT.beat(phase)
+    def _write_beat(self) -> Beat:
+        beat = HEARTBEAT.beat()
         self._store.set(f"beat/{self._rank}", beat.to_json())
         return beat
 
@@ -189,7 +189,7 @@ class PeerMonitor:
         if not keys or not self._store.check(keys):
             return {}
         beats = map(Beat.from_json, self._store.multi_get(keys))
-        return {rank: beat for rank, beat in zip(ranks, beats, strict=True) if beat is not None}
+        return dict(zip(ranks, beats, strict=True))
 
     def _publish(self, failure: Failure) -> Failure:
         """Writes a failure to the store. Returns the first one that any rank has written."""

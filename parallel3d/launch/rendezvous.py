@@ -26,7 +26,7 @@ from parallel3d.launch.devices import (
 from parallel3d.launch.failure import Failure, record_flights
 from parallel3d.launch.peer_monitor import PeerMonitor
 from parallel3d.launch.signals import ignore_stop_signals
-from parallel3d.watch.heartbeat import beat_file, beats_to_file
+from parallel3d.watch.heartbeat import beats_to_file
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
             monitor = PeerMonitor(connect, rank, places, coordinates, recipe.run_dir)
         elif rendezvous.init_method.startswith("file://") and size > 1:  # of launch_local
             folder = Path(rendezvous.init_method.removeprefix("file://")).parent
-            beats = beats_to_file(beat_file(folder, rank))
+            beats = beats_to_file(folder / f"beat_{rank}")
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
