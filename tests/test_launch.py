@@ -238,8 +238,8 @@ def test_slurm_says_how_many_tasks_a_node_has(environ: dict[str, str], tasks: in
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (TORCHRUN, "MASTER_ADDR is not set"),
-        (TORCHRUN | {"MASTER_ADDR": "host0"}, "MASTER_PORT is not set"),
+        (TORCHRUN | {"MASTER_PORT": "1"}, "and MASTER_ADDR must name the host of rank 0"),
+        (TORCHRUN | {"MASTER_ADDR": "host0"}, "MASTER_PORT = None: must be a whole number"),
         (TORCHRUN | MASTER | {"RANK": "one"}, "RANK = one: must be a whole number"),
         (TORCHRUN | MASTER | {"RANK": "8"}, "RANK = 8: must be below WORLD_SIZE = 8"),
     ],
@@ -281,16 +281,6 @@ def test_an_error_of_the_ranks_own_is_not_taken_for_the_loss_of_a_peer(
     error: BaseException,
 ) -> None:
     assert not is_lost_peer(error)
-
-
-def test_a_failure_names_the_flight_record_that_nccl_has_written(tmp_path: Path) -> None:
-    failure = Failure(rank=3, host="h", coordinates="c", message="was killed by SIGABRT", died=True)
-    assert failure.with_record(str(tmp_path)) == failure
-    record = tmp_path / "nccl_flight_record_rank_3"
-    record.touch()
-    assert failure.with_record(str(tmp_path)).line() == (
-        f"rank 3 (h, c) was killed by SIGABRT; NCCL's flight record: {record}"
-    )
 
 
 def test_an_aborted_rank_is_the_cause_where_the_others_have_merely_lost_it() -> None:

@@ -57,19 +57,20 @@ class Beat:
 class Heartbeat:
     """The state of this process that its beats show. `HEARTBEAT` is the only one of a run."""
 
-    phases: list[str] = field(default_factory=lambda: ["other"])  # the innermost last
+    phases: list[tuple[str, bool]] = field(default_factory=lambda: [("other", False)])
     step: int = 0
     count: int = 0
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=16))  # of recent steps
 
     def beat(self) -> Beat:
-        """Returns the state of the main thread."""
+        """Returns the state of the main thread. The innermost phase is the last one."""
+        name, waits = self.phases[-1]
         # Up to Python 3.11, a collection while a frame object is made may release the interpreter.
         # Then the main thread returns from that frame, and the object refers to reused memory.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            compiles, waits, stack = _inspect_main_thread()
+            compiles, waits_inside, stack = _inspect_main_thread()
         finally:
             if was_enabled:
                 gc.enable()
@@ -79,8 +80,8 @@ class Heartbeat:
             count=self.count,
             step=self.step,
             step_s=statistics.median(durations) if durations else None,
-            phase="compilation" if compiles else self.phases[-1],
-            waits=waits,
+            phase="compilation" if compiles else name,
+            waits=waits or waits_inside,
             stack=stack,
         )
 
@@ -89,12 +90,13 @@ HEARTBEAT = Heartbeat()
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Says what the main thread does in this block. Does nothing in other threads."""
+def phase(name: str, *, waits: bool = False) -> Iterator[None]:
+    """Says what the main thread does in this block, and whether it only waits for other ranks. Does
+    nothing in other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    HEARTBEAT.phases.append(name)
+    HEARTBEAT.phases.append((name, waits))
     try:
         yield
     finally:

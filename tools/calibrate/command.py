@@ -99,7 +99,7 @@ def _written(measured: dict[int, Any], options: argparse.Namespace) -> str:
 
 
 def _usual_ranks(device: str) -> list[int]:
-    from parallel3d.launch.worker_process import cores
+    from parallel3d.launch.local import cores
 
     most = max(4, cores())
     if device != "cpu":

@@ -15,9 +15,8 @@ import torch
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import RankError
-from parallel3d.launch.local import launch_local
+from parallel3d.launch.local import cores, launch_local
 from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.launch.worker_process import cores
 from parallel3d.tools.calibrate.fit import overheads, process_tree
 from parallel3d.tools.calibrate.kernels import measure_kernels
 from parallel3d.tools.calibrate.links import (

@@ -12,8 +12,7 @@ from parallel3d.config.rules import fit_to_workers
 from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import end_process
 from parallel3d.launch.local import launch_local
-from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.restart import join_attempt
+from parallel3d.launch.rendezvous import Rendezvous, join_attempt
 from parallel3d.models import check_model
 from parallel3d.recipes.pretrain import run_rank
 
