@@ -122,11 +122,3 @@ def test_a_second_start_moves_nothing_of_the_run_that_trains(
         left = {each.name for each in earlier.iterdir()}
         assert left == {"config.yaml", "metrics.jsonl", LOCK_FILE}
     assert [path.name for path in earlier.parent.iterdir()] == ["quickstart"]
-
-
-def test_a_checkpoint_that_is_none_is_refused_before_any_worker_starts(
-    earlier: Path, capsys: Said
-) -> None:
-    assert pretrain.main(["quickstart", "checkpoint.resume=runs"]) == 2
-    assert "checkpoint.resume = runs: is no checkpoint" in capsys.readouterr().err
-    assert (earlier / "config.yaml").read_text() == ""

@@ -192,19 +192,6 @@ def test_the_code_that_waits_for_other_ranks_says_so(own: Heartbeat) -> None:
     assert names["wait"](lambda: beat_of_main_thread(own)).waits  # type: ignore[operator]
 
 
-def test_a_phase_of_another_thread_is_not_that_of_the_rank(own: Heartbeat) -> None:
-    def save() -> None:
-        with phase("save"):
-            seen.append(own.beat().phase)
-
-    seen: list[str] = []
-    thread = threading.Thread(target=save)
-    with phase("optimizer"):
-        thread.start()
-        thread.join()
-    assert seen == ["optimizer"]
-
-
 def test_beats_are_read_from_a_file_and_the_last_says_that_the_rank_is_done(
     own: Heartbeat, tmp_path: Path
 ) -> None:
