@@ -158,7 +158,9 @@ class PeerMonitor:
 
     def _find_cause(self) -> Failure | None:
         """Waits for another rank's report. Without one, names a rank whose heart does not beat."""
-        before = self._ask(partial(self._read_beats, self._others))
+        before: dict[int, Beat] = {}
+        with suppress(RuntimeError):  # the store has gone, of which the other thread reports
+            before = self._ask(partial(self._read_beats, self._others))
         with suppress(TimeoutError):
             return self._found.result(timeout=_GRACE_S)
         after = self._ask(partial(self._read_beats, self._others))
