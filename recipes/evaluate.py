@@ -12,7 +12,7 @@ from parallel3d.config.load import KEYS, load_recipe
 from parallel3d.config.recipe import Recipe, SinkName
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, SinkError
-from parallel3d.launch.run_dir import locked
+from parallel3d.launch.run_lock import locked
 from parallel3d.models import shape_cards
 from parallel3d.recipes import Job
 from parallel3d.reporting.sinks import SINKS, SinkRun, cause_of

@@ -25,16 +25,13 @@ from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product
 from parallel3d.errors import ClusterError, ConfigError, CtrlCError, PreemptedError, printable
-from parallel3d.launch.devices import refuse_without_torch
 from parallel3d.launch.failure import Failure, end_process, print_error, writing_output
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.peer_monitor import ReportedError
-from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.restart import join_attempt, was_requeued
-from parallel3d.launch.run_dir import RunOutcome, check_compiler, check_run_dir, locked
-from parallel3d.launch.run_lock import RunLock
+from parallel3d.launch.rendezvous import Rendezvous, join_attempt, was_requeued
+from parallel3d.launch.run_dir import RunOutcome, check_compiler, check_run_dir
+from parallel3d.launch.run_lock import locked
 from parallel3d.launch.signals import SAVE_SIGNAL, handled
-from parallel3d.launch.worker_process import die_with_the_parent
 from parallel3d.models import check_model, shape_cards
 from parallel3d.recipes import Job, evaluate, find_recipe, shipped_recipes
 from parallel3d.recipes.deepspeed import from_deepspeed
@@ -187,10 +184,9 @@ def _launch(options: argparse.Namespace) -> int:
             "layout"
         )
     check_model(recipe.model)
-    refuse_without_torch(recipe.train.device)
     notes = _check(job, world_size)
-    with _folder_of(job) as lock:
-        _warn(lock, notes)
+    with _folder_of(job) as notice:
+        _warn(notice, notes)
         target = f"parallel3d.recipes:{job.function}"
         status = launch_local(
             target,
@@ -216,8 +212,6 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
     """Runs this process's rank; returns the exit status. Until training starts all ranks fail
     alike: rank 0 says so."""
     speaks = rendezvous.rank == 0
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its workers behind where it is killed
-        die_with_the_parent()
     try:
         job: Job = options.load(options)
         job = replace(job, recipe=fit_to_workers(job.recipe, rendezvous.world_size))
@@ -233,9 +227,9 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         if speaks:
             raise
         return error.exit_status
-    with _folder_of(job) if speaks else nullcontext() as lock:
+    with _folder_of(job) if speaks else nullcontext() as notice:
         if speaks:
-            _warn(lock, notes)
+            _warn(notice, notes)
         work = partial(getattr(recipes, job.function), recipe, rendezvous, *job.arguments)
         status, is_left_open = run_rank(work, recipe, rendezvous, verbose=options.verbose)
     if is_left_open:
@@ -342,18 +336,18 @@ def _check(job: Job, local_ranks: int) -> list[str]:
     return [*job.notes, *notes]
 
 
-def _folder_of(job: Job) -> AbstractContextManager[RunLock | None]:
-    """Holds the folder that a job writes into; None for one that only reads."""
+def _folder_of(job: Job) -> AbstractContextManager[str | None]:
+    """Holds the folder that a job writes into. Gives a line for the user; None for a job that only
+    reads."""
     if not job.trains or job.recipe.run_dir is None:
         return nullcontext()
     return locked(job.recipe.run_dir, is_restart=job.is_restart)
 
 
-def _warn(lock: RunLock | None, notes: Sequence[str]) -> None:
-    """Prints what the user of a job that trains should know before the workers start."""
-    if lock is None:
-        return
-    for line in (*notes, lock.notice):
+def _warn(notice: str | None, notes: Sequence[str]) -> None:
+    """Prints what the user of a job that trains should know before the workers start. `notice` is
+    that of the lock."""
+    for line in [] if notice is None else [*notes, notice]:
         if line:
             print(f"warning: {printable(line)}", file=sys.stderr, flush=True)
 

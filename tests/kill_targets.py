@@ -31,7 +31,7 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.launch.run_dir import locked
+from parallel3d.launch.run_lock import locked
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.training.callbacks import Callback, RunView

@@ -1,7 +1,7 @@
 """What the workers of test_launch.py do, and the program that launches them: a process of its own
 for each test.
 
-python launch_targets.py TARGET WORLD_SIZE FOLDER [--verbose]
+python launch_targets.py TARGET WORLD_SIZE FOLDER
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.errors import ConfigError, NonFiniteError, PreemptedError
+from parallel3d.errors import ConfigError, NonFiniteError
 from parallel3d.launch import local
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.signals import catch_stop_signals
 
 
 def tells_its_environment(recipe: Recipe, rendezvous: Rendezvous) -> None:
@@ -63,11 +62,6 @@ def rank_0_leaves_early(recipe: Recipe, rendezvous: Rendezvous) -> None:
         time.sleep(60)
 
 
-def prints_on_both(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    sys.stderr.write("progress\n")
-    print("a result")
-
-
 def exits_with_0(recipe: Recipe, rendezvous: Rendezvous) -> None:
     sys.exit(0)
 
@@ -84,14 +78,6 @@ def sleeps(recipe: Recipe, rendezvous: Rendezvous) -> None:
 def sleeps_and_ignores_sigterm(recipe: Recipe, rendezvous: Rendezvous) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleeps(recipe, rendezvous)
-
-
-def saves_at_sigterm(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    with catch_stop_signals() as stop:
-        _sign_in(recipe, rendezvous)
-        while not stop.is_made:
-            time.sleep(0.01)
-    raise PreemptedError("stopped after step 7, saved")
 
 
 def reduces_until_rank_1_is_killed(recipe: Recipe, rendezvous: Rendezvous) -> None:
@@ -131,7 +117,7 @@ def _sign_in(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
 
 def main() -> int:
-    target, world_size, folder, *options = sys.argv[1:]
+    target, world_size, folder = sys.argv[1:]
     preload = ("torch",) if target.startswith("reduces") else ()
     local.REPORTS_S, local.STRAGGLERS_S = 1.0, 0.7
     status = local.launch_local(
@@ -139,7 +125,6 @@ def main() -> int:
         recipe_in(Path(folder), int(world_size)),
         int(world_size),
         preload=preload,
-        verbose="--verbose" in options,
     )
     assert "torch" not in sys.modules, "the launcher imported torch"
     return status

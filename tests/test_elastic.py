@@ -35,21 +35,6 @@ def test_the_number_of_workers_sets_dp_shard_and_keeps_the_global_batch(
     assert (fitted.parallel.world_size, fitted.microbatches) == (workers, microbatches)
 
 
-def test_replicas_stay_as_many() -> None:
-    recipe = replace(RECIPE, parallel=replace(RECIPE.parallel, tp=1, pp=1, dp_replicate=2))
-    assert fit_to_workers(recipe, 6).parallel.axes == {
-        "pp": 1,
-        "dp_replicate": 2,
-        "dp_shard": 3,
-        "tp": 1,
-    }
-    with pytest.raises(
-        ConfigError,
-        match="must be a multiple of 2, which .* 2, 4, 6 or 12 workers",
-    ):
-        fit_to_workers(recipe, 7)
-
-
 @pytest.mark.parametrize(
     ("workers", "message"),
     [
@@ -69,15 +54,6 @@ def test_another_number_is_refused_with_those_that_would_do(workers: int, messag
     with pytest.raises(ConfigError) as refused:
         fit_to_workers(RECIPE, workers)
     assert message in str(refused.value)
-
-
-def test_advice_keeps_every_rule_and_not_the_batchs_alone() -> None:
-    """With 8 sequences for validation a dp_shard of 3, 6 or 12 would break train.eval_sequences."""
-    recipe = replace(RECIPE, train=replace(RECIPE.train, eval_every=10, eval_sequences=8))
-    with pytest.raises(
-        ConfigError, match=r"and then train.eval_sequences = 8: .*; try 4, 8 or 16 workers"
-    ):
-        fit_to_workers(recipe, 12)
 
 
 def test_a_recipe_that_is_not_elastic_says_how_many_it_needs() -> None:

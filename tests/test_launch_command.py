@@ -5,15 +5,12 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from parallel3d.config.load import load_recipe
-from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe
 from parallel3d.tools.launch.command import main
 from parallel3d.tools.launch.script import LAUNCHERS
@@ -100,15 +97,6 @@ def test_kubernetes_takes_the_manifest_and_the_recipe_in_it_is_the_resolved_one(
     assert "/recipe/recipe.yaml checkpoint.resume=auto" in container["args"][0]
 
 
-def test_the_recipe_of_the_manifest_is_read_as_the_same_recipe(
-    tmp_path: Path, capsys: Said
-) -> None:
-    config = next(yaml.safe_load_all(printed("k8s quickstart optimizer.lr=1e-3", capsys)))
-    (tmp_path / "recipe.yaml").write_text(config["data"]["recipe.yaml"])
-    same = load_recipe(find_recipe("quickstart"), ["optimizer.lr=1e-3"], cards=shape_cards())
-    assert load_recipe(tmp_path / "recipe.yaml", cards=shape_cards()) == same
-
-
 QUICK = ["quickstart", "data.source=text", "data.path=c"]
 
 
@@ -151,15 +139,6 @@ def test_what_a_launcher_cannot_mend_is_a_warning(capsys: Said) -> None:
     assert "checkpoint.every is not set, so a restart begins anew" in said
 
 
-def test_the_values_of_a_manifest_are_the_text_that_was_given(capsys: Said) -> None:
-    image, claim = 'registry/image:1 # {a: "b"}', "null"
-    assert main(["k8s", "quickstart", "--image", image, "--claim", claim]) == 0
-    _, _, job = yaml.safe_load_all(capsys.readouterr().out)
-    spec = job["spec"]["template"]["spec"]
-    assert spec["containers"][0]["image"] == image
-    assert spec["volumes"][2]["persistentVolumeClaim"]["claimName"] == claim
-
-
 @pytest.mark.parametrize("name", ["null", "y", "a" * 39 + "-b"])
 def test_the_name_of_a_job_is_text_and_ends_with_a_letter(
     name: str, tmp_path: Path, capsys: Said
@@ -178,11 +157,6 @@ def test_the_name_of_a_job_is_text_and_ends_with_a_letter(
     ]
     assert names == [expected] * 6
     assert f'"{expected}"' in text  # which YAML 1.1 as Kubernetes reads it needs for y and n, too
-
-
-def test_pods_may_use_paths_in_work_and_miss_the_modules_of_classes(capsys: Said) -> None:
-    assert main(["k8s", "quickstart", "run_dir=/work/runs/a", "train.callbacks=[mine:Watch]"]) == 0
-    assert "mine:Watch: not in the manifest" in capsys.readouterr().err
 
 
 def test_a_container_mounts_the_paths_of_the_recipe(tmp_path: Path, capsys: Said) -> None:
@@ -214,14 +188,3 @@ def test_the_kill_comes_after_the_last_save_may_have_taken_its_time(
     text = printed(f"{kind} quickstart checkpoint.grace_s=299.5", capsys)
     assert asks.format(320) in text
     assert kind != "k8s" or "terminationGracePeriodSeconds: 350 " in text
-
-
-def test_nothing_of_it_imports_torch() -> None:
-    program = (
-        "import sys; from parallel3d.tools.launch.command import main; main(['slurm', "
-        "'quickstart'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}; sys.exit('torch' in sys.modules)"], capture_output=True
-    )
-    assert done.returncode == 0, done.stderr

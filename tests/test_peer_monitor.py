@@ -25,11 +25,9 @@ def store() -> Iterator[dist.TCPStore]:
 
 
 def monitor(store: dist.TCPStore, rank: int, places: list[Place]) -> PeerMonitor:
-    def connect() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-
+    own = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
     coordinates = [f"tp {each}" for each in range(len(places))]
-    return PeerMonitor(connect, rank, places, coordinates, None)
+    return PeerMonitor(own, rank, places, coordinates, None)
 
 
 def lost_peer(rank: int) -> Failure:
@@ -100,7 +98,7 @@ class Store:
 
 peer_monitor.LOST_S, peer_monitor.BEAT_S, store = 1.0, 0.02, Store()
 places = [Place(host="lost", pid=1), Place(host="here", pid=os.getpid())]
-own = peer_monitor.PeerMonitor(lambda: store, 1, places, ['tp 0', 'tp 1'], None)
+own = peer_monitor.PeerMonitor(store, 1, places, ['tp 0', 'tp 1'], None)
 store.is_cut = True
 own.report(Failure(rank=1, coordinates="c", message="Connection closed by peer", secondary=True))
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from launch_targets import recipe_in
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import PreemptedError, RendezvousError
-from parallel3d.launch.failure import record_flights
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 
 
@@ -71,20 +69,3 @@ def test_workers_that_do_not_come_are_named_in_time(tmp_path: Path) -> None:
     ):
         pass
     assert not dist.is_initialized()
-
-
-def test_the_flight_record_goes_into_the_folder_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
-        monkeypatch.setenv(name, "")  # so that it is unset again
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    of_an_earlier_run = tmp_path / "run" / "nccl_flight_record_rank_3"
-    of_an_earlier_run.parent.mkdir()
-    of_an_earlier_run.touch()
-    record_flights(str(tmp_path / "run"), 3)
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"  # the user's own stands
-    assert f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}3" == str(of_an_earlier_run)
-    assert not of_an_earlier_run.exists()

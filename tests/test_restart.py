@@ -13,8 +13,8 @@ import torch.distributed as dist
 from parallel3d.checkpoint.manifest import MANIFEST_FILE
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe, TrainConfig
 from parallel3d.errors import RendezvousError
-from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.restart import join_attempt, record_start, was_requeued
+from parallel3d.launch import rendezvous as meeting
+from parallel3d.launch.rendezvous import Rendezvous, join_attempt, record_start, was_requeued
 from parallel3d.recipes import Job
 from parallel3d.recipes.pretrain import _restarted
 
@@ -35,12 +35,11 @@ def rendezvous(rank: int, world_size: int) -> Rendezvous:
     )
 
 
-def attempt(world_size: int, restarts: dict[int, str] | None = None) -> list[Rendezvous]:
-    """Has all ranks join; torchrun's count of restarts may differ, as each agent has its own."""
+def attempt(world_size: int) -> list[Rendezvous]:
+    """Has all ranks join."""
 
     def join(rank: int) -> Rendezvous:
-        count = {"TORCHELASTIC_RESTART_COUNT": (restarts or {}).get(rank, "0")}
-        return join_attempt(rendezvous(rank, world_size), 20.0, TORCHRUN | count)
+        return join_attempt(rendezvous(rank, world_size), 20.0)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(join, range(world_size)))
@@ -49,29 +48,34 @@ def attempt(world_size: int, restarts: dict[int, str] | None = None) -> list[Ren
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(meeting, "die_with_the_parent", lambda: None)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     return store
 
 
 def test_each_attempt_has_a_name_of_its_own_and_a_restart_is_one_after_the_folder_was_prepared(
-    store: dist.TCPStore,
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = attempt(4)
     assert len({each.attempt for each in first}) == 1 and not any(each.is_restart for each in first)
-    again = attempt(4, {0: "1", 1: "1"})  # the first has failed before it had a folder
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = attempt(4)  # the first has failed before it had a folder
     assert not any(each.is_restart for each in again)
-    record_start(TORCHRUN)
-    fewer, more = attempt(2, {0: "1"}), attempt(5, {4: "1"})
+    record_start()
+    fewer, more = attempt(2), attempt(5)
     names = [{each.attempt for each in ranks} for ranks in (first, again, fewer, more)]
     assert [len(each) for each in names] == [1] * 4 and len(set.union(*names)) == 4
     assert all(each.is_restart for each in (*fewer, *more))
 
 
-def test_a_new_store_was_lost_with_its_node_where_any_agent_counts_a_restart(
-    store: dist.TCPStore,
+def test_a_new_store_was_lost_with_its_node_if_an_agent_counts_a_restart(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert all(each.is_restart for each in attempt(3, {2: "1"}))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert all(each.is_restart for each in attempt(3))
 
 
 def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore) -> None:
@@ -79,17 +83,16 @@ def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore) -> None:
         RendezvousError,
         match="rank 0 of 3 did not meet the others in 1 s: ranks 1 and 2 did not come",
     ):
-        join_attempt(rendezvous(0, 3), 1.0, TORCHRUN)
+        join_attempt(rendezvous(0, 3), 1.0)
 
 
-def test_without_torchrun_slurm_says_whether_it_is_a_restart() -> None:
-    for count, is_restart in (("0", False), ("2", True)):
-        environ = {"SLURM_RESTART_COUNT": count}
-        assert was_requeued(environ) is is_restart
-        assert join_attempt(rendezvous(0, 1), 1.0, environ) == replace(
-            rendezvous(0, 1), is_restart=is_restart
-        )
-    assert not was_requeued({})
+def test_without_torchrun_slurm_says_whether_it_is_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for count, is_restart in (("", False), ("0", False), ("2", True)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        assert was_requeued() is is_restart
+        assert join_attempt(rendezvous(0, 1), 1.0).is_restart is is_restart
 
 
 @pytest.mark.parametrize(("resume", "at_first"), [("none", "auto"), ("path", "path")])

@@ -9,13 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_launch import all_end, is_alive, wait_until
+from test_launch import all_end
 
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import CheckpointConfig, ParallelConfig
@@ -123,21 +122,6 @@ def test_a_killed_worker_is_started_again_from_the_last_save_each_time(
         assert "as with checkpoint.resume=auto, not none" in said
         assert f"goes on from step {(3 + trial) // 3 * 3} of " in said
         assert json.loads((folder / "run" / "outcome.json").read_text())["status"] == "done"
-
-
-@pytest.mark.long
-def test_no_worker_outlives_a_killed_agent_of_torchrun_not_even_a_stopped_one(
-    tmp_path: Path,
-) -> None:
-    plan(tmp_path, 2, signal.SIGSTOP, rank=1)
-    agent = torchrun(write_recipe(tmp_path, "run", ParallelConfig(dp_shard=2)), *STANDALONE)
-    wait_until((tmp_path / "workers").exists, 60)
-    time.sleep(0.3)
-    workers = json.loads((tmp_path / "workers").read_text())
-    assert len(workers) == 2 and all(is_alive(pid) for pid in workers)
-    agent.kill()
-    all_end(workers)
-    agent.communicate(timeout=10)
 
 
 @pytest.mark.long

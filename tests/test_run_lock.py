@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -16,26 +15,22 @@ import pytest
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.errors import RunLockedError
 from parallel3d.launch import run_lock
-from parallel3d.launch.run_lock import LOCK_FILE, RunLock
+from parallel3d.launch.run_lock import LOCK_FILE, locked
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe, pretrain
 
 HOLD = """
-import os, sys, time
-from pathlib import Path
-from parallel3d.launch.run_lock import RunLock
-with RunLock(Path(sys.argv[1])):
-    if sys.argv[2:] == ["fork"] and os.fork() == 0:
-        os.close(1), os.close(2)
-        time.sleep(1000)
+import sys, time
+from parallel3d.launch.run_lock import locked
+with locked(sys.argv[1]):
     print("held", flush=True)
     time.sleep(1000)
 """
 
 
-def hold(folder: Path, *more: str) -> subprocess.Popen[str]:
+def hold(folder: Path) -> subprocess.Popen[str]:
     """Starts a process that holds the folder, and returns when it does."""
-    program = [sys.executable, "-c", HOLD, str(folder), *more]
+    program = [sys.executable, "-c", HOLD, str(folder)]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
@@ -46,42 +41,28 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def refusal(folder: Path, *, is_restart: bool = False) -> str:
+    with pytest.raises(RunLockedError) as refused, locked(folder, is_restart=is_restart):
+        pass
+    assert refused.value.exit_status == 73
+    return str(refused.value)
+
+
 def test_a_second_run_is_refused_with_the_name_of_the_first_until_that_is_killed(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
     first = hold(folder)
     try:
-        who = rf"a run \(host {os.uname().nodename}, pid {first.pid}, since .*\)"
-        with pytest.raises(RunLockedError, match=f"^{folder}: {who} writes there") as refused:
-            RunLock(folder)
-        assert refused.value.exit_status == 73
+        who = rf"{folder}: a run \(host {os.uname().nodename}, pid {first.pid}, since .*\)"
+        assert re.match(f"{who} writes there", refusal(folder))
     finally:
         end(first)
-    with RunLock(folder) as lock:  # at once: the kernel has freed it
-        assert re.match(f"{folder}: {who} did not close it and is gone: taken over", lock.notice)
-
-
-def test_a_run_that_ends_leaves_no_lock_and_no_empty_folder(tmp_path: Path) -> None:
-    with RunLock(tmp_path / "run"):
-        assert (tmp_path / "run" / LOCK_FILE).exists()
-    assert not (tmp_path / "run").exists()
-    for _ in range(2):
-        with RunLock(tmp_path / "run") as lock:
-            (tmp_path / "run" / "metrics.jsonl").touch()
-            assert lock.notice == ""
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_forked_process_that_outlives_the_run_does_not_hold_its_folder(tmp_path: Path) -> None:
-    first = hold(tmp_path / "run", "fork")
-    (child,) = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
-    end(first)
-    try:
-        os.kill(int(child), 0)
-        RunLock(tmp_path / "run").__exit__(None, None, None)
-    finally:
-        os.kill(int(child), signal.SIGKILL)
+    with locked(folder) as notice:  # at once: the kernel has freed it
+        assert re.match(f"{who} did not close it and is gone: taken over", notice)
+    assert not [*folder.iterdir()]
+    with locked(folder) as notice:
+        assert notice == ""
 
 
 def test_only_a_restart_of_a_job_waits_for_its_earlier_attempt(
@@ -91,22 +72,20 @@ def test_only_a_restart_of_a_job_waits_for_its_earlier_attempt(
     monkeypatch.setattr(run_lock, "_POLL_S", 0.05)
     first = hold(tmp_path)
     try:
-        with pytest.raises(RunLockedError):
-            RunLock(tmp_path, is_restart=True)
+        refusal(tmp_path, is_restart=True)
     finally:
         threading.Timer(0.3, end, [first]).start()
     monkeypatch.setattr(run_lock, "RESTART_S", 60.0)
-    with RunLock(tmp_path, is_restart=True) as lock:
-        assert "taken over" in lock.notice
+    with locked(tmp_path, is_restart=True) as notice:
+        assert "taken over" in notice
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 20, b"[" * 50_000, b'{"pid": 1}'])
 def test_a_lock_file_of_garbage_is_taken_over(tmp_path: Path, garbage: bytes) -> None:
     (tmp_path / LOCK_FILE).write_bytes(garbage)
-    with RunLock(tmp_path) as lock:
-        assert "another run did not close it" in lock.notice
-        with pytest.raises(RunLockedError):
-            RunLock(tmp_path)
+    with locked(tmp_path) as notice:
+        assert "another run did not close it" in notice
+        refusal(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,7 +111,7 @@ def test_a_second_start_moves_nothing_of_the_run_that_trains(
 ) -> None:
     recipe = load_recipe(find_recipe("quickstart"), cards=shape_cards())
     (earlier / "config.yaml").write_text(to_yaml(recipe))
-    with RunLock(earlier):
+    with locked(earlier):
         for resume in ("none", "auto"):
             assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 73
             assert capsys.readouterr().err.startswith(f"error: {earlier}: a run ")
@@ -143,11 +122,3 @@ def test_a_second_start_moves_nothing_of_the_run_that_trains(
         left = {each.name for each in earlier.iterdir()}
         assert left == {"config.yaml", "metrics.jsonl", LOCK_FILE}
     assert [path.name for path in earlier.parent.iterdir()] == ["quickstart"]
-
-
-def test_a_checkpoint_that_is_none_is_refused_before_any_worker_starts(
-    earlier: Path, capsys: Said
-) -> None:
-    assert pretrain.main(["quickstart", "checkpoint.resume=runs"]) == 2
-    assert "checkpoint.resume = runs: is no checkpoint" in capsys.readouterr().err
-    assert (earlier / "config.yaml").read_text() == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -42,35 +41,6 @@ def launch(
 
 def said(recipe: Path) -> str:
     return "".join(recipe.with_name(f"host{n}.log").read_text() for n in (0, 1))
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    recipe = write_recipe(folder, "run", ParallelConfig())
-    command = [sys.executable, "-m", "parallel3d.recipes.pretrain", str(recipe)]
-    subprocess.run(command, env=ENVIRONMENT, check=True)
-    return losses(folder / "run")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [ParallelConfig(tp=2, pp=2), ParallelConfig(pp=2, dp_replicate=2)],
-    ids=["tp2_pp2", "pp2_dp_replicate2"],
-)
-def test_two_hosts_train_the_model_of_one_process(
-    layout: ParallelConfig, alone: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = write_recipe(tmp_path, "run", layout)
-    with two_hosts() as pair:
-        agents = launch(pair, recipe, capsys)
-        assert [agent.wait(timeout=240) for agent in agents] == [0, 0], said(recipe)
-    found = losses(tmp_path / "run")
-    assert len(found) == STEPS
-    assert found[0] == pytest.approx(alone[0], rel=1e-6)
-    assert found == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -21,7 +20,7 @@ import torch
 
 from parallel3d.watch import heartbeat
 from parallel3d.watch.hang_detector import HangDetector, process_state
-from parallel3d.watch.heartbeat import Beat, Heartbeat, beat_file, beats_to_file, phase
+from parallel3d.watch.heartbeat import Beat, Heartbeat, beats_to_file, phase
 
 COMPUTES = "forward or backward"
 
@@ -175,7 +174,6 @@ def test_a_beat_shows_the_steps_the_phase_and_where_the_main_thread_is(own: Hear
     assert found.step_s is not None and found.step_s < 1
     assert "threading.py" in found.stack and "test_watch.py" in found.stack
     assert Beat.from_json(found.to_json()) == found
-    assert Beat.from_json(found.to_json()[:20]) is None
     assert beat_of_main_thread(own).phase == "other"
 
 
@@ -194,52 +192,14 @@ def test_the_code_that_waits_for_other_ranks_says_so(own: Heartbeat) -> None:
     assert names["wait"](lambda: beat_of_main_thread(own)).waits  # type: ignore[operator]
 
 
-def test_a_phase_of_another_thread_is_not_that_of_the_rank(own: Heartbeat) -> None:
-    def save() -> None:
-        with phase("save"):
-            seen.append(own.beat().phase)
-
-    seen: list[str] = []
-    thread = threading.Thread(target=save)
-    with phase("optimizer"):
-        thread.start()
-        thread.join()
-    assert seen == ["optimizer"]
-
-
-def test_a_rank_that_waits_for_its_batch_shows_where_the_loader_is(own: Heartbeat) -> None:
-    from parallel3d.data.loader import batches_ahead
-
-    seen, is_over = [], threading.Event()
-
-    class Blocked:
-        def batch(self, *args: object) -> None:
-            is_over.wait(10)
-            raise ValueError
-
-        def __getattr__(self, name: str) -> object:
-            return self.batch
-
-    def look() -> None:
-        time.sleep(0.3)
-        seen.append(own.beat())
-        is_over.set()
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    with phase("data"), pytest.raises((ValueError, TypeError, queue.Empty)):
-        next(batches_ahead(Blocked(), range(3), "cpu"))  # type: ignore[arg-type]
-    thread.join()
-    assert seen[0].phase == "data" and not seen[0].waits
-    assert "(batch)" in seen[0].stack.partition("the loader ")[2]
-
-
-def test_beats_are_read_from_a_file_and_the_last_says_that_the_rank_is_done(tmp_path: Path) -> None:
-    with beats_to_file(beat_file(tmp_path, 3)):
-        while not beat_file(tmp_path, 3).exists():
+def test_beats_are_read_from_a_file_and_the_last_says_that_the_rank_is_done(
+    own: Heartbeat, tmp_path: Path
+) -> None:
+    with beats_to_file(tmp_path / "beat"), phase("optimizer"):
+        while not (tmp_path / "beat").exists():
             time.sleep(0.05)
-    last = Beat.from_json(beat_file(tmp_path, 3).read_text())
-    assert last is not None and last.phase == "done"
+        assert Beat.from_json((tmp_path / "beat").read_text()).phase == "optimizer"
+    assert Beat.from_json((tmp_path / "beat").read_text()).phase == "other"
 
 
 def test_the_state_of_a_process_is_linuxs_letter() -> None:
@@ -258,25 +218,14 @@ def test_no_garbage_is_collected_while_threads_are_read(
 ) -> None:
     """Up to Python 3.11 a collection may spoil the frame that is being made."""
     may_collect: list[bool] = []
-    monkeypatch.setattr(
-        heartbeat, "_waits_for_ranks", lambda frame: may_collect.append(gc.isenabled())
-    )
+
+    def look() -> tuple[bool, bool, str]:
+        may_collect.append(gc.isenabled())
+        return False, False, ""
+
+    monkeypatch.setattr(heartbeat, "_inspect_main_thread", look)
     own.beat()
     assert may_collect == [False] and gc.isenabled()
-
-
-def test_a_stack_that_cannot_be_read_costs_no_beat_and_nobody_is_named_for_it(
-    own: Heartbeat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(frame: object) -> None:
-        raise AttributeError("'Tensor' object has no attribute 'f_code'")
-
-    monkeypatch.setattr(heartbeat, "_waits_for_ranks", fail)
-    heartbeat.step_done(3)
-    with phase("forward or backward"):
-        unseen = own.beat()
-    assert (unseen.count, unseen.step, unseen.waits, unseen.phase) == (1, 3, False, "other")
-    assert "no attribute 'f_code'" in unseen.stack
 
 
 def test_a_step_without_compile_is_not_seen_in_compilation(own: Heartbeat) -> None:

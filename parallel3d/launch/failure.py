@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -28,8 +28,6 @@ _LOST_PEER = re.compile(
 )
 _LOST_PEER_CLASSES = ("DistError", "ConnectionError", "TimeoutError")
 _ABORT_S = 5.0  # an abort of NCCL's communicators that takes longer never ends
-# what torch calls the path of a flight record, without the rank
-_RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +72,6 @@ class Failure:
         is_wanted = verbose or not (self.foreseen or self.secondary)
         return "\n" + self.traceback.rstrip() if is_wanted and self.traceback else ""
 
-    def with_record(self, run_dir: str | None) -> Failure:
-        """Returns this failure with the file of NCCL's flight record in its message, where the rank
-        has written one."""
-        record = Path(f"{_record_prefix(run_dir)}{self.rank}")
-        if not record.exists():
-            return self
-        return replace(self, message=f"{self.message}; NCCL's flight record: {record}")
-
     def line(self) -> str:
         """Returns the line that says which rank failed, and how."""
         separator = " " if self.died else ": "
@@ -109,11 +99,9 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 def print_error(message: str) -> None:
     """Writes `error: ...` on stderr, with the further lines of the message below the first. Cuts
-    long words and long lines in the middle: a value of a file may fill pages."""
-    message = re.sub(
-        r"\S{400,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", printable(message)
-    )
-    message = re.sub(r".{1900,}", lambda line: f"{line[0][:1500]} ... {line[0][-300:]}", message)
+    long words and long lines: a value of a file may fill pages."""
+    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:80]}...", printable(message))
+    message = re.sub(r".{1900,}", lambda line: f"{line[0][:1500]} ...", message)
     with suppress(OSError):  # a full disk leaves the exit status as it is
         print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
 
@@ -176,19 +164,14 @@ def record_flights(run_dir: str | None, rank: int) -> None:
     """Has NCCL keep its last operations and write them into `run_dir` when one of them times out,
     unless the user's environment says otherwise. torch reads these variables when it makes a
     process group."""
+    folder = Path(run_dir or ".").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     # operations of a rank, the last few steps; 0 turns it off
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault(_RECORD_FILE, _record_prefix(run_dir))
-    if run_dir is not None:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-    Path(f"{os.environ[_RECORD_FILE]}{rank}").unlink(missing_ok=True)  # an earlier run's
-
-
-def _record_prefix(run_dir: str | None) -> str:
-    return os.environ.get(_RECORD_FILE) or str(
-        Path(run_dir or ".").absolute() / "nccl_flight_record_rank_"
-    )
+    prefix = str(folder / "nccl_flight_record_rank_")
+    prefix = os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", prefix)
+    Path(f"{prefix}{rank}").unlink(missing_ok=True)  # an earlier run's
 
 
 def end_process(exit_status: int) -> NoReturn:

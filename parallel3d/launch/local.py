@@ -10,16 +10,20 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import chdir, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib import import_module
 from multiprocessing import connection, forkserver
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import FrameType
@@ -27,13 +31,24 @@ from types import FrameType
 from parallel3d.config.import_class import BESIDE_RECIPES
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
-from parallel3d.launch.failure import Failure, print_error, root_cause
+from parallel3d.launch.failure import (
+    Failure,
+    end_process,
+    print_error,
+    root_cause,
+    writing_output,
+)
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome
-from parallel3d.launch.signals import LAUNCHER_SIGNALS, SAVE_SIGNAL, STOP_SIGNALS, handled
-from parallel3d.launch.worker_process import WorkerSetup, run_worker_process
+from parallel3d.launch.signals import (
+    LAUNCHER_SIGNALS,
+    SAVE_SIGNAL,
+    STOP_SIGNALS,
+    die_with_the_parent,
+    handled,
+)
 from parallel3d.watch.hang_detector import HangDetector, process_state
-from parallel3d.watch.heartbeat import BEAT_S, Beat, beat_file
+from parallel3d.watch.heartbeat import BEAT_S, Beat
 
 # timeout(1), terminals and systemd send a signal twice. A second one within this time is the same
 # request; people press Ctrl-C again sooner.
@@ -63,23 +78,15 @@ def launch_local(
     relay = SignalRelay(workers, saves=recipe.checkpoint.every is not None)
     # nohup and a shell's & ignore Ctrl-C on purpose
     heard = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    context = multiprocessing.get_context("forkserver")
     with (
         tempfile.TemporaryDirectory(prefix="parallel3d-") as folder,
         handled([*heard, SAVE_SIGNAL], relay),
     ):
         try:
-            forkserver.set_forkserver_preload(
-                [*preload, "parallel3d.launch.worker_process", target.partition(":")[0]]
-            )
+            context.set_forkserver_preload([*preload, __name__, target.partition(":")[0]])
             with handled(LAUNCHER_SIGNALS, signal.SIG_IGN):  # the fork server inherits this
                 start_fork_server()
-            setup = WorkerSetup(
-                target=target,
-                arguments=arguments,
-                heard=heard,
-                folders=(folder, get_temp_dir()),  # the fork server's socket is in the second
-                beside_recipes=tuple(BESIDE_RECIPES),
-            )
             for rank in range(world_size):
                 rendezvous = Rendezvous(
                     rank=rank,
@@ -88,8 +95,15 @@ def launch_local(
                     local_world_size=world_size,
                     init_method=f"file://{folder}/store",
                 )
-                workers.append(_Worker(recipe, rendezvous, setup))
-                workers[-1].start()
+                reports, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run_worker,
+                    args=(recipe, rendezvous, sender, target, arguments, heard, BESIDE_RECIPES),
+                )
+                place = str(recipe.parallel.coordinates(rank))
+                workers.append(_Worker(rank, place, process, reports))
+                process.start()
+                sender.close()  # the worker has its own copy
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
             if failures and relay.has_ended(root_cause(failures)):
@@ -115,30 +129,21 @@ class _Stopped(KeyboardInterrupt):
     """Raised in the launcher by Ctrl-C or SIGTERM, with the number of the signal."""
 
 
+@dataclass
 class _Worker:
-    """A local worker process, with its report."""
+    """A local worker process, with the pipe for its report."""
 
-    def __init__(self, recipe: Recipe, rendezvous: Rendezvous, setup: WorkerSetup) -> None:
-        self.rank = rendezvous.rank
-        self.has_ended = False
-        self._recipe = recipe
-        context = multiprocessing.get_context("forkserver")
-        self._reports, self._sender = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(
-            target=run_worker_process,
-            args=(recipe, rendezvous, self._sender, setup),
-            name=f"rank-{self.rank}",
-        )
-
-    def start(self) -> None:
-        self.process.start()
-        self._sender.close()  # the worker has its own copy
+    rank: int
+    coordinates: str
+    process: ForkServerProcess
+    reports: Connection
+    has_ended: bool = False
 
     def failure(self, message: str, *, secondary: bool = False) -> Failure:
         """Returns the failure of this rank, which did not report it itself."""
         return Failure(
             rank=self.rank,
-            coordinates=str(self._recipe.parallel.coordinates(self.rank)),
+            coordinates=self.coordinates,
             message=message,
             died=True,
             secondary=secondary,
@@ -146,12 +151,11 @@ class _Worker:
 
     def collect(self, last_seen: str) -> Failure | None:
         """Returns the failure of a process that has just ended, or None if its work was done."""
-        self.process.join()
         self.has_ended = True
         exitcode = self.process.exitcode or 0
         with suppress(EOFError, OSError):
-            if self._reports.poll():
-                report: Failure | None = self._reports.recv()
+            if self.reports.poll():
+                report: Failure | None = self.reports.recv()
                 if report is not None or exitcode == 0:
                     return report
         end, why = f"ended with status {exitcode} before its work was done", ""
@@ -165,9 +169,7 @@ class _Worker:
                 "of memory"
             )
         # A communication library that loses a peer may abort its process.
-        is_aborted = exitcode == -signal.SIGABRT
-        failure = self.failure(f"{end}{last_seen}{why}", secondary=is_aborted)
-        return failure.with_record(self._recipe.run_dir)
+        return self.failure(f"{end}{last_seen}{why}", secondary=exitcode == -signal.SIGABRT)
 
 
 def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
@@ -203,9 +205,8 @@ def _find_hanging(
     beats, states = {}, {}
     for worker in workers:
         with suppress(OSError):
-            beat = Beat.from_json(beat_file(folder, worker.rank).read_text())
-            if beat is not None and worker.process.pid is not None:
-                beats[worker.rank], states[worker.rank] = beat, process_state(worker.process.pid)
+            beats[worker.rank] = Beat.from_json((folder / f"beat_{worker.rank}").read_text())
+            states[worker.rank] = process_state(worker.process.pid or 0)
     found = detector.check(beats, states, time.monotonic())
     if found is None:
         return None
@@ -239,6 +240,66 @@ def start_fork_server() -> None:
         raise ConfigError(
             f"TMPDIR = {folder}: no socket can be made there ({error}); try TMPDIR=/tmp"
         ) from error
+
+
+def _run_worker(
+    recipe: Recipe,
+    rendezvous: Rendezvous,
+    reports: Connection,
+    target: str,
+    arguments: Sequence[object],
+    heard: Sequence[signal.Signals],
+    beside_recipes: Sequence[str],
+) -> None:
+    """The main function of a worker. It sets torchrun's variables and runs the target. It reports
+    None if that returns, and a Failure if it raises, even SystemExit. Signals that the launcher
+    heeds (`heard`) end the worker until the run catches them."""
+    _die_with_the_launcher(Path(rendezvous.init_method.removeprefix("file://")).parent)
+    BESIDE_RECIPES.extend(beside_recipes)
+    for each in STOP_SIGNALS:  # the fork server ignores all of them
+        signal.signal(each, signal.SIG_DFL if each in heard else signal.SIG_IGN)
+    for name in ("rank", "local_rank", "world_size", "local_world_size"):
+        os.environ[name.upper()] = str(getattr(rendezvous, name))
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, cores() // rendezvous.local_world_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if "torch" in sys.modules:  # the fork server imported it before the variable was set
+            sys.modules["torch"].set_num_threads(threads)
+    if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve elsewhere
+    try:
+        module, _, name = target.partition(":")
+        with writing_output():
+            getattr(import_module(module), name)(recipe, rendezvous, *arguments)
+        reports.send(None)
+    except BaseException as error:
+        coordinates = str(recipe.parallel.coordinates(rendezvous.rank))
+        failure = Failure.of(error, rendezvous.rank, coordinates)
+        reports.send(failure)  # first: ending groups may take for ever
+        end_process(failure.exit_status)
+
+
+def _die_with_the_launcher(folder: Path) -> None:
+    """Has a thread wait for the launcher's end, remove its folders, and kill the fork server, which
+    is this process's parent. With the fork server every worker ends, even one that is stopped."""
+    die_with_the_parent()
+    launcher, fork_server = multiprocessing.parent_process(), os.getppid()
+    assert launcher is not None
+
+    def follow() -> None:
+        launcher.join()
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # it has the fork server's socket
+        if os.getppid() == fork_server:
+            os.kill(fork_server, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="die-with-the-launcher", daemon=True).start()
+
+
+def cores() -> int:
+    """Returns the number of CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class SignalRelay:

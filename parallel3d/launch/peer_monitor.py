@@ -51,25 +51,26 @@ class ReportedError(RankError):
 class PeerMonitor:
     """Monitors the other ranks in a thread, because the main thread of a hanging rank does nothing.
 
-    `connect` opens a connection to the store that only this monitor uses. `coordinates` are the
-    places of all ranks in the mesh."""
+    `store` is a connection that only this monitor uses. `coordinates` are the places of all ranks
+    in the mesh."""
 
     def __init__(
         self,
-        connect: Callable[[], dist.Store],
+        store: dist.Store,
         rank: int,
         places: Sequence[Place],
         coordinates: Sequence[str],
         run_dir: str | None,
     ) -> None:
-        self._connect, self._store, self._rank, self._run_dir = connect, connect(), rank, run_dir
+        self._store, self._rank, self._run_dir = store, rank, run_dir
         self._places, self._coordinates = places, coordinates
         hosts = [f"{place.host} {place.pid_namespace}" for place in places]
         self._neighbours = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-        watched = range(len(places)) if rank == 0 else sorted({0, *self._neighbours})
-        self._watched = [each for each in watched if each != rank]
+        self._others = [each for each in range(len(places)) if each != rank]
+        watched = {*self._others} if rank == 0 else {0, *self._neighbours}
+        self._watched = sorted(watched - {rank})
         self._detector = HangDetector(hosts, hosts[rank])
-        self._closed, self._hurry = threading.Event(), threading.Event()
+        self._closed = threading.Event()
         self._ending = threading.Lock()  # the thread that has it ends the process
         self._found: Future[Failure] = Future()  # by the thread that monitors
         # A store on a lost host never answers, so another thread asks it.
@@ -80,17 +81,19 @@ class PeerMonitor:
     def close(self) -> None:
         """Stops monitoring. Every rank calls it before the first of them ends."""
         self._closed.set()
-        self._hurry.set()
         self._thread.join()
         with suppress(RuntimeError):
-            self._ask(partial(self._write_beat, "done"))
+            self._ask(self._write_beat)
         self._requests.shutdown()
 
     def report(self, failure: Failure) -> ReportedError:
         """Reports the failure of this rank, unless another was reported before. Returns the error
         to raise instead of the original one."""
         self._ending.acquire()
-        found = self._find_cause() if failure.secondary else None
+        found = None
+        if failure.secondary:
+            with suppress(RuntimeError):
+                found = self._find_cause()
         cause = found or self._publish(failure)
         is_ours = cause.reporter == self._rank
         if not is_ours:
@@ -99,8 +102,7 @@ class PeerMonitor:
         return ReportedError(failure if cause.rank == self._rank else cause, is_ours)
 
     def _monitor(self) -> None:
-        while not self._closed.wait(_HURRY_S):
-            self._hurry.wait(BEAT_S - _HURRY_S)
+        while not self._closed.wait(_HURRY_S if self._ending.locked() else BEAT_S):
             found = self._check_peers()
             if found is None:
                 continue
@@ -119,7 +121,7 @@ class PeerMonitor:
         gone = [rank for rank, state in states.items() if has_states and not state]
         try:
             reported, beats = self._ask(self._exchange)
-        except (RuntimeError, OSError):
+        except RuntimeError:
             message = "does not answer: the store that it or its launcher holds has gone"
             failure = self._ended(0) if 0 in gone else self._failure_of(0, message)
             return replace(failure, reporter=self._speaker())
@@ -133,12 +135,7 @@ class PeerMonitor:
     def _exchange(self) -> tuple[Failure | None, dict[int, Beat]]:
         """Returns the reported failure; without one, writes this rank's beat and returns those of
         the watched ranks."""
-        try:
-            is_reported = self._store.check([_FAILURE])
-        except RuntimeError:  # the connection may be lost, and the store still there
-            self._store = self._connect()
-            is_reported = self._store.check([_FAILURE])
-        if is_reported:
+        if self._store.check([_FAILURE]):
             return _parse_failure(self._store.get(_FAILURE)), {}
         return None, {self._rank: self._write_beat(), **self._read_beats(self._watched)}
 
@@ -161,25 +158,20 @@ class PeerMonitor:
 
     def _find_cause(self) -> Failure | None:
         """Waits for another rank's report. Without one, names a rank whose heart does not beat."""
-        self._hurry.set()
-        before = self._beats_of_others()
+        before: dict[int, Beat] = {}
+        with suppress(RuntimeError):  # the store has gone, of which the other thread reports
+            before = self._ask(partial(self._read_beats, self._others))
         with suppress(TimeoutError):
             return self._found.result(timeout=_GRACE_S)
-        after = self._beats_of_others()
+        after = self._ask(partial(self._read_beats, self._others))
         silent = [rank for rank, beat in before.items() if beat == after.get(rank)]
         if not silent:
             return None
         message = "gives no sign: it was killed or stopped, or its host is lost or cut off"
         return self._publish(self._failure_of(silent[0], message))
 
-    def _beats_of_others(self) -> dict[int, Beat]:
-        others = [rank for rank in range(len(self._places)) if rank != self._rank]
-        with suppress(RuntimeError):
-            return self._ask(partial(self._read_beats, others))
-        return {}
-
-    def _write_beat(self, phase: str | None = None) -> Beat:
-        beat = HEARTBEAT.beat(phase)
+    def _write_beat(self) -> Beat:
+        beat = HEARTBEAT.beat()
         self._store.set(f"beat/{self._rank}", beat.to_json())
         return beat
 
@@ -189,7 +181,7 @@ class PeerMonitor:
         if not keys or not self._store.check(keys):
             return {}
         beats = map(Beat.from_json, self._store.multi_get(keys))
-        return {rank: beat for rank, beat in zip(ranks, beats, strict=True) if beat is not None}
+        return dict(zip(ranks, beats, strict=True))
 
     def _publish(self, failure: Failure) -> Failure:
         """Writes a failure to the store. Returns the first one that any rank has written."""

@@ -1,46 +1,49 @@
 """The place of a worker among all, where it meets the others as the launcher says it, and its
-process group. torch is imported by the functions that need it, when a worker calls them."""
+process group. torch is imported by the functions that need it, when a worker calls them.
+
+`join_attempt` tells one attempt of a run from earlier ones. torchrun restarts a failed run at the
+same store, which still has the keys of the failed attempt: addresses at which nobody listens. Each
+agent counts restarts by itself, so no number in the environment is new in each attempt and the same
+on all ranks. So rank 0 draws a name, and gives it to each rank under a key that only this process
+knows.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import socket
-import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, PreemptedError, RendezvousError
-from parallel3d.launch.devices import (
-    Place,
-    check_places,
-    choose_device,
-    exchange_places,
-    tp_warning,
-)
-from parallel3d.launch.failure import Failure, record_flights
+from parallel3d.launch.devices import Place, check_places, choose_device, exchange_places
+from parallel3d.launch.failure import Failure, any_ranks, record_flights
 from parallel3d.launch.peer_monitor import PeerMonitor
-from parallel3d.launch.signals import ignore_stop_signals
-from parallel3d.watch.heartbeat import beat_file, beats_to_file
+from parallel3d.launch.signals import die_with_the_parent, ignore_stop_signals
+from parallel3d.watch.heartbeat import beats_to_file
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 _STORE_S = 10.0  # a store that takes longer to answer is gone
+_POLL_S = 0.05
+_STARTED = "started"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
     """The place of one worker among all. `init_method` is torch's name for where they meet,
     `attempt` what tells this start of the workers from earlier ones at the same store, and
-    `is_restart` says that the launcher has started the run again (`attempt.join_attempt` sets
-    both)."""
+    `is_restart` says that the launcher has started the run again (`join_attempt` sets both)."""
 
     rank: int
     local_rank: int
@@ -54,45 +57,33 @@ class Rendezvous:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
         """Reads what torchrun (or srun, or an MPI) has set. Returns None for a process that no
         launcher started."""
-        if "RANK" in environ:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        elif "MASTER_ADDR" in environ and environ.get("SLURM_NTASKS", "1") != "1":
-            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
-        else:
-            return None
-        rank, world_size = (_whole_number(environ, name) for name in names[:2])
-        nodes = _whole_number(environ, "SLURM_NNODES", default=1)
-        nodes = _whole_number(environ, "SLURM_STEP_NUM_NODES", default=nodes)
-        on_the_fullest_node = -(-world_size // max(1, nodes))
-        local_world_size = _whole_number(environ, names[3], default=on_the_fullest_node)
-        local_rank = _whole_number(environ, names[2], default=rank % max(1, local_world_size))
-        if rank >= world_size:
-            raise ConfigError(f"{names[0]} = {rank}: must be below {names[1]} = {world_size}")
-        for name, example in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "29500")):
-            if not environ.get(name):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        if "RANK" not in environ:
+            if "MASTER_ADDR" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
+                return None
+            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+        for name in (*names[:2], "MASTER_PORT"):
+            if not environ.get(name, "").isdecimal():
                 raise ConfigError(
-                    f"{name} is not set, and {names[0]} is: the launcher must set both; try "
-                    f"{name}={example}"
+                    f"{name} = {environ.get(name)}: must be a whole number; unset {names[0]} to "
+                    "start the workers here, or start them with torchrun"
                 )
+        rank, world_size = int(environ[names[0]]), int(environ[names[1]])
+        nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1
+        on_the_fullest_node = -(-world_size // int(nodes))
+        local_world_size = int(environ.get("LOCAL_WORLD_SIZE", on_the_fullest_node))
+        if rank >= world_size or not environ.get("MASTER_ADDR"):
+            raise ConfigError(
+                f"{names[0]} = {rank}: must be below {names[1]} = {world_size}, and MASTER_ADDR "
+                "must name the host of rank 0; start the workers with torchrun"
+            )
         return cls(
             rank=rank,
-            local_rank=local_rank,
+            local_rank=int(environ.get(names[2], rank % local_world_size)),
             world_size=world_size,
             local_world_size=local_world_size,
             init_method="env://",
         )
-
-
-def _whole_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdecimal():
-        problem = "is not set" if text is None else f"= {text}: must be a whole number"
-        raise ConfigError(
-            f"{name} {problem}; unset RANK to start the workers here, or start them with torchrun"
-        )
-    return int(text)
 
 
 @contextmanager
@@ -126,19 +117,16 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     try:
         places = _meet(recipe, rendezvous, device, problem)
         if rendezvous.init_method == "env://" and size > 1:
-            connect = partial(connect_to_store, f"parallel3d/{rendezvous.attempt}")
-            monitor = PeerMonitor(connect, rank, places, coordinates, recipe.run_dir)
-        elif rendezvous.init_method.startswith("file://") and size > 1:  # of launch_local
+            store = connect_to_store(f"parallel3d/{rendezvous.attempt}")
+            monitor = PeerMonitor(store, rank, places, coordinates, recipe.run_dir)
+        elif size > 1:  # `launch_local` monitors the ranks
             folder = Path(rendezvous.init_method.removeprefix("file://")).parent
-            beats = beats_to_file(beat_file(folder, rank))
+            beats = beats_to_file(folder / f"beat_{rank}")
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
             f"within {timeout_s:.0f} s: {error}"
         ) from error
-    warning = tp_warning([place.host for place in places], recipe.parallel.tp)
-    if rank == 0 and warning is not None:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
         with beats:
             yield device
@@ -150,8 +138,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         if monitor is None:
             raise
         ignore_stop_signals()  # launchers send them when a peer ends
-        failure = Failure.of(error, rank, coordinates[rank]).with_record(recipe.run_dir)
-        raise monitor.report(failure) from error
+        raise monitor.report(Failure.of(error, rank, coordinates[rank])) from error
     _leave(monitor)
 
 
@@ -197,14 +184,83 @@ def _leave(monitor: PeerMonitor | None) -> None:
     dist.destroy_process_group()
 
 
-def connect_to_store(prefix: str) -> dist.Store:
+def connect_to_store(prefix: str, timeout_s: float = _STORE_S) -> dist.Store:
     """Opens a connection to the store of the ranks that torchrun or srun has started, for keys
-    below `prefix`. Raises OSError where nobody listens, and RuntimeError where nobody answers."""
+    below `prefix`. Raises OSError if nobody listens, and RuntimeError if nobody answers."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # refused at once where torch would try again and again
+    # This is refused at once; torch would try again and again.
     socket.create_connection((host, port), _STORE_S).close()
-    timeout = datetime.timedelta(seconds=_STORE_S)
+    timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return dist.PrefixStore(prefix, store)
+
+
+def was_requeued() -> bool:
+    """True if SLURM has started this job again, after a failure or a preemption."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def join_attempt(rendezvous: Rendezvous, timeout_s: float) -> Rendezvous:
+    """Returns the rendezvous with the name of this attempt, and whether an earlier attempt has
+    started the run. Every rank calls it. Raises RendezvousError if not all ranks come in time.
+    Other launchers than torchrun make a store for each attempt."""
+    if not _is_of_torchrun():
+        return replace(rendezvous, is_restart=was_requeued())
+    die_with_the_parent()  # torchrun leaves its workers behind if it is killed
+    rank, size = rendezvous.rank, rendezvous.world_size
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own_key = f"{uuid4().hex} {restarts}"
+    try:
+        store = _store_of_torchrun(timeout_s)
+        if rank == 0:
+            invitation = _invite(store, size, timeout_s, restarts)
+        else:
+            store.set(f"here/{rank}", own_key)
+            invitation = json.loads(store.get(f"invited/{own_key}"))
+            store.add(f"{invitation['attempt']}/joined", 1)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {rank} of {size} did not meet the others in {timeout_s:.0f} s: {error}"
+        ) from error
+    return replace(rendezvous, **invitation)
+
+
+def record_start() -> None:
+    """Records at torchrun's store that the run has started. A restart then resumes it."""
+    if _is_of_torchrun():
+        _store_of_torchrun(10.0).set(_STARTED, "")
+
+
+def _is_of_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store_of_torchrun(timeout_s: float) -> dist.Store:
+    return connect_to_store(f"parallel3d/{os.environ['TORCHELASTIC_RUN_ID']}", timeout_s)
+
+
+def _invite(store: dist.Store, size: int, timeout_s: float, restarts: str) -> dict[str, Any]:
+    """Invites every process that says it is here, until all ranks have joined. Processes of an
+    earlier attempt are invited too, and do not answer. If the store is new but an agent has
+    restarted before, the store was lost with its node, and the run had started."""
+    is_new = store.add("attempts", 1) == 1
+    started = store.check([_STARTED]) or was_requeued()
+    attempt, deadline = uuid4().hex, time.monotonic() + timeout_s
+    others, invited = [f"here/{rank}" for rank in range(1, size)], set[str]()
+    invitation: dict[str, Any] = {"attempt": attempt, "is_restart": started}
+    while store.add(f"{attempt}/joined", 0) < len(others) or not invited:
+        if not others or store.check(others):
+            keys = [key.decode() for key in store.multi_get(others)] if others else []
+            counts = {restarts, *(key.split()[1] for key in keys)}
+            invitation["is_restart"] = started or (is_new and counts != {"0"})
+            for key in {*keys} - invited:
+                store.set(f"invited/{key}", json.dumps(invitation))
+            invited |= {*keys, "rank 0"}
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(1, size) if not store.check([f"here/{rank}"])]
+            who = f"{any_ranks(missing)} did not come" if missing else "some ranks did not answer"
+            raise RuntimeError(who)
+        time.sleep(_POLL_S)
+    return invitation

@@ -7,9 +7,7 @@ import itertools
 import json
 import os
 import shutil
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, PreemptedError, writing
 from parallel3d.launch.failure import Failure
-from parallel3d.launch.run_lock import RunLock
 from parallel3d.launch.signals import STOP_SIGNALS
 
 # the names of checkpoints; other programs have step_5.partial
@@ -39,13 +36,6 @@ _RUN_FILES = (
     "config.yaml",
     "metrics.jsonl*",
 )
-# The files that a run overwrites, and what each has in its first bytes if a run has written it.
-_MARKS = {
-    "config.yaml": b"\nlocal_sgd:",
-    "metrics.jsonl": b'"tokens_per_s_per_device"',
-    "outcome.json": b'"exit_status"',
-}
-_HEAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,30 +78,14 @@ class RunOutcome:
 
 
 def check_compiler() -> None:
-    """Raises ConfigError where there is no C++ compiler, which `torch.compile` needs for its
-    kernels on a CPU and for their launchers on a GPU."""
-    named = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    """Raises ConfigError if there is no C++ compiler, which `torch.compile` needs for its kernels
+    on a CPU and for their launchers on a GPU."""
+    named = os.environ.get("CXX", "g++")
     if shutil.which(named) is None:
         raise ConfigError(
-            f"train.compile = true: torch.compile needs a C++ compiler, and there is no {named} on "
-            "PATH; install it, name another in CXX, or try train.compile=false"
+            f"train.compile = true: needs a C++ compiler, and there is no {named} on PATH; install "
+            "it, name another in CXX, or try train.compile=false"
         )
-
-
-@contextmanager
-def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[RunLock]:
-    """Makes the folder of a run where there is none, and holds its lock for a block. Raises
-    RunLockedError where another run holds it, and ConfigError where the folder cannot be had."""
-    try:
-        lock = RunLock(Path(run_dir), is_restart=is_restart)
-    except (OSError, ValueError) as error:
-        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(
-            f"run_dir = {shown(str(run_dir))}: cannot be written ({cause}); try another, such as "
-            "run_dir=/tmp/run"
-        ) from error
-    with lock:
-        yield lock
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -123,40 +97,23 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def check_run_dir(recipe: Recipe) -> None:
-    """Raises ConfigError if `run_dir` has a file that a run would overwrite and that no run has
-    written, or if it holds another run than the one whose checkpoint `checkpoint.resume` names."""
+    """Raises ConfigError if `run_dir` has a config.yaml that no run has written, or if it holds
+    another run than the one whose checkpoint `checkpoint.resume` names."""
     run_dir, resume = Path(recipe.run_dir or "."), recipe.checkpoint.resume
-    if foreign := _foreign_file(run_dir):
+    where, has_run = f"run_dir = {shown(str(run_dir))}", holds_run(run_dir)
+    # A run makes metrics.jsonl before config.yaml.
+    is_foreign = not has_run and not (run_dir / "metrics.jsonl").exists()
+    if is_foreign and (run_dir / "config.yaml").exists():
         raise ConfigError(
-            f"run_dir = {shown(str(run_dir))}: a run would overwrite the {foreign} there, which no "
-            "run has written; try a folder of its own, such as run_dir=runs/mine"
+            f"{where}: a run would overwrite the config.yaml there, which no run has written; try "
+            "a folder of its own, such as run_dir=runs/mine"
         )
     is_own = Path(resume).resolve().parent == (run_dir / "checkpoints").resolve()
-    if resume not in ("none", "auto") and holds_run(run_dir) and not is_own:
+    if resume not in ("none", "auto") and has_run and not is_own:
         raise ConfigError(
-            f"checkpoint.resume = {resume}: is of another run than that in run_dir = "
-            f"{shown(str(run_dir))}; try a new run_dir, or checkpoint.resume=auto to continue the "
-            "run that is there"
+            f"checkpoint.resume = {resume}: is of another run than that in {where}; try a new "
+            "run_dir, or checkpoint.resume=auto to continue the run that is there"
         )
-
-
-def _foreign_file(run_dir: Path) -> str | None:
-    """Returns the name of a file that a run would overwrite and that no run has written. In a
-    folder without metrics and checkpoints, config.yaml is a recipe of the user."""
-    for name, mark in _MARKS.items():
-        if os.path.lexists(run_dir / name) and not _has_mark(run_dir / name, mark):
-            return name
-    has_begun = (run_dir / "metrics.jsonl").exists() or holds_run(run_dir)
-    return None if has_begun or not (run_dir / "config.yaml").exists() else "config.yaml"
-
-
-def _has_mark(path: Path, mark: bytes) -> bool:
-    """True if a file is empty, or has the mark near its beginning."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    return not head or mark in head
 
 
 def begin_run(recipe: Recipe) -> list[str]:

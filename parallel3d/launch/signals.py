@@ -5,7 +5,10 @@ after the same step."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +17,7 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1
 LAUNCHER_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)  # what a launcher passes on to its workers
 
 
@@ -93,3 +97,12 @@ def handled(
     finally:
         for signum, earlier in before.items():
             signal.signal(signum, earlier)
+
+
+def die_with_the_parent() -> None:
+    """Has the kernel kill this process when its parent ends, even if this process is stopped."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before the kernel knew
+            os.kill(os.getpid(), signal.SIGKILL)

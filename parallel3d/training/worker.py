@@ -27,8 +27,7 @@ from parallel3d.data.order import SkippedRanges
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import NotSavedInTimeError, printable, writing
 from parallel3d.launch.deterministic import deterministic
-from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.launch.restart import record_start
+from parallel3d.launch.rendezvous import Rendezvous, process_group, record_start
 from parallel3d.launch.run_dir import begin_run
 from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
 from parallel3d.layers.fused_attention import device_of

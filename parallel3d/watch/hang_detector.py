@@ -16,7 +16,7 @@ STUCK_STEPS = 5  # ... or for so many steps, if that is longer
 ALL_READ_S = 60.0  # all ranks may wait for data for so long: a file server may restart
 _GAP_S = 2.0  # a detector that was not called for so long was itself held
 # Other phases may take long on one rank. train.timeout_s limits them.
-_JUDGED = ("data", "forward or backward", "optimizer")
+_JUDGED: tuple[str, ...] = ("data", "forward or backward", "optimizer")
 
 
 @dataclass
@@ -57,16 +57,16 @@ class HangDetector:
             if states.get(rank) != "T":
                 seen.running_at = now
             if beat.count != seen.beat.count:
-                if _doing(beat) != _doing(seen.beat):
+                if beat.activity != seen.beat.activity:
                     seen.since = now
                 seen.beat, seen.beaten_at = beat, now
         durations = [seen.beat.step_s or 0.0 for seen in self._seen.values()]
         patience = max(STUCK_S, STUCK_STEPS * max(durations, default=0.0))
         for rank, seen in self._seen.items():
+            place, silent_s = _place(seen.beat), now - seen.beaten_at
+            silence = f"gives no sign for {silent_s:.0f} s {place}"
             if now - seen.running_at > STOPPED_S:
-                return rank, f"is stopped (state T) {_place(seen.beat)}"
-            silent_s = now - seen.beaten_at
-            silence = f"gives no sign for {silent_s:.0f} s {_place(seen.beat)}"
+                return rank, f"is stopped (state T) {place}"
             if self._is_host_lost(self._hosts[rank], now):
                 everyone = f"all {self._hosts.count(self._hosts[rank])} ranks on its host"
                 return rank, f"{silence}, like {everyone}: the host is lost or cut off"
@@ -84,37 +84,26 @@ class HangDetector:
     def _is_host_lost(self, host: str, now: float) -> bool:
         """True of another host if it has several ranks, all silent in a step. A single rank's beat
         may just be late, for which it has more time."""
-        ranks = [rank for rank, each in enumerate(self._hosts) if each == host]
-        seen = [self._seen[rank] for rank in ranks if rank in self._seen]
-        if host == self._own_host or len(ranks) == 1 or len(seen) < len(ranks):
+        seen = [self._seen[rank] for rank in self._seen if self._hosts[rank] == host]
+        if host == self._own_host or not 1 < len(seen) == self._hosts.count(host):
             return False
         return all(each.is_judged and now - each.beaten_at > LOST_S for each in seen)
 
     def _find_stuck(self, now: float, patience: float) -> tuple[int, str] | None:
         """Finds the first rank that does not wait for others, if no rank has completed a step or
         changed its phase for long. If no rank waits, all must wait for data."""
-        busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
-        has_steps = all(seen.beat.step_s is not None for seen in self._seen.values())
-        if not busy or not has_steps or len(self._seen) < len(self._hosts):
+        busy = {rank: seen.beat for rank, seen in self._seen.items() if not seen.beat.waits}
+        have_steps = all(seen.beat.step_s is not None for seen in self._seen.values())
+        if not busy or not have_steps or len(self._seen) < len(self._hosts):
             return None
-        if not all(seen.is_judged for seen in busy.values()):
-            return None
-        others = "while the others wait"
+        phases, others = _JUDGED, "while the others wait"
         if len(busy) == len(self._hosts):
-            if any(seen.beat.phase != "data" for seen in busy.values()):
-                return None
-            others, patience = "as are all others", max(ALL_READ_S, patience)
+            phases, others, patience = ("data",), "as are all others", max(ALL_READ_S, patience)
         stuck_s = min(now - seen.since for seen in self._seen.values())
-        if stuck_s <= patience:
+        if stuck_s <= patience or any(beat.phase not in phases for beat in busy.values()):
             return None
-        rank, seen = min(busy.items())
-        where = f"{_place(seen.beat)}, {others}; {seen.beat.stack}"
-        return rank, f"is stuck for {stuck_s:.0f} s {where}"
-
-
-def _doing(beat: Beat) -> tuple[int, bool, str]:
-    """Returns what a rank does. All phases that are not judged are alike."""
-    return beat.step, beat.waits, beat.phase if beat.phase in _JUDGED else ""
+        rank, beat = min(busy.items())
+        return rank, f"is stuck for {stuck_s:.0f} s {_place(beat)}, {others}; {beat.stack}"
 
 
 def process_state(pid: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import sys
 import threading
@@ -22,11 +23,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 
 BEAT_S = 0.5  # between two beats
 _MOST_FRAMES = 4  # in a message
-_LOADER_THREADS = "next_batch"  # their names begin with it
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 
 
@@ -44,39 +43,44 @@ class Beat:
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
+    @property
+    def activity(self) -> tuple[int, bool, str]:
+        """If it does not change, the rank makes no progress."""
+        return self.step, self.waits, self.phase
+
     @classmethod
-    def from_json(cls, text: str | bytes) -> Beat | None:
-        """Reads a beat. Returns None for one that is only half written."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
-            return None
+    def from_json(cls, text: str | bytes) -> Beat:
+        return cls(**json.loads(text))
 
 
 @dataclass
 class Heartbeat:
     """The state of this process that its beats show. `HEARTBEAT` is the only one of a run."""
 
-    phases: list[tuple[str, bool]] = field(default_factory=list)  # the innermost last
+    phases: list[tuple[str, bool]] = field(default_factory=lambda: [("other", False)])
     step: int = 0
     count: int = 0
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=16))  # of recent steps
 
-    def beat(self, known_phase: str | None = None) -> Beat:
-        """Returns the state of the main thread. `known_phase` replaces its phase."""
-        name, waits = self.phases[-1] if self.phases else ("other", False)
+    def beat(self) -> Beat:
+        """Returns the state of the main thread. The innermost phase is the last one."""
+        name, waits = self.phases[-1]
+        # Up to Python 3.11, a collection while a frame object is made may release the interpreter.
+        # Then the main thread returns from that frame, and the object refers to reused memory.
+        was_enabled = gc.isenabled()
+        gc.disable()
         try:
-            compiles, waits_inside, stack = _inspect_threads(name)
-        except Exception as error:  # a run without beats would be taken for a hanging one
-            name, compiles, waits_inside, stack = "other", False, False, f"unreadable: {error!r}"
+            compiles, waits_inside, stack = _inspect_main_thread()
+        finally:
+            if was_enabled:
+                gc.enable()
         self.count += 1
-        ends = list(self.ends)
-        durations = [after - before for before, after in pairwise(ends)]
+        durations = [after - before for before, after in pairwise(list(self.ends))]
         return Beat(
             count=self.count,
             step=self.step,
             step_s=statistics.median(durations) if durations else None,
-            phase=known_phase or ("compilation" if compiles else name),
+            phase="compilation" if compiles else name,
             waits=waits or waits_inside,
             stack=stack,
         )
@@ -105,76 +109,35 @@ def step_done(step: int) -> None:
     HEARTBEAT.ends.append(time.monotonic())
 
 
-def _inspect_threads(phase: str) -> tuple[bool, bool, str]:
+def _inspect_main_thread() -> tuple[bool, bool, str]:
     """Returns whether the main thread compiles, whether it waits for ranks, and its innermost
-    frames. While it waits for a batch, the frames of the data loader's thread follow."""
-    with _no_garbage_collection():
-        frames = sys._current_frames()
-        main = frames[threading.main_thread().ident or 0]
-        stacks = [_frames_in_words(main)]
-        for thread in threading.enumerate():
-            is_loader = phase == "data" and thread.name.startswith(_LOADER_THREADS)
-            if is_loader and thread.ident in frames:
-                stacks.append(_frames_in_words(frames[thread.ident]))
-        modules = [_module_of(frame) for frame, _ in traceback.walk_stack(main)]
-        compiles = any(module in _COMPILERS for module in modules)
-        return compiles, _waits_for_ranks(main), "; the loader ".join(stacks)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection while frames of other threads are read.
-
-    Up to Python 3.11, a collection while a frame object is made may release the interpreter. Then
-    the other thread returns from that frame, and the object refers to reused memory.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _waits_for_ranks(main: FrameType) -> bool:
-    for frame, _ in traceback.walk_stack(main):
-        module = _module_of(frame)
-        if frame.f_globals.get("WAITS_FOR_RANKS"):
-            return True
-        if module.startswith(("torch.", "parallel3d.")):
-            return module.startswith(("torch.distributed.", "torch.autograd."))
-    return False
-
-
-def _frames_in_words(innermost: FrameType) -> str:
-    words: list[str] = []
+    frames."""
+    compiles, waits, words = False, None, list[str]()
+    innermost = sys._current_frames()[threading.main_thread().ident or 0]
     for frame, line in traceback.walk_stack(innermost):
-        path = Path(frame.f_code.co_filename)
-        if not words or "/lib/python" not in str(path):
-            words.append(f"{path.name}:{line} ({frame.f_code.co_name})")
-    return " < ".join(words[:_MOST_FRAMES])
-
-
-def beat_file(folder: Path, rank: int) -> Path:
-    """Returns the file of a rank's newest beat, which the launcher on the same host reads."""
-    return folder / f"beat_{rank}"
+        module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        compiles = compiles or module in _COMPILERS
+        if waits is None and frame.f_globals.get("WAITS_FOR_RANKS"):
+            waits = True
+        elif waits is None and module.startswith(("torch.", "parallel3d.")):
+            waits = module.startswith(("torch.distributed.", "torch.autograd."))
+        if not words or "/lib/python" not in path:
+            words.append(f"{os.path.basename(path)}:{line} ({frame.f_code.co_name})")
+    return compiles, bool(waits), " < ".join(words[:_MOST_FRAMES])
 
 
 @contextmanager
-def beats_to_file(path: Path) -> Iterator[None]:
-    """Has a thread write this rank's beats to a file."""
-    is_over = threading.Event()
+def beats_to_file(file: Path) -> Iterator[None]:
+    """Has a thread write this rank's beats to a file, which the launcher on the same host reads."""
+    is_over, partial = threading.Event(), file.with_suffix(".partial")
 
     def write_beats() -> None:
+        is_last = False
         with suppress(OSError):  # the launcher has ended, and its folder is gone
-            while not is_over.wait(BEAT_S):
-                path.write_text(HEARTBEAT.beat().to_json())
-            path.write_text(HEARTBEAT.beat("done").to_json())
+            while not is_last:
+                is_last = is_over.wait(BEAT_S)
+                partial.write_text(HEARTBEAT.beat().to_json())
+                partial.replace(file)
 
     thread = threading.Thread(target=write_beats, name="heartbeat", daemon=True)
     thread.start()

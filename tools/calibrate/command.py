@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import yaml
 
 from parallel3d.errors import ConfigError
-from parallel3d.launch.worker_process import cores
+from parallel3d.launch.local import cores
 from parallel3d.tools.cli_output import Reply, check_free, write_output
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel3d.launch.worker_process import cores
+from parallel3d.launch.local import cores
 from parallel3d.tools.calibrate.fit import overheads, process_tree
 from parallel3d.tools.calibrate.kernels import measure_kernels
 from parallel3d.tools.calibrate.links import (

@@ -1,4 +1,5 @@
-"""What each rank reports of itself and its host before anything is measured."""
+"""What each rank reports of itself and its host before anything is measured, and what the recipe
+needs, as the planner estimates it."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import os
 import platform
 import shutil
 import socket
-from contextlib import suppress
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 
@@ -17,14 +19,18 @@ import parallel3d
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.corpus import check_data
 from parallel3d.errors import ConfigError, DataError
-from parallel3d.recipes.host_memory_check import free_memory
+from parallel3d.planner.memory.ranks import memory_by_rank
+from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.model.shapes import from_config
+from parallel3d.planner.model.training import master_bytes, optimizer_memory, unmodeled_settings
+from parallel3d.recipes.host_memory_check import free_memory, question_of
 
 _DRIVER = Path("/sys/module/nvidia/version")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """One rank. Only the first rank of each host reports its disk and data."""
+    """One rank. Only the first rank of each host reports its disk and problems."""
 
     rank: int
     host: str
@@ -34,6 +40,37 @@ class RankFacts:
     free_bytes: int | None = None  # of the rank's GPU, or of the host
     disk_free_bytes: int | None = None  # at the folder of the run
     problems: tuple[str, ...] = ()  # with the folder of the run, or the data
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeNeeds:
+    """Needs of a recipe. A model class that the planner does not know counts as nothing."""
+
+    memory_bytes: tuple[float, ...]  # by pipeline rank, without what a process has before training
+    checkpoints: int  # on the disk at once: those kept, and one that is being written
+    checkpoint_bytes: float
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, on_cpu: bool) -> RecipeNeeds:
+        rule, steps = recipe.checkpoint, recipe.train.steps
+        checkpoints, checkpoint_bytes = 0, 0.0
+        if rule.every is not None:
+            permanent = steps // rule.keep_every if rule.keep_every else 0
+            kept = rule.keep + rule.keep_best + permanent
+            checkpoints = min(kept, steps // rule.every) + 1
+        memory_bytes: tuple[float, ...] = (0.0,) * recipe.parallel.pp
+        if not recipe.model.is_custom:
+            state_bytes = optimizer_memory(recipe).state_bytes
+            state_bytes += master_bytes(recipe.train.precision)
+            checkpoint_bytes = total_parameters(from_config(recipe.model)) * state_bytes
+            if not any(unmodeled_settings(recipe)):
+                train = replace(recipe.train, device="cpu" if on_cpu else "cuda")
+                question = question_of(replace(recipe, train=train))
+                ranks = memory_by_rank(question.planned_run(recipe.parallel))
+                memory_bytes = tuple(each.total - each.context for each in ranks)
+        return cls(
+            memory_bytes=memory_bytes, checkpoints=checkpoints, checkpoint_bytes=checkpoint_bytes
+        )
 
 
 def rank_facts(rank: int, device: torch.device) -> RankFacts:
@@ -56,42 +93,38 @@ def rank_facts(rank: int, device: torch.device) -> RankFacts:
     )
 
 
+@contextmanager
+def marked(run_dir: str | None) -> Iterator[str]:
+    """Keeps a file in the folder of the run for a block, and gives its name. By this other hosts
+    see whether they share the folder. The name is "" if there is no folder or no file can be
+    written."""
+    if run_dir is None or not os.access(folder_above(run_dir), os.W_OK):
+        yield ""
+        return
+    with tempfile.NamedTemporaryFile(prefix=".parallel3d-", dir=folder_above(run_dir)) as file:
+        yield Path(file.name).name
+
+
 def folder_above(run_dir: str) -> Path:
     """Returns the folder of a run, or its nearest parent that exists."""
     path = Path(run_dir).absolute()
     return next(each for each in (path, *path.parents) if each.is_dir())
 
 
-def leave_mark(run_dir: str | None) -> Path | None:
-    """Writes a file that shows other hosts whether they share the folder of the run. Returns None
-    if it cannot; `disk_facts` says why."""
-    if run_dir is None:
-        return None
-    mark = folder_above(run_dir) / f".parallel3d-check-{uuid4().hex}"
-    try:
-        mark.touch(exist_ok=False)
-    except OSError:
-        return None
-    return mark
-
-
-def disk_facts(run_dir: str, mark: str | None) -> tuple[int | None, str]:
-    """Returns the free bytes at the folder of the run, and what is wrong with it on this host.
-    `mark` is the name of the file that rank 0 has written there."""
-    folder = folder_above(run_dir)
-    if mark is not None and not (folder / mark).exists():
-        return None, (
-            f"run_dir = {run_dir}: is not the folder that rank 0 writes into; put it on storage "
-            "that all share"
-        )
-    if not os.access(folder, os.W_OK):
-        return None, f"run_dir = {run_dir}: {folder} cannot be written; try a run_dir that can"
-    return shutil.disk_usage(folder).free, ""
-
-
-def data_problem(recipe: Recipe) -> str:
-    """Returns why this host cannot read the data of the run, or ""."""
-    train = recipe.train
+def host_facts(facts: RankFacts, recipe: Recipe, run_dir: str | None, mark: str) -> RankFacts:
+    """Returns the facts of the first rank of a host, with its disk and its problems. `mark` is the
+    name of the file that rank 0 has written into the folder of the run."""
+    train, problems, free_bytes = recipe.train, [], None
+    if run_dir is not None:
+        folder = folder_above(run_dir)
+        free_bytes = shutil.disk_usage(folder).free
+        if not os.access(folder, os.W_OK):
+            problems.append(f"run_dir = {run_dir}: {folder} cannot be written; try another run_dir")
+        elif not (folder / mark).exists():
+            problems.append(
+                f"run_dir = {run_dir}: is not the folder that rank 0 writes into; put it on "
+                "storage that all share"
+            )
     try:
         check_data(
             recipe.data,
@@ -100,5 +133,5 @@ def data_problem(recipe: Recipe) -> str:
             samples_text=bool(train.sample_tokens),
         )
     except (ConfigError, DataError, OSError) as error:
-        return str(error)
-    return ""
+        problems.append(str(error))
+    return replace(facts, disk_free_bytes=free_bytes, problems=tuple(problems))

@@ -1,44 +1,33 @@
-"""Starts `parallel3d-launch check` on the ranks of a recipe: here, where no launcher has started
-this process, else as one of them. torch is imported by the ranks."""
+"""Starts `parallel3d-launch check` on the ranks of a recipe: here, if no launcher has started this
+process, else as one of them. torch is imported by the ranks."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import replace
 from functools import partial
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers
 from parallel3d.errors import ConfigError
-from parallel3d.launch.devices import refuse_without_torch
 from parallel3d.launch.failure import end_process
 from parallel3d.launch.local import launch_local
-from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.restart import join_attempt
-from parallel3d.launch.worker_process import die_with_the_parent
+from parallel3d.launch.rendezvous import Rendezvous, join_attempt
 from parallel3d.models import check_model
-from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.recipes.pretrain import run_rank
-from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.cli_output import check_free
 
 
 def check_cluster(recipe: Recipe, options: argparse.Namespace) -> int:
     """Runs the check, or this process's rank of it. Returns the exit status."""
-    _refuse(options)
     check_model(recipe.model)
     options.run_dir = recipe.run_dir
-    # A check writes nothing into the folder of the run, also where it fails.
+    # A check writes nothing into the folder of the run, even if it fails.
     train = replace(recipe.train, start_timeout_s=min(options.wait_s, recipe.train.start_timeout_s))
     recipe = replace(recipe, run_dir=None, train=train)
     rendezvous = Rendezvous.from_environment()
     if rendezvous is None:
-        refuse_without_torch(recipe.train.device)
         target = "parallel3d.tools.preflight.worker:check"
         return launch_local(target, recipe, recipe.parallel.world_size, arguments=(options,))
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its workers behind where it is killed
-        die_with_the_parent()
     try:
         recipe = fit_to_workers(recipe, rendezvous.world_size)
         rendezvous = join_attempt(rendezvous, recipe.train.start_timeout_s)
@@ -52,16 +41,3 @@ def check_cluster(recipe: Recipe, options: argparse.Namespace) -> int:
     if is_left_open:
         end_process(status)
     return status
-
-
-def _refuse(options: argparse.Namespace) -> None:
-    """Raises ConfigError for a file that cannot be written or read, before anything starts."""
-    path = options.emit_hardware
-    if path is not None and path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(
-            f"--emit-hardware {path}: must end in .yaml, by which --hardware tells a file; try "
-            "mine.yaml"
-        )
-    check_free("--emit-hardware", path)
-    if options.hardware is not None:
-        load_cluster(options.hardware, [HARDWARE])

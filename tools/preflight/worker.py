@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
@@ -15,29 +15,12 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.errors import ClusterError, ConfigError, printable
-from parallel3d.launch.devices import tp_warning
+from parallel3d.errors import ClusterError, printable
 from parallel3d.launch.rendezvous import Rendezvous, process_group
 from parallel3d.mesh import axes_of, build_mesh
-from parallel3d.tools.cli_output import write_output
-from parallel3d.tools.preflight.emit import hardware_text
-from parallel3d.tools.preflight.expected import RecipeNeeds, base_cluster
-from parallel3d.tools.preflight.facts import (
-    RankFacts,
-    data_problem,
-    disk_facts,
-    leave_mark,
-    rank_facts,
-)
-from parallel3d.tools.preflight.findings import (
-    Measured,
-    can_train_together,
-    find,
-    slow_ranks,
-    slowest_links,
-)
-from parallel3d.tools.preflight.measure import host_axes, measure_axis, measure_matmuls
-from parallel3d.tools.preflight.report import CheckReport
+from parallel3d.tools.preflight.facts import RankFacts, RecipeNeeds, host_facts, marked, rank_facts
+from parallel3d.tools.preflight.findings import CheckReport, can_train_together, slow_ranks
+from parallel3d.tools.preflight.measure import TimedLink, measure_axis, measure_matmuls
 
 _ROUNDS = 3
 _T = TypeVar("_T")
@@ -49,56 +32,53 @@ def check(recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace) -
     start = time.perf_counter()
     with process_group(recipe, rendezvous) as device:
         facts = _exchange_facts(recipe, rendezvous, options, device)
-        measured = Measured(facts=facts, matmuls=(), links=())
+        matmuls, links = list[float](), list[TimedLink]()
         if can_train_together(facts):
-            measured = _measure(recipe, facts, device, options)
-        problem = [""]
+            matmuls, links = _measure(recipe, device)
+        report = CheckReport(
+            recipe=recipe,
+            needs=RecipeNeeds.of(recipe, on_cpu=device.type == "cpu"),
+            facts=facts,
+            matmuls=matmuls,
+            links=links,
+            seconds=time.perf_counter() - start,
+        )
         if rendezvous.rank == 0:
-            problem = [_report(recipe, measured, options, start)]
-        dist.broadcast_object_list(problem)
-    if problem[0]:
-        raise ClusterError(problem[0])
+            text = json.dumps(report.tree()) if options.json else "\n".join(report.lines())
+            print(printable(text), flush=True)
+    wrong = [each.text for each in report.findings() if each.breaks or options.strict]
+    if wrong:
+        more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ClusterError(f"check: {wrong[0]}{more}")
 
 
 def _exchange_facts(
     recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace, device: torch.device
 ) -> list[RankFacts]:
-    mark = leave_mark(options.run_dir) if rendezvous.rank == 0 else None
-    try:
-        name = [None if mark is None else mark.name]
+    with marked(options.run_dir) if rendezvous.rank == 0 else nullcontext("") as mark:
+        name = [mark]
         dist.broadcast_object_list(name)
         dist.barrier()
         clock_s = time.time()
         own = replace(rank_facts(rendezvous.rank, device), clock_s=clock_s)
         if rendezvous.local_rank == 0:
-            free, disk = None, ""
-            if options.run_dir is not None:
-                free, disk = disk_facts(options.run_dir, name[0])
-            problems = tuple(each for each in (disk, data_problem(recipe)) if each)
-            own = replace(own, disk_free_bytes=free, problems=problems)
+            own = host_facts(own, recipe, options.run_dir, name[0])
         return _all_gather(own)
-    finally:
-        if mark is not None:
-            mark.unlink(missing_ok=True)
 
 
-def _measure(
-    recipe: Recipe, facts: Sequence[RankFacts], device: torch.device, options: argparse.Namespace
-) -> Measured:
-    """Measures matmuls and axes; also the links of the hosts for a hardware file."""
+def _measure(recipe: Recipe, device: torch.device) -> tuple[list[float], list[TimedLink]]:
+    """Measures the matmuls of all ranks, and the axes of the mesh."""
     own, matmuls = 0.0, list[float]()
     for _ in range(_ROUNDS):  # a rank that was held up for a moment is not slow
         own = max(own, measure_matmuls(device, recipe.train.precision))
         matmuls = _all_gather(own)
         if not slow_ranks(matmuls):
             break
-    mesh = build_mesh(recipe.parallel, device.type)
-    axes = {name: axis for name, axis in axes_of(mesh).items() if axis.size > 1}
-    if options.emit_hardware is not None:
-        axes |= host_axes([each.host for each in facts])
-    own_links = [link for name, axis in axes.items() for link in measure_axis(name, axis, device)]
-    links = list(chain.from_iterable(_all_gather(own_links)))
-    return Measured(facts=facts, matmuls=matmuls, links=links)
+    links = list[TimedLink]()
+    for name, axis in axes_of(build_mesh(recipe.parallel, device.type)).items():
+        if axis.size > 1:
+            links += measure_axis(name, axis, device)
+    return matmuls, list(chain.from_iterable(_all_gather(links)))
 
 
 def _all_gather(own: _T) -> list[_T]:
@@ -106,35 +86,3 @@ def _all_gather(own: _T) -> list[_T]:
     if len(everyone) > 1:
         dist.all_gather_object(everyone, own)
     return everyone
-
-
-def _report(recipe: Recipe, measured: Measured, options: argparse.Namespace, start: float) -> str:
-    """Prints the report, and writes the hardware file. Returns a line on what would break the run,
-    or ""."""
-    facts = measured.facts
-    hosts = [each.host for each in facts]
-    on_cpu = facts[0].device == "CPU"
-    needs = RecipeNeeds.of(recipe, on_cpu=on_cpu)
-    tp_note = tp_warning(hosts, recipe.parallel.tp)
-    report = CheckReport(
-        recipe=recipe,
-        measured=measured,
-        needs=needs,
-        links=slowest_links(measured, recipe.parallel),
-        findings=find(measured, needs, recipe.parallel, tp_note),
-        seconds=time.perf_counter() - start,
-    )
-    text = json.dumps(report.tree()) if options.json else printable("\n".join(report.lines()))
-    print(text, flush=True)
-    if options.emit_hardware is not None and measured.matmuls:
-        per_node = max(map(hosts.count, hosts))
-        base = base_cluster(options.hardware, "" if on_cpu else facts[0].device, per_node)
-        try:
-            text = hardware_text(measured, base, recipe.train.precision)
-            write_output("--emit-hardware", options.emit_hardware, text)
-        except ConfigError as error:  # all ranks raise it
-            return str(error)
-    wrong = [each.text for each in report.findings if each.breaks or options.strict]
-    if not wrong:
-        return ""
-    return f"check: {wrong[0]}" + (f" ({len(wrong) - 1} more)" if len(wrong) > 1 else "")
