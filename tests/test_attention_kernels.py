@@ -38,7 +38,7 @@ from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
 from parallel3d.recipes import peak_flops
-from parallel3d.torch_private import FakeTensorMode
+from parallel3d.tools.verify.fakes import FakeTensorMode
 from parallel3d.training.worker import on_this_gpu
 
 CPU = AttentionDevice("cpu")

@@ -35,17 +35,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.mesh import build_mesh
-from parallel3d.sharding.counting import as_group
+from parallel3d.tools.bench.counting import as_group, collective_name
 from parallel3d.tools.verify.dry_run import Chunks, ShapesOnly, build_dry
-from parallel3d.torch_private import (
-    READ_A_VALUE,
-    FakeTensor,
-    TorchDispatchMode,
-    collective_name,
-    cutting_by,
-    tree_iter,
-    world_of_none,
-)
+from parallel3d.tools.verify.fakes import READ_A_VALUE, FakeTensor, cutting_by, world_of_none
+from parallel3d.torch_private import TorchDispatchMode, tree_iter
 from parallel3d.training.trainer import Trainer
 from tests.fake_cuda.layouts import FAULTY, LAYOUTS
 from tests.fake_cuda.program import Operand, Program, Sent
