@@ -19,12 +19,8 @@ from parallel3d.sharding.units import units_of
     [
         ({}, "FULL_SHARD"),
         ({"dp_replicate": 2}, "HYBRID_SHARD"),
-        ({"zero_stage": 0}, "NO_SHARD"),
         ({"zero_stage": 1, "dp_replicate": 2}, "SHARD_OPTIMIZER"),
-        ({"zero_stage": 2}, "SHARD_GRAD_OP"),
         ({"zero_stage": 2, "dp_replicate": 2}, "_HYBRID_SHARD_ZERO2"),
-        ({"zero_stage": 3, "dp_replicate": 2}, "HYBRID_SHARD"),
-        ({"zero_stage": 3, "sharding": "FULL_SHARD"}, "FULL_SHARD"),
     ],
 )
 def test_a_zero_stage_is_another_name_of_a_strategy(settings: dict, strategy: str) -> None:
