@@ -3,17 +3,16 @@ pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe
+from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import (
@@ -27,7 +26,6 @@ from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.mesh import Axis, Role, axes_of
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
-from parallel3d.pipeline.links import Connect, Links
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.stage import (
     FIRST_PARTS,
@@ -44,21 +42,9 @@ from parallel3d.sharding.apply import shard
 from parallel3d.sharding.optimizer_parts import LocalParameter, ShardedData, local_parameters
 from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
-
-class ModelClass(Protocol):
-    """The constructor of a model, which is built whole, on the meta device, with its layers split
-    over `tp`."""
-
-    def __call__(
-        self,
-        config: ModelConfig,
-        *,
-        tp: DeviceMesh | None,
-        sequence_parallel: bool,
-        recompute: BlockRecompute,
-        recompute_every: int,
-        device: torch.device | str | None,
-    ) -> nn.Module: ...
+# The constructor of a model, which is built whole, on the meta device, with its layers split over
+# `tp`: model_class(config, tp=, sequence_parallel=, recompute=, recompute_every=, device=).
+ModelClass = Callable[..., nn.Module]
 
 
 def block_weights_of(model_class: ModelClass, config: ModelConfig) -> int | None:
@@ -96,23 +82,31 @@ def parallelize(
     schedule: Schedule,
     loss_fn: LossFunction,
     *,
-    connect: Connect = Links,
     initialize: bool = True,
 ) -> Parallelized:
     """Builds the stages, parameters and pipeline of this rank.
 
     A stage is built on the meta device, split over tp, compiled, sharded over the data axes, and
     filled with weights that depend only on the seed and their names. Without `initialize` it holds
-    what the memory held. `connect` makes the links between pipeline ranks."""
-    build = partial(build_full_model, model_class, recipe, mesh)
+    what the memory held."""
+    parallel, pp, dtypes = recipe.parallel, mesh[Role.SPLIT_LAYERS], dtypes_of(recipe)
+    build = partial(
+        model_class,
+        recipe.model,
+        tp=mesh[Role.SPLIT_TENSORS],
+        sequence_parallel=parallel.sequence_parallel,
+        recompute="full" if parallel.recompute == "every_n" else parallel.recompute,
+        recompute_every=parallel.recompute_every or 1,
+        device="meta",
+    )
     reference, ranges = build(), stage_ranges(recipe, schedule)
     refuse_missing_documents(reference, recipe)
     names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     check_nothing_lost(names, ranges)
     tied_ends = tuple(sorted(shared_by_ends(reference, ranges)))
-    aliases, dtypes = tied_names(reference), dtypes_of(recipe)
+    aliases = tied_names(reference)
     stages, data, parameters = [], [], []
-    for index in schedule.stages_of(mesh[Role.SPLIT_LAYERS].get_local_rank()):
+    for index in schedule.stages_of(pp.get_local_rank()):
         module = cut(build(), ranges[index])
         set_fused_gradients(module, True)
         if recipe.train.compile:
@@ -132,31 +126,10 @@ def parallelize(
         draw_initial_weights(parameters, specs, recipe, mesh, device)
     # "seq" is this rank's part of the sequence under sequence parallelism.
     boundary = TensorSpec(("batch", "seq", recipe.model.hidden), dtypes.compute)
-    pipeline = PipelineRuntime(
-        stages,
-        schedule,
-        mesh[Role.SPLIT_LAYERS],
-        loss_fn,
-        boundaries=boundary,
-        device=device,
-        connect=connect,
-    )
+    pipeline = PipelineRuntime(stages, schedule, pp, loss_fn, boundaries=boundary, device=device)
     count = sum(parameter.numel() for parameter in reference.parameters())
     tied = frozenset(aliases.values())
     return Parallelized(stages, data, parameters, pipeline, count, tied, tied_ends)
-
-
-def build_full_model(model_class: ModelClass, recipe: Recipe, mesh: DeviceMesh) -> nn.Module:
-    """Builds the model on the meta device, its layers split over tp."""
-    parallel = recipe.parallel
-    return model_class(
-        recipe.model,
-        tp=mesh[Role.SPLIT_TENSORS],
-        sequence_parallel=parallel.sequence_parallel,
-        recompute="full" if parallel.recompute == "every_n" else parallel.recompute,
-        recompute_every=parallel.recompute_every or 1,
-        device="meta",
-    )
 
 
 def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
@@ -181,15 +154,11 @@ def refuse_missing_documents(model: nn.Module, recipe: Recipe) -> None:
 
 def dtypes_of(recipe: Recipe) -> Dtypes:
     """Returns the dtypes of compute, master weights and gradient reduction."""
-    named = {
-        "fp32": torch.float32,
-        "bf16": torch.bfloat16,
-        "bf16_pure": torch.bfloat16,
-        "fp16": torch.float16,
-    }
-    precision, reduce = recipe.train.precision, recipe.parallel.reduce_dtype
-    master = torch.bfloat16 if precision == "bf16_pure" else torch.float32
-    return Dtypes(compute=named[precision], master=master, reduce=named[reduce])
+    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    precision, is_pure, _ = recipe.train.precision.partition("_pure")
+    compute = named[precision]
+    master = compute if is_pure else torch.float32
+    return Dtypes(compute=compute, master=master, reduce=named[recipe.parallel.reduce_dtype])
 
 
 def compile_stage(module: nn.Module, recipe: Recipe, schedule: Schedule) -> None:

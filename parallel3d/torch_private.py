@@ -7,22 +7,15 @@ hide what differs between torch 2.11 and 2.15.
 
 from __future__ import annotations
 
-import datetime
-import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-# shapes without memory, for the dry run
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # what `torch.compile` can trace
 from torch.distributed import _functional_collectives as functional_collectives
@@ -31,7 +24,6 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
 # sees every operator that is called
@@ -40,8 +32,6 @@ from torch.utils._pytree import tree_iter as tree_iter  # the tensors in nested 
 
 __all__ = [
     "DcpPlace",
-    "FakeTensor",
-    "FakeTensorMode",
     "TorchDispatchMode",
     "functional_collectives",
     "tree_iter",
@@ -50,9 +40,6 @@ __all__ = [
 # Operators on lists of tensors: on a GPU one kernel for many tensors, where a loop launches one for
 # each.
 foreach_copy_ = torch._foreach_copy_
-
-# the operator behind `Tensor.item` and `if tensor:`
-READ_A_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -119,9 +106,10 @@ def draw_dtensors_by(draw: Callable[[DTensor, Callable[[Tensor], object]], None]
         handlers.setdefault(operator, handler)  # type: ignore[arg-type]
 
 
-def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Returns how long a collective of a group waits for its peers."""
-    return math.ceil(group._get_backend(device).options._timeout.total_seconds()) * 1000
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit
 
 
 def limit_waits(seconds: float) -> None:
@@ -129,7 +117,7 @@ def limit_waits(seconds: float) -> None:
     long for its peers. Each group has a public `set_timeout`; the list of all groups is private. A
     DeviceMesh makes its groups with torch's default of half an hour."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        group.set_timeout(datetime.timedelta(seconds=seconds))
+        group.set_timeout(timedelta(seconds=seconds))
 
 
 def abort_groups() -> None:
@@ -205,27 +193,6 @@ def with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Mod
     return changed
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns a number that tells a storage from all others that are alive. `data_ptr` is 0 for a
-    fake tensor."""
-    return int(storage._cdata)
-
-
-def storage_references(storage: torch.UntypedStorage) -> int:
-    """Returns how many references there are to a storage. torch's own CUDA graph trees ask it in
-    this way."""
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-def collective_name(operator: Any) -> str | None:
-    """Returns the name of an operator that a `TorchDispatchMode` sees, such as "allreduce_", if it
-    is a collective of torch.distributed or of its functional twin (which torch.compile and DTensor
-    use); None for any other operator."""
-    if operator.namespace not in ("c10d", "_c10d_functional"):
-        return None
-    return str(operator._overloadpacket.__name__)
-
-
 def keep_delayed_gradients(root: FSDPModule) -> None:
     """Adds the gradients that the second half of a split backward has made to those that
     `fully_shard` keeps. Until torch 2.14 it keeps them apart, in the dtype of the reduction, and
@@ -254,32 +221,3 @@ def _groups(root: FSDPModule) -> list[Any]:
         getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
     ]
     return [group for of_module in groups for group in of_module if group is not None]
-
-
-@contextmanager
-def cutting_by(chunk: Any) -> Iterator[None]:
-    """Lets `fully_shard` cut its parameters by `chunk(tensor, chunks, dim=...)` for a block, in the
-    place of a function that makes a tensor for each of the ranks."""
-    eager = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = chunk
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = eager
-
-
-@contextmanager
-def world_of_none(size: int, rank: int) -> Iterator[None]:
-    """Holds a default process group of `size` ranks open for a block, of which this process is
-    `rank` and the others do not exist: nothing is sent. torch registers its backend in a module for
-    its own tests alone."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        # DTensor would give tensors of the next world a mesh of this world's groups
-        _clear_sharding_prop_cache()

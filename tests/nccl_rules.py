@@ -36,13 +36,10 @@ from torch import Tensor, nn
 from parallel3d.pipeline import links
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import Stage
-from parallel3d.pipeline.links import OfflineLinks
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.schedule import Action, Schedule
 
-Fault = Literal[
-    "groups of all ranks", "one group for both ways", "connected at first use", "posted at once"
-]
+Fault = Literal["one group for both ways", "posted at once"]
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,6 @@ class Program:
     rank: int
     faults: frozenset[Fault] = frozenset()
     steps: list[Step] = field(default_factory=list)
-    # where the memory of received messages begins
-    received_into: set[int] = field(default_factory=set)
     _used: set[str] = field(default_factory=set)  # the names of `Compute` so far
     _barriers: int = 0
 
@@ -102,9 +97,7 @@ class Program:
             module = _Stage(self, stage)
             stages.append(Stage(module, module.note_backward, module.note_weights))
         shape = TensorSpec((1,))
-        runtime = PipelineRuntime(
-            stages, self.schedule, self, _loss, boundaries=shape, connect=OfflineLinks
-        )  # type: ignore[arg-type]
+        runtime = PipelineRuntime(stages, self.schedule, self, _loss, boundaries=shape)  # type: ignore[arg-type]
         runtime.warms_up = True
         return runtime
 
@@ -124,6 +117,7 @@ class Program:
         with ExitStack() as patches:
             for name in ("isend", "irecv", "barrier", "get_process_group_ranks", "get_group_rank"):
                 patches.enter_context(mock.patch.object(dist, name, getattr(self, f"_{name}")))
+            patches.enter_context(mock.patch.object(dist, "get_backend", lambda group: "fake"))
             patches.enter_context(mock.patch.object(links, "group_of", self._group_of))
             if "posted at once" in self.faults:
                 patches.enter_context(mock.patch.object(Schedule, "postable_after", _zeros))
@@ -137,16 +131,11 @@ class Program:
         return self._transfer(group, self.rank, group_dst)
 
     def _irecv(self, tensor: Tensor, group: Hashable, group_src: int) -> _Work | None:
-        if self._barriers:  # before it the ranks connect
-            self.received_into.add(tensor.data_ptr())
         return self._transfer(group, group_src, self.rank)
 
     def _transfer(self, group: Hashable, source: int, target: int) -> _Work:
         number = len(self.steps)
-        if self._barriers or self.faults.isdisjoint(
-            {"groups of all ranks", "connected at first use"}
-        ):
-            self.steps.append(Transfer(number, group, source, target))
+        self.steps.append(Transfer(number, group, source, target))
         return _Work(self, number)
 
     def _barrier(self, group: Hashable) -> None:
@@ -162,8 +151,6 @@ class Program:
     def _group_of(self, ranks: Sequence[int], description: str, **options: Any) -> Hashable:
         assert options["name"].endswith(f"{ranks[0]} to {ranks[1]}")
         source, target = ranks
-        if "groups of all ranks" in self.faults:
-            return source < target
         if "one group for both ways" in self.faults:
             return frozenset(ranks)
         self.steps.append(Meet((source, target), frozenset(ranks)))
@@ -195,9 +182,7 @@ class _Work:
     number: int
 
     def wait(self, timeout: object = None) -> None:
-        # a transfer that a fault leaves out is not waited for
-        if self.number < len(self.program.steps):
-            self.program.steps.append(Wait(self.number))
+        self.program.steps.append(Wait(self.number))
 
 
 def _loss(output: Tensor, labels: object) -> Tensor:

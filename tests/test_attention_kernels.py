@@ -37,7 +37,7 @@ from parallel3d.layers.parameter import ParallelContext, initial_weights
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
-from parallel3d.torch_private import FakeTensorMode
+from parallel3d.tools.verify.fakes import FakeTensorMode
 
 CPU = AttentionDevice("cpu")
 V100, A100, L4, H100 = (

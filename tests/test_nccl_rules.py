@@ -51,19 +51,6 @@ def test_a_schedule_of_ones_own_is_put_through_it_by_one_call() -> None:
     assert_never_hangs(from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", name="mine"))
 
 
-def test_ranks_that_connect_at_their_first_message_hang() -> None:
-    assert hanging("groups of all ranks", "posted at once") == set(SCHEDULES)
-    assert hanging("connected at first use", "posted at once") == set(SCHEDULES)
-    faults: frozenset[Fault] = frozenset({"groups of all ranks", "posted at once"})
-    where = stuck(programs(usual("1f1b", 2), faults=faults), device_waits=False)
-    assert [line.partition(":")[0] for line in where] == ["rank 0", "rank 1"]
-    assert (
-        "host at Transfer" in where[0]
-        and "source=1, target=0" in where[0]
-        and "source=0, target=1" in where[1]
-    )
-
-
 def test_one_group_for_both_ways_hangs_where_a_rank_sends_both_ways_in_turn() -> None:
     # all forwards come before all backwards, or one message at a time
     fine_by_luck = {"gpipe", "looped_bfs", "naive"}

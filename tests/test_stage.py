@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from parallel3d.config.load import load_recipe, to_yaml
+from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
-from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.stage import (
     block_ranges,
-    boundaries_of,
     check_nothing_lost,
     cut,
     cut_by_names,
@@ -39,11 +37,6 @@ def test_every_layer_is_on_one_stage(stages: int, more: int) -> None:
     assert [i for blocks in ranges for i in range(blocks.first, blocks.end)] == list(range(layers))
     sizes = [blocks.end - blocks.first for blocks in ranges]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 layers cannot fill 4 stages"):
-        balanced_cut(2, 4, EVEN)
 
 
 def test_stages_hold_the_whole_model_under_its_own_names() -> None:
@@ -93,15 +86,6 @@ def test_no_cut_has_a_cheaper_costliest_stage(
     assert sizes_between(cut_points(sizes), blocks) == sizes
 
 
-def test_a_head_may_stand_alone() -> None:
-    assert balanced_cut(4, 3, PartCosts(embedding=0.0, block=1.0, head=9.0)) == [2, 2, 0]
-    ranges = block_ranges([0, 5, 0])
-    names = {name for name, _ in Llama(MODEL, device="meta").named_parameters()}
-    check_nothing_lost(names, ranges)
-    assert names_of(ranges[0], names) == {"embed.weight"}
-    assert names_of(ranges[2], names) == {"norm.weight", "head.weight"}
-
-
 RECIPE = """
 model: {layers: 6, hidden: 32, heads: 4, ffn_hidden: 48, vocab: 512}
 parallel: {pp: 2, virtual_stages: 2, schedule: interleaved_1f1b, stage_boundaries: BOUNDARIES}
@@ -113,14 +97,6 @@ def write_recipe(tmp_path: Path, boundaries: str) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("BOUNDARIES", boundaries))
     return path
-
-
-def test_boundaries_of_a_recipe_are_kept(tmp_path: Path) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, "[0, 2, 6]"), cards=shape_cards())
-    assert recipe.parallel.stage_boundaries == (0, 2, 6)
-    path = tmp_path / "again.yaml"
-    path.write_text(to_yaml(recipe))
-    assert load_recipe(path, cards=shape_cards()).parallel.stage_boundaries == (0, 2, 6)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +137,6 @@ def test_a_sequential_is_cut_into_its_own_modules() -> None:
     for stage in stages:
         y = stage(y)
     assert torch.equal(y, model(x))
-    assert boundaries_of(stages, x) == [(TensorSpec((3, 8)),), (TensorSpec((3, 4)),)]
     with pytest.raises(ValueError, match="leave a stage empty of the 4 modules"):
         cut_sequential(model, [2, 2])
 
@@ -175,10 +150,9 @@ def test_any_model_is_cut_by_the_names_of_its_modules() -> None:
     x = torch.randn(2, 4)
     y, skip = stages[1](*stages[0](x))
     assert torch.equal(skip, x) and y.shape == x.shape
-    assert boundaries_of(stages, x) == [(TensorSpec((2, 4)), TensorSpec((2, 4)))]
     with pytest.raises(ValueError, match="leave out .*rest.last"):
         cut_by_names(model, ["blocks.0", "blocks.1"], [1])
-    with pytest.raises(ValueError, match="have twice"):
+    with pytest.raises(ValueError, match="one parameter on two stages"):
         cut_by_names(model, ["blocks.0", "blocks", "rest"], [1])
 
 

@@ -178,7 +178,7 @@ def test_a_beat_shows_the_steps_the_phase_and_where_the_main_thread_is(own: Hear
 
 
 def test_the_code_that_waits_for_other_ranks_says_so(own: Heartbeat) -> None:
-    from parallel3d.host_memory import ring
+    from parallel3d.shared_memory import ring
 
     with phase("forward or backward", waits=True):
         assert beat_of_main_thread(own).waits

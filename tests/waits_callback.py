@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.llama import Llama
-from parallel3d.torch_private import timeout_ms
+from parallel3d.torch_private import timeout_of
 from parallel3d.training.callbacks import Callback, RunView
 from parallel3d.training.step_result import StepResult
 
@@ -22,7 +22,8 @@ FILE = Path("waits")
 
 def write_waits() -> None:
     groups = list(dist.distributed_c10d._world.pg_map)
-    waits = {group.group_desc: timeout_ms(group, torch.device("cpu")) for group in groups}
+    limits = {group.group_desc: timeout_of(group, torch.device("cpu")) for group in groups}
+    waits = {name: limit.total_seconds() * 1000 for name, limit in limits.items()}
     assert len(waits) == len(groups)
     with FILE.open("a") as file:
         file.write(json.dumps(waits) + "\n")

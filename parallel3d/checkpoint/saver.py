@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.store import retain
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
-from parallel3d.torch_private import timeout_ms
+from parallel3d.torch_private import timeout_of
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Saver(AbstractContextManager["Saver"]):
         if rule.in_background:
             assert dist.group.WORLD is not None
             # not torch's default
-            wait = timedelta(milliseconds=timeout_ms(dist.group.WORLD, torch.device("cpu")))
+            wait = timeout_of(dist.group.WORLD, torch.device("cpu"))
             self._group = dist.new_group(backend="gloo", group_desc="saves", timeout=wait)
         self._memory = StagingMemory()
         self._under_way: _SaveUnderWay | None = None

@@ -3,9 +3,9 @@ backward passes call.
 
 An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis
 is. `start_*` return at once a function that waits for the result, the same bits on every rank.
-Small tensors of CPUs on one host go through `host_memory.exchange`, all others through the backend.
-Under `torch.compile` all of them are torch's functional collectives, which a compiler can put into
-its graph and overlap.
+Small tensors of CPUs on one host go through `shared_memory.collectives`, all others through the
+backend. Under `torch.compile` all of them are torch's functional collectives, which a compiler can
+put into its graph and overlap.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from parallel3d.host_memory.exchange import SLOT_BYTES, exchange_of
 from parallel3d.mesh import Axis
+from parallel3d.shared_memory.collectives import SLOT_BYTES, exchange_of
 from parallel3d.torch_private import functional_collectives as functional
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,31 +27,25 @@ class TensorSpec:
     dtype: torch.dtype = torch.float32
     requires_grad: bool = True
 
-    @classmethod
-    def like(cls, tensor: Tensor) -> TensorSpec:
-        """Makes the spec of an example tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
     @cached_property
     def has_gradient(self) -> bool:
         return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
 
     def with_sizes(self, sizes: Sizes) -> TensorSpec:
-        """Returns the spec with numbers in the place of names. Raises ValueError where a name has
-        no size."""
-        unknown = [size for size in self.shape if isinstance(size, str) and size not in sizes]
-        if unknown:
+        """Returns the spec with numbers instead of names. Raises ValueError if a name has no
+        size."""
+        try:
+            shape = tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
+        except KeyError as unknown:
             raise ValueError(
-                f"{self}: no size given for {', '.join(map(str, unknown))}; given are {dict(sizes)}"
-            )
-        return replace(
-            self, shape=tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
-        )
+                f"{self}: no size given for {unknown.args[0]}; given are {dict(sizes)}"
+            ) from None
+        return replace(self, shape=shape)
 
-    @cached_property
-    def nbytes(self) -> int:
-        """The bytes of the tensor; the shape must consist of numbers."""
-        return math.prod(size for size in self.shape if isinstance(size, int)) * self.dtype.itemsize
+    def fits(self, tensor: Tensor) -> bool:
+        """Returns whether the spec declares this tensor, and the gradient that it needs."""
+        is_same = tensor.shape == self.shape and tensor.dtype == self.dtype
+        return is_same and (self.has_gradient or not tensor.requires_grad)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}]"
@@ -61,18 +56,18 @@ Boundary = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True)
 class Message:
-    """The tensors that one transfer carries, of known shapes: a stage's outputs, or the gradients
-    of them."""
+    """The tensors that one transfer carries, of known shapes: the outputs of a stage, or their
+    gradients."""
 
     specs: Boundary
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.specs)
+        return sum(math.prod(map(int, spec.shape)) * spec.dtype.itemsize for spec in self.specs)
 
     @cached_property
     def digest(self) -> int:
-        """A checksum that is equal on two ranks whose declarations are the same."""
+        """A checksum that is equal on two ranks if their declarations are the same."""
         return zlib.crc32(str(self).encode())
 
     def __str__(self) -> str:
@@ -97,16 +92,14 @@ def normalized(
     boundaries: TensorSpec | Boundary | Sequence[Boundary], stages: int
 ) -> tuple[Boundary, ...]:
     """Returns one boundary for each gap between stages, from one that all gaps share or a list.
-    Raises ValueError where the list has another length."""
-    if isinstance(boundaries, TensorSpec):
-        boundaries = (boundaries,)
-    if boundaries and all(isinstance(spec, TensorSpec) for spec in boundaries):
-        return (tuple(spec for spec in boundaries if isinstance(spec, TensorSpec)),) * (stages - 1)
-    listed = tuple(tuple(each) for each in boundaries if not isinstance(each, TensorSpec))
+    Raises ValueError if the list has another length."""
+    listed: Sequence[Any] = (boundaries,) if isinstance(boundaries, TensorSpec) else boundaries
+    if listed and isinstance(listed[0], TensorSpec):
+        return (tuple(listed),) * (stages - 1)
     if len(listed) != stages - 1:
         raise ValueError(
             f"{len(listed)} boundaries for {stages} stages: declare the tensors that cross, once "
             f"for all {stages - 1} gaps or for each, such as boundaries=TensorSpec((batch, seq, "
             "hidden))"
         )
-    return listed
+    return tuple(map(tuple, listed))

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel3d.errors import Parallel3dError, RankError
-from parallel3d.host_memory.ring import PeerLostError
 from parallel3d.layers.gradients import DelayedGradients, Work
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.transport import Tensors, Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
+from parallel3d.shared_memory.ring import PeerLostError
 from parallel3d.timeline.recorder import Recorder
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -42,8 +42,8 @@ class Stage:
     """A slice of the model on this rank, and three calls by which the data dimension follows its
     backwards: `before_backward(last)` comes before each backward and says whether the stage's
     gradients are complete after it; `after_weights(last)` comes after the second half of each split
-    backward and says the same; `drop_gradients()` throws away the gradients of
-    `PipelineRuntime.warm_up`, which without it puts back those that were there."""
+    backward and says the same; `drop_gradients()` throws away the gradients of the warm-up
+    (`PipelineRuntime.warms_up`), which without it puts back those that were there."""
 
     module: nn.Module
     before_backward: Callable[[bool], None] = lambda last: None
@@ -56,11 +56,13 @@ class Stage:
 @dataclass(frozen=True)
 class Batch:
     """The microbatches of a run: `inputs[m]` goes to the first stage, a tensor or a tuple of them,
-    `labels[m]` to the loss, `keywords[m]` to every stage's forward."""
+    `labels[m]` to the loss, `keywords[m]` to the forward of every stage. `sizes` has the numbers
+    for the names of sizes that boundaries have."""
 
     inputs: Microbatches | None
     labels: Microbatches | None
     keywords: Sequence[Mapping[str, Any]] | None
+    sizes: Mapping[str, int] | None
 
 
 @dataclass
@@ -79,7 +81,6 @@ class ScheduleExecutor:
 
     def __post_init__(self) -> None:
         self._rank, self._last_stage = self.transport.links.rank, self.schedule.stages - 1
-        self._handed_over: dict[Action, Tensors] = {}  # between two stages of this rank
         # What a forward leaves for its backward, by (stage, microbatch): the inputs that get a
         # gradient, and the outputs' places in the graph (the last stage's is the loss). The outputs
         # themselves are not kept.
@@ -110,7 +111,9 @@ class ScheduleExecutor:
                 if recorder is not None:
                     recorder.add(action, start, recorder.now())
                 if made is not None:
-                    self._give(action, made)
+                    taker = self.schedule.feeds(action)
+                    assert taker is not None
+                    self.transport.send(taker, made)
                 # so that their memory is free before the next action waits for its input
                 del taken, made
                 self.transport.action_issued()
@@ -123,7 +126,7 @@ class ScheduleExecutor:
         """The sum of the microbatches' losses, float64; 0 without the last stage."""
         if self.loss is not None:
             return self.loss
-        return torch.zeros((), dtype=torch.float64, device=self.transport.device)
+        return torch.zeros((), dtype=torch.float64, device=self.transport.links.device)
 
     def _take(self, action: Action) -> Tensors:
         """What another stage has made for the action; for the first stage's forward, the
@@ -134,23 +137,13 @@ class ScheduleExecutor:
             return _as_tuple(self.batch.inputs[microbatch])
         if kind is Kind.WEIGHT or (kind is not Kind.FORWARD and stage == self._last_stage):
             return ()
-        giver = stage - 1 if kind is Kind.FORWARD else stage + 1
-        is_here = self.schedule.placement[giver] == self._rank
-        taken = self._handed_over.pop(action) if is_here else self.transport.receive(action)
+        taken = self.transport.receive(action)
         if kind is Kind.FORWARD and self.schedule.trains:
-            for x, spec in zip(taken, self.transport.crossings[giver].forward.specs, strict=True):
+            specs = self.transport.crossings[stage - 1].forward.specs
+            for x, spec in zip(taken, specs, strict=True):
                 if spec.has_gradient:
                     x.requires_grad_()
         return taken
-
-    def _give(self, action: Action, made: Tensors) -> None:
-        """Hands what an action made to the action that takes it, on this rank or another."""
-        taker = self.schedule.feeds(action)
-        assert taker is not None
-        if self.schedule.placement[taker.stage] == self._rank:
-            self._handed_over[taker] = made
-        else:
-            self.transport.send(taker, made)
 
     def _after_forward(self, action: Action, inputs: Tensors, output: Any) -> Tensors | None:
         """Keeps what the backward needs. Returns the outputs for the next stage, or None after the
@@ -158,8 +151,7 @@ class ScheduleExecutor:
         what its boundary declares."""
         stage, _, microbatch = action
         trains = self.schedule.trains
-        received = self.transport.crossings[stage - 1].forward.specs if stage > 0 else ()
-        kept = tuple(x for x, spec in zip(inputs, received, strict=False) if spec.has_gradient)
+        kept = tuple(x for x in inputs if x.requires_grad)
         if stage == self._last_stage:
             if self.loss_fn is None:
                 self.outputs.append(output)
@@ -171,22 +163,15 @@ class ScheduleExecutor:
             if trains:
                 self._alive[stage, microbatch] = kept, [loss]
             return None
-        outputs, specs = _as_tuple(output), self.transport.crossings[stage].forward.specs
-        if len(outputs) != len(specs):
+        outputs, message = _as_tuple(output), self.transport.crossings[stage].forward
+        specs = message.specs
+        fit = [spec.fits(y) for spec, y in zip(specs, outputs, strict=False)]
+        if not all(fit) or len(outputs) != len(specs):
+            given = " and ".join(_described(y) for y in outputs)
             raise ValueError(
-                f"the stage gives {len(outputs)} tensors, and its boundary declares {len(specs)}"
+                f"the stage gives {given}, and its boundary declares {message}; an output that "
+                "needs a gradient must be detached, or declared with requires_grad=True"
             )
-        for at, (tensor, spec) in enumerate(zip(outputs, specs, strict=True)):
-            given = TensorSpec.like(tensor)
-            if (given.shape, given.dtype) != (spec.shape, spec.dtype):
-                raise ValueError(
-                    f"the stage's output {at} is {given}, and its boundary declares {spec}"
-                )
-            if tensor.requires_grad and not spec.has_gradient:
-                raise ValueError(
-                    f"the stage's output {at} needs a gradient, and its boundary declares that "
-                    "none comes back; detach it, or declare requires_grad=True"
-                )
         if trains:
             returning = [y for y, spec in zip(outputs, specs, strict=True) if spec.has_gradient]
             roots = [get_gradient_edge(y) if y.requires_grad else None for y in returning]
@@ -251,6 +236,11 @@ def _differentiate(roots: Sequence[GradientEdge | Tensor | None], grads: Tensors
             gradients.append(grad)
     if starts:
         torch.autograd.backward(starts, gradients)
+
+
+def _described(y: Tensor) -> str:
+    gradient = ", which needs a gradient" if y.requires_grad else ""
+    return f"{TensorSpec(tuple(y.shape), y.dtype)}{gradient}"
 
 
 def _as_tuple(value: Any) -> Tensors:

@@ -15,11 +15,12 @@ import secrets
 import select
 import socket
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,10 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
-from parallel3d.host_memory.ring import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, reserve
-from parallel3d.host_memory.segment import own_folder
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.torch_private import default_store, group_of, timeout_ms
+from parallel3d.shared_memory.ring import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, reserve
+from parallel3d.shared_memory.segment import own_folder
+from parallel3d.torch_private import default_store, group_of, timeout_of
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
@@ -48,7 +49,7 @@ class Links:
         # the ways of all ranks that have shared memory
         self._shared: frozenset[Way] = frozenset()
         self._pipeline = pp.get_group() if self.size > 1 else None
-        self._ways, self._device = _ways(schedule), device
+        self._ways, self.device = _ways(schedule), device
         # this rank's ways, with the other end's rank in it
         self._groups: dict[Way, tuple[dist.ProcessGroup, int]] = {}
         # the first rank's on all ranks, and no other pipeline's
@@ -56,9 +57,11 @@ class Links:
         self._is_closed = False
         # where the ranks leave the message of the first failure; "" where there are no others
         self._failure_key = ""
-        self._timeout_ms: Callable[[], int] = int
-        if self.size > 1:
-            self._meet(pp.get_group(), schedule, device)
+        self._timeout: Callable[[], timedelta] = timedelta
+        # In torch's "fake" process group (a dry run) there are no other processes to meet: all
+        # messages go through the groups, as on GPUs.
+        if self._pipeline is not None and dist.get_backend(self._pipeline) != "fake":
+            self._meet(self._pipeline, schedule, device)
         if not self._shared.issuperset(self._ways):
             self.open_groups()
 
@@ -70,7 +73,7 @@ class Links:
         """Every target makes the memory of its links and tells all ranks where it is; then both
         ends open it."""
         # which changes after the first step
-        self._timeout_ms = partial(timeout_ms, pipeline, device)
+        self._timeout = partial(timeout_of, pipeline, device)
         with own_folder(device.type) as folder:
             mine: dict[Way, Path] = {}
             for source, target in self._ways:
@@ -103,8 +106,8 @@ class Links:
         circle of ranks waits for each other."""
         if self._groups or self._pipeline is None:
             return
-        ranks, device = dist.get_process_group_ranks(self._pipeline), self._device
-        timeout = timedelta(milliseconds=self._timeout_ms()) or None
+        ranks, device = dist.get_process_group_ranks(self._pipeline), self.device
+        timeout = self._timeout() or None
         first_message = torch.zeros(1, device=device)
         for source, target in self._ways:
             if self.rank not in (source, target):
@@ -121,34 +124,26 @@ class Links:
         dist.barrier(self._pipeline)
 
     def isend(self, tensor: Tensor, target: int) -> dist.Work:
-        """Starts to send a tensor by the backend. Raises PeerLostError where the other end has
+        """Starts to send a tensor by the backend. Raises PeerLostError if the other end has
         gone."""
         group, other = self._groups[self.rank, target]
-        with _noticing_loss(target):
-            work = dist.isend(tensor, group=group, group_dst=other)
-        assert work is not None
+        work: dist.Work = _noticing_loss(target, dist.isend, tensor, group=group, group_dst=other)
         return work
 
     def irecv(self, tensor: Tensor, source: int) -> dist.Work:
-        """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError where
+        """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError if
         the other end has gone."""
         group, other = self._groups[source, self.rank]
-        with _noticing_loss(source):
-            work = dist.irecv(tensor, group=group, group_src=other)
-        assert work is not None
+        work: dist.Work = _noticing_loss(source, dist.irecv, tensor, group=group, group_src=other)
         return work
 
     def complete(self, work: dist.Work, peer: int) -> None:
-        """Waits for a transfer by the backend. Raises PeerLostError where pipeline rank `peer` has
+        """Waits for a transfer by the backend. Raises PeerLostError if pipeline rank `peer` has
         gone or stays silent."""
-        with _noticing_loss(peer):
-            if self._device.type == "cuda":
-                # the stream waits, and NCCL's watchdog knows the limit; told one, it would stop the
-                # host
-                work.wait()
-            else:
-                # gloo's messages know only their group's first
-                work.wait(timedelta(milliseconds=self._timeout_ms()))
+        # On a GPU the stream waits, and NCCL's watchdog knows the limit; with one given, the host
+        # would stop. gloo's messages know only the first limit of their group.
+        limits = () if self.device.type == "cuda" else (self._timeout(),)
+        _noticing_loss(peer, work.wait, *limits)
 
     def wait(self, link: Incoming) -> int:
         """Waits for the next message of a link, and returns its digest. Meanwhile messages that
@@ -169,8 +164,9 @@ class Links:
         sleeper = select.poll()
         for pipe in (*pipes, *(link.credits for link in waiting)):
             sleeper.register(pipe, select.POLLIN)
-        if not sleeper.poll(self._timeout_ms()):
-            raise PeerLostError(f"no answer within {self._timeout_ms() / 1000:.0f} s")
+        limit_s = self._timeout().total_seconds()
+        if not sleeper.poll(limit_s * 1000):
+            raise PeerLostError(f"no answer within {limit_s:.0f} s")
         for link in waiting:
             link.flush()
 
@@ -203,22 +199,10 @@ class Links:
         return str(default_store().get(self._failure_key).decode())
 
 
-Connect = Callable[[DeviceMesh, Schedule, torch.device], Links]
-
-
-class OfflineLinks(Links):
-    """Stands in for the links of a rank whose pipeline has no other processes (a dry run in torch's
-    "fake" process group). All messages go through the groups, as on GPUs, and a failure is told to
-    nobody."""
-
-    def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
-        pass
-
-
-@contextmanager
-def _noticing_loss(peer: int) -> Iterator[None]:
+def _noticing_loss(peer: int, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls torch. Raises PeerLostError if that fails."""
     try:
-        yield
+        return call(*args, **options)
     except RuntimeError as error:
         raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from parallel3d.pipeline.execution import (
     ScheduleExecutor,
     Stage,
 )
-from parallel3d.pipeline.links import Connect, Links
-from parallel3d.pipeline.transport import Buffers, Transport, WarmupTransport
+from parallel3d.pipeline.links import Links
+from parallel3d.pipeline.transport import Transport, WarmupTransport
 from parallel3d.schedules.build import forward_only
 from parallel3d.schedules.check import check_schedule
 from parallel3d.schedules.schedule import Schedule
@@ -40,10 +41,9 @@ class PipelineRuntime:
 
     `stages` are this rank's, in the order of the model. `loss_fn(output, labels)` returns the
     scalar that is differentiated, already divided so that microbatches and data ranks can be
-    summed. `boundaries` says what crosses between stages, once for all gaps or as a list. `connect`
-    makes the links between the ranks. All ranks of `pp` build their runtime at once. Raises
-    ScheduleError where the schedule cannot be carried out or the ranks have different ones,
-    ValueError where the stages do not suit it.
+    summed. `boundaries` says what crosses between stages, once for all gaps or as a list. All ranks
+    of `pp` build their runtime at once. Raises ScheduleError if the schedule cannot be carried out
+    or the ranks have different ones, ValueError if the stages do not suit it.
     """
 
     def __init__(
@@ -55,35 +55,30 @@ class PipelineRuntime:
         *,
         boundaries: TensorSpec | Boundary | Sequence[Boundary] = (),
         device: torch.device | str | None = None,
-        connect: Connect = Links,
     ) -> None:
         check_schedule(schedule)
-        if len(schedule.ranks) != pp.size():
+        ranks, indices = len(schedule.ranks), schedule.stages_of(pp.get_local_rank())
+        if ranks != pp.size() or len(stages) != len(indices):
             raise ValueError(
-                f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, the mesh has "
-                f"{pp.size()}"
-            )
-        indices = schedule.stages_of(pp.get_local_rank() if pp.size() > 1 else 0)
-        if len(stages) != len(indices):
-            raise ValueError(
-                f"schedule {schedule.name}: this rank holds stages {indices}, and {len(stages)} "
-                "modules were given"
+                f"schedule {schedule.name}: has {ranks} ranks, and stages {indices} on this one; "
+                f"the mesh has {pp.size()} ranks, and {len(stages)} modules were given"
             )
         self.schedule, self.loss_fn = schedule, loss_fn
         own = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
         if schedule.splits:
             own = [replace(stage, delayed=delay_weight_gradients(stage.module)) for stage in own]
         self.stages = dict(zip(indices, own, strict=True))
-        self.device = torch.device(device or _device_of(own))
-        self.links = connect(pp, schedule, self.device)
+        if device is None:
+            held = nn.ModuleList(stage.module for stage in own)
+            device = next((x.device for x in chain(held.parameters(), held.buffers())), "cpu")
+        self.links = Links(pp, schedule, torch.device(device))
         self._boundaries = normalized(boundaries, schedule.stages)
-        # What crosses between stages, and the memory that receives it, for the latest sizes.
+        # what crosses between stages, for the latest sizes
         self._sizes: Sizes | None = None
         self._crossings: tuple[Crossing, ...] = ()
-        self._buffers = Buffers(self.device)
         # Stages run alone before the first step of each set of sizes and number of microbatches: on
         # a GPU, loading a kernel may wait for all that was posted, such as a receive.
-        self.warms_up = self.device.type == "cuda" and len(schedule.ranks) > 1
+        self.warms_up = self.links.device.type == "cuda" and ranks > 1
         self._warm: set[tuple[Any, ...]] = set()
 
     def run(
@@ -123,10 +118,8 @@ class PipelineRuntime:
             )
         if schedule.trains and self.is_last and self.loss_fn is None:
             raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
-        batch = Batch(inputs, labels, keywords)
-        executor = self._executor(schedule, batch, sizes, self.loss_fn, recorder)
-        executor.run()
-        return executor.total_loss
+        batch = Batch(inputs, labels, keywords, sizes)
+        return self._execute(schedule, batch, self.loss_fn, recorder).total_loss
 
     @torch.no_grad()
     def evaluate(
@@ -140,8 +133,9 @@ class PipelineRuntime:
     ) -> Tensor:
         """Returns the sum of losses as `run` does, without training. `microbatches` is needed if
         `inputs` is None and their number is not that of training."""
-        batch = Batch(inputs, labels, keywords)
-        return self._run_forward(batch, microbatches, sizes, self.loss_fn).total_loss
+        schedule = self._forward_only(inputs, microbatches)
+        batch = Batch(inputs, labels, keywords, sizes)
+        return self._execute(schedule, batch, self.loss_fn).total_loss
 
     @torch.no_grad()
     def forward(
@@ -154,49 +148,8 @@ class PipelineRuntime:
     ) -> list[Any]:
         """Returns the last stage's output for each microbatch on its rank, and an empty list
         elsewhere."""
-        return self._run_forward(Batch(inputs, None, keywords), microbatches, sizes, None).outputs
-
-    def warm_up(
-        self,
-        inputs: Microbatches | None,
-        labels: Microbatches | None = None,
-        *,
-        sizes: Sizes | None = None,
-        keywords: Sequence[Mapping[str, Any]] | None = None,
-        schedule: Schedule | None = None,
-    ) -> None:
-        """Does each kind of action of each stage of this rank once, without other pipeline ranks.
-
-        Kernels are loaded, compiled and tuned, and the groups of tensor and data parallelism
-        connected, while no receive is outstanding. `run` calls it first if `warms_up`. Parameters,
-        gradients, buffers and torch's generators are left as they were; gradients of a stage with
-        `drop_gradients` must be clear before. The ranks that share these stages call it at once,
-        with the arguments of `run`."""
-        schedule, batch = schedule or self.schedule, Batch(inputs, labels, keywords)
-        self._set_batch(schedule, batch, sizes)
-        schedule = schedule.first_of_each_kind(self.links.rank)
-        transport = WarmupTransport(self.links, schedule, self._crossings, self._buffers)
-        loss_fn = self.loss_fn if schedule.trains or labels is not None else None
-        executor = ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, None)
-        stages = self.stages.values()
-        buffers = {x: x.clone() for stage in stages for x in stage.module.buffers()}
-        gradients: dict[nn.Parameter, Tensor | None] = {}
-        for stage in stages:
-            if stage.drop_gradients is None:
-                gradients |= {parameter: parameter.grad for parameter in stage.module.parameters()}
-        for parameter in gradients:
-            parameter.grad = None
-        devices = [self.device] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices):
-            executor.run()
-        for stage in stages:
-            if stage.drop_gradients is not None:
-                stage.drop_gradients()
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
+        schedule = self._forward_only(inputs, microbatches)
+        return self._execute(schedule, Batch(inputs, None, keywords, sizes), None).outputs
 
     @property
     def last_rank(self) -> int:
@@ -208,69 +161,72 @@ class PipelineRuntime:
         """True if this rank holds the last stage, and so has the loss and the outputs."""
         return self.schedule.stages - 1 in self.stages
 
-    def _run_forward(
-        self,
-        batch: Batch,
-        microbatches: int | None,
-        sizes: Sizes | None,
-        loss_fn: LossFunction | None,
-    ) -> ScheduleExecutor:
+    def _forward_only(self, inputs: Microbatches | None, microbatches: int | None) -> Schedule:
+        own = self.schedule
         if microbatches is None:
-            inputs = batch.inputs
-            microbatches = self.schedule.microbatches if inputs is None else len(inputs)
-        schedule = forward_only(
-            pp=len(self.schedule.ranks),
-            microbatches=microbatches,
-            placement=self.schedule.placement,
-        )
-        executor = self._executor(schedule, batch, sizes, loss_fn)
-        executor.run()
-        return executor
+            microbatches = own.microbatches if inputs is None else len(inputs)
+        return forward_only(pp=len(own.ranks), microbatches=microbatches, placement=own.placement)
 
-    def _executor(
+    def _execute(
         self,
         schedule: Schedule,
         batch: Batch,
-        sizes: Sizes | None,
         loss_fn: LossFunction | None,
         recorder: Recorder | None = None,
     ) -> ScheduleExecutor:
-        """Returns what executes a schedule on a batch, after the warm-up. Raises ValueError if the
-        batch does not suit the schedule."""
-        self._set_batch(schedule, batch, sizes)
-        kind_of_step = schedule.trains, schedule.microbatches, *sorted((sizes or {}).items())
-        # Evaluations need no warm-up after training.
-        is_cold = schedule.trains or not self._warm
-        if self.warms_up and is_cold and kind_of_step not in self._warm:
-            self._warm.add(kind_of_step)
-            inputs, labels, keywords = batch.inputs, batch.labels, batch.keywords
-            self.warm_up(inputs, labels, sizes=sizes, keywords=keywords, schedule=schedule)
-        transport = Transport(self.links, schedule, self._crossings, self._buffers)
-        return ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, recorder)
-
-    def _set_batch(self, schedule: Schedule, batch: Batch, sizes: Sizes | None) -> None:
-        """Makes what depends on the sizes of what crosses between stages, if they are new. Raises
-        ValueError if the batch does not suit the schedule."""
+        """Executes a schedule on a batch, after the warm-up. Raises ValueError if the batch does
+        not suit the schedule."""
         self.links.check_open()
-        given: dict[str, Microbatches | None] = {"keywords": batch.keywords}
-        if 0 in self.stages:
-            given["inputs"] = () if batch.inputs is None else batch.inputs
-        if self.is_last:
-            given["labels"] = batch.labels
+        is_missing = batch.inputs is None and 0 in self.stages
+        inputs = () if is_missing else batch.inputs
+        given = {"inputs": inputs, "labels": batch.labels, "keywords": batch.keywords}
         for what, each in given.items():
             if each is not None and len(each) != schedule.microbatches:
                 raise ValueError(
                     f"{what} of {len(each)} microbatches, and {schedule.microbatches} are to run"
                 )
-        sizes = dict(sizes or {})
+        sizes = dict(batch.sizes or {})
         if self._sizes != sizes:
             self._crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
-            self._sizes, self._buffers = sizes, Buffers(self.device)
+            self._sizes = sizes
+        kind_of_step = schedule.trains, schedule.microbatches, *sorted(sizes.items())
+        # Evaluations need no warm-up after training.
+        is_cold = schedule.trains or not self._warm
+        if self.warms_up and is_cold and kind_of_step not in self._warm:
+            self._warm.add(kind_of_step)
+            self._warm_up(schedule, batch)
+        transport = Transport(self.links, schedule, self._crossings)
+        executor = ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, recorder)
+        executor.run()
+        return executor
 
+    def _warm_up(self, schedule: Schedule, batch: Batch) -> None:
+        """Does each kind of action of each stage of this rank once, without other pipeline ranks.
 
-def _device_of(stages: Sequence[Stage]) -> torch.device | str:
-    """Returns the device of the first tensor of the stages."""
-    for stage in stages:
-        for tensor in (*stage.module.parameters(), *stage.module.buffers()):
-            return tensor.device
-    return "cpu"
+        Kernels are loaded, compiled and tuned, and the groups of tensor and data parallelism
+        connected, while no receive is outstanding. Parameters, gradients, buffers and torch's
+        generators are left as they were; gradients of a stage with `drop_gradients` are clear
+        before."""
+        schedule = schedule.first_of_each_kind(self.links.rank)
+        transport = WarmupTransport(self.links, schedule, self._crossings)
+        loss_fn = self.loss_fn if schedule.trains or batch.labels is not None else None
+        executor = ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, None)
+        stages = self.stages.values()
+        buffers = {x: x.clone() for stage in stages for x in stage.module.buffers()}
+        gradients: dict[nn.Parameter, Tensor | None] = {}
+        for stage in stages:
+            if stage.drop_gradients is None:
+                gradients |= {parameter: parameter.grad for parameter in stage.module.parameters()}
+        for parameter in gradients:
+            parameter.grad = None
+        devices = [self.links.device] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            executor.run()
+        for stage in stages:
+            if stage.drop_gradients is not None:
+                stage.drop_gradients()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)

@@ -12,11 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError
-from parallel3d.pipeline.boundary import Boundary, TensorSpec
 from parallel3d.schedules.balance import cut_points
 
 FIRST_PARTS = ("embed",)
@@ -77,18 +75,10 @@ def names_of(blocks: BlockRange, names: Iterable[str]) -> set[str]:
 
 
 def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
-    """Raises ValueError if a parameter of the model would be on no stage, or on two."""
-    _check_each_once(names, [name for blocks in ranges for name in names_of(blocks, names)])
-
-
-def _check_each_once(names: set[str], kept: Sequence[str]) -> None:
-    doubled = {name for name in kept if kept.count(name) > 1}
-    lost = names - set(kept)
-    if lost or doubled:
-        raise ValueError(
-            f"the stages leave out {sorted(lost)[:4]} and have twice {sorted(doubled)[:4]} of the "
-            "model's parameters"
-        )
+    """Raises ValueError if a parameter of the model would be on no stage."""
+    lost = names.difference(*(names_of(blocks, names) for blocks in ranges))
+    if lost:
+        raise ValueError(f"the stages leave out {sorted(lost)[:4]} of the model's parameters")
 
 
 def shared_by_ends(model: nn.Module, ranges: Sequence[BlockRange]) -> set[str]:
@@ -125,28 +115,26 @@ def cut_by_names(
     """Cuts a model into stages if its forward calls the modules `names` one after the other, such
     as ["embed", "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before
     gives, one tensor or a tuple. Raises ValueError if a stage would be empty, or a parameter of the
-    model is in none of the modules, in two, or on two stages."""
+    model is on no stage or on two."""
     ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(names)))]
     if not all(ranges):
         raise ValueError(
             f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules"
         )
     stages: list[nn.Sequential] = [Chain(model, names[own.start : own.stop]) for own in ranges]
-    held = []
-    for name in names:
-        own_names = model.get_submodule(name).named_parameters(name, remove_duplicate=False)
-        held += [parameter for parameter, _ in own_names]
-    _check_each_once({name for name, _ in model.named_parameters(remove_duplicate=False)}, held)
-    held_before: dict[nn.Parameter, str] = {}
+    held: dict[nn.Parameter, str] = {}
     for stage in stages:
         own = {parameter: name for name, parameter in stage.named_parameters()}
-        for parameter in own.keys() & held_before.keys():
+        for parameter in own.keys() & held.keys():
             raise ValueError(
-                f"{own[parameter]} and {held_before[parameter]} are one parameter on two stages, "
-                "where each copy would learn something else; keep their modules on one stage, or "
-                "give each its own parameter"
+                f"{own[parameter]} and {held[parameter]} are one parameter on two stages, where "
+                "each copy would learn something else; keep their modules on one stage, or give "
+                "each its own parameter"
             )
-        held_before |= own
+        held |= own
+    lost = [name for name, parameter in model.named_parameters() if parameter not in held]
+    if lost:
+        raise ValueError(f"the stages leave out {lost[:4]} of the model's parameters")
     return stages
 
 
@@ -172,17 +160,3 @@ class Chain(nn.Sequential):
             module = self.get_submodule(name)
             values = module(*values) if isinstance(values, tuple) else module(values)
         return values
-
-
-@torch.no_grad()
-def boundaries_of(stages: Sequence[nn.Module], *example: Tensor) -> list[Boundary]:
-    """Finds what crosses between the stages of a model, from a forward of an example microbatch
-    through all of them; on the meta device this costs nothing. Floating-point tensors are assumed
-    to need a gradient."""
-    values: tuple[Tensor, ...] = example
-    boundaries = []
-    for stage in stages[:-1]:
-        made = stage(*values)
-        values = (made,) if isinstance(made, Tensor) else tuple(made)
-        boundaries.append(tuple(TensorSpec(tuple(value.shape), value.dtype) for value in values))
-    return boundaries

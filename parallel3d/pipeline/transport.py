@@ -3,93 +3,53 @@ their use.
 
 Between two ranks messages travel in the order in which the sender makes them, which the receiver
 knows from the schedule, so neither tags nor shapes are on the wire. Small messages between CPUs of
-one host go through `host_memory.ring`, others by the backend (`Links.shares`).
+one host go through `shared_memory.ring`, others by the backend (`Links.shares`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.pipeline.boundary import Boundary, Crossing, Message, TensorSpec
+from parallel3d.pipeline.boundary import Crossing, Message
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind, Schedule
-from parallel3d.torch_private import storage_references
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
 Tensors = tuple[Tensor, ...]
 
 
-class Buffers:
-    """A pool of memory for received tensors. A tensor is used again as soon as nothing but the pool
-    refers to it: autograd may keep a received tensor, or a view of it, for longer than the runtime
-    does."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pools: defaultdict[TensorSpec, deque[tuple[Tensor, torch.UntypedStorage]]] = (
-            defaultdict(deque)
-        )
-
-    def take(self, spec: TensorSpec) -> Tensor:
-        pool = self._pools[spec]
-        for _ in range(len(pool)):
-            tensor, storage = pool[0]
-            pool.rotate(-1)
-            if storage_references(storage) == 2:  # the pool's own two
-                return tensor.detach()
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)  # type: ignore[arg-type]
-        pool.append((tensor, tensor.untyped_storage()))
-        return tensor.detach()
-
-    def take_all(self, specs: Boundary) -> Tensors:
-        return tuple(self.take(spec) for spec in specs)
-
-
-class _Posted(NamedTuple):
-    """A message that is being received by the backend."""
-
-    taker: Action
-    works: list[dist.Work]
-    tensors: Tensors
-
-
 class Transport:
-    """Carries out the sends and receives of one run. `send` passes on what an action on another
-    rank takes, `receive` gets what an action here takes, and `action_issued` is to be called after
-    each action of this rank, when what it gives has been sent. `crossings[s]` is what goes between
-    stages s and s + 1.
+    """Carries out the sends and receives of one run. `send` passes on what an action takes, on this
+    rank or another, `receive` gets what an action here takes, and `action_issued` is to be called
+    after each action of this rank, when what it gives has been sent. `crossings[s]` is what goes
+    between stages s and s + 1.
 
     A receive is posted only when all of this rank's own work from which its data follows has been
     issued, because a GPU may come to wait for all that was posted to it: for memory, or for a
     kernel that is loaded at its first use."""
 
-    def __init__(
-        self, links: Links, schedule: Schedule, crossings: Sequence[Crossing], buffers: Buffers
-    ) -> None:
-        self.links, self.crossings, self._buffers = links, crossings, buffers
+    def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing]) -> None:
+        self.links, self.crossings = links, crossings
         self._placement = schedule.placement
-        # what was sent before that which an action waited for
+        # What stages of this rank made, and what was sent before a message that an action waited
+        # for.
         self._arrived: dict[Action, Tensors] = {}
         # The takers of what each rank sends here, in its order, through shared memory and by the
-        # backend, and of those the receives that are posted.
+        # backend, and the receives by the backend that are posted.
         self._in_memory: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._unposted: defaultdict[int, deque[Action]] = defaultdict(deque)
-        self._posted: defaultdict[int, deque[_Posted]] = defaultdict(deque)
+        self._posted: defaultdict[int, deque[tuple[Action, list[dist.Work], Tensors]]]
+        self._posted = defaultdict(deque)
         self._postable_after: Mapping[Action, int] = {}
         self._issued = 0  # actions of this rank so far
         self._outboxes: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._expect(schedule)
-
-    @property
-    def device(self) -> torch.device:
-        return self._buffers.device
 
     def _expect(self, schedule: Schedule) -> None:
         """Lists what is to come, and posts what can come by the backend before this rank has done
@@ -102,10 +62,8 @@ class Transport:
                 links.open_groups()
         for (source, target), takers in schedule.transfers.items():
             for taker in takers if target == links.rank else ():
-                if links.shares(source, target, self._message(taker).nbytes):
-                    self._in_memory[source].append(taker)
-                else:
-                    self._unposted[source].append(taker)
+                is_shared = links.shares(source, target, self._message(taker).nbytes)
+                (self._in_memory if is_shared else self._unposted)[source].append(taker)
         if self._unposted:
             self._postable_after = schedule.postable_after(links.rank)
         self._post()
@@ -118,6 +76,9 @@ class Transport:
 
     def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
         links, target, message = self.links, self._placement[taker.stage], self._message(taker)
+        if target == links.rank:
+            self._arrived[taker] = tuple(tensors)
+            return
         if links.shares(links.rank, target, message.nbytes):
             links.outgoing[target].send(message.digest, tensors)
             return
@@ -130,6 +91,8 @@ class Transport:
             outbox.append((links.isend(tensor, target), tensor))
 
     def receive(self, taker: Action) -> Tensors:
+        if taker in self._arrived:
+            return self._arrived.pop(taker)
         source = self._placement[taker.stage + (-1 if taker.kind is Kind.FORWARD else 1)]
         is_shared = self.links.shares(source, self.links.rank, self._message(taker).nbytes)
         take_next = self._read if is_shared else self._complete
@@ -155,18 +118,18 @@ class Transport:
                 f"{taker} takes {message} ({message.nbytes} bytes), and pipeline rank {source} has "
                 "sent something else: the ranks have declared other shapes or sizes"
             )
-        tensors = self._buffers.take_all(message.specs)
+        tensors = self._empty(message)
         link.read(tensors)
         return taker, tensors
 
     def _complete(self, source: int) -> tuple[Action, Tensors]:
         """Waits for the next message that `source` sends by the backend, and returns it with the
         action that takes it."""
-        posted = self._posted[source].popleft()
+        taker, works, tensors = self._posted[source].popleft()
         self._post()
-        for work in posted.works:
+        for work in works:
             self.links.complete(work, source)
-        return posted.taker, posted.tensors
+        return taker, tensors
 
     def _post(self) -> None:
         for source, unposted in self._unposted.items():
@@ -175,14 +138,19 @@ class Transport:
                 if self._postable_after[unposted[0]] > self._issued:
                     break
                 taker = unposted.popleft()
-                tensors = self._buffers.take_all(self._message(taker).specs)
+                tensors = self._empty(self._message(taker))
                 works = [self.links.irecv(tensor, source) for tensor in tensors]
-                posted.append(_Posted(taker, works, tensors))
+                posted.append((taker, works, tensors))
 
     def _message(self, taker: Action) -> Message:
         if taker.kind is Kind.FORWARD:
             return self.crossings[taker.stage - 1].forward
         return self.crossings[taker.stage].backward
+
+    def _empty(self, message: Message) -> Tensors:
+        device = self.links.device
+        shapes = [(map(int, spec.shape), spec.dtype) for spec in message.specs]
+        return tuple(torch.empty(*shape, dtype=dtype, device=device) for shape, dtype in shapes)
 
 
 class WarmupTransport(Transport):
@@ -196,7 +164,4 @@ class WarmupTransport(Transport):
         pass
 
     def receive(self, taker: Action) -> Tensors:
-        tensors = self._buffers.take_all(self._message(taker).specs)
-        for tensor in tensors:
-            tensor.zero_()
-        return tensors
+        return tuple(tensor.zero_() for tensor in self._empty(self._message(taker)))

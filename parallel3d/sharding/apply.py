@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.rules_layout import replication_error
 from parallel3d.config.sharding_strategies import REPLICATED, ShardingName
 from parallel3d.layers.gradients import local_tensor
-from parallel3d.layers.replica_check import differ, fingerprints
 from parallel3d.sharding.bytes import frees_after_forward
 from parallel3d.sharding.fully_sharded import FullyShardedData
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
@@ -30,15 +30,15 @@ def shard(
     options: ShardingOptions | None = None,
 ) -> ShardedData:
     """Lays `model`, in place, over the axes dp_replicate and dp_shard of `mesh` (one that is
-    missing has size 1). The model must be the same on all data ranks; if it is on the meta device,
-    it is cut before it takes memory.
+    missing has size 1). All data ranks get the weights of the first one; a model on the meta device
+    is cut before it takes memory.
 
     `wrap` says which modules are gathered or reduced in one go (`units_of`; None: each block).
     `dtypes` are by default the model's own. Gradients are averaged over the data ranks, or summed
     without `average`.
 
     Raises ValueError if there is no such strategy, the mesh has no data axis, or the two do not
-    suit each other, and on all ranks if the model's tensors are not the same on all data ranks.
+    suit each other.
     """
     if strategy not in get_args(ShardingName):
         raise ValueError(
@@ -51,7 +51,12 @@ def shard(
     if axes.every.size == 1 and dtypes.compute == dtypes.master:
         model.to(dtypes.master)
         return ShardedData(model)
-    _refuse_different_models(model, axes)
+    for parameter in model.parameters() if axes.every.size > 1 else ():
+        if not parameter.is_meta:
+            values = local_tensor(parameter.detach())
+            sent = values.to(mesh.device_type).contiguous()
+            dist.broadcast(sent, group=axes.every.group, group_src=0)
+            values.copy_(sent)
     units = units_of(model, wrap)
     if strategy in REPLICATED or axes.every.size == 1:
         split = strategy == "SHARD_OPTIMIZER" and axes.shard.size > 1
@@ -60,23 +65,6 @@ def shard(
     return FullyShardedData(
         model, units, Reduction(axes, dtypes, True, average), options, frees_forward=frees_forward
     )
-
-
-def _refuse_different_models(model: nn.Module, axes: DataAxes) -> None:
-    """Raises ValueError where data ranks start from different weights. On the meta device nothing
-    is compared."""
-    named = [
-        (name, local_tensor(p.detach())) for name, p in model.named_parameters() if not p.is_meta
-    ]
-    if not named or axes.every.size == 1:
-        return
-    numbers = fingerprints([tensor for _, tensor in named]).to(axes.mesh.device_type)
-    for (name, _), differs in zip(named, differ(numbers, axes.every).tolist(), strict=True):
-        if differs:
-            raise ValueError(
-                f"{name}: starts from other values on another data rank; call torch.manual_seed(0) "
-                "on every rank before the model is built, or load the same checkpoint on all"
-            )
 
 
 def named_parts(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:

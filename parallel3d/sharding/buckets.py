@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d.layers.collectives import after
 from parallel3d.layers.gradients import as_dtensor, like_parameter, local_tensor
 from parallel3d.mesh import DATA_ROLES, Axis, Role
-from parallel3d.sharding.exchange import Packing, start_row_gather, start_row_reduction
+from parallel3d.sharding.rows import Packing, start_row_gather, start_row_reduction
 from parallel3d.sharding.settings import Reduction
 from parallel3d.sharding.units import Uses
 
@@ -51,6 +51,20 @@ class ReplicatedPart:
         self.own_gradient = reduction.own(self.gradient)
         # the gradient as the parameter's `.grad`, if it is a view of the bucket
         self.attached: Tensor | None = None
+        if not self.local.requires_grad:
+            return
+        # Every backward adds to the bucket. A gradient of another dtype is moved there.
+        self.parameter.main_grad = self.gradient  # type: ignore[attr-defined]
+        if self.parameter.dtype == self.gradient.dtype:
+            self.attached = like_parameter(self.parameter, self.gradient)
+            self.parameter.grad = self.attached
+        else:
+            self.parameter.register_post_accumulate_grad_hook(self._move)
+
+    def _move(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.gradient.add_(local_tensor(parameter.grad))
+            parameter.grad = None
 
     def sync_views(self) -> None:
         if self.local.requires_grad:
@@ -84,38 +98,15 @@ class Bucket:
     parameters are zeros."""
 
     def __init__(self, parameters: Sequence[Uses], memory: Tensor, reduction: Reduction) -> None:
-        self._memory, self._reduction = memory, reduction
+        self.memory, self._reduction = memory, reduction
         self._pending: Callable[[], Tensor] | None = None
-        self.parts: list[ReplicatedPart] = []
-        for uses in parameters:
-            size = local_tensor(uses[0].parameter.detach()).numel()
-            self.parts.append(ReplicatedPart(uses, memory[:size], reduction))
-            memory = memory[size:]
-        self._trained = [part for part in self.parts if part.local.requires_grad]
-        for part in self._trained:
-            self._take_in(part)
+        sizes = [local_tensor(uses[0].parameter.detach()).numel() for uses in parameters]
+        pieces = zip(parameters, memory.split(sizes), strict=True)
+        self.parts = [ReplicatedPart(uses, piece, reduction) for uses, piece in pieces]
         if reduction.split:
             self._packing = Packing(
                 [part.gradient.shape for part in self.parts], reduction.axes.shard.size
             )
-
-    def _take_in(self, part: ReplicatedPart) -> None:
-        """Lets every backward of a parameter add to the bucket. A gradient of another dtype is
-        moved there."""
-
-        def move(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                part.gradient.add_(local_tensor(parameter.grad))
-                parameter.grad = None
-
-        part.parameter.main_grad = part.gradient  # type: ignore[attr-defined]
-        if part.parameter.dtype == part.gradient.dtype:
-            part.parameter.grad = part.attached = like_parameter(part.parameter, part.gradient)
-        else:
-            part.parameter.register_post_accumulate_grad_hook(move)
-
-    def clear(self) -> None:
-        self._memory.zero_()
 
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
@@ -124,7 +115,7 @@ class Bucket:
             rows = self._packing.pack([part.gradient for part in self.parts], dtype)
             self._pending = start_row_reduction(rows, axes.shard)
         elif axes.every.size > 1:
-            sent = self._memory.to(dtype)
+            sent = self.memory.to(dtype)
             work = dist.all_reduce(sent, group=axes.every.group, async_op=True)
             self._pending = partial(after, work, sent)
 
@@ -137,8 +128,8 @@ class Bucket:
         if self._reduction.split:
             if axes.replicate.size > 1:
                 dist.all_reduce(total, group=axes.replicate.group)
-        elif total is not self._memory:
-            total = self._memory.copy_(total)
+        elif total is not self.memory:
+            total = self.memory.copy_(total)
         if self._reduction.average:
             total.mul_(1.0 / axes.every.size)
         if self._reduction.split:

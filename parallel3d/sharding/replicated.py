@@ -1,10 +1,10 @@
-"""NO_SHARD and SHARD_OPTIMIZER (ZeRO-0 and ZeRO-1): every data rank has whole parameters and whole
+"""NO_SHARD and SHARD_OPTIMIZER (ZeRO-0 and ZeRO-1): every data rank has full parameters and full
 gradients.
 
 [Note: why not DistributedDataParallel] torch has both strategies, and they are written here for the
 sake of fused gradients (`layers.gradients`): a backward of the layers adds a weight's gradient by
-the matrix product itself, also in a wider dtype and also in the second half of a split backward,
-and autograd's hooks on parameters, on which DistributedDataParallel is built, never hear of it.
+the matmul itself, also in a wider dtype and also in the second half of a split backward, and
+autograd's hooks on parameters, on which DistributedDataParallel is built, never hear of it.
 docs/sharding.md compares the times of a step.
 
 Gradients lie in buckets of whole units. A bucket is reduced as soon as the last backward of a step
@@ -17,6 +17,7 @@ for activation recompute too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,13 +48,12 @@ class ReplicatedData(ShardedData):
         super().__init__(model)
         self._units, self._reduction, self._options = units, reduction, options
         self._last = True  # whether the backward under way is the step's last
-        self._arrives_in_forward = options.publish_in_forward and reduction.split
         self._published = 0  # buckets whose parameters are those that were published
         self._arriving: Callable[[], Tensor | None] | None = None  # waits for the next bucket's
         self._is_reduced = False
         compute = reduction.dtypes.compute
         if compute != reduction.dtypes.master:
-            model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+            model.register_forward_pre_hook(partial(_cast_inputs, compute), with_kwargs=True)
         model.register_state_dict_pre_hook(lambda *args: self.finish_publish())
         parameters = [uses for unit in units for uses in unit.parameters]
         if any(uses[0].parameter.is_meta for uses in parameters):
@@ -65,26 +65,26 @@ class ReplicatedData(ShardedData):
     def allocate(self) -> None:
         """Makes the gradients' memory and the master copies. It is called once a model that was on
         the meta device has got memory; for any other model it has already been done."""
-        options, dtype = self._options, self._reduction.dtypes.master
-        device = self._units[0].parameters[0][0].parameter.device
+        options, reduction = self._options, self._reduction
+        device, dtype = self._units[0].parameters[0][0].parameter.device, reduction.dtypes.master
         usual = usual_bucket_mib(on_gpu=device.type != "cpu")
         least = int((options.bucket_mib or usual) * 2**20) // dtype.itemsize
-        borders = bucket_borders([unit.numel for unit in self._units], least)
-        memory = torch.zeros(sum(unit.numel for unit in self._units), dtype=dtype, device=device)
+        numels = [unit.numel for unit in self._units]
+        borders = bucket_borders(numels, least)
+        sizes = [sum(numels[border.start : border.stop]) for border in borders]
+        memory = torch.zeros(sum(numels), dtype=dtype, device=device).split(sizes)
         self._buckets: list[Bucket] = []
         self._begin(len(borders))
         for index, border in enumerate(borders):
             units = self._units[border.start : border.stop]
             parameters = [uses for unit in units for uses in unit.parameters]
-            size = sum(unit.numel for unit in units)
-            self._buckets.append(Bucket(parameters, memory[:size], self._reduction))
-            memory = memory[size:]
+            self._buckets.append(Bucket(parameters, memory[index], reduction))
             # A bucket with what no module holds is reduced at the end.
-            is_watched = self._reduction.axes.every.size > 1 and all(unit.modules for unit in units)
+            is_watched = reduction.axes.every.size > 1 and all(unit.modules for unit in units)
             for module in (module for unit in units for module in unit.modules or (self._model,)):
                 if is_watched:
                     module.register_forward_pre_hook(self._watcher(index), with_kwargs=True)
-                if self._arrives_in_forward:
+                if options.publish_in_forward and reduction.split:
                     module.register_forward_pre_hook(self._waiter(index))
         self._parts = {
             id(part.parameter): part for bucket in self._buckets for part in bucket.parts
@@ -105,19 +105,12 @@ class ReplicatedData(ShardedData):
         """Waits until gradients are summed over the data ranks. Raises RuntimeError if they are not
         in buckets, or were reduced already."""
         self.finish_publish()  # units that no forward has used
-        if not all(
-            part.parameter.grad is part.attached
-            for bucket in self._buckets
-            for part in bucket.parts
-        ):
+        moved = [part for part in self._parts.values() if part.parameter.grad is not part.attached]
+        if moved or self._is_reduced:
             raise RuntimeError(
-                "a gradient is not where it is reduced: clear gradients by clear_gradients() of "
-                "what shard() gave, and not by the model's zero_grad()"
-            )
-        if self._is_reduced:
-            raise RuntimeError(
-                "gradients were reduced twice: call clear_gradients() of what shard() gave in each "
-                "step"
+                "gradients are not where they are reduced, or were reduced already: call "
+                "clear_gradients() of what shard() gave in each step, and not zero_grad() of the "
+                "model"
             )
         self.after_weights(last=True)
         for bucket in reversed(self._buckets):
@@ -127,7 +120,7 @@ class ReplicatedData(ShardedData):
 
     def clear_gradients(self) -> None:
         for bucket in self._buckets:
-            bucket.clear()
+            bucket.memory.zero_()
         self._is_reduced = False
 
     @torch.no_grad()
@@ -138,7 +131,7 @@ class ReplicatedData(ShardedData):
         if self._arriving is not None:  # what was published before, which is old now
             self._arriving()
         self._published, self._arriving = 0, self._buckets[0].start_publish()
-        if not self._arrives_in_forward:
+        if not (self._options.publish_in_forward and self._reduction.split):
             self.finish_publish()
 
     def finish_publish(self) -> None:
@@ -160,11 +153,6 @@ class ReplicatedData(ShardedData):
         self._ready: set[int] = set()  # buckets whose gradients are complete
         self._next = buckets - 1  # to be reduced
 
-    def _filled(self, index: int) -> None:
-        self._ready.add(index)
-        while self._next in self._ready:
-            self._start_next()
-
     def _start_next(self) -> None:
         oldest = self._next + _UNDER_WAY
         if oldest < len(self._buckets):
@@ -179,7 +167,9 @@ class ReplicatedData(ShardedData):
         def after_backward(grad: Tensor) -> None:
             self._open[index] -= 1
             if self._last and self._open[index] == 0:
-                self._filled(index)
+                self._ready.add(index)
+                while self._next in self._ready:
+                    self._start_next()
 
         @torch.compiler.disable
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,11 +180,10 @@ class ReplicatedData(ShardedData):
             self._open[index] += 1
             for at, x in enumerate(args):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    # The hook of a leaf would be called as soon as the leaf's own gradient is
-                    # there.
+                    # A hook of a leaf would be called as soon as the gradient of the leaf is there.
                     y = x.view_as(x) if x.is_leaf else x
                     y.register_hook(after_backward)
-                    return None if y is x else ((*args[:at], y, *args[at + 1 :]), kwargs)
+                    return (*args[:at], y, *args[at + 1 :]), kwargs
             # the unit is never closed, and its bucket is reduced when the backward has ended
             return None
 
@@ -210,9 +199,11 @@ class ReplicatedData(ShardedData):
 
         return before_forward
 
-    def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def cast(x: Any) -> Any:
-            is_cast = isinstance(x, Tensor) and x.is_floating_point()
-            return x.to(self._reduction.dtypes.compute) if is_cast else x
 
-        return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}

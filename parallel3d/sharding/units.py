@@ -3,9 +3,10 @@ the first one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from torch import nn
 
@@ -15,8 +16,7 @@ from parallel3d.layers.vocabulary import VocabParallelEmbedding, VocabParallelHe
 
 _LISTS = nn.ModuleList | nn.ModuleDict  # which have no forward to hook
 _LOOKED_UP = VocabParallelEmbedding | LearnedPositions | nn.Embedding
-_Choice = Sequence[str | tuple[str, ...]] | Callable[[str, nn.Module], bool]
-Wrap = _Choice | None
+Wrap = Sequence[str | tuple[str, ...]] | None
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ class CommunicationUnit:
     def has_head(self) -> bool:
         """Whether a loss may multiply by a weight of the unit after the unit's forward
         (`head_cross_entropy`)."""
-        return any(
-            isinstance(part, VocabParallelHead)
-            for module in self.modules
-            for part in module.modules()
-        )
+        parts = chain.from_iterable(module.modules() for module in self.modules)
+        return any(isinstance(part, VocabParallelHead) for part in parts)
 
     @property
     def is_looked_up(self) -> bool:
@@ -68,58 +65,34 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
     """Returns the units in the order of the model, after the unit of what no other holds.
 
     `wrap` says which modules are units: patterns of their names ("layers.*", in which a * stands
-    for one name between dots), tuples of patterns for modules that are one unit together, or a
-    predicate of name and module. None means the blocks: every module of the outermost ModuleLists
-    and ModuleDicts.
+    for one name between dots), and tuples of patterns for modules that are one unit together. None
+    means the blocks: every module of the outermost ModuleLists and ModuleDicts.
 
-    A parameter that two units share makes one unit of both; one that is used outside of all units
-    too leaves its unit. Raises ValueError if a pattern matches nothing.
+    A parameter that two units share makes one unit of both, and one that is used outside of all
+    units adds its unit to that of the rest. Raises ValueError if a pattern matches nothing.
     """
-    wrap = _block_names(model) if wrap is None else wrap
-    chosen = _chosen(model, wrap)
-    joined: list[set[int]] = []
-    if not callable(wrap):
-        tuples = [each for each in wrap if isinstance(each, tuple)]
-        joined = [{chosen.index(module) for module in _chosen(model, each)} for each in tuples]
-    uses, holders = _uses(model, chosen)
-    first = _merged(len(chosen), [*joined, *holders.values()])
-    units: dict[int, tuple[list[nn.Module], list[Uses]]] = {-1: ([], [])}
-    for index, module in enumerate(chosen):
-        if first[index] != -1:
-            units.setdefault(first[index], ([], []))[0].append(module)
-    for key, places in uses.items():
-        units[first[min(holders[key])]][1].append(tuple(places))
-    return [CommunicationUnit(tuple(found), tuple(held)) for found, held in units.values() if held]
-
-
-def _uses(
-    model: nn.Module, chosen: Sequence[nn.Module]
-) -> tuple[dict[int, list[ParameterUse]], dict[int, set[int]]]:
-    """Returns all uses of each parameter by its id, and the chosen modules that hold it. -1 stands
-    for the model outside of them."""
-    index_of = {id(module): index for index, module in enumerate(chosen)}
-    innermost: dict[str, int] = {}  # the chosen module around each place of the model
-    uses: dict[int, list[ParameterUse]] = {}
-    holders: dict[int, set[int]] = {}
+    number = _numbered(model, _block_names(model) if wrap is None else wrap)
+    uses: dict[nn.Parameter, dict[ParameterUse, None]] = {}
+    holders: dict[nn.Parameter, set[int]] = {}  # the units in which a parameter is used
+    innermost: dict[str, int] = {}  # the unit around each place of the model; 0 is the rest
     for place, module in model.named_modules(remove_duplicate=False):  # blocks may share a module
-        around = innermost.get(place.rpartition(".")[0], -1)
-        innermost[place] = index_of.get(id(module), around)
+        around = innermost.get(place.rpartition(".")[0], 0)
+        innermost[place] = number.get(module, around)
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            use, others = ParameterUse(module, attribute), uses.setdefault(id(parameter), [])
-            if use not in others:
-                others.append(use)
-            holders.setdefault(id(parameter), set()).add(innermost[place])
-    return uses, holders
-
-
-def _merged(count: int, groups: Iterable[set[int]]) -> dict[int, int]:
-    """Maps -1 and each of `count` numbers to the first number that goes with it, if the numbers of
-    each group go together."""
-    first = {index: index for index in range(-1, count)}
-    for group in groups:
-        found = {first[index] for index in group}
+            uses.setdefault(parameter, {})[ParameterUse(module, attribute)] = None
+            holders.setdefault(parameter, set()).add(innermost[place])
+    first = {index: index for index in (0, *number.values())}  # units that are joined
+    for joined in holders.values():
+        found = {first[index] for index in joined}
         first |= {index: min(found) for index, own in first.items() if own in found}
-    return first
+    modules: dict[int, list[nn.Module]] = {index: [] for index in first}
+    for module, index in number.items():
+        modules[first[index]].append(module)
+    modules[0] = []
+    held: dict[int, list[Uses]] = {}
+    for parameter, places in uses.items():
+        held.setdefault(first[min(holders[parameter])], []).append(tuple(places))
+    return [CommunicationUnit(tuple(modules[index]), tuple(held[index])) for index in sorted(held)]
 
 
 def _block_names(model: nn.Module) -> list[str]:
@@ -134,28 +107,27 @@ def _block_names(model: nn.Module) -> list[str]:
     return names
 
 
-def _chosen(model: nn.Module, wrap: _Choice) -> list[nn.Module]:
-    """Returns the modules that `wrap` means in the order of the model, an outer module before those
-    in it."""
-    if callable(wrap):
-        named = [(name, module) for name, module in model.named_modules() if name]
-        return [module for name, module in named if wrap(name, module)]
-    patterns: list[str] = []
+def _numbered(model: nn.Module, wrap: Sequence[str | tuple[str, ...]]) -> dict[nn.Module, int]:
+    """Returns the modules that `wrap` names with the number of their unit, in the order of the
+    model."""
+    number: dict[nn.Module, int] = {}
+    missing: set[str] = set()
     for each in wrap:
-        patterns += [each] if isinstance(each, str) else each
-    chosen, matched = [], set()
-    for name, module in model.named_modules():
-        hits = {each for each in patterns if name and _matches(name, each)}
-        matched |= hits
-        if hits:
-            chosen.append(module)
-    missing = [pattern for pattern in patterns if pattern not in matched]
+        patterns = (each,) if isinstance(each, str) else each
+        missing |= {*patterns}
+        first = 0  # the place of a tuple's first module in the model
+        for at, (name, module) in enumerate(model.named_modules()):
+            hits = [pattern for pattern in patterns if at and _matches(name, pattern)]
+            if hits:
+                missing -= {*hits}
+                first = first or at
+                number[module] = at if isinstance(each, str) else first
     if missing:
         children = ", ".join(name for name, _ in model.named_children()) or "none"
         raise ValueError(
-            f"wrap: {', '.join(missing)} matches no module; its children are {children}"
+            f"wrap: {', '.join(sorted(missing))} matches no module; its children are {children}"
         )
-    return chosen
+    return {module: number[module] for module in model.modules() if module in number}
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -23,7 +23,6 @@ from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, Role, axes_of, replica_mesh
 from parallel3d.optimizers.build import build_optimizer
 from parallel3d.parallelize import ModelClass, block_weights_of, parallelize
-from parallel3d.pipeline.links import Connect, Links
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
@@ -46,7 +45,6 @@ class Trainer:
     once. `training.state` saves and loads a trainer.
 
     Args:
-        connect: Makes the links between the ranks of a pipeline.
         initialize: Without it no weights are drawn; load a checkpoint before the first step.
         gpu_bytes: Memory of a GPU, from which the size of the chunks of the loss follows.
         data_fingerprint: Identifies the training data in checkpoints.
@@ -59,7 +57,6 @@ class Trainer:
         mesh: DeviceMesh,
         device: torch.device,
         model_class: ModelClass,
-        connect: Connect = Links,
         initialize: bool = True,
         gpu_bytes: float | None = None,
         data_fingerprint: tuple[dict[str, Any], ...] | None = None,
@@ -79,7 +76,6 @@ class Trainer:
             device,
             self.schedule_of(own_recipe.microbatches),
             self.loss,
-            connect=connect,
             initialize=initialize,
         )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data

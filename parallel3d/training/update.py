@@ -31,7 +31,7 @@ class Update:
     def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, mesh: DeviceMesh) -> None:
         self.gradients = GradientSync(parts, mesh)
         self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes_of(mesh)
-        self._zero = torch.zeros((), dtype=torch.float64, device=parts.pipeline.device)
+        self._zero = torch.zeros((), dtype=torch.float64, device=parts.pipeline.links.device)
 
     def begin(self, rate: float) -> None:
         """Sets the learning rate."""

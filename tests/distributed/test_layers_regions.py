@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 
-from parallel3d.host_memory.exchange import SLOT_BYTES
 from parallel3d.layers.collectives import all_reduce_max
 from parallel3d.layers.regions import (
     all_gather_to_region,
@@ -21,6 +20,7 @@ from parallel3d.layers.regions import (
     scatter_to_region,
 )
 from parallel3d.mesh import Axis
+from parallel3d.shared_memory.collectives import SLOT_BYTES
 from tests.distributed.layer_cases import F64, tp_mesh
 
 

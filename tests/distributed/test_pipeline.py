@@ -134,9 +134,8 @@ def summed_losses(dtype: torch.dtype) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_loss_of_ranks_without_the_last_stage_can_be_summed_with_the_real_one(
-    world: Callable, dtype: torch.dtype
+    world: Callable,
 ) -> None:
-    first, second = world(2).run(summed_losses, dtype)
+    first, second = world(2).run(summed_losses, torch.bfloat16)
     assert first == second

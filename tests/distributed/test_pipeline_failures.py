@@ -99,30 +99,17 @@ def refusals_of_different_ones() -> str:
     return refusals_of(build_schedule(name, pp=2, microbatches=MICROBATCHES))
 
 
-@pytest.mark.parametrize("through_backend", [False, True], ids=["shared_memory", "backend"])
+FORWARD = r"rank 2 .*, stage 2, microbatch 2, forward \(2F2, action 4 of 12\): .*out of luck"
+BACKWARD = r"rank 3 .*, stage 3, microbatch 2, backward \(3B2, action 6 of 12\): .*out of luck"
+
+
 @pytest.mark.parametrize(
-    ("fault", "at_stage", "told"),
+    ("fault", "at_stage", "told", "through_backend"),
     [
-        (
-            "forward",
-            2,
-            r"rank 2 .*, stage 2, microbatch 2, forward \(2F2, action 4 of 12\): .*out of luck",
-        ),
-        (
-            "backward",
-            3,
-            r"rank 3 .*, stage 3, microbatch 2, backward \(3B2, action 6 of 12\): .*out of luck",
-        ),
-        (
-            "shape",
-            1,
-            r"1F2, .*output 0 is float32 \[2, 3\], and its boundary declares float32 \[2, 4\]",
-        ),
-        (
-            "dtype",
-            0,
-            r"0F2, .*the stage's output 0 is float64 \[2, 4\], and its boundary declares float32 \[2, 4\]",  # noqa: E501
-        ),
+        ("forward", 2, FORWARD, False),
+        ("backward", 3, BACKWARD, True),
+        ("shape", 1, r"1F2, .* gives float32 \[2, 3\].* declares float32 \[2, 4\]", True),
+        ("dtype", 0, r"0F2, .* gives float64 \[2, 4\].* declares float32 \[2, 4\]", False),
     ],
 )
 def test_a_stage_that_fails_is_named_on_every_rank(

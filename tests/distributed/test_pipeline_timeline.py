@@ -6,14 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.schedules.build import build_schedule
-from parallel3d.schedules.schedule import Action, Kind
-from parallel3d.timeline.simulate import StageTimes, measured_times
-from parallel3d.timeline.spans import Span
 from parallel3d.training.timeline import TimelineReport, traced_step
 from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
 
@@ -46,18 +42,3 @@ def test_a_step_is_recorded_on_all_ranks_and_simulated(world: Callable, tmp_path
             event["name"] for event in events if event["ph"] == "X" and event["pid"] == process
         )
         assert names == expected
-    titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert "measured, dp_replicate 0, dp_shard 0, tp 1" in titles[1] and "measured" not in titles[2]
-
-
-def test_costs_are_the_medians_of_what_was_measured() -> None:
-    schedule = build_schedule("gpipe", pp=2, microbatches=3)
-    spans = [
-        Span(stage, Action(stage, kind, m), 0.0, (stage + 1) * length + 10 * (m == 2))
-        for stage in range(2)
-        for kind, length in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))
-        for m in range(3)
-    ]
-    times = measured_times(schedule, spans)
-    assert times.stages[1] == StageTimes(forward=2.0, input=0.0, weight=0.0, full_backward=4.0)
-    assert times.stages[0].backward == pytest.approx(2.0)

@@ -5,22 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import (
-    LocalSgdConfig,
     ModelConfig,
     ParallelConfig,
     Recipe,
 )
 from parallel3d.pipeline.boundary import TensorSpec
-from parallel3d.pipeline.execution import Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.build import build_schedule
 from tests.distributed.test_pipeline import without_shared_memory
@@ -29,7 +25,6 @@ from tests.distributed.training_cases import (
     DEEP_TIED,
     DROPPED,
     GROUPED,
-    QWEN,
     TIED,
     Curve,
     local_weights,
@@ -39,38 +34,17 @@ from tests.distributed.training_cases import (
 )
 
 STEPS = 3
-ALL_AXES = ParallelConfig(pp=2, dp_shard=2, tp=2, sequence_parallel=True, microbatch_size=2)
-REPLICAS = ParallelConfig(pp=2, dp_replicate=2, dp_shard=2, microbatch_size=1)
 FOUR = ParallelConfig(pp=2, dp_shard=2, microbatch_size=2)
-
-
-def recipes() -> dict[str, list[Recipe]]:
-    """Returns recipes for 8 and for 4 ranks, one for each way in which a backward leaves something
-    behind."""
-    strategies = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OP", "FULL_SHARD")
-    eight = [make_recipe(GROUPED, replace(ALL_AXES, sharding=strategy)) for strategy in strategies]
-    eight += [
-        make_recipe(GROUPED, replace(ALL_AXES, sharding="SHARD_OPTIMIZER"), precision="bf16"),
-        make_recipe(TIED, replace(ALL_AXES, recompute="full")),
-        make_recipe(
-            QWEN,
-            replace(REPLICAS, sharding="HYBRID_SHARD", gather="microbatch", reduce="microbatch"),
-        ),
-        make_recipe(
-            replace(DROPPED, layers=4), replace(ALL_AXES, schedule="zb_v", virtual_stages=2)
-        ),
-    ]
-    lone = replace(make_recipe(DEEP, REPLICAS), local_sgd=LocalSgdConfig(sync_every=2))
-    four = [
-        make_recipe(DROPPED, FOUR),
-        make_recipe(GROUPED, FOUR, precision="fp16"),
-        make_recipe(GROUPED, FOUR, loss_chunk_tokens=16),
-        make_recipe(
-            DEEP,
-            replace(FOUR, schedule="interleaved_zb", virtual_stages=3, sharding="SHARD_GRAD_OP"),
-        ),
-    ]
-    return {"eight": [*eight, lone], "four": four}
+SPLIT = replace(FOUR, schedule="interleaved_zb", virtual_stages=3, sharding="SHARD_GRAD_OP")
+TP = ParallelConfig(pp=2, tp=2, sequence_parallel=True, microbatch_size=2)
+# one for each way in which a backward pass leaves something behind
+RECIPES = [
+    make_recipe(DROPPED, FOUR),
+    make_recipe(GROUPED, FOUR, precision="fp16"),
+    make_recipe(GROUPED, replace(FOUR, sharding="SHARD_OPTIMIZER"), precision="bf16"),
+    make_recipe(DEEP, SPLIT),
+    make_recipe(TIED, replace(TP, recompute="full"), loss_chunk_tokens=16),
+]
 
 
 def trained(recipe: Recipe, *, warms_up: bool) -> tuple[Curve, list[Tensor], int]:
@@ -134,57 +108,17 @@ def compare_noisy() -> None:
     assert all(torch.equal(cold[name], warm[name]) for name in cold)
 
 
-def order_of_warm_up() -> list[str]:
-    """Returns what this rank does in its first step and in the next: stages alone, messages,
-    actions."""
-    pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    schedule, module = build_schedule("1f1b", pp=pp.size(), microbatches=2), nn.Linear(4, 4)
-    done: list[str] = []
-    module.register_forward_pre_hook(lambda module, inputs: done.append("F"))
-    stage = Stage(module, before_backward=lambda last: done.append("B"))
-    with without_shared_memory(True):
-        runtime = PipelineRuntime(
-            [stage], schedule, pp, lambda y, label: y.sum(), boundaries=TensorSpec((1, 4))
-        )
-        runtime.warms_up = True
-        runtime.links.open_groups()
-        received = runtime.links.irecv
-
-        def irecv(tensor: Tensor, source: int) -> dist.Work | None:
-            done.append("receive")
-            return received(tensor, source)
-
-        with mock.patch.object(runtime.links, "irecv", irecv):
-            for _ in range(2):
-                runtime.run(torch.zeros(2, 1, 4))
-                done.append("end")
-    return done
-
-
 def tied_ends_by_the_backend(model: ModelConfig, parallel: ParallelConfig) -> Curve:
     with without_shared_memory(True):
         return train(make_trainer(make_recipe(model, parallel)), 2)
 
 
-@pytest.mark.long
 def test_warmed_stages_train_bitwise_as_cold_ones(world: Callable) -> None:
-    world(8).run(compare, recipes()["eight"])
-
-
-def test_warmed_stages_train_bitwise_as_cold_ones_in_other_ways(world: Callable) -> None:
-    world(4).run(compare, recipes()["four"])
+    world(4).run(compare, RECIPES)
 
 
 def test_the_warm_up_leaves_buffers_generators_and_gradients_of_any_module(world: Callable) -> None:
     world(2).run(compare_noisy)
-
-
-def test_no_receive_is_posted_before_the_warm_up_is_done(world: Callable) -> None:
-    first, second = world(2).run(order_of_warm_up)
-    after_its_cause = ["F", "receive", "F", "receive", "B", "B", "end"]
-    nothing_to_wait_for = ["receive", "receive", "F", "B", "F", "B", "end"]
-    assert first == ["F", "B", *after_its_cause, *after_its_cause]
-    assert second == ["F", "B", *nothing_to_wait_for, *nothing_to_wait_for]
 
 
 def test_tied_ends_reach_each_other_by_the_backend_too(world: Callable) -> None:

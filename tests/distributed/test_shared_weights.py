@@ -11,7 +11,6 @@ import pytest
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
 from parallel3d.errors import ConfigError
-from parallel3d.layers.parameter import ParallelModule, normal
 from parallel3d.models.llama import Llama
 from tests.distributed.training_cases import (
     DEEP,
@@ -28,7 +27,6 @@ class TieOptions:
     """`ties` are pairs of parameters such as "head.weight=embed.weight"."""
 
     ties: list[str] = field(default_factory=list)
-    head_std: float = 0.02
 
 
 class Tied(Llama):
@@ -39,10 +37,6 @@ class Tied(Llama):
     def __init__(self, config: ModelConfig, **settings: Any) -> None:
         super().__init__(config, **settings)
         options = TieOptions(**config.options)
-        assert isinstance(self.head, ParallelModule)
-        self.head.specs["weight"] = replace(
-            self.head.specs["weight"], init=normal(options.head_std)
-        )
         for tie in options.ties:
             name, original = tie.split("=")
             owner, _, attribute = name.rpartition(".")
@@ -84,8 +78,8 @@ CASES: dict[int, list[tuple[list[str], dict[str, Any]]]] = {
 }
 
 
-def recipe_of(ties: list[str], settings: dict[str, Any], **options: object) -> Recipe:
-    model = replace(MODEL, options={"ties": ties, **options})
+def recipe_of(ties: list[str], settings: dict[str, Any]) -> Recipe:
+    model = replace(MODEL, options={"ties": ties})
     return make_recipe(model, ParallelConfig(**{"microbatch_size": 2, **settings}))
 
 
@@ -124,13 +118,3 @@ def test_weights_shared_by_other_stages_than_the_ends_are_refused_on_every_rank(
             and "stages 0 and 1" in message
         )
         assert "parallel.pp=1" in message and "\n" not in message
-
-
-def head_starts(settings: dict[str, Any]) -> float:
-    return train(make_trainer(recipe_of(ENDS, settings, head_std=0.2)), 1)[0][0]
-
-
-def test_a_tied_weight_has_one_initial_value_in_every_layout(world: Callable) -> None:
-    (alone,) = world(1).run(head_starts, {})
-    for settings in ({"pp": 2}, V_SHAPED, {"tp": 2}):
-        assert world(2).run(head_starts, settings) == [pytest.approx(alone, rel=1e-6)] * 2

@@ -4,17 +4,18 @@ group."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.host_memory.ring import PeerLostError
 from parallel3d.mesh import build_mesh
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.build import build_schedule
-from parallel3d.torch_private import limit_waits, timeout_ms
+from parallel3d.shared_memory.ring import PeerLostError
+from parallel3d.torch_private import limit_waits, timeout_of
 from tests.distributed.world import World
 
 CPU = torch.device("cpu")
@@ -25,18 +26,18 @@ def test_a_limit_holds_in_the_groups_of_all_axes_and_beside_them(
 ) -> None:
     for before, after in world(4).run(waits_of_all_groups):
         # torch's default: all ranks, pp, tp, and the group beside the mesh
-        assert before == [1_800_000] * 4
-        assert after == [7_000] * 4
+        assert before == [timedelta(minutes=30)] * 4
+        assert after == [timedelta(seconds=7)] * 4
 
 
-def waits_of_all_groups() -> tuple[list[int], list[int]]:
+def waits_of_all_groups() -> tuple[list[timedelta], list[timedelta]]:
     mesh = build_mesh(ParallelConfig(pp=2, tp=2), "cpu")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     groups = [dist.group.WORLD, mesh["pp"].get_group(), mesh["tp"].get_group(), mine]
-    before = [timeout_ms(group, CPU) for group in groups]
+    before = [timeout_of(group, CPU) for group in groups]
     limit_waits(7.0)
-    return before, [timeout_ms(group, CPU) for group in groups]
+    return before, [timeout_of(group, CPU) for group in groups]
 
 
 def test_a_shorter_limit_holds_in_groups_that_have_been_at_work(

@@ -35,19 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.mesh import build_mesh
-from parallel3d.sharding.counting import as_group
+from parallel3d.tools.bench.counting import as_group, collective_name
 from parallel3d.tools.verify.dry_run import Chunks, ShapesOnly, build_dry
-from parallel3d.torch_private import (
-    READ_A_VALUE,
-    FakeTensor,
-    TorchDispatchMode,
-    collective_name,
-    cutting_by,
-    tree_iter,
-    world_of_none,
-)
+from parallel3d.tools.verify.fakes import READ_A_VALUE, FakeTensor, cutting_by, world_of_none
+from parallel3d.torch_private import TorchDispatchMode, tree_iter
 from parallel3d.training.trainer import Trainer
-from tests.fake_cuda.layouts import FAULTY, LAYOUTS
+from tests.fake_cuda.layouts import LAYOUTS
 from tests.fake_cuda.program import Operand, Program, Sent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,9 +190,9 @@ def group_labels() -> Any:
     return label
 
 
-def run(layout: str, rank: int, faults: tuple[str, ...] = ()) -> Program:
+def run(layout: str, rank: int) -> Program:
     """Trains a step of one rank, the second one if there are data-parallel ranks."""
-    recipe, program = LAYOUTS[layout], Program(layout, rank, faults)
+    recipe, program = LAYOUTS[layout], Program(layout, rank)
     try:
         with world_of_none(recipe.parallel.world_size, rank), streams():
             mesh = build_mesh(recipe.parallel, "cuda")
@@ -207,8 +200,6 @@ def run(layout: str, rank: int, faults: tuple[str, ...] = ()) -> Program:
                 trainer, batch = build_dry(recipe, mesh, DEVICE, gpu_bytes=80 * 2**30)
                 if recipe.parallel.dp > 1:
                     trainer.train_step(batch)
-                for fault in faults:
-                    plant(fault, trainer, rank)
                 census, read = Census(program), FakeTensor.tolist
 
                 def tolist(tensor: FakeTensor) -> Any:
@@ -237,68 +228,10 @@ def strays(trainer: Trainer) -> list[str]:
     return [name for name, x in held.items() if x is not None and x.device != DEVICE]
 
 
-# Mistakes, each made once when the optimizer has stepped.
-
-
-def add_cpu_tensor(trainer: Trainer, rank: int) -> None:
-    torch.zeros(4, device=DEVICE).add_(torch.zeros(4))
-
-
-def state_on_cpu(trainer: Trainer, rank: int) -> None:
-    trainer.optimizer.state[trainer.parameters[0].local]["late"] = torch.zeros(3)
-
-
-def read_a_number(trainer: Trainer, rank: int) -> None:
-    torch.zeros((), device=DEVICE).item()
-
-
-def copy_to_cpu(trainer: Trainer, rank: int) -> None:
-    torch.zeros((), device=DEVICE).cpu()
-
-
-def reduce(trainer: Trainer, axis: str, x: Tensor) -> None:
-    dist.all_reduce(x, group=trainer.mesh[axis].get_group())
-
-
-def reduce_transposed(trainer: Trainer, rank: int) -> None:
-    reduce(trainer, "tp", torch.zeros(4, 2, device=DEVICE).t())
-
-
-def reduce_other_dtypes(trainer: Trainer, rank: int) -> None:
-    dtype = torch.float32 if rank == 0 else torch.bfloat16
-    reduce(trainer, "tp", torch.zeros(4, dtype=dtype, device=DEVICE))
-
-
-def reduce_on_one_rank(trainer: Trainer, rank: int) -> None:
-    if rank == 1:
-        reduce(trainer, "tp", torch.zeros((), device=DEVICE))
-
-
-def reduce_in_a_ring(trainer: Trainer, rank: int) -> None:
-    """Lets each of four ranks wait for the next."""
-    axes = ("dp_replicate", "dp_shard") if rank in (0, 3) else ("dp_shard", "dp_replicate")
-    for axis in axes:
-        reduce(trainer, axis, torch.zeros((), device=DEVICE))
-
-
-def send_too_little(trainer: Trainer, rank: int) -> None:
-    group, x = trainer.mesh["pp"].get_group(), torch.zeros(4 + rank, device=DEVICE)
-    if rank == 0:
-        dist.isend(x, group=group, group_dst=1)
-    else:
-        dist.irecv(x, group=group, group_src=0)
-
-
-def plant(fault: str, trainer: Trainer, rank: int) -> None:
-    trainer.optimizer.register_step_post_hook(lambda *_: globals()[fault](trainer, rank))
-
-
 if __name__ == "__main__":
     # A collection looks at the modules of torch, a million objects.
     gc.disable()
-    jobs = [(layout, ()) for layout in LAYOUTS]
     found = []
-    for layout, faults in [*jobs, *FAULTY]:
-        ranks = range(LAYOUTS[layout].parallel.world_size)
-        found += [run(layout, rank, faults) for rank in ranks]
+    for layout, recipe in LAYOUTS.items():
+        found += [run(layout, rank) for rank in range(recipe.parallel.world_size)]
     pickle.dump(found, sys.stdout.buffer)

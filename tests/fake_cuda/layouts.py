@@ -1,4 +1,4 @@
-"""The layouts that are trained on fake `cuda:0` tensors, and the mistakes planted in some."""
+"""The layouts that are trained on fake `cuda:0` tensors."""
 
 from __future__ import annotations
 
@@ -61,11 +61,3 @@ LAYOUTS: dict[str, Recipe] = {
     "1f1b": recipe(**PP),
     "zb_v, tied": recipe(TIED, schedule="zb_v", virtual_stages=2, **PP),
 }
-# Names of functions of `census`, planted together unless one hides another.
-FAULTY = (
-    ("sgd", ("state_on_cpu", "read_a_number", "copy_to_cpu")),
-    ("sgd", ("add_cpu_tensor",)),
-    ("tp 4, copies of heads", ("reduce_transposed", "reduce_other_dtypes", "reduce_on_one_rank")),
-    ("HYBRID_SHARD", ("reduce_in_a_ring",)),
-    ("1f1b", ("send_too_little",)),
-)

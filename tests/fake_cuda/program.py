@@ -42,7 +42,6 @@ class Program:
 
     layout: str
     rank: int
-    faults: tuple[str, ...] = ()  # the planted ones
     error: str = ""
     waits: Counter[str] = field(default_factory=Counter)  # of the host for the device, by place
     copies: Counter[str] = field(default_factory=Counter)  # to the device, by place

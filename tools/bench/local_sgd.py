@@ -18,7 +18,7 @@ from parallel3d.data.corpus import load_corpora
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class, shape_cards
 from parallel3d.recipes import find_recipe
-from parallel3d.sharding.counting import CollectiveCounter
+from parallel3d.tools.bench.counting import CollectiveCounter
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
 from parallel3d.tools.local_ranks import run_ranks
 from parallel3d.training.trainer import Trainer

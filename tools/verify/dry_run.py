@@ -32,22 +32,20 @@ from parallel3d.layers import fused_attention
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
-from parallel3d.pipeline.links import OfflineLinks
 from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.recorder import Recorder
-from parallel3d.tools.verify.ledger import Ledger, Snapshot
-from parallel3d.torch_private import (
+from parallel3d.tools.verify.fakes import (
     READ_A_VALUE,
     FakeTensor,
     FakeTensorMode,
     cutting_by,
-    local_of,
-    tree_iter,
     world_of_none,
 )
+from parallel3d.tools.verify.ledger import Ledger, Snapshot
+from parallel3d.torch_private import local_of, tree_iter
 from parallel3d.training.trainer import Trainer
 
 _GPU = AttentionDevice("cuda", capability=(9, 0))  # what attention's kernels are chosen for
@@ -221,7 +219,6 @@ def build_dry(
         mesh=mesh,
         device=device,
         model_class=model_class(recipe.model.architecture),
-        connect=OfflineLinks,
         initialize=False,
         gpu_bytes=gpu_bytes,
     )

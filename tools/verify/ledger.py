@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel3d.torch_private import TorchDispatchMode, local_of, storage_id, tree_iter
+from parallel3d.tools.verify.fakes import storage_id
+from parallel3d.torch_private import TorchDispatchMode, local_of, tree_iter
 
 Made = Literal["parameters", "optimizer", "gathered", "forward", "backward", "between"]
 

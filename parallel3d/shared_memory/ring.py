@@ -19,8 +19,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from parallel3d.host_memory import segment
-from parallel3d.host_memory.segment import Segment
+from parallel3d.shared_memory import segment
+from parallel3d.shared_memory.segment import Segment
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 

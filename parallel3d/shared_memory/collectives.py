@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.host_memory.segment import Segment, own_folder, reserve
-from parallel3d.torch_private import timeout_ms
+from parallel3d.shared_memory.segment import Segment, own_folder, reserve
+from parallel3d.torch_private import timeout_of
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
@@ -124,9 +124,11 @@ class SharedExchange:
         try:
             heard = os.read(pipe, 1)
         except BlockingIOError:
-            poll, group = select.poll(), self._group()
-            poll.register(pipe, select.POLLIN)
-            if group is None or not poll.poll(timeout_ms(group, torch.device("cpu"))):
+            sleeper, group = select.poll(), self._group()
+            sleeper.register(pipe, select.POLLIN)
+            assert group is not None, "a layer waits for its own group"
+            limit = timeout_of(group, torch.device("cpu"))
+            if not sleeper.poll(limit.total_seconds() * 1000):
                 raise TimeoutError(f"rank {rank} of the group did not answer in time") from None
             heard = os.read(pipe, 1)
         if not heard:

@@ -1,5 +1,5 @@
-"""Counts what is sent: every collective that a block of code starts, by axis and kind (an example:
-docs/sharding.md). The bytes are those that a rank sends in ring algorithms (`sharding.bytes`).
+"""Counts what is sent: every collective that a block of code starts, by axis and kind. The bytes
+are those that a rank sends in ring algorithms.
 Small tensors that processes of one host exchange through shared memory are no collectives and are
 not counted, and neither are point-to-point sends.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
-from parallel3d.torch_private import TorchDispatchMode, collective_name, tree_iter
+from parallel3d.torch_private import TorchDispatchMode, tree_iter
 
 # Each operator of c10d with its kind, and the place of its larger tensor among its arguments.
 _KINDS = {
@@ -24,6 +24,15 @@ _KINDS = {
     "alltoall_base_": ("all_to_all", 1),
 }
 _NOT_COUNTED = {"barrier", "monitored_barrier_", "send", "recv_", "recv_any_source_", "wait_tensor"}
+
+
+def collective_name(operator: Any) -> str | None:
+    """Returns the name of an operator that a `TorchDispatchMode` sees, such as "allreduce_", if it
+    is a collective of torch.distributed or of its functional twin (which torch.compile and DTensor
+    use); None for any other operator."""
+    if operator.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    return str(operator._overloadpacket.__name__)
 
 
 class CollectiveCounter(TorchDispatchMode):

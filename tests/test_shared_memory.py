@@ -4,7 +4,6 @@ is ahead."""
 from __future__ import annotations
 
 import fcntl
-import os
 import threading
 from collections import deque
 from pathlib import Path
@@ -14,15 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.host_memory import segment
-from parallel3d.host_memory.ring import (
+from parallel3d.shared_memory.ring import (
     LARGEST_BYTES,
     Incoming,
     Outgoing,
     PeerLostError,
     reserve,
 )
-from parallel3d.host_memory.segment import own_folder
 
 
 @pytest.fixture(scope="module")
@@ -107,20 +104,3 @@ def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: P
         assert incoming.poll() == number
         incoming.read(into)
         assert into[0].item() == number
-
-
-def test_folders_of_killed_ranks_are_removed_by_the_next_and_those_in_use_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segment, "MEMORY_FOLDER", tmp_path)
-    left, new = tmp_path / "parallel3d-left", tmp_path / "parallel3d-new"
-    with own_folder("cpu") as held:
-        assert held is not None
-        for folder in (left, new):
-            folder.mkdir()
-            (folder / "memory").touch()
-        for folder in (left, held):
-            os.utime(folder, (0, 0))
-        with own_folder("cpu") as own:
-            assert set(tmp_path.iterdir()) == {held, new, own}
-    assert [*tmp_path.iterdir()] == [new]

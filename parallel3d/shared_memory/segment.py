@@ -9,12 +9,10 @@ everyone who waits for it.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,8 +24,7 @@ from torch import Tensor
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
 MEMORY_FOLDER = Path("/dev/shm")  # a file system in memory
-_MEMORY, _PREFIX = "memory", "parallel3d-"
-_NEW_S = 60.0
+_MEMORY = "memory"
 
 
 @contextmanager
@@ -39,38 +36,12 @@ def own_folder(device_type: str) -> Iterator[Path | None]:
     folder = None
     if device_type == "cpu":
         with suppress(OSError):
-            _remove_leftovers()
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_FOLDER))
-    if folder is None:
-        yield None
-        return
-    with _locked(folder):
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder)
-
-
-def _remove_leftovers() -> None:
-    """Removes the folders whose makers were killed, whose locks nobody holds. One that is new may
-    not be locked yet."""
-    for folder in MEMORY_FOLDER.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another process holds it, or has removed it
-            if time.time() - folder.stat().st_mtime > _NEW_S:
-                with _locked(folder):
-                    shutil.rmtree(folder)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which the kernel frees when this process ends. Raises OSError if
-    another holds it."""
-    opened = os.open(folder, os.O_RDONLY)
+            folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=MEMORY_FOLDER))
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield folder
     finally:
-        os.close(opened)
+        if folder is not None:
+            shutil.rmtree(folder)
 
 
 def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:
