@@ -61,11 +61,13 @@ def test_the_standard_library_is_its_own_source_files() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (DataConfig(path="a.md"), "data.path = a.md: must be null where data.source = stdlib"),
-        (DataConfig(source="text"), "data.path = null: data.source = text needs a file"),
+        (DataConfig(path="a.md"), "data.path = a.md: not read if data.source = stdlib"),
         (DataConfig(source="text", path="gone"), "data.path = gone: no such file or folder at "),
         (DataConfig(source="text", path="a.md/b"), "data.path = a.md/b: no such file or folder"),
-        (folder(Path(), "*.txt"), "matches none of the 3 below data.path = .; try data.pattern=*."),
+        (
+            folder(Path(), "*.txt"),
+            "data.path = .: none of its files that match data.pattern = *.txt",
+        ),
     ],
 )
 def test_a_recipe_that_names_no_file_is_refused(
