@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.data.windows import TokenIds
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -85,31 +84,10 @@ class JsonTokenizer:
             flat[(flat >= 0) & (flat < self.vocab_size)].tolist(), skip_special_tokens=False
         )
 
-    def files_for_transformers(self) -> dict[str, bytes]:
-        """Returns the file itself, and its configuration: the one next to it, or one that tells
-        transformers which class reads the file. Raises DataError if a file cannot be read."""
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.library.id_to_token(self.end_of_text),
-            "clean_up_tokenization_spaces": False,
-        }
-        files = {"tokenizer_config.json": json.dumps(config, indent=2).encode()}
-        try:
-            for name in TOKENIZER_FILES:
-                path = self.path.with_name(name)
-                if path.is_file():
-                    files[name] = path.read_bytes()
-            return files | {"tokenizer.json": self.path.read_bytes()}
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
-
 
 # Text to ids and back, whatever made the vocabulary. `vocab_size` is one more than the largest id;
 # `end_of_text` ends every document, and `encode` never gives it: text that spells it stays text.
 Tokenizer = ByteTokenizer | JsonTokenizer
-
-# the files of a published tokenizer that readers of a tokenizer.json need
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def import_extra(library: str, needed_by: str) -> Any:
