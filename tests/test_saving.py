@@ -304,7 +304,6 @@ def test_a_run_that_is_to_warn_trains_on_and_saves_again(
         "not saved: " in said
         and "step_00000003: cannot be written: No space left on device; the run goes on" in said
     )
-    assert "2 of 4 checkpoints could not be saved" in said
     disk_full_at(monkeypatch, 5)
     again = replace(
         resumed_from("auto", steps=5), checkpoint=replace(recipe.checkpoint, resume="auto")

@@ -90,9 +90,9 @@ def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple
     model that was saved without its head has names without their beginning."""
     stored, table = open_safetensors(folder, files), NAMES[family_of(model)]
     base = "" if any(name.startswith(table.base) for name in stored) else table.base
-    heads = [each.name for each in table.ends if not each.name.startswith(table.base)]
+    head = table.last[-1].name
     read = {name: file for name, file in stored.items() if not UNREAD.fullmatch(name)}
-    return {name if name in heads else base + name: (file, name) for name, file in read.items()}
+    return {name if name == head else base + name: (file, name) for name, file in read.items()}
 
 
 def _part(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,34 +23,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.files import PlannedSave, WrittenParts, plan_save, write_and_commit
+from parallel3d.checkpoint.files import PlannedSave, plan_save, write_and_commit
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.store import retain
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
 from parallel3d.torch_private import timeout_ms
-
-
-@dataclass
-class StagingMemory:
-    """Memory of the host for this rank's parts of a checkpoint, pinned where they are on a GPU. It
-    is made at the first save and used again."""
-
-    buffers: dict[MetadataIndex, Tensor] = field(default_factory=dict)
-
-    def copy(self, save: PlannedSave) -> None:
-        """Has the save write copies of its parts, made before this returns, so that the parts
-        may change. The save before must have been written, because its copies are in the same
-        memory."""
-        earlier, self.buffers = self.buffers, {}
-        for item, part in save.parts:
-            buffer = earlier.get(item.index)
-            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            self.buffers[item.index] = buffer.copy_(part, non_blocking=True)
-        for device in {part.device for _, part in save.parts if part.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # the copies into pinned memory
-        save.parts = [(item, self.buffers[item.index]) for item, _ in save.parts]
 
 
 @dataclass
@@ -85,10 +63,9 @@ class Saver(AbstractContextManager["Saver"]):
             # not torch's default
             wait = timedelta(milliseconds=timeout_ms(dist.group.WORLD, torch.device("cpu")))
             self._group = dist.new_group(backend="gloo", group_desc="saves", timeout=wait)
-        self._memory = StagingMemory()
+        # memory of the host for this rank's parts, pinned if they are on a GPU
+        self._buffers: dict[MetadataIndex, Tensor] = {}
         self._under_way: _SaveUnderWay | None = None
-        self._written: WrittenParts | None = None  # as the ranks agreed for the save before
-        self._begun, self._failed = 0, 0
 
     def save(
         self,
@@ -109,16 +86,14 @@ class Saver(AbstractContextManager["Saver"]):
             words = f"waits until {before.path.name} is written"
             self._say(f"{path.name} {words}, which takes longer than checkpoint.every")
         self.finish()
-        self._begun += 1
         self._under_way = begun = _SaveUnderWay(path, is_last, then)
         try:
-            save = plan_save(state, progress, path, config, self._written)
+            save = plan_save(state, progress, path, config)
         except SaveError as error:
             begun.error = error
         else:
-            self._written = save.written
             if self._rule.in_background:
-                self._memory.copy(save)
+                self._copy(save)
                 begun.thread = threading.Thread(
                     target=self._write, args=(begun, save), name="save", daemon=True
                 )
@@ -155,7 +130,6 @@ class Saver(AbstractContextManager["Saver"]):
             return
         if self._ends_the_run(done):
             raise done.error
-        self._failed += 1
         self._say(
             f"not saved: {done.error}; the run goes on to the next save (checkpoint.on_error = "
             "warn)"
@@ -175,8 +149,6 @@ class Saver(AbstractContextManager["Saver"]):
             error, RankError | NotSavedInTimeError
         ):
             self._wait()
-        if self._failed:
-            self._say(f"{self._failed} of {self._begun} checkpoints could not be saved")
 
     def _ends_the_run(self, done: _SaveUnderWay) -> bool:
         if done.error is None:
@@ -184,6 +156,20 @@ class Saver(AbstractContextManager["Saver"]):
         if isinstance(done.error, NotSavedInTimeError) or not isinstance(done.error, SaveError):
             return True
         return done.is_last or self._rule.on_error == "stop"
+
+    def _copy(self, save: PlannedSave) -> None:
+        """Has the save write copies of its parts, made before this returns, so that the parts
+        may change. The save before must have been written, because its copies are in the same
+        memory."""
+        earlier, self._buffers = self._buffers, {}
+        for item, part in save.parts:
+            buffer = earlier.get(item.index)
+            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            self._buffers[item.index] = buffer.copy_(part, non_blocking=True)
+        for device in {part.device for _, part in save.parts if part.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the copies into pinned memory
+        save.parts = [(item, self._buffers[item.index]) for item, _ in save.parts]
 
     def _write(self, begun: _SaveUnderWay, save: PlannedSave) -> None:
         """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes
