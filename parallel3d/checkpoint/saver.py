@@ -126,14 +126,10 @@ class Saver(AbstractContextManager["Saver"]):
             self._saved(done.path)
         if done.line is not None:
             self._say(done.line)
-        if done.error is None:
-            return
-        if self._ends_the_run(done):
-            raise done.error
-        self._say(
-            f"not saved: {done.error}; the run goes on to the next save (checkpoint.on_error = "
-            "warn)"
-        )
+        if done.error is not None:
+            if self._ends_the_run(done):
+                raise done.error
+            self._say(f"not saved: {done.error}; the run goes on (checkpoint.on_error = warn)")
 
     def _wait(self) -> _SaveUnderWay | None:
         if self._under_way is not None and self._under_way.thread is not None:
