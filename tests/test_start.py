@@ -172,10 +172,10 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
 ) -> None:
     model = replace(RECIPE.model, rope_theta=500_000.0, norm_eps=1e-6)
     config = to_hugging_face(model, seq_len=16, dtype="float32", end_of_text=None)
-    with pytest.raises(ConfigError, match="is no checkpoint"):
+    with pytest.raises(ConfigError, match="has no whole checkpoint"):
         find_start(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="has a config.json, and no weights as safetensors"):
+    with pytest.raises(ConfigError, match="no weights as safetensors"):
         find_start(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert find_start(str(tmp_path)) == [tmp_path]
