@@ -91,7 +91,11 @@ def plan_save(state: dict[str, Tensor], progress: Progress, path: Path, config: 
         plans, index = planner.create_global_plan(own_plans)
         items = [item for plan in plans for item in plan.items]
         sizes = [_FRAME_BYTES + (item.tensor_storage_size() or 0) for item in items]
-        _make_folder(_partial_of(path), sum(sizes) + len(config))
+        partial = _partial_of(path)
+        with writing(path):  # all ranks write into the one folder
+            shutil.rmtree(partial, ignore_errors=True)
+            store.check_room(partial.parent, "a checkpoint", sum(sizes) + len(config))
+            partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
         return plans
 
     with warnings.catch_warnings(action="ignore"):  # DCP's own deprecations
@@ -161,51 +165,34 @@ def load_tensors(
     DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or
     differs in a bit from what was saved, and CheckpointError where the checkpoint is of another
     model."""
-    wanted = state
-    manifest: Manifest | None = None
+    found: list[Manifest] = []
+    wanted: dict[str, Tensor] = {}
 
     def check() -> dict[str, tuple[int, ...]]:
-        nonlocal wanted, manifest
-        manifest = read_manifest(path)
-        for damage in missing_files(path, manifest):
+        found.append(read_manifest(path))
+        for damage in missing_files(path, found[0]):
             raise damage.error(path)
-        wanted = state if choose is None else choose(manifest.progress)
+        wanted.update(state if choose is None else choose(found[0].progress))
         return {name: tuple(tensor.shape) for name, tensor in wanted.items()}
 
     def compare(everyone: list[dict[str, tuple[int, ...]]]) -> list[None]:
-        assert manifest is not None
         here = ChainMap(*everyone)
-        there = {
-            name: tensor.shape
-            for name, tensor in manifest.tensors.items()
-            if name in here or name.startswith(MODEL)
-        }
+        saved = found[0].tensors.items()
+        there = {name: each.shape for name, each in saved if name in here or name.startswith(MODEL)}
         if lines := differences(there, here):
             raise CheckpointError("\n  ".join([f"{path}: is of another model:", *lines]))
         return [None] * len(everyone)
 
     def check_bytes() -> None:
-        assert manifest is not None
-        share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-        for damage in damaged_files(path, manifest, share):
+        share = sorted(found[0].files)[dist.get_rank() :: dist.get_world_size()]
+        for damage in damaged_files(path, found[0], share):
             raise damage.error(path)
 
     def read() -> None:
-        assert manifest is not None
         for name, tensor in wanted.items():
-            read_own_part(path, manifest.tensors[name], tensor)
+            read_own_part(path, found[0].tensors[name], tensor)
 
     collect(check, compare)
     collect(check_bytes, lambda done: done)
     collect(read, lambda done: done)
-    assert manifest is not None
-    return manifest.progress
-
-
-def _make_folder(partial: Path, needed: int) -> None:
-    """Makes the folder that a checkpoint is written into, if there is room for it. All ranks write
-    into the one folder, so it has to have room for what they need together."""
-    with writing(partial.with_suffix("")):
-        shutil.rmtree(partial, ignore_errors=True)
-        store.check_room(partial.parent, "a checkpoint", needed)
-        partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
+    return found[0].progress

@@ -18,9 +18,7 @@ def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
         size = there.pop(name, None)
         if size != file.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            tensors = dict.fromkeys(each.tensor for each in manifest.ranges[name])
-            reason = f"{found}, and was saved with {file.bytes}"
-            yield Damage(name, reason, tuple(filter(None, tensors)))
+            yield Damage(name, f"{found}, and was saved with {file.bytes}")
     for name in sorted(there.keys() - {MANIFEST_FILE}):
         yield Damage(name, "is not a file of this checkpoint", advice="remove it")
 

@@ -32,7 +32,6 @@ ITEM_BYTES = {
 }
 # the files that a save writes, and no others
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
-_SHOWN_TENSORS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +139,7 @@ class Damage:
     advice: str = "take an older checkpoint"
 
     def error(self, folder: Path) -> DamagedCheckpointError:
-        held = ", ".join(map(shown, self.tensors[:_SHOWN_TENSORS]))
-        held = f" (in {held}, {len(self.tensors)} tensors)" if held else ""
+        held = f" (in {shown(self.tensors)})" if self.tensors else ""
         return DamagedCheckpointError(f"{folder / self.file}: {self.reason}{held}; {self.advice}")
 
 
@@ -206,24 +204,14 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return _MANIFEST.validate_json(text + b"}")
     except ValidationError as error:
-        raise _refusal(folder, text, error) from None
+        fault = error.errors(include_url=False)[0]
+        key = shown(".".join(map(str, fault["loc"])))
+        raise CheckpointError(
+            f"{path}: {key}: {fault['msg']}; another version of parallel3d than {__version__} has "
+            "written it: use that one or a newer one"
+        ) from None
 
 
 def _ending(text: bytes) -> bytes:
     """Returns what follows `text` in a manifest: its checksum."""
     return f',\n"crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
-
-
-def _refusal(folder: Path, text: bytes, error: ValidationError) -> CheckpointError:
-    """Returns the error for a manifest that has its checksum and is not one of this version."""
-    faults = error.errors(include_url=False)
-    unknown = [each for each in faults if each["type"] == "unexpected_keyword_argument"]
-    fault = (unknown or faults)[0]
-    reason = f"{shown('.'.join(map(str, fault['loc'])))}: {fault['msg']}"
-    if not unknown and fault["loc"] != ("format",):
-        return Damage(MANIFEST_FILE, reason).error(folder)
-    writer = shown(json.loads(text + b"}").get("parallel3d"))
-    return CheckpointError(
-        f"{folder / MANIFEST_FILE}: {reason}; parallel3d {writer} has written it, and this is "
-        f"{__version__}: use that version or a newer one"
-    )

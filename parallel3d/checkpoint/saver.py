@@ -89,9 +89,6 @@ class Saver(AbstractContextManager["Saver"]):
         self._under_way = begun = _SaveUnderWay(path, is_last, then)
         try:
             save = plan_save(state, progress, path, config)
-        except SaveError as error:
-            begun.error = error
-        else:
             if self._rule.in_background:
                 self._copy(save)
                 begun.thread = threading.Thread(
@@ -100,6 +97,8 @@ class Saver(AbstractContextManager["Saver"]):
                 begun.thread.start()
             else:
                 self._write(begun, save)
+        except SaveError as error:
+            begun.error = error
         if begun.thread is None or is_last:
             self.finish()
 
