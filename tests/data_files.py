@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from parallel3d.data.token_files import FolderWriter, MegatronWriter, ShardTokenizer
+from parallel3d.data.token_files import FolderWriter, ShardTokenizer
+from parallel3d.tools.bench import data_loading
 
 END = 256  # ends each document
-
-
-def ended(document: ArrayLike, end: int = END) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    """Returns what a writer adds for a document: its ids with the end of text, and their number."""
-    ids = np.append(document, end)
-    return ids, np.array([len(ids)])
 
 
 def write_folder(
@@ -38,17 +33,14 @@ def write_folder(
         shard_tokens=shard_tokens,
     ) as writer:
         for document in train:
-            writer.add("train", *ended(document, end))
+            writer.add("train", np.append(document, end))
         for document in validation:
-            writer.add("validation", *ended(document, end))
+            writer.add("validation", np.append(document, end))
     return folder
 
 
-def write_megatron(
-    prefix: Path, documents: Sequence[ArrayLike], dtype: str = "uint16", end: int = END
-) -> Path:
+def write_megatron(prefix: Path, documents: Sequence[ArrayLike], end: int = END) -> Path:
     """Writes Megatron's files with these documents, and returns their prefix."""
-    with MegatronWriter(Path(f"{prefix}.bin"), dtype=dtype, vocab_size=1 << 16) as writer:
-        for document in documents:
-            writer.add(*ended(document, end))
+    ended = [np.append(document, end).astype(np.uint16) for document in documents]
+    data_loading.write_megatron(prefix, ended)
     return prefix

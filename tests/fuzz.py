@@ -137,9 +137,7 @@ def templates() -> Path:
             (train, ("tiny.yaml", "run_dir=run")),
             (checkpoint_command.main, ("export", "run", "export", "--max-shard-size", "0.01MB")),
             (data_command.main, (*tokenize, "tokens", "--train-bpe", "270")),
-            (data_command.main, (*tokenize, "megatron/prefix", "--format", "megatron")),
         ):
-            (made / "megatron").mkdir(exist_ok=True)
             answer = call(main, words)
             assert answer.status == 0, answer
     return made

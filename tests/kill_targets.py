@@ -2,7 +2,7 @@
 once and forks each run, so that a try costs a fraction of a second; what is forked is an ordinary
 worker, with the lock of its folder.
 
-python -m tests.kill_targets runs|background|replaced FOLDER KILLS
+python -m tests.kill_targets runs|background FOLDER KILLS
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel3d.checkpoint.integrity import find_damage
-from parallel3d.checkpoint.manifest import read_manifest
-from parallel3d.checkpoint.store import checkpoint_path, list_checkpoints, tidy
+from parallel3d.checkpoint.store import list_checkpoints
 from parallel3d.config.recipe import (
     CheckpointConfig,
     DataConfig,
@@ -30,13 +29,10 @@ from parallel3d.config.recipe import (
     Recipe,
     TrainConfig,
 )
-from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.launch.run_lock import locked
-from parallel3d.mesh import build_mesh
+from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.launch.run_dir import locked
 from parallel3d.models import model_class
 from parallel3d.training.callbacks import Callback, RunView
-from parallel3d.training.state import load_trainer, save_trainer
-from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import run_worker
 
 RECIPE = Recipe(
@@ -74,26 +70,6 @@ def _train(recipe: Recipe, folder: Path, pipe: int) -> None:
     with locked(folder):
         model = model_class(recipe.model.architecture)
         run_worker(recipe, _alone(folder), model, lambda name, precision: None, [Tells(pipe)])
-
-
-def save_one_step_again_and_again(folder: Path, pipe: int) -> None:
-    """Saves step 1, each time with other weights and the count of the saves in `tokens`."""
-    path = checkpoint_path(folder / "checkpoints", 1)
-    with process_group(RECIPE, _alone(folder)) as device:
-        mesh = build_mesh(RECIPE.parallel, "cpu")
-        trainer = Trainer(
-            RECIPE, mesh=mesh, device=device, model_class=model_class(RECIPE.model.architecture)
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tidy(path.parent)
-        if path.exists():
-            load_trainer(trainer, path)
-        while True:
-            trainer.update_progress(step=1, tokens=trainer.tokens + 1)
-            for parameter in trainer.parameters:
-                parameter.local.data.fill_(trainer.tokens)
-            save_trainer(trainer, path)
-            os.write(pipe, f"{trainer.tokens}\n".encode())
 
 
 def _alone(folder: Path) -> Rendezvous:
@@ -179,27 +155,6 @@ def kill_runs(target: Callable[[Path, int], None], folder: Path, kills: int) -> 
     return {"kills": count, "in a save": in_save, "finished": finished, "wrong": wrong}
 
 
-def kill_replacements(folder: Path, kills: int) -> dict[str, object]:
-    """Kills a process that saves the same step again and again."""
-    draw, in_save, last, wrong, run = random.Random(16), 0, 0, list[str](), folder / "run"
-    for _ in range(kills):
-        told, _ = run_and_kill(save_one_step_again_and_again, run, draw.uniform(0, 0.1))
-        in_save += left_overs(run / "checkpoints")
-        wrong += torn(run / "checkpoints")
-        last = max([last, *told])
-        tidy(run / "checkpoints")
-        found = [path.name for path in (run / "checkpoints").iterdir()]
-        if found != ["step_00000001"]:
-            wrong.append(f"tidy leaves {found}")
-            continue
-        wrong += torn(run / "checkpoints")
-        count = read_manifest(run / "checkpoints" / "step_00000001").progress.tokens
-        if count not in (last, last + 1):
-            wrong.append(f"save {last} was acknowledged, and {count} is there")
-        last = count
-    return {"kills": kills, "in a save": in_save, "wrong": wrong}
-
-
 def _losses(run: Path) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"]) for line in lines]
@@ -207,10 +162,5 @@ def _losses(run: Path) -> list[tuple[int, float]]:
 
 if __name__ == "__main__":
     kind, where, times = sys.argv[1:]
-    if kind == "replaced":
-        found = kill_replacements(Path(where), int(times))
-    else:
-        found = kill_runs(
-            {"runs": train, "background": train_with_saves_behind}[kind], Path(where), int(times)
-        )
-    print(json.dumps(found))
+    target = {"runs": train, "background": train_with_saves_behind}[kind]
+    print(json.dumps(kill_runs(target, Path(where), int(times))))

@@ -57,7 +57,7 @@ def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(
         (2, "whole", False),
         (4, "whole", True),
         (5, "damaged", False),
-        (6, "aside", False),
+        (6, "partial", False),
     ]
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["val_loss"] for row in rows[:2]] == [line["val_loss"] for line in metrics[1::2]]
@@ -70,8 +70,7 @@ def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(
     assert main(["ls", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{folder}: 2 whole of 4")
-    assert "whole, best\n" in said and "damaged: __0_0.distcp: has" in said and "cut short" in said
-    assert "aside: is being written, or was left by a save that was cut off" in said
+    assert "whole, best\n" in said and "damaged, __0_0.distcp: has" in said
     assert main(["ls", str(run_dir / "nothing")]) == 2
     assert "has no checkpoints; try the folder of a run" in capsys.readouterr().err
 
@@ -89,12 +88,8 @@ def test_inspect_says_what_a_checkpoint_holds(run_dir: Path, capsys: Said) -> No
     assert found["recipe"]["model.hidden"] == 16 and found["recipe"]["checkpoint.every"] == 2
     assert main(["inspect", str(run_dir / "checkpoints/step_00000002")]) == 0
     said = capsys.readouterr().out
-    assert (
-        "step 2, 64 tokens" in said
-        and "  layout    one process\n" in said
-        and "2 sequences of 16 tokens" in said
-    )
-    assert "  model.layers.{0-1}.attention.q.weight float32 [16, 16]\n" in said
+    assert "  step: 2\n  tokens: 64\n" in said
+    assert "  model.layers.*.attention.q.weight (2 tensors) float32 [16, 16]\n" in said
     assert "  model.hidden: 16\n" in said
 
 
@@ -136,7 +131,6 @@ MODEL = ModelConfig(
     vocab=300,
     rope_theta=5e5,
     rope_scaling=RopeScaling(type="llama3", factor=8.0, original_max_positions=32),
-    attention_dropout=0.1,
     tied_embeddings=True,
 )
 
@@ -175,11 +169,7 @@ def test_import_writes_the_recipe_of_a_model(tmp_path: Path, capsys: Said) -> No
 @pytest.mark.parametrize(
     ("others", "refusal"),
     [
-        ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias = true of config.json is left out"),
-        (
-            {"attention_dropout": "none"},
-            'attention_dropout = "none": must be a number from 0 up to 1; try 0.1',
-        ),
+        ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias of config.json is left out"),
         ({"rope_parameters": [1] * 9999}, "must hold keys and values, or be null"),
     ],
 )
@@ -193,20 +183,12 @@ def test_import_names_what_a_recipe_cannot_say(
     assert not (tmp_path / "recipe.yaml").exists()
 
 
-def test_import_does_not_overwrite_a_file_of_the_model(tmp_path: Path, capsys: Said) -> None:
-    write_pretrained(MODEL, tmp_path)
-    config = (tmp_path / "config.json").read_bytes()
-    assert main(["import", str(tmp_path), "-o", str(tmp_path / "config.json")]) == 2
-    assert "config.json: is a file of the model in DIR" in capsys.readouterr().err
-    assert (tmp_path / "config.json").read_bytes() == config
-
-
 def test_import_compares_the_tensors_with_the_config(tmp_path: Path, capsys: Said) -> None:
     write_pretrained(MODEL, tmp_path, num_hidden_layers=3, vocab_size=301)
     assert main(["import", str(tmp_path)]) == 65
     said = capsys.readouterr().err
     assert "model.embed_tokens.weight is [300, 16] there and [301, 16] here" in said
-    assert "model.layers.2.self_attn.q_proj.weight is not there, and [24, 16] here" in said
+    assert "model.layers.2.self_attn.q_proj.weight is missing there and [24, 16] here" in said
     (tmp_path / "model.safetensors").unlink()
     assert main(["import", str(tmp_path)]) == 2
     assert "has no safetensors (pickles are not read)" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["runs", "background", "replaced"])
+@pytest.mark.parametrize("kind", ["runs", "background"])
 def test_no_kill_costs_a_checkpoint_that_was_acknowledged(tmp_path: Path, kind: str) -> None:
     kills = 150
     program = [sys.executable, "-m", "tests.kill_targets", kind, str(tmp_path), str(kills)]

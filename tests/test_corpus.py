@@ -9,9 +9,9 @@ import pytest
 
 from parallel3d.config.recipe import DataConfig
 from parallel3d.data.corpus import check_data, load_corpus
-from parallel3d.data.tokenizers import train_bpe
 from parallel3d.data.windows import TokenIds, TokenStream
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.tools.data.encode import train_bpe
 
 
 def ids(stream: TokenStream) -> TokenIds:
@@ -42,7 +42,7 @@ def test_a_corpus_is_read_with_a_tokenizer_of_the_users_own(tmp_path: Path) -> N
     assert sorted("".join(decoded).split("<|endoftext|>")) == ["", *texts.values()]
     check_data(config, seq_len=4, vocab=265)
     with pytest.raises(
-        ConfigError, match=r"^model\.vocab = 264: must be at least 265, the size of data\.tokenizer"
+        ConfigError, match=r"^model\.vocab = 264: must be at least 265, for the ids of"
     ):
         check_data(config, seq_len=4, vocab=264)
     (tmp_path / "b.txt").write_bytes(b"caf\xe9 au lait")

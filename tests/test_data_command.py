@@ -4,7 +4,6 @@ folder is told."""
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import random
@@ -12,9 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,10 @@ import numpy as np
 import pytest
 
 from parallel3d.data.token_files import TokensJson, open_tokens
-from parallel3d.data.tokenizers import build_tokenizer, train_bpe
-from parallel3d.tools.data import chunks, inputs, job
+from parallel3d.data.tokenizers import build_tokenizer
+from parallel3d.tools.data import encode, inputs, job
 from parallel3d.tools.data.command import main
+from parallel3d.tools.data.encode import train_bpe
 
 pytest.importorskip("tokenizers", reason="a BPE is trained and read by the library tokenizers")
 Said = pytest.CaptureFixture[str]
@@ -83,8 +81,7 @@ def documents(folder: Path, part: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece of a few documents, so that small texts have many."""
-    monkeypatch.setattr(inputs, "PIECE_BYTES", 2_000)
-    monkeypatch.setattr(inputs, "_BLOCK_BYTES", 700)
+    monkeypatch.setattr(inputs, "PIECE_CHARACTERS", 2_000)
 
 
 def test_each_document_comes_once_and_equal_texts_go_to_the_same_part(tmp_path: Path) -> None:
@@ -99,52 +96,29 @@ def test_each_document_comes_once_and_equal_texts_go_to_the_same_part(tmp_path: 
     assert run("check", folder) == 0
 
 
-def test_a_document_that_is_added_moves_no_other(tmp_path: Path) -> None:
-    first = tokenized(tmp_path / "first", write_lines(tmp_path / "a.jsonl", texts(60)))
-    (tmp_path / "b.jsonl").write_text(
-        json.dumps({"text": "a new one"}) + "\n" + (tmp_path / "a.jsonl").read_text()
-    )
-    second = tokenized(tmp_path / "second", tmp_path / "b.jsonl")
-    assert set(documents(first, "train")) < set(documents(second, "train")) | {"a new one"}
-    assert set(documents(first, "validation")) <= set(documents(second, "validation"))
-
-
 def test_all_forms_of_the_same_text_give_the_same_files(tmp_path: Path) -> None:
     originals = texts(80)
     plain = write_lines(tmp_path / "a.jsonl", originals)
     expected = content(tokenized(tmp_path / "lines", plain))
-    (tmp_path / "a.txt").write_text(SEPARATOR.join(originals))
     (tmp_path / "folder").mkdir()
     for number, text in enumerate(originals):
         (tmp_path / "folder" / f"{number:03}.md").write_text(text)
     raw = plain.read_bytes()
     half = raw.index(b"\n", len(raw) // 2) + 1
     (tmp_path / "a.JSONL.GZ").write_bytes(gzip.compress(raw[:half]) + gzip.compress(raw[half:]))
-    for name in ("a.txt", "folder", "a.JSONL.GZ"):
-        options = ["--separator", SEPARATOR] if name == "a.txt" else []
-        found = tokenized(tmp_path / f"tokens-{name}", tmp_path / name, *options)
-        assert content(found) == expected, name
+    for name in ("folder", "a.JSONL.GZ"):
+        assert content(tokenized(tmp_path / f"tokens-{name}", tmp_path / name)) == expected, name
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table({"text": originals}), tmp_path / "a.parquet", row_group_size=13)
+    table = arrow.table({"id": range(80), "text": originals})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=13)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    with arrow.ipc.new_stream(str(tmp_path / "saved" / "data-0.arrow"), table.schema) as stream:
+        stream.write_table(table, 13)
     frames = [bytes(arrow.compress(part, "zstd")) for part in (raw[:half], raw[half:])]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
-    for name in ("a.parquet", "a.jsonl.zst"):
+    for name in ("a.parquet", "saved", "a.jsonl.zst"):
         assert content(tokenized(tmp_path / f"tokens-{name}", tmp_path / name)) == expected, name
-
-
-@pytest.mark.long  # the library takes seconds to import
-def test_a_data_set_of_hugging_face_gives_the_same_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    datasets = pytest.importorskip(
-        "datasets", reason="data sets are opened by the library datasets"
-    )
-    originals = texts(40)
-    expected = content(tokenized(tmp_path / "lines", write_lines(tmp_path / "a.jsonl", originals)))
-    data_set = datasets.Dataset.from_dict({"text": originals[::-1]}).select(range(39, -1, -1))
-    datasets.DatasetDict({"train": data_set}).save_to_disk(tmp_path / "saved")
-    assert content(tokenized(tmp_path / "tokens", tmp_path / "saved")) == expected
-    assert run("tokenize", tmp_path / "saved", "--split", "test", "--out", tmp_path / "x") == 2
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -180,38 +154,23 @@ def test_a_long_text_is_encoded_in_slices_with_the_same_ids(
 ) -> None:
     text = "\n".join(texts(100)) + "\n\n  indented\n\n\n" + "\n".join(texts(100, seed=1))
     (tmp_path / "tokenizer.json").write_text(train_bpe([text], 400))
-    choice = chunks.TokenizerChoice(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setattr(chunks, "_BATCH_CHARACTERS", 500)
-    slices = chunks._slices(text, choice)
+    choice = encode.TokenizerChoice(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(encode, "_MOST_CHARACTERS", 500)
+    slices = encode._slices(text, choice)
     assert "".join(slices) == text and 20 < len(slices) < len(text) / 500
-    ids = np.concatenate(choice.build().encode_batch(slices))
-    assert np.array_equal(ids, choice.build().encode(text))
+    tokenizer = choice.build()
+    ids = np.concatenate([tokenizer.encode(each) for each in slices])
+    assert np.array_equal(ids, tokenizer.encode(text))
 
 
-def test_documents_without_text_are_left_out_and_told(tmp_path: Path, capsys: Said) -> None:
+def test_documents_without_text_are_left_out(tmp_path: Path, capsys: Said) -> None:
     lines = write_lines(tmp_path / "a.jsonl", ["one", "", "two", ""])
     folder = tokenized(tmp_path / "tokens", lines)
     assert sorted(documents(folder, "train") + documents(folder, "validation")) == ["one", "two"]
-    assert "documents without text, left out: 2" in capsys.readouterr().err
+    only = tokenized(tmp_path / "only", write_lines(lines, ["", "0123456789"]))
+    assert documents(only, "train") == ["012345678"]  # a single document gives its end
     assert tokenize(write_lines(lines, [""]), "--out", tmp_path / "none") == 65
     assert "hold no text" in capsys.readouterr().err
-
-
-def test_megatrons_files_hold_the_documents_in_their_order(tmp_path: Path, capsys: Said) -> None:
-    originals = texts(30)
-    source = write_lines(tmp_path / "a.jsonl", originals)
-    command = (source, "--out", tmp_path / "p", "--format", "megatron")
-    assert tokenize(*command) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "p.bin", "p.idx"]
-    ids = np.fromfile(tmp_path / "p.bin", "<u2")
-    expected = "".join(f"{text}<|end_of_text|>" for text in originals)
-    assert build_tokenizer("bytes").decode(ids) == expected
-    capsys.readouterr()
-    assert run("inspect", tmp_path / "p", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["tokens"], found["documents"], found["dtype"]) == (len(ids), 30, "uint16")
-    assert run("check", tmp_path / "p") == 0
-    assert tokenize(*command) == 2  # nothing is replaced
 
 
 # What an interruption leaves.
@@ -223,40 +182,30 @@ def test_a_job_goes_on_after_what_was_done_and_gives_the_same_files(
     source = write_lines(tmp_path / "a.jsonl", texts(100))
     whole = content(tokenized(tmp_path / "whole", source, "--train-bpe", 300))
     encoded: list[Path] = []
-    limit = 4
+    limit, changed = 4, source.stat().st_mtime_ns
 
-    def encode(*piece: Any) -> chunks.ChunkSummary:
+    def encode_or_stop(*piece: Any) -> None:
         if len(encoded) == limit:
             raise KeyboardInterrupt
         encoded.append(piece[-1])
-        return chunks.encode_piece(*piece)
+        encode.encode_piece(*piece)
 
     command = (source, "--out", tmp_path / "cut", "--train-bpe", 300)
-    monkeypatch.setattr(job, "encode_piece", encode)
+    monkeypatch.setattr(job, "encode_piece", encode_or_stop)
     assert tokenize(*command) == 130
     assert not (tmp_path / "cut").exists()
+    # a worker was killed while writing
+    (tmp_path / "cut.partial" / "chunks" / "00000007.unfinished").write_bytes(b"half")
     capsys.readouterr()
     assert tokenize(*command, "--validation-fraction", 0.2) == 2
-    words = "unfinished work of another command, with --validation-fraction 0.05; give that"
-    assert words in capsys.readouterr().err
-    # a worker was killed while writing
-    (tmp_path / "cut.partial" / "chunks" / "00000007.npz.123").write_bytes(b"half")
+    assert "the unfinished work of another command" in capsys.readouterr().err
+    os.utime(source, (1, 1))  # an input that has changed since
+    assert tokenize(*command) == 2
+    os.utime(source, ns=(changed, changed))
     limit = 1000
     assert tokenize(*command) == 0
     assert content(tmp_path / "cut") == whole
     assert len(set(encoded)) == len(encoded) > 4
-
-
-def test_an_input_that_has_changed_since_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
-) -> None:
-    source = write_lines(tmp_path / "a.jsonl", texts(20))
-    with monkeypatch.context() as patch:
-        patch.setattr(job, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert tokenize(source, "--out", tmp_path / "tokens") == 130
-    write_lines(source, texts(21))
-    assert tokenize(source, "--out", tmp_path / "tokens") == 2
-    assert "with INPUT files that were others, or have changed since" in capsys.readouterr().err
 
 
 def test_a_kill_between_the_last_two_steps_leaves_a_folder_to_clear(
@@ -280,7 +229,7 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
     whole = content(tokenized(tmp_path / "whole", source, "--train-bpe", 500))
     program = (
         "import sys\nfrom parallel3d.tools.data import command, inputs\nif __name__ == "
-        "'__main__':\n    inputs.PIECE_BYTES = 20_000\n    sys.exit(command.main())\n"
+        "'__main__':\n    inputs.PIECE_CHARACTERS = 20_000\n    sys.exit(command.main())\n"
     )
     (tmp_path / "program.py").write_text(program)
     words = ["tokenize", source, "--train-bpe", 500, "--out", tmp_path / "cut", "--workers", 2]
@@ -321,7 +270,7 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": \n',
-            "a.jsonl, line 2: is not JSON (Expecting value: line 1 column 10",
+            "a.jsonl, line 2: is not JSON (Expecting value",
         ),
         (
             "a.jsonl",
@@ -337,17 +286,15 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "a"}\n', mtime=0)[:-9],
-            "a.jsonl.gz: cannot be unpacked (",
+            "a.jsonl.gz: cannot be read (",
         ),
-        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: cannot be unpacked (Not a gzipped file"),
-        ("a.jsonl.zst", b"no zstd", "a.jsonl.zst: cannot be unpacked ("),
-        ("a.parquet", b"no parquet", "a.parquet: cannot be read as Parquet ("),
+        ("a.parquet", b"no parquet", "a.parquet: cannot be read ("),
     ],
 )
 def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
     tmp_path: Path, capsys: Said, name: str, raw: bytes, says: str
 ) -> None:
-    if name in ("a.jsonl.zst", "a.parquet"):
+    if name == "a.parquet":
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(raw)
     assert tokenize(tmp_path / name, "--out", tmp_path / "tokens") == 65
@@ -355,45 +302,25 @@ def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
     assert error.startswith("error: ") and says in error and error.count("\n") == 1
 
 
-def test_a_line_far_into_a_file_is_counted_and_a_zst_that_is_cut_off_is_found(
-    tmp_path: Path, capsys: Said
-) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", texts(200)).read_bytes().split(b"\n")
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines[:150], b"{", *lines[150:]]))
-    assert tokenize(tmp_path / "a.jsonl", "--out", tmp_path / "tokens") == 65
-    assert "a.jsonl, line 151: is not JSON" in capsys.readouterr().err
-    packed = bytes(pytest.importorskip("pyarrow").compress(b"\n".join(lines), "zstd"))
-    (tmp_path / "b.jsonl.zst").write_bytes(packed[: len(packed) // 2])
-    assert tokenize(tmp_path / "b.jsonl.zst", "--out", tmp_path / "more") == 65
-    assert "b.jsonl.zst: cannot be unpacked (Truncated" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere"], "nowhere: no such file or folder at "),
+        (["nowhere"], "nowhere: is neither a file nor a folder"),
         (
             ["a.jsonl", "--train-bpe", "200"],
-            "--train-bpe 200: must be at least 257, the bytes; try 8000",
+            "--train-bpe 200: must be at least 257, the bytes",
         ),
         (
             ["a.jsonl", "--validation-fraction", "1"],
             "--validation-fraction 1: leaves nothing to train on; try 0.05",
         ),
         (
-            ["a.jsonl", "--tokenizer", "gone.json"],
-            "--tokenizer = gone.json: must be bytes or the path of",
-        ),
-        (["/dev/null"], "/dev/null: is neither a file nor a folder"),
-        (["a.jsonl", "--out", "."], "--out"),
-        (["a.jsonl", "--separator", "---"], "expected one argument; write --OPTION=VALUE"),
-        (
             [".", "--pattern", "*.rst"],
-            ".: none of its 1 files matches --pattern *.rst; try --pattern '*.jsonl'",
+            "none of its 1 files has a known format or matches --pattern *.rst; try --pattern '*'",
         ),
         (
             ["a.jsonl", "--out", "a.jsonl"],
-            "--out a.jsonl: a.jsonl is there already; try another name, or delete it",
+            "--out a.jsonl: is there already; try another name, or delete it",
         ),
     ],
 )
@@ -423,7 +350,7 @@ def test_inspect_tells_what_a_folder_holds(tmp_path: Path, capsys: Said) -> None
     assert found["documents"] == 40 and found["mean_document_tokens"] == tokens / 40
     assert (found["vocab_size"], found["end_of_text"], found["dtype"]) == (257, 256, "uint16")
     assert run("inspect", folder) == 0
-    assert f"{tokens:,} tokens in 40 documents, flat" in capsys.readouterr().out
+    assert f"{tokens:,} tokens in 40 documents" in capsys.readouterr().out
 
 
 def test_check_shows_three_documents_and_finds_what_is_damaged(
@@ -435,8 +362,9 @@ def test_check_shows_three_documents_and_finds_what_is_damaged(
     capsys.readouterr()
     assert run("check", folder, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["faults"] == [] and len(found["samples"]) == 3
-    assert all(any(text.startswith(sample) for text in originals) for sample in found["samples"])
+    assert found["faults"] == [] and found["samples"]
+    starts = [sample.partition(SEPARATOR)[0] for sample in found["samples"]]
+    assert all(any(text.startswith(start) for text in originals) for start in starts)
     shard = folder / "train-00000.bin"
     raw = bytearray(shard.read_bytes())
     raw[10] ^= 1
@@ -470,11 +398,7 @@ def test_folders_of_one_tokenizer_are_joined(tmp_path: Path, capsys: Said) -> No
     other = tokenized(tmp_path / "other", sources[1])
     capsys.readouterr()
     assert run("merge", first, other, "--out", tmp_path / "all") == 2
-    sha256 = hashlib.sha256((first / "tokenizer.json").read_bytes()).hexdigest()
-    assert (
-        f"{other}: tokenizer is bytes, and that of {first} is tokenizer.json {sha256}"
-        in capsys.readouterr().err
-    )
+    assert f"{other}: tokenizer is bytes, and that of {first} is" in capsys.readouterr().err
     (first / "train-00000.bin").write_bytes(bytes((first / "train-00000.bin").stat().st_size))
     assert run("merge", first, second, "--out", tmp_path / "all") == 65
     assert not (tmp_path / "all").exists()
@@ -483,32 +407,22 @@ def test_folders_of_one_tokenizer_are_joined(tmp_path: Path, capsys: Said) -> No
 # What files of strangers may do, and what an error leaves behind.
 
 
-def write_mixed(folder: Path) -> None:
-    """Three files of text, one of which is Latin-1 and one of which is a picture."""
-    folder.mkdir()
-    (folder / "a.txt").write_text("a good text")
-    (folder / "b.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    (folder / "c.txt").write_bytes(b"text\0text")
-
-
-def test_all_files_that_are_not_utf_8_are_named_and_skipped_or_repaired_if_asked(
+def test_text_that_is_not_utf_8_is_refused_or_repaired_if_asked(
     tmp_path: Path, capsys: Said
 ) -> None:
-    write_mixed(tmp_path / "texts")
-    words = (tmp_path / "texts", "--train-bpe", 300, "--out", tmp_path / "tokens")
-    assert tokenize(*words) == 65
-    error = capsys.readouterr().err
-    assert "b.txt" in error and "c.txt" in error and "a.txt" not in error
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("\ufeffa good text")
+    (folder / "b.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (folder / "c.txt").write_bytes(b"text\0text")
+    assert tokenize(folder, "--out", tmp_path / "tokens") == 65
+    assert "b.txt: is not text (byte 3 is not UTF-8)" in capsys.readouterr().err
     # which would refuse the command that the error advises
-    assert "--errors skip" in error and not (tmp_path / "tokens.partial").exists()
-    assert tokenize(*words, "--errors", "skip", "--validation-fraction", 0) == 0
-    assert documents(tmp_path / "tokens", "train") == ["a good text"]
-    said = capsys.readouterr().err
-    assert "skipped: 2, in\n" in said and f"{tmp_path}/texts/b.txt: 1\n" in said
+    assert not (tmp_path / "tokens.partial").exists()
     lines = tmp_path / "lines.jsonl"
-    lines.write_bytes(b'{"text": "x\xff"}\n{"text": "good"}\n')
+    lines.write_bytes(b'{"text": "x\xff"}\n\n{"text": "good"}\n')
     options = ("--errors", "replace", "--validation-fraction", 0)
-    repaired = tokenized(tmp_path / "lines", lines, tmp_path / "texts", *options)
+    repaired = tokenized(tmp_path / "lines", lines, folder, *options)
     expected = ["x\ufffd", "good", "a good text", "caf\ufffd", "text\ufffdtext"]
     assert documents(repaired, "train") == expected
 
@@ -521,58 +435,8 @@ def test_foreign_files_with_the_names_of_the_result_are_left_alone(
     mine.parent.mkdir()
     mine.write_text("precious")
     assert tokenize(source, "--out", tmp_path / "tokens") == 2
-    assert "holds mine.txt" in capsys.readouterr().err and mine.read_text() == "precious"
+    assert "holds files of the user" in capsys.readouterr().err and mine.read_text() == "precious"
     assert [*mine.parent.iterdir()] == [mine]
-    for name in ("prefix.idx", "prefix.tokenizer.json"):
-        (tmp_path / name).write_text("precious")
-        assert tokenize(source, "--out", tmp_path / "prefix", "--format", "megatron") == 2
-        assert (tmp_path / name).read_text() == "precious"
-        (tmp_path / name).unlink()
-
-
-@pytest.mark.parametrize(
-    ("raw", "separator", "expected"),
-    [
-        (b"one\r\n---\r\ntwo\r\n", "---", ["one", "two"]),  # lines that end as on Windows
-        (b"1aaaa2" * 500, "aa", ("1aaaa2" * 500).split("aa")),  # which overlaps itself
-        (b"1aaa2" * 500, "aa", ("1aaa2" * 500).split("aa")),
-        # U+FEFF is a mark at the start only
-        ("one|\ufefftwo|".encode() * 400, "|", ["one", "\ufefftwo"] * 400),
-    ],
-)
-def test_separated_text_is_split_alike_whatever_the_pieces(
-    tmp_path: Path, raw: bytes, separator: str, expected: list[str]
-) -> None:
-    (tmp_path / "a.txt").write_bytes(raw)
-    out = tokenized(
-        tmp_path / "tokens",
-        tmp_path / "a.txt",
-        f"--separator={separator}",
-        "--validation-fraction",
-        0,
-    )
-    assert documents(out, "train") == [text for text in expected if text]
-
-
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_memory_for_a_packed_file_does_not_depend_on_its_ratio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    monkeypatch.undo()  # the usual sizes of pieces
-    line = b'{"text": "%s"}\n' % (b"a" * 1000)
-    pack = gzip.compress
-    if suffix == "zst":
-        pack = partial(pytest.importorskip("pyarrow").compress, codec="zstd", asbytes=True)
-    path = tmp_path / f"a.jsonl.{suffix}"
-    path.write_bytes(pack(line * 64_000))  # 64 MB in some 6 to 200 KB
-    tracemalloc.start()
-    found = sum(
-        1
-        for _ in inputs.pieces(inputs.find_inputs((str(path),), inputs.Reading()), inputs.Reading())
-    )
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found > 5 and peak < 56 << 20
 
 
 def test_a_document_without_an_end_is_refused_with_its_file_and_line(
@@ -582,16 +446,4 @@ def test_a_document_without_an_end_is_refused_with_its_file_and_line(
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 200 + b'{"text": "' + b"a" * 9_000))
     assert tokenize(path, "--out", tmp_path / "tokens") == 65
-    assert (
-        "a.jsonl.gz, line 201: the document that begins there is longer" in capsys.readouterr().err
-    )
-
-
-@pytest.mark.long  # the library takes seconds to import
-def test_the_loading_script_of_a_data_set_is_not_run(tmp_path: Path, capsys: Said) -> None:
-    pytest.importorskip("datasets", reason="data sets are opened by the library datasets")
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "corpus.py").write_text("raise SystemExit")
-    words = ("--input-format", "datasets", "--out", tmp_path / "tokens")
-    assert tokenize(tmp_path / "corpus", *words) == 65
-    assert "cannot be opened by the library datasets" in capsys.readouterr().err
+    assert "a.jsonl.gz, line 201: is longer than" in capsys.readouterr().err

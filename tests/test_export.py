@@ -4,7 +4,6 @@ is refused."""
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.config.rules import validate
-from parallel3d.data.tokenizers import ByteTokenizer
 from parallel3d.errors import ConfigError
 from parallel3d.export import ExportForm, export
 from parallel3d.tools.checkpoint.command import main
+from parallel3d.tools.data.encode import train_bpe
 from tests.one_rank import one_rank
 
 RECIPE = Recipe(
@@ -95,38 +94,26 @@ def test_weights_are_those_of_the_checkpoint_in_the_dtype_that_is_asked_for(
         assert config.dtype == dtype and config.eos_token_id == 256
 
 
-def test_the_tokenizer_of_a_run_on_bytes_is_one_of_transformers(run_dir: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run_dir / "export/step_00000003")
-    text = "def f(x):\n\treturn 'ä€😀' + \x00\x7f\xad"
-    ids = tokenizer(text)["input_ids"]
-    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-    assert tokenizer.eos_token_id == ByteTokenizer().end_of_text
-    assert len(tokenizer) == ByteTokenizer().vocab_size
-
-
 def test_the_tokenizer_of_a_file_is_copied_with_what_lies_beside_it(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    files = ByteTokenizer().files_for_transformers()
-    (tmp_path / "tokenizer.json").write_bytes(files["tokenizer.json"])
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    (tmp_path / "tokenizer.json").write_text(train_bpe(["some text"], 260))
+    special = '{"eos_token": "<|endoftext|>"}'
+    (tmp_path / "special_tokens_map.json").write_text(special)
     data = replace(RECIPE.data, tokenizer=str(tmp_path / "tokenizer.json"))
     form = ExportForm.from_recipe(replace(RECIPE, data=data))
-    assert dict(form.tokenizer_files) == {
-        **files,
-        "special_tokens_map.json": b'{"eos_token": "<|end_of_text|>"}',
-    }
+    checkpoint = run_dir / "checkpoints/step_00000002"
+    assert [*export(checkpoint, tmp_path / "full", form)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "full")
+    ids = tokenizer("some text")["input_ids"]
+    assert tokenizer.decode(ids) == "some text" and tokenizer.eos_token == "<|endoftext|>"
+    assert (tmp_path / "full/special_tokens_map.json").read_text() == special
     (tmp_path / "tokenizer.json").unlink()
     without = ExportForm.from_recipe(replace(RECIPE, data=data))
     (note,) = without.notes
-    assert (
-        note.startswith("exported without a tokenizer: data.tokenizer = ")
-        and not without.tokenizer_files
-    )
-    assert [
-        *export(run_dir / "checkpoints/step_00000002", tmp_path / "bare", without, overwrite=False)
-    ]
-    assert json.loads((tmp_path / "bare/generation_config.json").read_text()) == {}
+    assert note.startswith("exported without a tokenizer: data.tokenizer = ")
+    assert not without.tokenizer_files
+    assert [*export(checkpoint, tmp_path / "bare", without)]
 
 
 def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
@@ -147,81 +134,26 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
 
 def test_what_is_at_dir_is_not_lost(run_dir: Path, tmp_path: Path, capsys: Said) -> None:
     checkpoint, there = run_dir / "checkpoints/step_00000002", tmp_path / "there"
-
-    def answer(*options: str) -> str:
-        status = main(["export", str(checkpoint), *options])
-        said = capsys.readouterr()
-        assert len(said.err.splitlines()) == (status != 0)
-        return said.err
-
     there.mkdir()
-    assert answer(str(there)) == ""  # an empty folder is taken
-    assert f"DIR = {there}: is there already; try another folder, or --overwrite" in answer(
-        str(there)
-    )
-    assert answer(str(there), "--overwrite", "--dtype", "bf16") == ""
-    assert weights(there)["model.norm.weight"].dtype == torch.bfloat16
-    assert "lies in the checkpoint" in answer(str(checkpoint / "out"))
+    (there / "results.csv").write_text("dear")
     (tmp_path / "file").touch()
-    assert "cannot be written: " in answer(str(tmp_path / "file/out"))
-    assert "file is not of an exported model" in answer(str(tmp_path / "file"), "--overwrite")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
-
-
-def test_overwrite_replaces_an_earlier_export_and_no_folder_with_files_of_others(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
-) -> None:
-    checkpoint, there = run_dir / "checkpoints/step_00000002", tmp_path / "there"
-    assert main(["export", str(checkpoint), str(there)]) == 0
-    (there / "results.csv").write_text("dear")  # what a user has put next to the model
-    project = tmp_path / "project"
-    shutil.copytree(checkpoint, project / "step_00000002")
-    (project / "config.json").write_text("{}")
-    downloaded = tmp_path / "downloaded"
-    downloaded.mkdir()
-    # with names of an export, and not written by one
-    for name in ("config.json", "model.safetensors"):
-        (downloaded / name).write_text('{"model_type": "llama", "dtype": "float32"}')
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "dear").touch()
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    capsys.readouterr()
-    for source, to, named in (
-        (checkpoint, there, there / "results.csv"),
-        (project / "step_00000002", project, project / "step_00000002"),
-        (checkpoint, downloaded, downloaded / "config.json"),
-        (checkpoint, tmp_path / "out", tmp_path / "out.partial/dear"),
+    for to, status, words in (
+        (there, 2, "is there already"),
+        (tmp_path / "file", 2, "is there already"),
+        (checkpoint / "out", 2, "lies in the checkpoint"),
+        (tmp_path / "file/out", 73, "cannot be written: "),
     ):
-        assert main(["export", str(source), str(to), "--overwrite"]) == 2
-        said = capsys.readouterr().err
-        assert str(named) in said or f"{project}/config.json" in said
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    monkeypatch.chdir(empty)
-    for to in (".", "..", "/"):
-        assert main(["export", str(checkpoint), to, "--overwrite"]) == 2
-        assert capsys.readouterr().err.startswith(f"error: DIR = {to}: the current folder is in it")
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    (there / "results.csv").unlink()
-    (tmp_path / "link").symlink_to(there)
-    assert (
-        main(["export", str(checkpoint), str(tmp_path / "link"), "--overwrite", "--dtype", "bf16"])
-        == 0
-    )
-    assert (tmp_path / "link").is_symlink() and weights(there)[
-        "model.norm.weight"
-    ].dtype == torch.bfloat16
+        assert main(["export", str(checkpoint), str(to)]) == status
+        assert words in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
+    assert (there / "results.csv").read_text() == "dear"
 
 
 def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
-    written = export(
-        run_dir / "checkpoints/step_00000002",
-        tmp_path / "out",
-        ExportForm.from_recipe(RECIPE),
-        overwrite=False,
-    )
+    form = ExportForm.from_recipe(RECIPE)
+    written = export(run_dir / "checkpoints/step_00000002", tmp_path / "out", form)
     assert next(written) == "model.embed_tokens.weight"
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
     written.close()
     assert not [*tmp_path.iterdir()]
 
@@ -229,9 +161,8 @@ def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
-        ({"layers": 3}, "has no model.layers.2.attention_norm.weight"),
-        ({"layers": 1}, "has model.layers.1.attention.k.weight, which its config.yaml"),
-        ({"vocab": 300}, "has an embedding of 257 ids, its config.yaml says 300"),
+        ({"layers": 3}, "has no model.layers.2.attention.k.weight"),
+        ({"layers": 1}, "has model.layers.1.attention.k.weight; it is of another model"),
         ({"qk_norm": True, "qkv_bias": True}, "model.qk_norm = true"),
     ],
 )
@@ -240,7 +171,7 @@ def test_another_model_is_refused(
 ) -> None:
     form = ExportForm(model=replace(RECIPE.model, **change), seq_len=16)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=refusal):
-        next(export(run_dir / "checkpoints/step_00000002", tmp_path / "out", form, overwrite=False))
+        next(export(run_dir / "checkpoints/step_00000002", tmp_path / "out", form))
     assert not [*tmp_path.iterdir()]
 
 

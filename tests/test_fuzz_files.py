@@ -1,8 +1,6 @@
 """Files of every format that is read, changed by chance: each is read, or refused in words. No
 command ends in a traceback, runs code from a file, changes what it reads, or prints what steers a
 terminal.
-
-python -m tests.test_fuzz_files FORMAT FIRST LAST    tries these seeds and prints what is wrong
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import gzip
 import json
 import random
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -106,9 +103,6 @@ FORMATS: dict[str, Format] = {
         _data("inspect {folder}", "check {folder}", "merge {folder} {folder} --out {out}"),
     ),
     "tokenizer.json": Format("tokens/tokenizer.json", _data("check {folder}")),
-    "megatron index": Format(
-        "megatron/prefix.idx", _data("inspect {folder}/prefix", "check {folder}/prefix"), None
-    ),
     "safetensors index": Format(
         "export/model.safetensors.index.json", _checkpoint("import {folder}")
     ),
@@ -209,9 +203,3 @@ def test_a_changed_file_is_read_or_refused_in_words(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_changed_files_are_read_or_refused_in_words(name: str) -> None:
     assert [fault for seed in range(SHORT, LONG) for fault in faults_of(name, seed)] == []
-
-
-if __name__ == "__main__":
-    for each_seed in range(int(sys.argv[2]), int(sys.argv[3]) + 1):
-        for each_fault in faults_of(sys.argv[1], each_seed):
-            print(each_fault.replace("\n", " | "), flush=True)

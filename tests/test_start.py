@@ -124,9 +124,9 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
     lines = str(refusal.value).splitlines()
     assert len(lines) == 1 + 3 + 9 + 9
     for line in (
-        "  model.head.weight is [264, 16] there, and not here",
+        "  model.head.weight is [264, 16] there and missing here",
         "  model.layers.0.mlp.up.weight is [32, 16] there and [32, 24] here",
-        "  model.layers.1.attention_norm.weight is [16] there, and not here",
+        "  model.layers.1.attention_norm.weight is [16] there and missing here",
     ):
         assert line in lines
 
@@ -136,11 +136,11 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
     [
         (
             "checkpoint.start_from=runs/none",
-            "checkpoint.start_from = runs/none: there is no such folder; try null",
+            "checkpoint.start_from = runs/none: has no whole checkpoint",
         ),
         (
             "checkpoint.start_from=empty",
-            "checkpoint.start_from = empty: has no whole checkpoint; try null",
+            "checkpoint.start_from = empty: has no whole checkpoint",
         ),
         (
             "checkpoint.start_from=runs/mine run_dir=runs/mine",
@@ -172,10 +172,10 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
 ) -> None:
     model = replace(RECIPE.model, rope_theta=500_000.0, norm_eps=1e-6)
     config = to_hugging_face(model, seq_len=16, dtype="float32", end_of_text=None)
-    with pytest.raises(ConfigError, match="is no checkpoint"):
+    with pytest.raises(ConfigError, match="has no whole checkpoint"):
         find_start(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="has a config.json, and no weights as safetensors"):
+    with pytest.raises(ConfigError, match="no weights as safetensors"):
         find_start(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert find_start(str(tmp_path)) == [tmp_path]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -13,13 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.data.tokenizers import (
-    ByteTokenizer,
-    JsonTokenizer,
-    build_tokenizer,
-    train_bpe,
-)
+from parallel3d.data.tokenizers import ByteTokenizer, JsonTokenizer, build_tokenizer
 from parallel3d.errors import ConfigError
+from parallel3d.tools.data.encode import train_bpe
 
 TOKENIZER = ByteTokenizer()
 
@@ -73,22 +68,11 @@ def edited(bpe: JsonTokenizer, folder: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_bpe_has_the_vocabulary_that_was_asked_for_and_merges_what_is_frequent(
-    bpe: JsonTokenizer,
-) -> None:
-    assert bpe.vocab_size == 275
-    assert bpe.end_of_text == 0
-    assert bpe.sha256 == hashlib.sha256(bpe.path.read_bytes()).hexdigest()
-    assert len(bpe.encode(" the cat")) < len(" the cat") / 2
-    assert bpe.encode(" the cat sat").dtype == np.uint16
-
-
 @given(st.text())
 def test_any_text_comes_back_from_a_bpe(bpe: JsonTokenizer, text: str) -> None:
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text
     assert np.array_equal(bpe.encode(text.encode()), ids)
-    assert [each.tolist() for each in bpe.encode_batch([text, ""])] == [ids.tolist(), []]
 
 
 def test_text_that_spells_a_special_token_stays_text(bpe: JsonTokenizer) -> None:
@@ -129,29 +113,24 @@ def test_what_a_file_says_of_cutting_padding_and_first_tokens_is_not_done(
 def test_the_end_of_a_text_is_found_by_its_name_or_told(bpe: JsonTokenizer, tmp_path: Path) -> None:
     added = json.loads(bpe.path.read_text())["added_tokens"]
     path = edited(bpe, tmp_path, added_tokens=[{**added[0], "special": False}])
-    with pytest.raises(
-        ConfigError, match=r"tokens \(none at all\) have no end of text .* data.end_of_text=TOKEN"
-    ):
+    with pytest.raises(ConfigError, match=r"must be the token .* special tokens are none at all"):
         build_tokenizer(str(path))
     told = build_tokenizer(str(path), "<|endoftext|>")
     assert told.end_of_text == 0 and 0 not in told.encode("a<|endoftext|>b")
-    with pytest.raises(
-        ConfigError, match=r"^data\.end_of_text = </s>: must be a token of .* try <\|endoftext\|>$"
-    ):
+    words = r"^data\.end_of_text = </s>: must be the token of .* tokens are <\|endoftext\|>$"
+    with pytest.raises(ConfigError, match=words):
         build_tokenizer(str(bpe.path), "</s>")
 
 
 def test_tokenizers_are_built_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizer.json is read by the library tokenizers")
     assert build_tokenizer("bytes") == TOKENIZER
     with pytest.raises(
         ConfigError, match=r"^data\.tokenizer = bpe: must be bytes or the path of .* try bytes$"
     ):
         build_tokenizer("bpe")
     (tmp_path / "tokenizer.json").write_text("{}")
-    pytest.importorskip("tokenizers", reason="tokenizer.json is read by the library tokenizers")
-    with pytest.raises(
-        ConfigError, match=r"cannot be read as a tokenizer\.json \(.*\); try the file that"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read \(.*\); try bytes$"):
         build_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
@@ -162,7 +141,7 @@ def test_a_missing_library_is_said_with_the_line_that_installs_it(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     said = (
         "the library tokenizers; try pip install 'parallel3d[data]', in a clone pip install -e "
-        "'.[data]', or bytes"
+        "'.[data]'"
     )
     with pytest.raises(ConfigError, match=re.escape(said)):
         build_tokenizer(str(tmp_path / "tokenizer.json"))

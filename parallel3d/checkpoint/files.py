@@ -13,7 +13,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -21,14 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import parallel3d
 from parallel3d.checkpoint import store
 from parallel3d.checkpoint.collectives import collect
 from parallel3d.checkpoint.difference import differences
-from parallel3d.checkpoint.integrity import damaged_extents, missing_files, share_of
+from parallel3d.checkpoint.integrity import damaged_files, missing_files
 from parallel3d.checkpoint.manifest import (
     CONFIG_FILE,
     FORMAT,
@@ -36,29 +40,19 @@ from parallel3d.checkpoint.manifest import (
     Manifest,
     Progress,
     SavedFile,
+    SavedPiece,
     SavedTensor,
     read_manifest,
     save_file,
 )
 from parallel3d.checkpoint.reader import read_own_part
 from parallel3d.checkpoint.writer import WrittenShard, write_shard
-from parallel3d.errors import CheckpointError, SaveError
+from parallel3d.errors import CheckpointError, SaveError, writing
 from parallel3d.torch_private import DcpPlace, dcp_index
 
 MODEL = "model."  # the names of a model's parameters begin so, and no others
 # what a part takes beside its elements in its file, in the index and in the manifest
 _FRAME_BYTES = 4 << 10
-
-
-@dataclass(frozen=True)
-class WrittenParts:
-    """The parts of a state that this rank writes, as the ranks have agreed. The agreement holds for
-    every state of the same names, shapes, types and placements."""
-
-    form: list[object]
-    items: list[WriteItem]
-    index: Metadata | None = None  # DCP's, of all ranks; on rank 0
-    bytes: int = 0  # of all ranks; on rank 0
 
 
 @dataclass
@@ -68,12 +62,16 @@ class PlannedSave:
     path: Path
     progress: Progress
     config: str
-    written: WrittenParts
     parts: list[tuple[WriteItem, Tensor]]  # views of the state, or copies of it
+    index: Metadata | None  # DCP's, of all ranks; on rank 0
 
     @property
     def partial(self) -> Path:
         return _partial_of(self.path)
+
+
+def _partial_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
 
 
 def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, config: str) -> None:
@@ -82,64 +80,29 @@ def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, confi
     write_and_commit(plan_save(state, progress, path, config))
 
 
-def plan_save(
-    state: dict[str, Tensor],
-    progress: Progress,
-    path: Path,
-    config: str,
-    earlier: WrittenParts | None = None,
-) -> PlannedSave:
+def plan_save(state: dict[str, Tensor], progress: Progress, path: Path, config: str) -> PlannedSave:
     """Has the ranks agree who writes which part, a replicated part once, and makes the folder.
-    Every rank calls it. The agreement of an `earlier` save is used again if the state has the same
-    form on each rank. Raises SaveError, before anything is written, if the disk is too full."""
+    Every rank calls it. Raises SaveError, before anything is written, if the disk is too full."""
     planner = DefaultSavePlanner()
-    form = [_form(name, tensor) for name, tensor in state.items()]
-    partial = _partial_of(path)
+    index: Metadata | None = None
 
-    def make_folder_if_as_before(answers: list[bool]) -> list[bool]:
-        if all(answers):
-            assert earlier is not None
-            _make_folder(partial, earlier.bytes + len(config))
-        return [all(answers)] * len(answers)
+    def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal index
+        plans, index = planner.create_global_plan(own_plans)
+        items = [item for plan in plans for item in plan.items]
+        sizes = [_FRAME_BYTES + (item.tensor_storage_size() or 0) for item in items]
+        partial = _partial_of(path)
+        with writing(path):  # all ranks write into the one folder
+            shutil.rmtree(partial, ignore_errors=True)
+            store.check_room(partial.parent, "a checkpoint", sum(sizes) + len(config))
+            partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
+        return plans
 
     with warnings.catch_warnings(action="ignore"):  # DCP's own deprecations
         planner.set_up_planner(dict(state), is_coordinator=dist.get_rank() == 0)
-        if earlier is not None and collect(lambda: earlier.form == form, make_folder_if_as_before):
-            written = earlier
-        else:
-            written = _agree(planner, form, partial, len(config))
-        tensors = [cast(Tensor, planner.resolve_data(item)).detach() for item in written.items]
-    parts = list(zip(written.items, tensors, strict=True))
-    return PlannedSave(path, progress, config, written, parts)
-
-
-def _agree(
-    planner: DefaultSavePlanner, form: list[object], partial: Path, more_bytes: int
-) -> WrittenParts:
-    """Has the ranks agree who writes which part, and makes the folder for all of them and
-    `more_bytes`."""
-    index: Metadata | None = None
-    total = 0
-
-    def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal index, total
-        plans, index = planner.create_global_plan(own_plans)
-        for plan in plans:
-            total += sum(_bytes_of(item) for item in plan.items)
-        _make_folder(partial, total + more_bytes)
-        return plans
-
-    plan = planner.finish_plan(collect(planner.create_local_plan, all_plans))
-    return WrittenParts(form, plan.items, index, total)
-
-
-def _partial_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
-
-
-def _form(name: str, tensor: Tensor) -> object:
-    """Returns what decides which parts of a tensor a rank has."""
-    return name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)
+        plan = planner.finish_plan(collect(planner.create_local_plan, all_plans))
+        tensors = [cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items]
+    return PlannedSave(path, progress, config, list(zip(plan.items, tensors, strict=True)), index)
 
 
 def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) -> None:
@@ -148,18 +111,15 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
     written, if one of them cannot write."""
 
     def own_shard() -> WrittenShard:
-        try:
-            return write_shard(save.partial, dist.get_rank(group), save.parts)
-        except OSError as error:
-            raise _cannot_write(save.path, f"rank {dist.get_rank(group)}: {error}") from error
+        rank = dist.get_rank(group)
+        with writing(save.partial / f"__{rank}_0.distcp"):
+            return write_shard(save.partial, rank, save.parts)
 
     def commit(shards: list[WrittenShard]) -> list[None]:
-        try:
+        with writing(save.path):
             _manifest(save, shards).write(save.partial)
             store.sync_folder(save.partial)
             store.commit(save.partial, save.path)
-        except OSError as error:
-            raise _cannot_write(save.path, str(error)) from error
         return [None] * len(shards)
 
     try:
@@ -173,20 +133,21 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
 
 def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
     """Writes the index of DCP and the recipe, and returns the manifest of what all ranks wrote."""
+    assert save.index is not None
     files: dict[str, SavedFile] = {}
     places: dict[MetadataIndex, DcpPlace] = {}
-    parts: dict[str, list[SavedTensor]] = {}
+    pieces: dict[str, list[SavedPiece]] = {}
     for shard in shards:
         files |= shard.files
-        places |= shard.places
-        for name, part in shard.tensors:
-            parts.setdefault(name, []).append(part)
+        for place, piece in shard.pieces:
+            places[place] = DcpPlace(piece.file, piece.at, piece.bytes)
+            pieces.setdefault(place.fqn, []).append(piece)
     tensors = {}
-    for name, own in parts.items():
-        pieces = tuple(piece for part in own for piece in part.pieces)
-        tensors[name] = replace(own[0], pieces=pieces)
-    assert save.written.index is not None
-    index = dcp_index(save.written.index, places)
+    for name, own in pieces.items():
+        saved = cast(TensorStorageMetadata, save.index.state_dict_metadata[name])
+        dtype = str(saved.properties.dtype).removeprefix("torch.")
+        tensors[name] = SavedTensor(dtype, tuple(saved.size), tuple(own))
+    index = dcp_index(save.index, places)
     files[INDEX_FILE] = save_file(save.partial / INDEX_FILE, index)
     files[CONFIG_FILE] = save_file(save.partial / CONFIG_FILE, save.config.encode())
     versions = parallel3d.__version__, torch.__version__
@@ -204,61 +165,34 @@ def load_tensors(
     DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or
     differs in a bit from what was saved, and CheckpointError where the checkpoint is of another
     model."""
-    wanted = state
-    manifest: Manifest | None = None
+    found: list[Manifest] = []
+    wanted: dict[str, Tensor] = {}
 
     def check() -> dict[str, tuple[int, ...]]:
-        nonlocal wanted, manifest
-        manifest = read_manifest(path)
-        for damage in missing_files(path, manifest):
+        found.append(read_manifest(path))
+        for damage in missing_files(path, found[0]):
             raise damage.error(path)
-        wanted = state if choose is None else choose(manifest.progress)
+        wanted.update(state if choose is None else choose(found[0].progress))
         return {name: tuple(tensor.shape) for name, tensor in wanted.items()}
 
     def compare(everyone: list[dict[str, tuple[int, ...]]]) -> list[None]:
-        assert manifest is not None
         here = ChainMap(*everyone)
-        there = {
-            name: tensor.shape
-            for name, tensor in manifest.tensors.items()
-            if name in here or name.startswith(MODEL)
-        }
+        saved = found[0].tensors.items()
+        there = {name: each.shape for name, each in saved if name in here or name.startswith(MODEL)}
         if lines := differences(there, here):
             raise CheckpointError("\n  ".join([f"{path}: is of another model:", *lines]))
         return [None] * len(everyone)
 
     def check_bytes() -> None:
-        assert manifest is not None
-        share = share_of(manifest.extents, dist.get_rank(), dist.get_world_size())
-        for damage in damaged_extents(path, share):
+        share = sorted(found[0].files)[dist.get_rank() :: dist.get_world_size()]
+        for damage in damaged_files(path, found[0], share):
             raise damage.error(path)
 
     def read() -> None:
-        assert manifest is not None
         for name, tensor in wanted.items():
-            read_own_part(path, manifest.tensors[name], tensor)
+            read_own_part(path, found[0].tensors[name], tensor)
 
     collect(check, compare)
     collect(check_bytes, lambda done: done)
     collect(read, lambda done: done)
-    assert manifest is not None
-    return manifest.progress
-
-
-def _bytes_of(item: WriteItem) -> int:
-    return _FRAME_BYTES + (item.tensor_storage_size() or 0)
-
-
-def _make_folder(partial: Path, needed: int) -> None:
-    """Makes the folder that a checkpoint is written into, if there is room for it. All ranks write
-    into the one folder, so it has to have room for what they need together."""
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        store.check_room(partial.parent, "a checkpoint", needed)
-        partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
-    except OSError as error:
-        raise _cannot_write(partial.with_suffix(""), str(error)) from error
-
-
-def _cannot_write(path: Path, cause: str) -> SaveError:
-    return SaveError(f"{path}: cannot be written: {cause}")
+    return found[0].progress

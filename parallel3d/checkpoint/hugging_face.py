@@ -46,8 +46,9 @@ class NamesTable:
 
     base: str
     blocks: str
-    ends: tuple[HfTensor, ...]
+    first: tuple[HfTensor, ...]
     block: tuple[HfTensor, ...]
+    last: tuple[HfTensor, ...]
 
 
 def _named(names: dict[str, str], *, transposed: bool = False) -> tuple[HfTensor, ...]:
@@ -57,13 +58,8 @@ def _named(names: dict[str, str], *, transposed: bool = False) -> tuple[HfTensor
 _LLAMA = NamesTable(
     base="model.",
     blocks="model.layers",
-    ends=_named(
-        {
-            "embed.weight": "model.embed_tokens.weight",
-            "norm.weight": "model.norm.weight",
-            "head.weight": "lm_head.weight",
-        }
-    ),
+    first=_named({"embed.weight": "model.embed_tokens.weight"}),
+    last=_named({"norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}),
     block=_named(
         {
             "attention_norm.weight": "input_layernorm.weight",
@@ -91,10 +87,14 @@ _GPT2_NORMS = {
 _GPT2 = NamesTable(
     base="transformer.",
     blocks="transformer.h",
-    ends=_named(
+    first=_named(
         {
             "embed.tokens.weight": "transformer.wte.weight",
             "embed.positions.weight": "transformer.wpe.weight",
+        }
+    ),
+    last=_named(
+        {
             "norm.weight": "transformer.ln_f.weight",
             "norm.bias": "transformer.ln_f.bias",
             "head.weight": "lm_head.weight",
@@ -122,13 +122,8 @@ def hf_tensors(model: ModelConfig) -> Iterator[HfTensor]:
     head is left out, as transformers leaves it out. Raises ConfigError where no family has the
     model."""
     table = NAMES[family_of(model)]
-    first = [each for each in table.ends if each.parameters[0].startswith("embed.")]
-    yield from first
+    yield from table.first
     for index in range(model.layers):
         for each in table.block:
             yield each.in_block(table.blocks, index)
-    yield from (
-        each
-        for each in table.ends
-        if each not in first and not (model.tied_embeddings and each.parameters[0] == "head.weight")
-    )
+    yield from table.last[:-1] if model.tied_embeddings else table.last

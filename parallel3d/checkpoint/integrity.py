@@ -4,12 +4,10 @@ processes here."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from parallel3d.checkpoint.manifest import MANIFEST_FILE, Damage, Extent, Manifest, read_manifest
+from parallel3d.checkpoint.manifest import MANIFEST_FILE, Damage, Manifest, read_manifest
 from parallel3d.errors import DamagedCheckpointError
 
 
@@ -18,35 +16,35 @@ def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
     there = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
     for name, file in manifest.files.items():
         size = there.pop(name, None)
-        if size == file.bytes:
-            continue
-        reason = "is missing, and was saved"
-        if size is not None:
-            changed = "cut short" if size < file.bytes else "written to"
-            reason = f"has {size} bytes of {file.bytes}; it was {changed}"
-        extents = (each for each in manifest.extents if each.file == name)
-        lost = [each.tensor for each in extents if each.at + each.bytes > (size or 0)]
-        yield Damage(name, reason, tuple(filter(None, lost)))
+        if size != file.bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            yield Damage(name, f"{found}, and was saved with {file.bytes}")
     for name in sorted(there.keys() - {MANIFEST_FILE}):
-        yield Damage(name, "is no file of this checkpoint", advice="remove it")
+        yield Damage(name, "is not a file of this checkpoint", advice="remove it")
 
 
-def damaged_extents(folder: Path, extents: Sequence[Extent]) -> Iterator[Damage]:
-    """Reads ranges of files and yields those that are not what was saved."""
+def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Damage]:
+    """Reads files and yields those that are not what was saved, with the tensors that are
+    damaged."""
     buffer = memoryview(bytearray(1 << 19))
-    for extent in extents:
+    for name in names:
+        tensors: dict[str, None] = {}
         try:
-            with (folder / extent.file).open("rb", buffering=0) as file:
-                file.seek(extent.at)
-                crc, left = extent.crc_before, extent.bytes
-                while left and (count := file.readinto(buffer[: min(left, len(buffer))])):
-                    crc, left = zlib.crc32(buffer[:count], crc), left - count
-            same = crc == extent.crc_after and left == 0
-            reason = "is not what was saved: its CRC-32 is another"
+            with (folder / name).open("rb", buffering=0) as file:
+                crc, is_damaged = 0, False
+                for each in manifest.ranges[name]:
+                    left = each.bytes
+                    while left and (count := file.readinto(buffer[: min(left, len(buffer))])):
+                        crc, left = zlib.crc32(buffer[:count], crc), left - count
+                    if left or crc != each.crc:
+                        is_damaged = True
+                        tensors |= {each.tensor: None} if each.tensor else {}
+                    crc = each.crc
         except OSError as error:
-            same, reason = False, f"cannot be read: {error.strerror}"
-        if not same:
-            yield Damage(extent.file, reason, () if extent.tensor is None else (extent.tensor,))
+            yield Damage(name, f"cannot be read: {error.strerror}")
+            continue
+        if is_damaged:
+            yield Damage(name, "is not what was saved: its CRC-32 is another", tuple(tensors))
 
 
 def find_damage(folder: Path) -> Iterator[Damage]:
@@ -60,20 +58,5 @@ def find_damage(folder: Path) -> Iterator[Damage]:
         return
     missing = list(missing_files(folder, manifest))
     yield from missing
-    lost = {damage.file for damage in missing}
-    there = [each for each in manifest.extents if each.file not in lost]
-    for _, damages in groupby(damaged_extents(folder, there), key=lambda damage: damage.file):
-        first, *others = damages
-        names = dict.fromkeys(sum((each.tensors for each in others), first.tensors))
-        yield replace(first, tensors=tuple(names))
-
-
-def share_of(extents: Sequence[Extent], rank: int, ranks: int) -> list[Extent]:
-    """Returns the extents that one of `ranks` ranks checks: about as many bytes as any other, side
-    by side, so that a rank checks what it has saved itself."""
-    total, end, share = sum(extent.bytes for extent in extents), 0, []
-    for extent in extents:
-        middle, end = end + extent.bytes / 2, end + extent.bytes
-        if min(int(middle * ranks / max(total, 1)), ranks - 1) == rank:
-            share.append(extent)
-    return share
+    there = manifest.files.keys() - {damage.file for damage in missing}
+    yield from damaged_files(folder, manifest, sorted(there))

@@ -15,7 +15,7 @@ import zlib
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
@@ -32,7 +32,6 @@ ITEM_BYTES = {
 }
 # the files that a save writes, and no others
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
-_SHOWN_TENSORS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +119,12 @@ class SavedTensor:
     pieces: tuple[SavedPiece, ...]
 
 
-@dataclass(frozen=True)
-class Extent:
-    """A range of a file that is checked at once: a piece of a tensor, or a file without tensors."""
+class CheckedRange(NamedTuple):
+    """A range of a file that has a checksum: a piece of a tensor, or a file without tensors."""
 
-    file: str
     at: int
     bytes: int
-    crc_before: int
-    crc_after: int
+    crc: int  # running, of the file up to the end of the range
     tensor: str | None
 
 
@@ -143,11 +139,7 @@ class Damage:
     advice: str = "take an older checkpoint"
 
     def error(self, folder: Path) -> DamagedCheckpointError:
-        held = ""
-        if self.tensors:
-            held = f" (in {', '.join(map(shown, self.tensors[:_SHOWN_TENSORS]))}"
-            more = len(self.tensors) - _SHOWN_TENSORS
-            held += f" and {more} more)" if more > 0 else ")"
+        held = f" (in {shown(self.tensors)})" if self.tensors else ""
         return DamagedCheckpointError(f"{folder / self.file}: {self.reason}{held}; {self.advice}")
 
 
@@ -164,34 +156,23 @@ class Manifest:
     tensors: dict[str, SavedTensor]
 
     @cached_property
-    def extents(self) -> list[Extent]:
-        """Returns the ranges that make up all files, those of one file in their order."""
-        pieces: dict[str, list[tuple[int, int, str, str]]] = {name: [] for name in self.files}
+    def ranges(self) -> dict[str, list[CheckedRange]]:
+        """The ranges that make up each file, in their order."""
+        found: dict[str, list[CheckedRange]] = {name: [] for name in self.files}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
-                pieces[piece.file].append((piece.at, piece.bytes, piece.crc32, name))
-        found = []
-        for file in sorted(pieces, key=lambda name: (len(name), name)):  # rank 2 before rank 10
-            before = 0
-            for at, length, crc, tensor_name in sorted(pieces[file]):
-                found.append(Extent(file, at, length, before, int(crc, 16), tensor_name))
-                before = int(crc, 16)
-            if not pieces[file]:
-                whole = self.files[file]
-                found.append(Extent(file, 0, whole.bytes, 0, int(whole.crc32, 16), None))
+                crc = int(piece.crc32, 16)
+                found[piece.file].append(CheckedRange(piece.at, piece.bytes, crc, name))
+        for name, whole in self.files.items():
+            found[name].sort()
+            if not found[name]:
+                found[name] = [CheckedRange(0, whole.bytes, int(whole.crc32, 16), None)]
         return found
 
     def write(self, folder: Path) -> None:
-        """Writes and syncs the manifest, with a line for each file and each tensor."""
-        lines = []
-        for key in fields(self):
-            value = getattr(self, key.name)
-            if isinstance(value, dict):
-                entries = (f"  {json.dumps(name)}: {_json(entry)}" for name, entry in value.items())
-                lines.append(f'"{key.name}": {{\n' + ",\n".join(entries) + "\n}")
-            else:
-                lines.append(f'"{key.name}": {_json(value)}')
-        text = ("{\n" + ",\n".join(lines)).encode()
+        """Writes and syncs the manifest."""
+        tree = {key.name: getattr(self, key.name) for key in fields(self)}
+        text = json.dumps(tree, default=vars).removesuffix("}").encode()
         save_file(folder / MANIFEST_FILE, text + _ending(text))
 
 
@@ -223,29 +204,14 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return _MANIFEST.validate_json(text + b"}")
     except ValidationError as error:
-        raise _refusal(folder, text, error) from None
+        fault = error.errors(include_url=False)[0]
+        key = shown(".".join(map(str, fault["loc"])))
+        raise CheckpointError(
+            f"{path}: {key}: {fault['msg']}; another version of parallel3d than {__version__} has "
+            "written it: use that one or a newer one"
+        ) from None
 
 
 def _ending(text: bytes) -> bytes:
     """Returns what follows `text` in a manifest: its checksum."""
     return f',\n"crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
-
-
-def _refusal(folder: Path, text: bytes, error: ValidationError) -> CheckpointError:
-    """Returns the error for a manifest that has its checksum and is not one of this version."""
-    faults = error.errors(include_url=False)
-    unknown = [each for each in faults if each["type"] == "unexpected_keyword_argument"]
-    fault = (unknown or faults)[0]
-    key = shown(".".join(map(str, fault["loc"])))
-    reason = f"has an unknown key {key}" if unknown else f"{key}: {fault['msg']}"
-    if not unknown and key != "format":
-        return Damage(MANIFEST_FILE, reason).error(folder)
-    writer = shown(json.loads(text + b"}").get("parallel3d"))
-    return CheckpointError(
-        f"{folder / MANIFEST_FILE}: {reason}; parallel3d {writer} has written it, and this is "
-        f"{__version__}: use that version or a newer one"
-    )
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, default=vars)

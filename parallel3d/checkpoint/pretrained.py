@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.difference import by_block, differences
+from parallel3d.checkpoint.difference import differences
 from parallel3d.checkpoint.hugging_face import NAMES, UNREAD, HfTensor, hf_tensors
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
@@ -44,11 +44,9 @@ def load_pretrained(
         return [None] * len(everyone)
 
     def read() -> None:
-        places = {
-            name: (each, at)
-            for each in hf_tensors(model)
-            for at, name in enumerate(each.parameters)
-        }
+        places: dict[str, tuple[HfTensor, int]] = {}
+        for each in hf_tensors(model):
+            places |= {name: (each, at) for at, name in enumerate(each.parameters)}
         try:
             with ExitStack() as files:
                 stored = _open(folder, model, files)
@@ -77,10 +75,9 @@ def refuse_another_model(
             # some files have it twice; transformers ties it, too
             slices.pop("lm_head.weight", None)
         lines = differences({name: each.get_shape() for name, each in slices.items()}, here)
-        types = {name: each.get_dtype() for name, each in slices.items()}
-    quantized = {name: kind for name, kind in types.items() if kind not in _WEIGHTS}
-    words = [(name, f"is of the type {kind}, no weight's") for name, kind in quantized.items()]
-    lines += by_block(words)
+        for name, each in slices.items():
+            if each.get_dtype() not in _WEIGHTS:
+                lines.append(f"{name} is of the type {each.get_dtype()}, no weight's")
     if lines:
         raise CheckpointError("\n  ".join([f"{folder}: is of another model:", *lines]))
 
@@ -90,9 +87,9 @@ def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple
     model that was saved without its head has names without their beginning."""
     stored, table = open_safetensors(folder, files), NAMES[family_of(model)]
     base = "" if any(name.startswith(table.base) for name in stored) else table.base
-    heads = [each.name for each in table.ends if not each.name.startswith(table.base)]
+    head = table.last[-1].name
     read = {name: file for name, file in stored.items() if not UNREAD.fullmatch(name)}
-    return {name if name in heads else base + name: (file, name) for name, file in read.items()}
+    return {name if name == head else base + name: (file, name) for name, file in read.items()}
 
 
 def _part(

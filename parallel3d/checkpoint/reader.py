@@ -3,10 +3,12 @@ index of DCP and the pickles around each piece, which DCP's reader would run, st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -47,7 +49,7 @@ def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: T
             continue
         try:
             with (folder / piece.file).open("rb", buffering=0) as file:
-                _read_piece(file, piece, saved.dtype, starts, part)
+                _read_piece(file, piece, getattr(torch, saved.dtype), starts, part)
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
             raise Damage(piece.file, reason).error(folder) from error
@@ -56,31 +58,19 @@ def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: T
 
 
 def _read_piece(
-    file: FileIO, piece: SavedPiece, dtype: str, starts: list[int], target: Tensor
+    file: FileIO, piece: SavedPiece, dtype: torch.dtype, starts: list[int], target: Tensor
 ) -> None:
-    """Fills `target` with the elements of a piece from `starts` on: straight into its memory if
-    they are consecutive in the file, and otherwise some rows at a time."""
+    """Fills `target` with the elements of a piece from `starts` on, some rows at a time. Raises
+    EOFError."""
     sizes = list(piece.sizes) or [1]
     target = target.reshape(-1) if not piece.sizes else target  # a scalar is read as one row
-    row = torch.empty([1, *sizes[1:]], dtype=getattr(torch, dtype))
-    file.seek(piece.data + sum(starts[:1]) * row.nbytes)
-    has_whole_rows = list(target.shape[1:]) == sizes[1:] and target.dtype == row.dtype
-    if has_whole_rows and target.device.type == "cpu" and target.is_contiguous():
-        _fill(file, target)
-        return
-    for rows in target.split(max(1, _AT_ONCE_BYTES // row.nbytes)):
-        read = row.new_empty([len(rows), *sizes[1:]])
-        _fill(file, read)
+    row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+    file.seek(piece.data + sum(starts[:1]) * row_bytes)
+    for rows in target.split(max(1, _AT_ONCE_BYTES // row_bytes)):
+        raw = np.fromfile(file, np.uint8, len(rows) * row_bytes)
+        if raw.nbytes < len(rows) * row_bytes:
+            raise EOFError
+        read = torch.from_numpy(raw).view(dtype).view(len(rows), *sizes[1:])
         for dim, start in enumerate(starts[1:], start=1):
             read = read.narrow(dim, start, rows.shape[dim])
         rows.copy_(read)
-
-
-def _fill(file: FileIO, tensor: Tensor) -> None:
-    """Reads the bytes of a contiguous tensor from the position of the file. Raises EOFError."""
-    left = tensor.view(-1).view(torch.uint8).numpy().data
-    while left:
-        count = file.readinto(left)
-        if not count:
-            raise EOFError
-        left = left[count:]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,34 +22,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.files import PlannedSave, WrittenParts, plan_save, write_and_commit
+from parallel3d.checkpoint.files import PlannedSave, plan_save, write_and_commit
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.store import retain
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
 from parallel3d.torch_private import timeout_of
-
-
-@dataclass
-class StagingMemory:
-    """Memory of the host for this rank's parts of a checkpoint, pinned where they are on a GPU. It
-    is made at the first save and used again."""
-
-    buffers: dict[MetadataIndex, Tensor] = field(default_factory=dict)
-
-    def copy(self, save: PlannedSave) -> None:
-        """Has the save write copies of its parts, made before this returns, so that the parts
-        may change. The save before must have been written, because its copies are in the same
-        memory."""
-        earlier, self.buffers = self.buffers, {}
-        for item, part in save.parts:
-            buffer = earlier.get(item.index)
-            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            self.buffers[item.index] = buffer.copy_(part, non_blocking=True)
-        for device in {part.device for _, part in save.parts if part.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # the copies into pinned memory
-        save.parts = [(item, self.buffers[item.index]) for item, _ in save.parts]
 
 
 @dataclass
@@ -84,10 +62,9 @@ class Saver(AbstractContextManager["Saver"]):
             # not torch's default
             wait = timeout_of(dist.group.WORLD, torch.device("cpu"))
             self._group = dist.new_group(backend="gloo", group_desc="saves", timeout=wait)
-        self._memory = StagingMemory()
+        # memory of the host for this rank's parts, pinned if they are on a GPU
+        self._buffers: dict[MetadataIndex, Tensor] = {}
         self._under_way: _SaveUnderWay | None = None
-        self._written: WrittenParts | None = None  # as the ranks agreed for the save before
-        self._begun, self._failed = 0, 0
 
     def save(
         self,
@@ -108,22 +85,19 @@ class Saver(AbstractContextManager["Saver"]):
             words = f"waits until {before.path.name} is written"
             self._say(f"{path.name} {words}, which takes longer than checkpoint.every")
         self.finish()
-        self._begun += 1
         self._under_way = begun = _SaveUnderWay(path, is_last, then)
         try:
-            save = plan_save(state, progress, path, config, self._written)
-        except SaveError as error:
-            begun.error = error
-        else:
-            self._written = save.written
+            save = plan_save(state, progress, path, config)
             if self._rule.in_background:
-                self._memory.copy(save)
+                self._copy(save)
                 begun.thread = threading.Thread(
                     target=self._write, args=(begun, save), name="save", daemon=True
                 )
                 begun.thread.start()
             else:
                 self._write(begun, save)
+        except SaveError as error:
+            begun.error = error
         if begun.thread is None or is_last:
             self.finish()
 
@@ -150,15 +124,10 @@ class Saver(AbstractContextManager["Saver"]):
             self._saved(done.path)
         if done.line is not None:
             self._say(done.line)
-        if done.error is None:
-            return
-        if self._ends_the_run(done):
-            raise done.error
-        self._failed += 1
-        self._say(
-            f"not saved: {done.error}; the run goes on to the next save (checkpoint.on_error = "
-            "warn)"
-        )
+        if done.error is not None:
+            if self._ends_the_run(done):
+                raise done.error
+            self._say(f"not saved: {done.error}; the run goes on (checkpoint.on_error = warn)")
 
     def _wait(self) -> _SaveUnderWay | None:
         if self._under_way is not None and self._under_way.thread is not None:
@@ -174,8 +143,6 @@ class Saver(AbstractContextManager["Saver"]):
             error, RankError | NotSavedInTimeError
         ):
             self._wait()
-        if self._failed:
-            self._say(f"{self._failed} of {self._begun} checkpoints could not be saved")
 
     def _ends_the_run(self, done: _SaveUnderWay) -> bool:
         if done.error is None:
@@ -183,6 +150,20 @@ class Saver(AbstractContextManager["Saver"]):
         if isinstance(done.error, NotSavedInTimeError) or not isinstance(done.error, SaveError):
             return True
         return done.is_last or self._rule.on_error == "stop"
+
+    def _copy(self, save: PlannedSave) -> None:
+        """Has the save write copies of its parts, made before this returns, so that the parts
+        may change. The save before must have been written, because its copies are in the same
+        memory."""
+        earlier, self._buffers = self._buffers, {}
+        for item, part in save.parts:
+            buffer = earlier.get(item.index)
+            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            self._buffers[item.index] = buffer.copy_(part, non_blocking=True)
+        for device in {part.device for _, part in save.parts if part.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the copies into pinned memory
+        save.parts = [(item, self._buffers[item.index]) for item, _ in save.parts]
 
     def _write(self, begun: _SaveUnderWay, save: PlannedSave) -> None:
         """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes

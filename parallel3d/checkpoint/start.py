@@ -3,7 +3,6 @@ are of its model. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from parallel3d.checkpoint.store import find_checkpoints, is_checkpoint
@@ -33,14 +32,10 @@ def find_start(start_from: str | None) -> list[Path]:
         return [path]
     if found := find_checkpoints("auto", path / "checkpoints") or find_checkpoints("auto", path):
         return found
-    words = "is no checkpoint" if path.exists() else "there is no such folder"
-    if (path / "checkpoints").is_dir() or (path / "config.yaml").is_file():
-        words = "has no whole checkpoint"
-    if (path / CONFIG_JSON).is_file():
-        words = "has a config.json, and no weights as safetensors (pickles are not read)"
     raise ConfigError(
-        f"checkpoint.start_from = {start_from}: {words}; try null, the folder of a run that has "
-        "saved, a .../step_00000100 folder, or one of transformers, with safetensors"
+        f"checkpoint.start_from = {start_from}: has no whole checkpoint, and no weights as "
+        "safetensors (pickles are not read); try null, the folder of a run that has saved, a "
+        ".../step_00000100 folder, or one of transformers"
     )
 
 
@@ -59,22 +54,16 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
     if not path.is_file():
         return [f"{start}: has no config.json; names and shapes of the weights alone are compared"]
     theirs = from_hugging_face(path)
-    lines = [*left_out(read_config_json(path), path)]
-    lines += [f"{words}; try {tries}" for words, tries in _others(_SAME, theirs, model, start)]
-    if lines:
-        raise ConfigError("\n".join(lines))
-    return [words for words, _ in _others(_MAY_DIFFER, theirs, model, start)]
-
-
-def _others(
-    names: list[str], theirs: ModelConfig, ours: ModelConfig, start: Path
-) -> Iterator[tuple[str, str]]:
-    """Yields what is said of each number that differs, and the setting that would not."""
-    for name in names:
-        there, here = getattr(theirs, name), getattr(ours, name)
+    errors, notes = [*left_out(read_config_json(path), path)], list[str]()
+    for name in (*_SAME, *_MAY_DIFFER):
+        there, here = shown(getattr(theirs, name)), shown(getattr(model, name))
         if there != here:
             key = f"model.{_KEYS.get(name, name)}"
-            yield (
-                f"{key} = {shown(here)}: the weights of {start} have {shown(there)}",
-                f"{key}={shown(there)}",
-            )
+            words = f"{key} = {here}: the weights of {start} have {there}"
+            if name in _MAY_DIFFER:
+                notes.append(words)
+            else:
+                errors.append(f"{words}; try {key}={there}")
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return notes

@@ -139,20 +139,12 @@ def tidy(folder: Path) -> None:
 def after_resume(folder: Path, step: int, resumed: Path, *, damaged: Sequence[Path]) -> list[str]:
     """Sets aside the `damaged` checkpoints that a resume from `resumed` at `step` has passed over,
     and those that are newer, because a later resume would take them. Returns a line for the user
-    about each kind."""
-    lines = []
-    if damaged:
-        lines.append(f"damaged, and set aside: {_set_all_aside(damaged, 'damaged')}")
-    newer = [path for path in _candidates(folder) if step_of(path) >= step]
-    newer = [path for path in newer if not path.samefile(resumed)]
-    if newer:
-        aside = _set_all_aside(newer, "abandoned")
-        lines.append(f"not before step {step}, from which this run goes on, and set aside: {aside}")
-    return lines
-
-
-def _set_all_aside(paths: Sequence[Path], ending: str) -> str:
-    return ", ".join(str(set_aside(path, ending)) for path in paths)
+    about each."""
+    aside = [set_aside(path, "damaged") for path in damaged]
+    for path in _candidates(folder):
+        if step_of(path) >= step and not path.samefile(resumed):
+            aside.append(set_aside(path, "abandoned"))
+    return [f"the run goes on from step {step}; set aside: {path}" for path in aside]
 
 
 def set_aside(path: Path, ending: str) -> Path:

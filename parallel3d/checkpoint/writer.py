@@ -8,9 +8,8 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -19,91 +18,74 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from parallel3d.checkpoint.manifest import SavedFile, SavedPiece, SavedTensor
-from parallel3d.torch_private import DcpPlace
+from parallel3d.checkpoint.manifest import SavedFile, SavedPiece
 
 _AT_ONCE_BYTES = 1 << 19  # is summed and written while it is in the processor's cache
 
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What a rank has written: the file, its pieces by tensor, and where DCP's index says that they
-    are."""
+    """The file that a rank has written, and its pieces."""
 
     files: dict[str, SavedFile]
-    tensors: list[tuple[str, SavedTensor]]  # each with one piece
-    places: dict[MetadataIndex, DcpPlace]
+    pieces: list[tuple[MetadataIndex, SavedPiece]]
 
 
 def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor]]) -> WrittenShard:
     """Writes and syncs the file of a rank, unless it has no part. Raises OSError."""
-    shard = WrittenShard({}, [], {})
     if not parts:
-        return shard
-    name, position, crc = f"__{rank}_0.distcp", 0, 0
-    with (folder / name).open("wb") as file:
-        for item, part in parts:
-            at = position
-            head, tail = _frame(part.dtype, part.shape)
-            for content in (head, _elements(part), tail):
-                for start in range(0, len(content), _AT_ONCE_BYTES):
-                    chunk = content[start : start + _AT_ONCE_BYTES]
-                    crc = zlib.crc32(chunk, crc)
-                    file.write(chunk)
-                position += len(content)
-            assert item.tensor_data is not None
-            chunk_of, shape = item.tensor_data.chunk, tuple(item.tensor_data.size)
-            place = (name, at, position - at, at + len(head), f"{crc:08x}")
-            piece = SavedPiece(*place, tuple(chunk_of.offsets), tuple(chunk_of.sizes))
-            dtype = str(part.dtype).removeprefix("torch.")
-            shard.tensors.append((item.index.fqn, SavedTensor(dtype, shape, (piece,))))
-            shard.places[item.index] = DcpPlace(name, at, position - at)
-        file.flush()
-        os.fsync(file.fileno())
-    shard.files[name] = SavedFile(position, f"{crc:08x}")
-    return shard
-
-
-def _elements(part: Tensor) -> memoryview:
-    """Returns the bytes of a tensor's elements, row by row; shares the memory if they lie so on the
-    CPU."""
-    return part.cpu().reshape(-1).view(torch.uint8).numpy().data
-
-
-@lru_cache(maxsize=4096)
-def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """Returns what torch.save writes before and after the elements of a tensor on the CPU, without
-    torch's own CRC-32, which its reader never compares. With it the frame would depend on the
-    elements."""
-    tensor, summed = torch.empty(shape, dtype=dtype), get_crc32_options()
-    sink = _FrameSink(tensor)
+        return WrittenShard({}, [])
+    name, pieces = f"__{rank}_0.distcp", []
+    # torch's own CRC-32 of each tensor costs time, and its reader never compares it.
+    summed = get_crc32_options()
     set_crc32_options(False)
     try:
-        torch.save(tensor, cast(IO[bytes], sink))
+        with (folder / name).open("wb") as raw:
+            file = _SummedFile(raw)
+            for item, part in parts:
+                assert item.tensor_data is not None
+                at, chunk = file.position, item.tensor_data.chunk
+                data = file.save(part)
+                place = (name, at, file.position - at, data, f"{file.crc:08x}")
+                piece = SavedPiece(*place, tuple(chunk.offsets), tuple(chunk.sizes))
+                pieces.append((item.index, piece))
+            raw.flush()
+            os.fsync(raw.fileno())
     finally:
         set_crc32_options(summed)
-    assert sink.has_met_the_elements or not tensor.numel(), (
-        "torch.save has not written the tensor's own memory"
-    )
-    return bytes(sink.head), bytes(sink.tail)
+    return WrittenShard({name: SavedFile(file.position, f"{file.crc:08x}")}, pieces)
 
 
-class _FrameSink:
-    """A file for torch.save that keeps all but the tensor's elements, which it tells by their
-    address."""
+class _SummedFile:
+    """A file for torch.save that takes the checksum of what is written."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.head, self.tail = bytearray(), bytearray()
-        self.has_met_the_elements = False
-        self._place = (tensor.data_ptr(), tensor.nbytes)
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.position = self.crc = 0
+        self._address = self._elements = 0
+
+    def save(self, part: Tensor) -> int:
+        """Writes a tensor as torch.save does, and returns the place of its elements, which are
+        known by their address."""
+        tensor = torch.empty(part.shape, dtype=part.dtype)
+        if part.numel():  # share the part's memory, without the rest of what it is a view of
+            flat = part.cpu().reshape(-1).view(torch.uint8).numpy()
+            tensor = torch.from_numpy(flat).view(part.dtype).view(part.shape)
+        self._address, self._elements = tensor.data_ptr(), -1
+        torch.save(tensor, cast(IO[bytes], self))
+        assert self._elements >= 0 or not part.numel(), "torch.save has copied the elements"
+        return max(self._elements, 0)
 
     def write(self, data: bytes | memoryview) -> int:
         view = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
-        if (view.ctypes.data, view.nbytes) == self._place:
-            self.has_met_the_elements = True
-        else:
-            (self.tail if self.has_met_the_elements else self.head).extend(view.tobytes())
-        return view.nbytes
+        if view.ctypes.data == self._address:
+            self._elements = self.position
+        for start in range(0, len(view), _AT_ONCE_BYTES):
+            chunk = view[start : start + _AT_ONCE_BYTES].data
+            self.crc = zlib.crc32(chunk, self.crc)
+            self._file.write(chunk)
+        self.position += len(view)
+        return len(view)
 
     def flush(self) -> None:
-        """Does nothing; torch calls it at the end."""
+        """Does nothing; torch calls it at the end of each tensor."""

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,14 +26,13 @@ class Corpus:
 
     train: TokenStream
     validation: TokenStream
-    # A run on files of ids works without the library of their tokenizer.
-    make_tokenizer: Callable[[], Tokenizer]
+    config: DataConfig
     document_end: int | None  # the id that ends a document, if attention stays within documents
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the ids come from."""
-        return self.make_tokenizer()
+        """The tokenizer that the ids come from. A run on files of ids works without its library."""
+        return find_tokenizer(self.config)
 
 
 def load_corpora(data: DataConfig) -> tuple[Corpus, ...]:
@@ -47,13 +45,12 @@ def load_corpus(config: DataConfig) -> Corpus:
     ConfigError and DataError as `find_documents` and `open_tokens` do."""
     if config.source == "tokens":
         files = open_token_files(config)
-        end = document_end(config, files)
-        return Corpus(files.train, files.validation, lambda: tokenizer_of(config, files), end)
+        return Corpus(files.train, files.validation, config, document_end(config, files))
     tokenizer = build_tokenizer(config.tokenizer, config.end_of_text)
     parts = split_documents(find_documents(config), config.validation_fraction)
     end = tokenizer.end_of_text if config.documents == "mask" else None
     train, validation = (stream_of(part, tokenizer) for part in parts)
-    return Corpus(train, validation, lambda: tokenizer, end)
+    return Corpus(train, validation, config, end)
 
 
 def open_token_files(config: DataConfig) -> TokenFiles:
@@ -73,17 +70,14 @@ def tokenizer_of(config: DataConfig, files: TokenFiles) -> Tokenizer:
     """Returns the tokenizer that the ids of `files` come from: the folder's own where it has one,
     else `data.tokenizer`. Raises ConfigError where neither says it, or both do."""
     own = files.header.tokenizer if files.header else None
-    said = f"data.tokenizer = {config.tokenizer}: data.path = {config.path}"
+    if (own is None) == (config.tokenizer == "bytes"):
+        raise ConfigError(
+            f"data.tokenizer = {config.tokenizer}: must be a tokenizer.json if data.path = "
+            f"{config.path} has no tokenizer, and left out if it has; train.sample_tokens=0 needs "
+            "none"
+        )
     if own is None:
-        if config.tokenizer == "bytes":
-            raise ConfigError(
-                f"{said} does not say what its ids mean, which a sample of text needs; try "
-                "data.tokenizer=tokenizer.json, the path of their tokenizer, or "
-                "train.sample_tokens=0"
-            )
         return build_tokenizer(config.tokenizer, config.end_of_text)
-    if config.tokenizer != "bytes":
-        raise ConfigError(f"{said} has a tokenizer of its own; leave data.tokenizer out")
     if own.file is None:
         return build_tokenizer(own.kind)
     path = os.path.join(os.path.expanduser(config.path or ""), own.file)
@@ -144,60 +138,52 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
 def _refuse_other_tokenizers(data: DataConfig) -> None:
     """Raises ConfigError if the ids of two sources are known to come from different tokenizers, or
     if attention stays within documents that end with different ids."""
-    ends: dict[int | None, str] = {}  # the first source that has them
-    tokenizers: dict[tuple[object, ...], str] = {}
+    first: dict[object, tuple[object, str]] = {}  # what the first source with it is made by
     for index, corpus in enumerate(data.corpora):
         name = f"data.sources[{index}].path = {corpus.path}"
         files = open_token_files(corpus)
-        ends.setdefault(document_end(corpus, files), name)
+        made_by: dict[str, object] = {"end": document_end(corpus, files)}
         if files.header and files.header.tokenizer:
             own = files.header.tokenizer
-            tokenizers.setdefault((own.kind, own.sha256, files.header.end_of_text), name)
-        for found, words, remedy in (
-            (ends, "documents end with another id", "data.documents=join"),
-            (tokenizers, "ids are from another tokenizer", "tokens that one has made"),
-        ):
-            if len(found) > 1:
-                first, other = found.values()
-                raise ConfigError(f"{other}: its {words} than those of {first}; try {remedy}")
+            made_by["tokenizer"] = own.kind, own.sha256, files.header.end_of_text
+        for key, value in made_by.items():
+            other, name_of_other = first.setdefault(key, (value, name))
+            if other != value:
+                raise ConfigError(
+                    f"{name}: its tokenizer or the id that ends a document is another than that "
+                    f"of {name_of_other}; try tokens that one tokenizer has made"
+                )
 
 
 def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: bool) -> None:
+    corpus = "data.source = stdlib" if data.path is None else f"data.path = {data.path}"
     if data.source == "tokens":
         files = open_token_files(data)
-        if files.header is not None and files.header.largest_id >= vocab:
-            raise ConfigError(
-                f"model.vocab = {vocab}: must be above {files.header.largest_id}, the largest id "
-                f"of data.path = {data.path}; try {_multiple_of_8(files.header.vocab_size)}"
-            )
-        if samples_text:
-            _refuse_small_vocabulary(
-                tokenizer_of(data, files), f"the tokenizer of data.path = {data.path}", vocab
-            )
         document_end(data, files)
-        tokens_of: tuple[int, ...] = (len(files.train), len(files.validation))
+        needed = files.header.largest_id + 1 if files.header else 0
+        if samples_text:
+            needed = max(needed, tokenizer_of(data, files).vocab_size)
+        tokens_of = [len(files.train), len(files.validation)]
     else:
         tokenizer = build_tokenizer(data.tokenizer, data.end_of_text)
-        _refuse_small_vocabulary(tokenizer, f"data.tokenizer = {data.tokenizer}", vocab)
+        needed = tokenizer.vocab_size
         parts = split_documents(find_documents(data), data.validation_fraction)
-        tokens_of = tuple(_up_to_a_window(part, tokenizer, seq_len) for part in parts)
-    corpus = "data.source = stdlib" if data.path is None else f"data.path = {data.path}"
-    training, validation = tokens_of
-    refuse_short(seq_len, training, corpus, " for training")
-    remedy = "more text or a larger data.validation_fraction"
-    refuse_short(seq_len, validation, corpus, " for validation", remedy)
+        tokens_of = [_up_to_a_window(part, tokenizer, seq_len) for part in parts]
+    if needed > vocab:
+        fits = -(-needed // 8) * 8  # divides by the usual tp
+        raise ConfigError(
+            f"model.vocab = {vocab}: must be at least {needed}, for the ids of {corpus}; try {fits}"
+        )
+    for part, tokens in zip(("training", "validation"), tokens_of, strict=True):
+        refuse_short(seq_len, tokens, f"{corpus} for {part}")
 
 
-def refuse_short(
-    seq_len: int, tokens: int, corpus: str, part: str = "", remedy: str = "more text"
-) -> None:
-    """Raises ConfigError if the tokens of a corpus, or of a part of it, do not fill a window."""
+def refuse_short(seq_len: int, tokens: int, corpus: str) -> None:
+    """Raises ConfigError if the tokens of a corpus do not fill a window."""
     if tokens <= seq_len:
-        if tokens > 1:
-            remedy = f"train.seq_len={tokens - 1} or less, or {remedy}"
         raise ConfigError(
             f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and "
-            f"{corpus} has {tokens}{part}; try {remedy}"
+            f"there are {tokens} in {corpus}; try train.seq_len={max(tokens - 1, 1)}, or more text"
         )
 
 
@@ -211,53 +197,27 @@ def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len
     return tokens
 
 
-def _refuse_small_vocabulary(tokenizer: Tokenizer, whose: str, vocab: int) -> None:
-    if tokenizer.vocab_size > vocab:
-        raise ConfigError(
-            f"model.vocab = {vocab}: must be at least {tokenizer.vocab_size}, the size of {whose}; "
-            f"try {_multiple_of_8(tokenizer.vocab_size)}"
-        )
-
-
-def _multiple_of_8(ids: int) -> int:
-    return -(-ids // 8) * 8  # divides by the usual tp
-
-
-class TrainValidationSplit(NamedTuple):
-    """The documents of a corpus, divided into two parts."""
-
-    train: tuple[Document, ...]
-    validation: tuple[Document, ...]
-
-
 def split_documents(
     documents: Sequence[Document], validation_fraction: float
-) -> TrainValidationSplit:
+) -> tuple[list[Document], list[Document]]:
     """Divides `documents` into two parts that are not empty, each in the order of `documents`. The
-    last `validation_fraction` of a single document's bytes is for validation. Raises ConfigError
-    where the fraction is not between 0 and 1.
+    last `validation_fraction` of a single document's bytes is for validation.
 
     Each file's own name decides (a hash of it against the fraction), so that a file added to a
     corpus moves no other across the border, and a run that is resumed on a larger corpus does not
     validate on what it was trained on. Where few documents leave a part empty, the one whose hash
     is nearest to the border goes there (the only case where adding a file may move another)."""
-    if not 0.0 < validation_fraction < 1.0:
-        raise ConfigError(
-            f"data.validation_fraction = {validation_fraction}: must lie between 0 and 1; try 0.05"
-        )
     if len(documents) == 1:
         (only,) = documents
         size = only.stop - only.start
         border = only.stop - min(max(round(size * validation_fraction), 1), max(size - 1, 1))
-        return TrainValidationSplit((replace(only, stop=border),), (replace(only, start=border),))
+        return [replace(only, stop=border)], [replace(only, start=border)]
     draws = sorted((_draw(document.name), document.name) for document in documents)
     chosen = sum(draw < validation_fraction for draw, _ in draws)
     chosen = min(max(chosen, 1), len(documents) - 1)
     validation = {name for _, name in draws[:chosen]}
-    return TrainValidationSplit(
-        tuple(document for document in documents if document.name not in validation),
-        tuple(document for document in documents if document.name in validation),
-    )
+    train = [document for document in documents if document.name not in validation]
+    return train, [document for document in documents if document.name in validation]
 
 
 def _draw(name: str) -> float:

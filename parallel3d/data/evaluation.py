@@ -24,14 +24,14 @@ def evaluation_windows(config: DataConfig, seq_len: int) -> list[ShuffledWindows
             stream = _whole_stream(config, chosen)
         except ConfigError as error:
             raise ConfigError(str(error).replace("data.path", f"{key}.path")) from error
-        there = (len(stream) - 1) // seq_len
         refuse_short(seq_len, len(stream), f"{key}.path = {chosen.path}")
-        if chosen.sequences is not None and chosen.sequences > there:
-            words = f"{chosen.path} has {there} sequences of train.seq_len = {seq_len} tokens"
+        found = ShuffledWindows(stream, seq_len=seq_len, seed=None)
+        if chosen.sequences is not None and chosen.sequences > found.windows:
             raise ConfigError(
-                f"{key}.sequences = {chosen.sequences}: {words}; try {there}, or null"
+                f"{key}.sequences = {chosen.sequences}: {chosen.path} has {found.windows} of "
+                f"train.seq_len = {seq_len} tokens; try {found.windows}, or null"
             )
-        windows.append(ShuffledWindows(stream, seq_len=seq_len, seed=None))
+        windows.append(found)
     return windows
 
 

@@ -86,8 +86,6 @@ class BatchLoader:
     document_end: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dp_rank < self.dp_size:
-            raise ValueError(f"dp_rank = {self.dp_rank}: must lie in 0 to {self.dp_size - 1}")
         unit = self.dp_size * self.microbatch_size
         if self.global_batch_size < 1 or self.global_batch_size % unit:
             would_do = max(-(-self.global_batch_size // unit), 1) * unit

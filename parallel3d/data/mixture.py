@@ -18,7 +18,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,18 +27,13 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.data.order import SkippedRanges
 from parallel3d.data.windows import ShuffledWindows, TokenIds, TokenStream, WindowSource
 
-
-class Pattern(NamedTuple):
-    """The sources of the samples of a stage, until they repeat."""
-
-    source: NDArray[np.int64]  # [W]
-    # [W]: samples of the same source that the pattern has before this one
-    earlier: NDArray[np.int64]
+Int64s = NDArray[np.int64]
 
 
 @cache
-def mixture_pattern(weights: tuple[int, ...]) -> Pattern:
-    """Returns the pattern of sources with `weights`, which are whole numbers and not all 0."""
+def mixture_pattern(weights: tuple[int, ...]) -> tuple[Int64s, Int64s]:
+    """Returns the pattern of sources with `weights`, which are whole numbers and not all 0: the
+    source of each sample until they repeat, and how many samples of that source come before."""
     # 2k - 2; a single source: any
     period, twice = sum(weights), max(2 * sum(weight > 0 for weight in weights) - 2, 1)
     source = np.repeat(np.arange(len(weights)), weights)
@@ -58,14 +52,7 @@ def mixture_pattern(weights: tuple[int, ...]) -> Pattern:
             heapq.heappush(waiting, (int(last[coming[let_in]]), int(coming[let_in])))
             let_in += 1
         places.append(heapq.heappop(waiting)[1])
-    return Pattern(source[places], earlier[places])
-
-
-class MixtureDraws(NamedTuple):
-    """The places that samples of a mixture are drawn from."""
-
-    source: NDArray[np.int64]  # [samples]
-    sample: NDArray[np.int64]  # [samples]: its number among the samples of that source
+    return source[places], earlier[places]
 
 
 @dataclass(frozen=True)
@@ -75,33 +62,30 @@ class MixtureOrder:
 
     stages: tuple[MixtureStage, ...]
 
-    def drawn(self, samples: int) -> NDArray[np.int64]:
+    def drawn(self, samples: int) -> Int64s:
         """Returns how many of the first `samples` are drawn from each source."""
         total = np.zeros(len(self.stages[0].weights), dtype=np.int64)
         ends = [*(stage.first_sample for stage in self.stages[1:]), samples]
         for (first, weights), end in zip(self.stages, ends, strict=True):
             repetitions, rest = divmod(max(min(end, samples) - first, 0), sum(weights))
-            part = np.bincount(mixture_pattern(weights).source[:rest], minlength=len(weights))
-            total += repetitions * np.asarray(weights, dtype=np.int64) + part
+            source, _ = mixture_pattern(weights)
+            total += repetitions * np.asarray(weights, dtype=np.int64)
+            total += np.bincount(source[:rest], minlength=len(weights))
         return total
 
-    def draws(self, samples: NDArray[np.int64]) -> MixtureDraws:
+    def draws(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Returns the source of each of `samples`, and which of that source's own samples it is."""
         source, own = np.empty_like(samples), np.empty_like(samples)
-        stage_of = (
-            np.searchsorted([stage.first_sample for stage in self.stages], samples, side="right")
-            - 1
-        )
+        begins = [stage.first_sample for stage in self.stages]
+        stage_of = np.searchsorted(begins, samples, side="right") - 1
         for index in np.unique(stage_of):
             (first, weights), here = self.stages[index], stage_of == index
-            pattern = mixture_pattern(weights)
-            repetition, place = np.divmod(samples[here] - first, len(pattern.source))
-            source[here] = chosen = pattern.source[place]
-            before = (
-                self.drawn(first)[chosen] + repetition * np.asarray(weights, dtype=np.int64)[chosen]
-            )
-            own[here] = before + pattern.earlier[place]
-        return MixtureDraws(source, own)
+            pattern, earlier = mixture_pattern(weights)
+            repetition, place = np.divmod(samples[here] - first, len(pattern))
+            source[here] = chosen = pattern[place]
+            of_each = np.asarray(weights, dtype=np.int64)[chosen]
+            own[here] = self.drawn(first)[chosen] + repetition * of_each + earlier[place]
+        return source, own
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,15 +100,13 @@ class Mixture:
         """The number of windows of all sources, each of which has epochs of its own."""
         return sum(source.windows for source in self.sources)
 
-    def draw(self, samples: NDArray[np.int64]) -> TokenIds:
+    def draw(self, samples: Int64s) -> TokenIds:
         """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's
         global order."""
-        drawn = self.order.draws(samples)
-        parts, places = [], []
-        for index in np.unique(drawn.source):
-            places.append(np.flatnonzero(drawn.source == index))
-            parts.append(self.sources[index].draw(drawn.sample[places[-1]]))
-        ids: TokenIds = np.concatenate(parts)[np.argsort(np.concatenate(places))]
+        chosen, own = self.order.draws(samples)
+        by_source = np.argsort(chosen, kind="stable")
+        parts = [self.sources[index].draw(own[chosen == index]) for index in np.unique(chosen)]
+        ids: TokenIds = np.concatenate(parts)[np.argsort(by_source)]
         return ids
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -55,57 +54,35 @@ def find_documents(config: DataConfig) -> list[Document]:
     """Returns the non-empty files of the corpus, sorted by name. Links to files are followed, links
     to folders are not (they may loop). Only folders and sizes are read. Raises ConfigError if
     `config` names no file with text in it, DataError for a file or folder that cannot be read."""
+    if config.source == "stdlib" and config.path is not None:
+        raise ConfigError(
+            f"data.path = {config.path}: not read if data.source = stdlib; try data.source=text"
+        )
     if config.source == "stdlib":
-        # a forgotten data.source=text would train on other text than the user's
-        if config.path is not None:
-            raise ConfigError(
-                f"data.path = {config.path}: must be null where data.source = stdlib; try "
-                "data.source=text"
-            )
         root = Path(sysconfig.get_path("stdlib"))
         files = walk_files(root, NOT_STDLIB.__contains__)
         names = [name for name in files if name.endswith(".py")]
-    elif not config.path:
-        raise ConfigError(
-            "data.path = null: data.source = text needs a file or a folder; try "
-            "data.path=corpus.txt, or data.source=stdlib"
-        )
     else:
-        root = Path(os.path.expanduser(config.path))
+        root = Path(os.path.expanduser(config.path or ""))
         if not os.path.exists(root):
             raise ConfigError(
                 f"data.path = {config.path}: no such file or folder at {root.absolute()}; "
                 "try the path of a text file or of a folder of them, or data.source=stdlib"
             )
-        if root.is_dir():
-            names = _matching(root, config)
-        else:
-            root, names = root.parent, [root.name]
+        root, names = _matching(root, config) if root.is_dir() else (root.parent, [root.name])
     documents = _non_empty(root, names)
     if not documents:
         raise ConfigError(
-            f"data.path = {config.path}: holds no text, its {len(names)} files are empty; try a "
-            "file or a folder with text in it"
+            f"data.path = {config.path}: none of its files that match data.pattern = "
+            f"{config.pattern} holds text; try a folder with text in it, or data.pattern=*"
         )
     return documents
 
 
-def _matching(root: Path, config: DataConfig) -> list[str]:
-    """Returns the names of the files below `root` that match `data.pattern`."""
-    pattern = config.pattern.removeprefix("**/")  # the search is recursive as it is
-    if not pattern:
-        raise ConfigError(f"data.pattern = {config.pattern}: must match names of files; try *.txt")
-    found = [PurePosixPath(name) for name in walk_files(root)]
-    matching = [str(name) for name in found if name.match(pattern)]
-    if not matching:
-        remedy = "a folder with text files in it"
-        for suffix, _ in Counter(name.suffix for name in found).most_common(1):
-            remedy = f"data.pattern=*{suffix}"
-        raise ConfigError(
-            f"data.pattern = {config.pattern}: must match a file, and matches none of the "
-            f"{len(found)} below data.path = {config.path}; try {remedy}"
-        )
-    return matching
+def _matching(root: Path, config: DataConfig) -> tuple[Path, list[str]]:
+    """Returns `root`, and the names of the files below it that match `data.pattern`."""
+    pattern = config.pattern.removeprefix("**/") or "*"  # the search is recursive as it is
+    return root, [name for name in walk_files(root) if PurePosixPath(name).match(pattern)]
 
 
 def walk_files(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from parallel3d.checkpoint.collectives import collect as collect_from_all
 from parallel3d.checkpoint.saver import Saver
-from parallel3d.checkpoint.store import checkpoint_path, list_checkpoints, step_of
+from parallel3d.checkpoint.store import checkpoint_path, list_checkpoints, set_aside, step_of
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ahead
@@ -357,7 +357,9 @@ def export_saved(
     form = ExportForm.from_recipe(recipe)
     written: Iterator[str] = iter(())
     if dist.get_rank() == 0:
-        written = export(checkpoint, to, form, overwrite=True)
+        if to.exists():  # of a run that went on from an older checkpoint
+            set_aside(to, "abandoned")
+        written = export(checkpoint, to, form)
 
     def write_next() -> bool:
         return next(written, None) is not None

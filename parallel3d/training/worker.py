@@ -138,7 +138,7 @@ def load_or_initialize(
         model_class=model_class,
         initialize=not (saved or start),
         gpu_bytes=gpu_bytes(device),
-        data_fingerprint=data_fingerprint(recipe.data, corpora),
+        data_fingerprint=data_fingerprint(corpora),
     )
     limit_waits(recipe.train.start_timeout_s)  # also in the groups that the trainer has made
     if saved:

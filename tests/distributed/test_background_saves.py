@@ -137,8 +137,6 @@ def test_all_ranks_end_after_the_same_step_where_one_cannot_write(
     (first, second) = world(2).run(fit_where_one_rank_cannot_write, tmp_path, in_background)
     assert first == second
     error, step, left = first
-    assert (
-        "step_00000003: cannot be written: rank 1: " in error and "No space left on device" in error
-    )
+    assert "step_00000003.partial/__1_0.distcp: cannot be written: No space left" in error
     assert step == 3 + in_background
     assert left == ["step_00000001", "step_00000002"]

@@ -9,23 +9,25 @@ shards are of random ids, and made for the run.
 
 from __future__ import annotations
 
+import struct
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.order import window_order
-from parallel3d.data.token_files import FolderWriter, MegatronWriter, open_tokens
+from parallel3d.data.token_files import FolderWriter, open_tokens
 from parallel3d.data.windows import ShuffledWindows, TokenIds
 from parallel3d.tools.bench.harness import check_agreement
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
@@ -95,17 +97,27 @@ def bench_data_loading(options: Options) -> list[ResultRow]:
 def write_shards(root: Path) -> None:
     """Writes the same documents, one a shard, as a folder and as Megatron's files."""
     draw = np.random.default_rng(0)
-    with (
-        FolderWriter(
-            root / "tokens", vocab_size=VOCAB + 1, end_of_text=VOCAB, shard_tokens=SHARD_TOKENS
-        ) as folder,
-        MegatronWriter(root / "megatron.bin", dtype="uint16", vocab_size=VOCAB + 1) as megatron,
-    ):
-        for _ in range(SHARDS):
-            ids = draw.integers(0, VOCAB, SHARD_TOKENS, dtype=np.uint16)
+    documents = [draw.integers(0, VOCAB, SHARD_TOKENS, dtype=np.uint16) for _ in range(SHARDS)]
+    with FolderWriter(
+        root / "tokens", vocab_size=VOCAB + 1, end_of_text=VOCAB, shard_tokens=SHARD_TOKENS
+    ) as folder:
+        for ids in documents:
             ids[-1] = VOCAB
-            folder.add("train", ids, np.array([SHARD_TOKENS]))
-            megatron.add(ids, np.array([SHARD_TOKENS]))
+            folder.add("train", ids)
+    write_megatron(root / "megatron", documents)
+
+
+def write_megatron(prefix: Path, documents: Sequence[NDArray[np.uint16]]) -> None:
+    """Writes PREFIX.bin and PREFIX.idx as Megatron's own builder does, a document per sequence."""
+    lengths = np.array([len(ids) for ids in documents])
+    places = 2 * (np.cumsum(lengths) - lengths)
+    uint16, count = 8, len(documents)  # Megatron's code of the type
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, uint16, count, count + 1)
+    tables = lengths.astype("<i4"), places.astype("<i8"), np.arange(count + 1, dtype="<i8")
+    index = header + b"".join(table.tobytes() for table in tables)
+    prefix.with_name(f"{prefix.name}.idx").write_bytes(index)
+    content = b"".join(ids.astype("<u2").tobytes() for ids in documents)
+    prefix.with_name(f"{prefix.name}.bin").write_bytes(content)
 
 
 def ours(root: Path) -> Batches:

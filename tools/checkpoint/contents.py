@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from parallel3d.checkpoint.difference import by_block
 from parallel3d.checkpoint.integrity import find_damage, missing_files
@@ -21,20 +20,13 @@ from parallel3d.checkpoint.store import (
     step_folders,
     step_of,
 )
-from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.yaml_text import read_settings, shown
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from parallel3d.tools.cli_output import Reply
 
 _SHOWN_TENSORS = 10  # A page names so many of a damaged file; the JSON object has all.
-_STEP = re.compile(r"step_(\d{8,})(?:\.(\w+))?")
-_ENDINGS = {  # No run reads a folder with such a name.
-    "partial": "is being written, or was left by a save that was cut off",
-    "replaced": "is the former one of a step that was saved again",
-    "dropped": "is being deleted",
-    "damaged": "was found damaged",
-    "abandoned": "is of a run that went on from an older checkpoint",
-}
+# a checkpoint, or the folder of one that no run reads
+_STEP = re.compile(r"step_(\d{8,})(?:\.(partial|replaced|dropped|damaged|abandoned))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +37,7 @@ class CheckpointEntry:
     path: str
     bytes: int
     saved: str | None
-    # unknown: another version has written it
-    state: Literal["whole", "damaged", "unknown", "aside"] = "whole"
+    state: str = "whole"  # or damaged, unknown (of another version), or the ending of its name
     reason: str | None = None  # why it is not whole
     val_loss: float | None = None
     best: bool = False  # no other has a lower loss
@@ -55,10 +46,9 @@ class CheckpointEntry:
     def line(self) -> str:
         loss = "" if self.val_loss is None else f"{self.val_loss:.4f}"
         saved = (self.saved or "")[:16].replace("T", " ")
-        words = f"{self.state}, best" if self.best else self.state
-        if self.reason is not None:
-            words += f": {self.reason}"
-        return f"{self.step:>10}{size_text(self.bytes):>12}  {saved:<16}{loss:>10}  {words}"
+        words = [self.state, *["best"] * self.best, *[self.reason or ""]]
+        shown = ", ".join(filter(None, words))
+        return f"{self.step:>10}{size_text(self.bytes):>12}  {saved:<16}{loss:>10}  {shown}"
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
@@ -114,7 +104,7 @@ def _listed(path: Path, step: int, ending: str | None) -> CheckpointEntry:
     total = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
     row = CheckpointEntry(step=step, path=str(path), bytes=total, saved=_saved(path))
     if ending is not None:
-        return replace(row, state="aside", reason=_ENDINGS.get(ending, "is no checkpoint"))
+        return replace(row, state=ending)
     try:
         manifest = read_manifest(path)
         for damage in missing_files(path, manifest):
@@ -153,24 +143,10 @@ def answer_inspect(options: Namespace) -> Reply:
     }
 
     def page() -> Iterator[str]:
-        versions = f"parallel3d {manifest.parallel3d}, torch {manifest.torch}"
         yield from notes
-        yield f"{checkpoint}: format {manifest.format}, {versions}"
-        yield f"  saved     {_saved(checkpoint)}, {size_text(total)} in {len(manifest.files)} files"
-        done = f"step {progress.step:,}, {progress.tokens:,} tokens"
-        yield f"  progress  {done}, seed {progress.seed}"
-        yield f"  batches   {progress.global_batch_size:,} sequences of {progress.seq_len:,} tokens"
-        skipped = {"data.skip": progress.skip, "rollbacks": progress.skipped_by_rollbacks}
-        for words, ranges in skipped.items():
-            if ranges:
-                listed = ", ".join(f"{each.first:,} to {each.last:,}" for each in ranges)
-                yield f"  left out  sequences {listed} ({words})"
-        replicas = ", replicas that train apart" if progress.local_sgd else ""
-        yield f"  optimizer {progress.optimizer}{replicas}"
-        sizes = {axis: progress.parallel.get(axis, 1) for axis in ParallelConfig().axes}
-        axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        yield f"  layout    {axes or 'one process'}"
-        yield f"  model     {progress.parameters:,} parameters"
+        yield f"{checkpoint}: parallel3d {manifest.parallel3d}, torch {manifest.torch}"
+        yield f"  saved {_saved(checkpoint)}, {size_text(total)} in {len(manifest.files)} files"
+        yield from (f"  {key}: {value}" for key, value in asdict(progress).items())
         yield f"tensors ({len(tensors):,}):"
         described = ((name, f"{each['dtype']} {each['shape']}") for name, each in tensors.items())
         yield from (f"  {line}" for line in by_block(described))

@@ -28,7 +28,7 @@ def answer(options: Namespace) -> Reply:
     form = replace(
         form, dtype=_DTYPES[options.dtype], largest_file_bytes=int(options.max_shard_size)
     )
-    for _ in export(checkpoint, to, form, overwrite=options.overwrite):
+    for _ in export(checkpoint, to, form):
         pass
     notes += form.notes
     config = json.loads((to / "config.json").read_text())

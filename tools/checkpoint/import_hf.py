@@ -3,16 +3,15 @@ it."""
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.start import CONFIG_JSON, is_pretrained
 from parallel3d.config.hugging_face import from_hugging_face, left_out, read_config_json
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.config.yaml_text import dump_yaml, shown
+from parallel3d.config.yaml_text import dump_yaml
 from parallel3d.errors import ConfigError
 from parallel3d.tools.cli_output import Reply, write_output
 
@@ -24,30 +23,15 @@ def answer(options: Namespace) -> Reply:
     folder: Path = options.folder
     to: Path | None = options.out
     path = folder / CONFIG_JSON
-    if to is not None and to.exists() and to.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"-o {to}: is a file of the model in DIR; try another file")
     if not is_pretrained(folder):
-        words = "there is no such folder"
-        if folder.is_dir():
-            words = "has no safetensors (pickles are not read)"
         raise ConfigError(
-            f"DIR = {folder}: {words}; try a folder with config.json and model.safetensors"
+            f"DIR = {folder}: has no safetensors (pickles are not read); try a folder with "
+            "config.json and model.safetensors"
         )
     config = read_config_json(path)
     model, problems = from_hugging_face(path), [*left_out(config, path)]
-    dropout, attended = 0.0, _probability(config, "attention_dropout", path, default=0.0)
-    if model.architecture == "gpt":  # its defaults are those of transformers
-        embedded = _probability(config, "embd_pdrop", path, default=0.1)
-        dropout = _probability(config, "resid_pdrop", path, default=0.1)
-        attended = _probability(config, "attn_pdrop", path, default=0.1)
-        if embedded != dropout:
-            problems.append(
-                f"embd_pdrop {embedded} and resid_pdrop {dropout} differ; a recipe has one "
-                "model.dropout"
-            )
     if problems:
         raise ConfigError("\n".join(f"{folder}: {problem}" for problem in problems))
-    model = replace(model, dropout=dropout, attention_dropout=attended)
     _check_tensors(folder, model)
     tree: dict[str, Any] = {"model": _changed_keys(model)}
     if (folder / "tokenizer.json").is_file():
@@ -63,19 +47,6 @@ def answer(options: Namespace) -> Reply:
     run = f"parallel3d-train {to} train.steps=1000 train.global_batch_size=64 train.seq_len=1024"
     page = [f"{folder} is in {to}; try", f"  {run} data.source=tokens data.path=DATA"]
     return Reply(page=lambda: page, tree=lambda: tree)
-
-
-def _probability(config: dict[str, Any], key: str, path: Path, *, default: float) -> float:
-    """Returns the dropout probability of a key; null stands for no dropout. Raises ConfigError if
-    the value is not a number from 0 to 1."""
-    value = config.get(key, default)
-    if value is None:
-        return 0.0
-    if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ConfigError(
-            f"{path}: {key} = {shown(json.dumps(value))}: must be a number from 0 up to 1; try 0.1"
-        )
-    return float(value)
 
 
 def _check_tensors(folder: Path, model: ModelConfig) -> None:
