@@ -42,7 +42,6 @@ def range_test_settings(recipe: str) -> list[str]:
         "train.eval_every=null",
         "train.early_stop_patience=null",
         "train.early_stop_min_delta=0",
-        "train.early_stop_set=null",
         "train.sample_tokens=0",
         "data.evaluation=[]",
         "train.callbacks=[parallel3d.recipes.range_test:RateRangeTest]",

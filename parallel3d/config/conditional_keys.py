@@ -42,12 +42,8 @@ _READ_IF = {
     Condition("train.on_nonfinite", ("skip",)): "train.nonfinite_in_a_row",
     Condition("train.on_spike", ("rollback",)): "train.spike_steps",
     Condition("train.on_spike", ("skip", "rollback")): "train.spikes_in_a_row",
-    Condition("train.early_stop_patience", example=3): (
-        "train.early_stop_min_delta train.early_stop_set"
-    ),
-    Condition("train.sample_top_k", example=40): (
-        "train.sample_top_p train.sample_temperature train.sample_seed"
-    ),
+    Condition("train.early_stop_patience", example=3): "train.early_stop_min_delta",
+    Condition("train.sample_top_k", example=40): "train.sample_temperature train.sample_seed",
     Condition("train.eval_every"): (
         "train.early_stop_patience data.evaluation checkpoint.keep_best"
     ),

@@ -58,45 +58,38 @@ class Muon(torch.optim.Optimizer):
             "momentum": config.momentum,
         }
         super().__init__([matrix.local for matrix in matrices], defaults)
-        self._matrices = matrices
         self._nesterov = config.nesterov
         self._ns_steps = config.ns_steps
         self._ns_dtype = DTYPES[config.ns_dtype]
         self._lr_adjust = config.lr_adjust
-        self._stage = joined_axis(mesh, STAGE_AXES, "stage")
-        self._tp = mesh["tp"].size()
-        self._dp_shard = mesh["dp_shard"].size()
-        self._exchanges: dict[tuple[LocalParameter, ...], MatrixExchange] = {}  # one for each round
+        stage = joined_axis(mesh, STAGE_AXES, "stage")
+        tp, dp_shard = mesh["tp"].size(), mesh["dp_shard"].size()
+
+        def shards(matrix: LocalParameter) -> int:
+            return 1 if "dp_shard" in matrix.part.repeated_over else dp_shard
+
+        def part_elements(matrix: LocalParameter) -> float:
+            split = 1 if matrix.spec.dim is None else tp
+            return math.prod(matrix.spec.shape) / (split * shards(matrix))
+
+        self._rounds = []
+        for some in runs(matrices, part_elements, most=ROUND_ELEMENTS):
+            parts = [parts_of_ranks(p.spec, stage.size, tp, shards(p)) for p in some]
+            exchange = MatrixExchange(stage, parts, [p.spec.shape for p in some])
+            self._rounds.append((some, exchange))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        stepped = [matrix for matrix in self._matrices if matrix.local.grad is not None]
-        for some in runs(stepped, self._part_elements, most=ROUND_ELEMENTS):
-            self._step_together(tuple(some))
+        for matrices, exchange in self._rounds:
+            self._step_together(matrices, exchange)
 
-    def _shards(self, matrix: LocalParameter) -> int:
-        return 1 if "dp_shard" in matrix.part.repeated_over else self._dp_shard
-
-    def _part_elements(self, matrix: LocalParameter) -> float:
-        tp = 1 if matrix.spec.dim is None else self._tp
-        return math.prod(matrix.spec.shape) / (tp * self._shards(matrix))
-
-    def _step_together(self, matrices: tuple[LocalParameter, ...]) -> None:
+    def _step_together(self, matrices: list[LocalParameter], exchange: MatrixExchange) -> None:
         """Steps some matrices. Each tensor is dropped as early as can be: together they are as
         large as the gradients of the matrices, and the iteration makes several of the size of each
         matrix that this rank owns."""
-        if matrices not in self._exchanges:
-            shapes, parts = [], []
-            for matrix in matrices:
-                shards = self._shards(matrix)
-                shapes.append(matrix.spec.shape)
-                parts.append(parts_of_ranks(matrix.spec, self._stage.size, self._tp, shards))
-            self._exchanges[matrices] = MatrixExchange(self._stage, parts, shapes)
-        exchange = self._exchanges[matrices]
         (group,) = self.param_groups
-        momentum = group["momentum"]
-        full = exchange.gather([self._momentum(matrix, momentum) for matrix in matrices])
+        full = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
         for index in range(len(full)):
             full[index] = orthogonalize(full[index], self._ns_steps)
         like = matrices[0].local.new_empty(0, dtype=self._ns_dtype)

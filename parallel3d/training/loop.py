@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +20,9 @@ from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ahead
 from parallel3d.data.order import SkippedRanges
-from parallel3d.diagnosis.stragglers import Stragglers, work_clock
 from parallel3d.errors import CtrlCError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest, signal_name
-from parallel3d.layers.collectives import all_gather_single
 from parallel3d.reporting import metrics
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
 from parallel3d.reporting.profiler import ProfilerWindow
@@ -69,14 +65,10 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.recipe = self.trainer.recipe
         self.run_dir = self.checkpoints.parent
-        self.stragglers = Stragglers(self.recipe.parallel)
         self.start_clocks()
         self.is_first_step = True  # of this process
         self.profiler = ProfilerWindow(
-            self.recipe.logging,
-            self.run_dir / "profile",
-            rank=dist.get_rank(),
-            device=self.trainer.device,
+            self.recipe.logging, self.run_dir / "profile", dist.get_rank()
         )
         self.saver = Saver(self.recipe.checkpoint, saved=self._tell_saved, say=self.progress.say)
 
@@ -84,7 +76,7 @@ class TrainingLoop:
         """Trains from the trainer's step to the recipe's last, or until a callback asks to stop.
         Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which
         any rank had a `stop`."""
-        with self.profiler, self.saver, garbage_frozen(self.recipe.train.gc_every):
+        with self.profiler, self.saver:
             is_done = self.trainer.step >= self.recipe.train.steps
             while not is_done:
                 is_done = self.train()
@@ -105,13 +97,8 @@ class TrainingLoop:
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Trains the next step, timed and profiled, and checks the ranks after it."""
-        step, train, report = self.trainer.step + 1, self.recipe.train, None
-        with (
-            self.profiler.step(step),
-            self.step_clock.timing(),
-            self.work_clock.timing(),
-            self.ran_clock.timing(),
-        ):
+        step, train, report = self.trainer.step + 1, self.recipe.train, ""
+        with self.profiler.step(step), self.step_clock.timing():
             with phase("data"), self.data_clock.timing():
                 batch = next(batches)
             with phase("forward or backward"):
@@ -124,13 +111,11 @@ class TrainingLoop:
         if self.is_first_step:  # kernels are loaded and ranks are connected
             limit_waits(train.timeout_s)
             self.is_first_step = False
-        if is_due(train.gc_every, step):
-            gc.collect()
         if is_due(train.compare_replicas_every, step):
             self.trainer.compare_replicas(f"step {step}")
         heartbeat.step_done(step)
-        if report is not None:
-            self.progress.say(str(report))
+        if report:
+            self.progress.say(report)
         if warning := result.left_out or result.spike:
             self.progress.say(f"warning: {warning}")
         return result
@@ -170,14 +155,18 @@ class TrainingLoop:
             return Requests()
         wants_save, self.stop.wants_save = self.stop.wants_save, False
         wants_end = self.callbacks.stop_reason is not None
-        own = self.stop.signum, wants_save, wants_end, self.saver.has_failed
-        largest = torch.tensor([int(each) for each in own], device=self.trainer.device)
         # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        signum, saves, is_stopped, any_failed = largest.tolist()
+        own = self.stop.signum, wants_save, wants_end, self.saver.has_failed
+        signum, saves, is_stopped, any_failed = self.largest(own)
         if any_failed:
             self.saver.finish()  # raises the error, on all ranks
-        return Requests(signum, bool(saves), bool(is_stopped))
+        return Requests(round(signum), bool(saves), bool(is_stopped))
+
+    def largest(self, own: Sequence[float]) -> list[float]:
+        """Returns the largest of each number over all ranks. Every rank calls it."""
+        numbers = torch.tensor(own, dtype=torch.float64, device=self.trainer.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return numbers.tolist()
 
     def answer(self, requests: Requests, *, is_last: bool) -> None:
         """Reports that the requests were fulfilled. Raises the error that ends the run for a
@@ -210,25 +199,21 @@ class TrainingLoop:
         """Starts the time of the next line of metrics, without validation and checkpoints."""
         self.reported_step, self.reported_tokens = self.trainer.step, self.trainer.tokens
         self.step_clock, self.data_clock = Stopwatch(), Stopwatch()
-        self.work_clock = Stopwatch(work_clock(self.trainer.device))
-        self.ran_clock = Stopwatch(time.thread_time)
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an
-        evaluation, and warns of a slow rank. Every rank calls it."""
-        line, warning = self.measure(result, dict(losses))
+        evaluation. Every rank calls it."""
+        line = self.measure(result, dict(losses))
         self.start_clocks()
         self.progress.measured(line)
-        if warning is not None:
-            self.progress.say(f"warning: {warning}")
         if self.metrics_file is not None:
             self.metrics_file.write(line)
         self.callbacks.tell("measured", self.trainer.step, line)
 
-    def measure(self, result: StepResult, sets: dict[str, float]) -> tuple[StepMetrics, str | None]:
+    def measure(self, result: StepResult, sets: dict[str, float]) -> StepMetrics:
         trainer, recipe, progress = self.trainer, self.recipe, self.trainer.progress
         tokens, steps = trainer.tokens - self.reported_tokens, trainer.step - self.reported_step
-        seconds, waited_s = self.step_clock.seconds, self.data_clock.seconds
+        seconds = self.step_clock.seconds
         tokens_per_s = tokens / seconds
         per_device = tokens_per_s / recipe.parallel.world_size
         mfu = None
@@ -237,37 +222,28 @@ class TrainingLoop:
                 recipe.model, trainer.block_weights, recipe.train.seq_len
             )
             mfu = per_device * flops / self.peak_flops
-        own = [
-            *metrics.peak_memory_bytes(trainer.device),
-            waited_s / steps,
-            self.work_clock.seconds + waited_s,
-            self.ran_clock.seconds,
-        ]
-        peak_bytes, reserved_bytes, waits_s, works_s, ran_s = _from_all_ranks(own, trainer.device)
-        slowest, warning = self.stragglers.see(works_s, ran_s, steps)
-        line = StepMetrics(
+        own = *metrics.peak_memory_bytes(trainer.device), self.data_clock.seconds / steps
+        peak_bytes, reserved_bytes, wait_s = self.largest(own)
+        return StepMetrics(
             step=trainer.step,
             loss=result.loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens=trainer.tokens,
             step_time_s=seconds / steps,
-            data_wait_s=max(waits_s),
+            data_wait_s=wait_s,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=per_device,
             mfu=mfu,
-            peak_memory_bytes=round(max(peak_bytes)),
-            peak_reserved_bytes=round(max(reserved_bytes)) or None,
+            peak_memory_bytes=round(peak_bytes),
+            peak_reserved_bytes=round(reserved_bytes) or None,
             val_loss=sets.pop(VALIDATION, None),
             set_losses=sets,
             loss_scale=result.loss_scale,
             spikes=progress.spikes.spikes,
             rollbacks=progress.spikes.rollbacks,
             skipped_steps=progress.skipped_steps,
-            slowest_rank=slowest.rank,
-            slowest_ratio=slowest.ratio,
         )
-        return line, warning
 
     def save(self, losses: Mapping[str, float], *, is_last: bool, exports: bool) -> None:
         """Saves a checkpoint, and exports it if the recipe asks for that."""
@@ -310,7 +286,6 @@ class TrainingLoop:
         self.start_clocks()
         if self.metrics_file is not None:
             self.metrics_file.go_back(step)
-            self.callbacks.tell_of_a_rollback(step, spike, self.metrics_file.history)
         self.progress.step_done(step)
         return True
 
@@ -327,25 +302,6 @@ class TrainingLoop:
 
     def _tell_saved(self, path: Path) -> None:
         self.callbacks.tell("saved", self.trainer.step, path)
-
-
-@contextmanager
-def garbage_frozen(every: int | None) -> Iterator[None]:
-    """Turns Python's garbage collection off for a block, so that all ranks collect after the same
-    steps. None: Python collects as always."""
-    if every is None:
-        yield
-        return
-    was_enabled = gc.isenabled()
-    gc.disable()
-    gc.collect()
-    gc.freeze()  # what a run is made of stays to its end, and is not looked through again
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
 
 
 def export_saved(
@@ -368,14 +324,6 @@ def export_saved(
     while collect_from_all(write_next, reply, group):
         pass
     return "; ".join((f"exported: {to}", *form.notes))
-
-
-def _from_all_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Returns each of the numbers from all ranks."""
-    own = torch.tensor(numbers, dtype=torch.float64, device=device)
-    gathered = own.new_empty(dist.get_world_size() * len(numbers))
-    all_gather_single(gathered, own)
-    return gathered.view(-1, len(numbers)).t().tolist()
 
 
 def is_due(every: int | None, step: int, is_last: bool = False) -> bool:

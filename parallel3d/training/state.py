@@ -26,7 +26,6 @@ from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.mesh import Role
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.training.local_sgd.replicas import tensors_of_one_replica
 from parallel3d.training.trainer import Trainer
 
 Loaded = TypeVar("Loaded")
@@ -67,9 +66,15 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
     def choose(saved: Progress) -> dict[str, Tensor]:
         _check_same_run(trainer, path, saved)
         check_data(trainer, path, saved)
-        if outer_loop is None:
-            return tensors_of_one_replica(state, saved.local_sgd)
-        return outer_loop.tensors_to_load(state, saved.local_sgd)
+        if outer_loop is not None:
+            return outer_loop.tensors_to_load(state, saved.local_sgd)
+        if saved.local_sgd is None:
+            return state
+        # A synchronous run reads the outer parameters, and all else of the first replica.
+        return {
+            name if name.startswith(MODEL) else f"replica.0.{name}": tensor
+            for name, tensor in state.items()
+        }
 
     saved = load_tensors(state, path, choose)
     _copy_to_twins(trainer)

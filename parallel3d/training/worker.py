@@ -40,6 +40,7 @@ from parallel3d.reporting.sinks import SinkRun, Sinks
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, build_callbacks
 from parallel3d.training.generation import generate
+from parallel3d.training.local_sgd import outer_loop_of
 from parallel3d.training.loop import TrainingLoop
 from parallel3d.training.state import of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
@@ -98,7 +99,7 @@ def run_worker(
                 progress.say(f"nothing to do: train.steps = {train.steps} are done")
             view = None
             if metrics is not None:
-                view = RunView(recipe, run_dir, progress.say, metrics.history, trainer.step)
+                view = RunView(recipe, run_dir, progress.say, trainer.step)
             told = Callbacks(watchers, view)
             with told.watching():
                 TrainingLoop(
@@ -141,6 +142,7 @@ def load_or_initialize(
         initialize=not (saved or start),
         gpu_bytes=gpu_bytes(device),
         data_fingerprint=data_fingerprint(recipe.data, corpora),
+        outer_loop=outer_loop_of(recipe),
     )
     limit_waits(recipe.train.start_timeout_s)  # also in the groups that the trainer has made
     if saved:
@@ -211,9 +213,7 @@ def open_metrics(
         return
     with Sinks(recipe.logging.sinks, SinkRun.of(recipe, run_dir, resumed_step), tell) as sinks:
         path = run_dir / "metrics.jsonl"
-        metrics = MetricsFile(
-            path, resumed_step=resumed_step, also=sinks.log, also_back=sinks.go_back
-        )
+        metrics = MetricsFile(path, resumed_step=resumed_step, sinks=sinks)
         if metrics.note:
             tell(f"warning: {metrics.note}")
         yield metrics

@@ -14,6 +14,7 @@ from parallel3d.config.recipe import LocalSgdConfig, LossScaleConfig, ParallelCo
 from parallel3d.errors import NonFiniteError
 from parallel3d.sharding.replicated import ReplicatedData
 from parallel3d.training.trainer import Trainer
+from parallel3d.training.update import Observe
 from tests.distributed.training_cases import (
     DEEP,
     GROUPED,
@@ -34,16 +35,16 @@ TWO = {
 def plant_nan(trainer: Trainer, steps: set[int], rank: int, name: str) -> None:
     """Makes one element of this parameter's gradient NaN on one rank, after all of it is reduced,
     in these steps."""
-    complete = trainer.update.gradients.complete
+    complete = trainer.update.complete
 
-    def plant() -> None:
-        complete()
+    def plant(observe: Observe | None = None) -> None:
+        complete(observe)
         if trainer.step in steps and dist.get_rank() == rank:
             (gradient,) = [p.local.grad for p in trainer.parameters if p.name == name]
             assert gradient is not None
             gradient.view(-1)[-1] = float("nan")
 
-    trainer.update.gradients.complete = plant  # type: ignore[method-assign]
+    trainer.update.complete = plant  # type: ignore[method-assign]
 
 
 def without_update(trainer: Trainer, steps: set[int]) -> None:

@@ -48,7 +48,7 @@ def compared(recipes: list[Recipe]) -> list[list[str]]:
         states = trainer.optimizer.state
         copies = [
             *copies_of(trainer.parameters, states, trainer.axes),
-            *trainer.update.gradients.copies(states),
+            *trainer.update.copies(states),
         ]
         copies += [] if trainer.outer_loop is None else [trainer.outer_loop.copies()]
         names.append([name for each in copies for name in each.tensors])
