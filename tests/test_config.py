@@ -336,11 +336,6 @@ BROKEN = [
         "data.evaluation=[{name: validation-1, path: w.txt}]",
     ),
     (
-        ["train.early_stop_patience=3", "train.early_stop_set=wiki", "train.eval_every=9"],
-        "train.early_stop_set = wiki: is the name of no set of data.evaluation; try null",
-        "train.early_stop_set=null",
-    ),
-    (
         ["data.documents=mask", "model.attention_dropout=0.1"],
         "data.documents = mask: computes each document by itself, for which model.atte",
         "model.attention_dropout=0",

@@ -208,15 +208,3 @@ def test_a_schedule_has_these_rates(settings: dict[str, Any], expected: list[flo
     assert learning_rate(config, 100, steps=100) == pytest.approx(
         1.0 if len(expected) == 3 else expected[-1]
     )
-
-
-def test_a_decay_begins_where_a_resumed_run_asks_for_it() -> None:
-    """A run at a constant rate is resumed after step 60 with a decay of 20 steps: no rate before it
-    is another."""
-    steady = OptimizerConfig(lr=1.0, warmup_steps=10, schedule="constant")
-    decaying = replace(steady, schedule="wsd", decay_start=60, min_lr_ratio=0.0)
-    for step in range(1, 61):
-        assert learning_rate(decaying, step, steps=80) == learning_rate(steady, step, steps=1000)
-    assert [learning_rate(decaying, step, steps=80) for step in (61, 70, 80)] == pytest.approx(
-        [0.95, 0.5, 0.0]
-    )

@@ -29,7 +29,6 @@ STEPS, HALF = 8, 3  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
 RAMP = {"batch_warmup_start": 2, "batch_warmup_steps": 6}
 
 LAYOUTS = {
-    1: [ParallelConfig(microbatch_size=2)],
     2: [
         ParallelConfig(
             tp=2,
@@ -44,7 +43,6 @@ LAYOUTS = {
         ),
         ParallelConfig(pp=2, schedule="zb_h1"),
     ],
-    4: [ParallelConfig(pp=2, dp_replicate=2)],
 }
 
 
