@@ -40,8 +40,6 @@ def range_test_settings(recipe: str) -> list[str]:
         "train.batch_warmup_increment=null",
         "train.batch_warmup_steps=null",
         "train.eval_every=null",
-        "train.early_stop_patience=null",
-        "train.early_stop_min_delta=0",
         "train.sample_tokens=0",
         "data.evaluation=[]",
         "train.callbacks=[parallel3d.recipes.range_test:RateRangeTest]",

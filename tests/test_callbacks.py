@@ -137,17 +137,6 @@ def test_only_methods_that_a_run_calls_are_taken() -> None:
     assert type("Mine", (Callback,), {"Encoder": dict}).Encoder is dict  # type: ignore[attr-defined]
 
 
-def test_a_run_stops_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No evaluation is lower by 10 than the first, so after three the next step is the last."""
-    stopping = {"early_stop_patience": 2, "early_stop_min_delta": 10.0, "steps": 50}
-    lines = run(tmp_path, eval_every=1, **stopping)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["val_loss"] is not None
-    dickens = lines[-1]["val_loss/dickens"]
-    assert lines[-1]["val_perplexity/dickens"] == pytest.approx(2.718281828**dickens)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
-    assert "stopped after step 4: the validation loss has not come below" in capsys.readouterr().err
-
-
 def test_a_class_is_found_in_the_working_directory_and_no_other_class_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

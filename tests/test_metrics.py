@@ -29,7 +29,7 @@ from parallel3d.reporting.metrics import (
     MetricsFile,
     StepMetrics,
     flops_per_token,
-    known_peak,
+    peak_tokens_per_s,
 )
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import describe
@@ -153,34 +153,24 @@ def recipe(precision: Precision, peak_tflops: float | None = None) -> Recipe:
     return Recipe(model=model, train=train, logging=LoggingConfig(peak_tflops=peak_tflops))
 
 
-@pytest.mark.parametrize(
-    ("cuda_name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA B300 SXM6 AC", 2250.0),
-    ],
-)
-def test_a_peak_is_that_of_the_devices_full_name(
-    cuda_name: str, tflops: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cuda_name)
-    assert known_peak(recipe("bf16"), torch.device("cuda"), peak_flops) == (
-        pytest.approx(tflops * 1e12),
-        [],
-    )
-
-
-def test_a_run_says_why_it_has_no_mfu_and_how_to_give_the_peak(
+def test_mfu_goes_by_the_peak_of_the_devices_full_name_or_by_the_one_that_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = torch.device("cuda")
-    monkeypatch.setattr(
-        torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
-    )
-    peak, (line,) = known_peak(recipe("bf16"), device, peak_flops)
-    assert peak is None and "HBM3 MIG 1g.10gb' in its cuda_names; logging.peak_tflops=989.4" in line
-    assert known_peak(recipe("bf16", 140.0), device, peak_flops) == (140e12, [])
+    model = recipe("bf16").model
+    flops = flops_per_token(model, model.block_weights, seq_len=4)
+
+    def peak(name: str, tflops: float | None = None) -> tuple[float | None, str]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        own = recipe("bf16", tflops)
+        return peak_tokens_per_s(own, device, peak_flops, own.model.block_weights)
+
+    assert peak("NVIDIA H100 80GB HBM3") == (pytest.approx(989.4e12 / flops), "")
+    assert peak("NVIDIA H100 NVL") == (pytest.approx(835.5e12 / flops), "")
+    unknown = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    found, line = peak(unknown)
+    assert found is None and f"{unknown!r} in its cuda_names; logging.peak_tflops=989.4" in line
+    assert peak(unknown, 140.0) == (pytest.approx(140e12 / flops), "")
 
 
 @pytest.mark.parametrize(

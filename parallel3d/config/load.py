@@ -36,6 +36,8 @@ _REMOVED = {
     "optimizer.update_clip": None,
     "optimizer.step_in_backward": False,
     "train.gc_every": None,
+    "train.early_stop_patience": None,
+    "train.early_stop_min_delta": 0.0,
     "train.early_stop_set": None,
     "train.sample_top_p": 1.0,
     "local_sgd.transport": "fp32",

@@ -272,11 +272,6 @@ class TrainConfig:
     spikes_in_a_row: Count = 5
     eval_every: Count | None = None  # steps; None: no validation
     eval_sequences: Size = 64
-    # The evaluations without a lower loss after which the run ends; None: it goes on to its last
-    # step.
-    early_stop_patience: Count | None = None
-    # by how much a loss must be lower to count
-    early_stop_min_delta: NonNegative = 0.0
     callbacks: tuple[str, ...] = ()  # classes that watch the run, each as package.module:Class
     sample_tokens: Index = 0  # tokens generated after the last step; 0: none
     sample_prompt: Text = "def "

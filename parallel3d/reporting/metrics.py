@@ -137,23 +137,26 @@ def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> fl
     )
 
 
-def known_peak(
-    recipe: Recipe, device: torch.device, peak_of: PeakOf
-) -> tuple[float | None, list[str]]:
-    """Returns the peak FLOP/s of one device, of which MFU is the share, or None and for a GPU a
-    line that says why."""
-    if recipe.logging.peak_tflops is not None:
-        return recipe.logging.peak_tflops * 1e12, []
-    if device.type != "cuda":
-        return None, []
-    name = torch.cuda.get_device_name(device)
-    peak = peak_of(name, recipe.train.precision)
-    if peak:
-        return peak, []
-    return None, [
-        f"no MFU: no hardware file lists {name!r} in its cuda_names; logging.peak_tflops=989.4 "
-        "would say its peak"
-    ]
+def peak_tokens_per_s(
+    recipe: Recipe, device: torch.device, peak_of: PeakOf, block_weights: int | None
+) -> tuple[float | None, str]:
+    """Returns the tokens per second of one device at its peak FLOP/s, of which MFU is the share, or
+    None and, for a GPU, a line that says why it is not known."""
+    peak = None if recipe.logging.peak_tflops is None else recipe.logging.peak_tflops * 1e12
+    if peak is None:
+        if device.type != "cuda":
+            return None, ""
+        name = torch.cuda.get_device_name(device)
+        peak = peak_of(name, recipe.train.precision)
+        if peak is None:
+            return None, (
+                f"no MFU: no hardware file lists {name!r} in its cuda_names; "
+                "logging.peak_tflops=989.4 would say its peak"
+            )
+    if block_weights is None:
+        name = recipe.model.architecture
+        return None, f"no MFU: {name} has no static method block_weights(config)"
+    return peak / flops_per_token(recipe.model, block_weights, recipe.train.seq_len), ""
 
 
 def gpu_bytes(device: torch.device) -> int | None:

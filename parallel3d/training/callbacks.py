@@ -123,39 +123,9 @@ class Callbacks:
                     )
 
 
-class EarlyStopping(Callback):
-    """Ends the run when the validation loss has not come down by more than `min_delta` in
-    `patience` evaluations of this process."""
-
-    def __init__(self, *, patience: int, min_delta: float) -> None:
-        self._patience, self._min_delta = patience, min_delta
-        self._lowest = float("inf")
-        self._waited = 0
-
-    def evaluated(self, run: RunView, losses: Mapping[str, float]) -> None:
-        self._waited += 1
-        if losses[VALIDATION] < self._lowest - self._min_delta:
-            self._lowest, self._waited = losses[VALIDATION], 0
-        if self._waited >= self._patience:
-            run.stop(
-                f"the validation loss has not come below {self._lowest:.4f} in {self._waited} "
-                "evaluations"
-            )
-
-
 def callback_classes(recipe: Recipe) -> list[type[Callback]]:
     """Returns the classes that `train.callbacks` names. Raises ConfigError."""
     return [
         import_class("train.callbacks", name, Callback, "parallel3d.Callback")
         for name in recipe.train.callbacks
     ]
-
-
-def build_callbacks(recipe: Recipe) -> list[Callback]:
-    """Returns the callbacks that a recipe asks for, early stopping first."""
-    train = recipe.train
-    callbacks: list[Callback] = [found() for found in callback_classes(recipe)]
-    if train.early_stop_patience is not None:
-        patience, min_delta = train.early_stop_patience, train.early_stop_min_delta
-        callbacks.insert(0, EarlyStopping(patience=patience, min_delta=min_delta))
-    return callbacks

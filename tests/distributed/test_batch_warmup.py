@@ -105,7 +105,7 @@ def test_a_run_goes_on_in_the_middle_of_the_rise_to_the_bit(
     )
     straight, resumed, refusal = world(2).run(stop_and_go_on, layout, tmp_path / "step_00000003")[0]
     assert resumed == straight
-    assert (
-        "has seen 8 sequences, and this recipe's first 3 steps are 12; resume with the "
-        "train.batch_warmup" in refusal
+    seen = (
+        "sequences seen = 8 in its run, and 12 in this recipe; resume with its train.batch_warmup"
     )
+    assert seen in refusal
