@@ -2,7 +2,7 @@
 
 Gradients are checked after they are summed. Over tp and pp the rank that produced one is known;
 over the data ranks only the parameter and the ranks that hold the sum. The loss is each rank's
-own, so a wrong forward pass names its data rank. A weight that is not finite names itself.
+own, so a wrong forward pass names its data rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,11 +29,9 @@ class NonFiniteReport:
 
     host: str
     has_bad_loss: bool
-    bad_weights: Sequence[str]
     # Place in the model and name of the last parameter in the model whose gradient is not finite,
     # which is the first one in the backward pass.
     bad_gradient: tuple[int, int, str] | None
-    bad_gradients: int  # how many there are
 
 
 def describe_nonfinite(
@@ -44,7 +41,7 @@ def describe_nonfinite(
     *,
     replicas_train_apart: bool,
 ) -> str:
-    """Returns a line, the same on all ranks, that names the ranks on which the loss, a weight or a
+    """Returns a line, the same on all ranks, that names the ranks on which the loss or a
     gradient is not finite. Every rank calls it with its share of the loss. `squares_of` returns its
     parameters in the order of the model with the squared norms of their gradients."""
     reports = [_own_report(loss, squares_of())] * dist.get_world_size()
@@ -57,10 +54,6 @@ def describe_nonfinite(
         return f"{any_ranks(ranks)} ({name}{where})"
 
     lines = []
-    weights = [name for report in reports for name in report.bad_weights[:1]]
-    if weights:
-        where = place(lambda report: weights[0] in report.bad_weights)
-        lines.append(f"the weight {weights[0]} itself is not finite on {where}")
     if any(report.has_bad_loss for report in reports):
         lines.append(f"the loss is not finite on {place(lambda report: report.has_bad_loss)}")
     gradients = [report.bad_gradient for report in reports if report.bad_gradient is not None]
@@ -71,8 +64,6 @@ def describe_nonfinite(
             f"{place(lambda report: report.bad_gradient == first)}"
         )
         rank = [report.bad_gradient for report in reports].index(first)
-        if reports[rank].bad_gradients > 1:
-            line += f", and {reports[rank].bad_gradients - 1} more"
         summed = _summed_with(rank, parallel, replicas_train_apart)
         if len(summed) > 1:
             line += f"; it is a sum, to which any of {any_ranks(summed)} may have given it"
@@ -81,19 +72,15 @@ def describe_nonfinite(
 
 
 def _own_report(loss: Tensor, squares: Sequence[tuple[LocalParameter, Tensor]]) -> NonFiniteReport:
-    bad_gradients, bad_weights = [], []
-    for index, (parameter, square) in enumerate(squares):
-        name = parameter.name
-        if not square.isfinite():
-            bad_gradients.append((place_in_model(name), index, name))
-        if not torch.linalg.vector_norm(parameter.local.detach().float()).isfinite():
-            bad_weights.append(name)
+    bad = [
+        (place_in_model(parameter.name), index, parameter.name)
+        for index, (parameter, square) in enumerate(squares)
+        if not square.isfinite()
+    ]
     return NonFiniteReport(
         host=socket.gethostname(),
         has_bad_loss=not loss.isfinite(),
-        bad_weights=bad_weights,
-        bad_gradient=max(bad_gradients, default=None),
-        bad_gradients=len(bad_gradients),
+        bad_gradient=max(bad, default=None),
     )
 
 

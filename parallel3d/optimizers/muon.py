@@ -49,8 +49,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, matrices: Sequence[LocalParameter], mesh: DeviceMesh, config: OptimizerConfig
     ) -> None:
-        assert config.ns_steps is not None and config.ns_dtype is not None
-        assert config.lr_adjust is not None
+        assert config.ns_dtype is not None
         defaults = {
             "lr": config.lr,
             "lr_ratio": 1.0 if config.muon_lr is None else config.muon_lr / config.lr,
@@ -58,10 +57,7 @@ class Muon(torch.optim.Optimizer):
             "momentum": config.momentum,
         }
         super().__init__([matrix.local for matrix in matrices], defaults)
-        self._nesterov = config.nesterov
-        self._ns_steps = config.ns_steps
-        self._ns_dtype = DTYPES[config.ns_dtype]
-        self._lr_adjust = config.lr_adjust
+        self._config, self._dtype = config, DTYPES[config.ns_dtype]
         stage = joined_axis(mesh, STAGE_AXES, "stage")
         tp, dp_shard = mesh["tp"].size(), mesh["dp_shard"].size()
 
@@ -91,13 +87,13 @@ class Muon(torch.optim.Optimizer):
         (group,) = self.param_groups
         full = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
         for index in range(len(full)):
-            full[index] = orthogonalize(full[index], self._ns_steps)
-        like = matrices[0].local.new_empty(0, dtype=self._ns_dtype)
+            full[index] = orthogonalize(full[index], self._config.ns_steps or 0)
+        like = matrices[0].local.new_empty(0, dtype=self._dtype)
         updates = exchange.scatter(full, like)
         del full
         decay = group["lr"] * group["weight_decay"]
         for matrix, update in zip(matrices, updates, strict=True):
-            rate = group["lr"] * adjustment(self._lr_adjust, matrix.spec.shape)
+            rate = group["lr"] * adjustment(self._config.lr_adjust, matrix.spec.shape)
             apply_update(matrix.local, update.float().mul_(rate), decay=decay)
 
     def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
@@ -109,8 +105,8 @@ class Muon(torch.optim.Optimizer):
         state = self.state[local]["momentum_buffer"]
         buffer = state.float().lerp_(gradient, 1 - momentum)
         state.copy_(buffer)
-        direction = gradient.lerp(buffer, momentum) if self._nesterov else buffer
-        return direction.to(self._ns_dtype)
+        direction = gradient.lerp(buffer, momentum) if self._config.nesterov else buffer
+        return direction.to(self._dtype)
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
@@ -129,7 +125,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     return x.T if is_tall else x
 
 
-def adjustment(rule: str, shape: Sequence[int]) -> float:
+def adjustment(rule: str | None, shape: Sequence[int]) -> float:
     """Returns the factor of a matrix's rate. `original` is Jordan's sqrt(rows / columns), at least
     1. `match_rms_adamw` is 0.2 sqrt(the longer side), which makes updates as large as AdamW's
     (arXiv 2502.16982, section 2.2)."""

@@ -91,7 +91,8 @@ class Bar(Lines):
         super().__init__(steps, stream)
         self._bar = progress.Progress(
             progress.BarColumn(bar_width=24),
-            progress.TextColumn("step {task.completed}/{task.total}  {task.description}"),
+            progress.TextColumn("step {task.completed}/{task.total}  eta"),
+            progress.TimeRemainingColumn(),
             console=Console(file=stream),
             transient=True,
         )
@@ -103,13 +104,6 @@ class Bar(Lines):
 
     def step_done(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
-
-    def measured(self, metrics: StepMetrics) -> None:
-        super().measured(metrics)
-        left = clock((self._steps - metrics.step) * metrics.step_time_s)
-        self._bar.update(
-            self._task, description=f"loss {metrics.loss:.4f}  eta {left}", refresh=True
-        )
 
     def __enter__(self) -> Bar:
         self._bar.start()

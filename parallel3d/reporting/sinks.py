@@ -175,14 +175,12 @@ class Sinks(AbstractContextManager["Sinks"]):
     def __init__(
         self, names: Sequence[SinkName], run: SinkRun, tell: Callable[[str], None]
     ) -> None:
-        self._tell, self._folder = tell, run.folder
-        self._feeders = [_Feeder(name, run) for name in names]
+        self._feeders = [_Feeder(name, run, tell) for name in names]
 
     def log(self, line: Line) -> None:
         """Hands a line to every sink, and waits for none."""
         for feeder in self._feeders:
             feeder.offer(line)
-        self._tell_of_the_lost()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Ends all sinks."""
@@ -190,39 +188,27 @@ class Sinks(AbstractContextManager["Sinks"]):
         for feeder in self._feeders:
             feeder.offer(error is None)
         for feeder in self._feeders:
-            if not feeder.loss:
-                feeder.join(max(0.0, deadline - time.monotonic()))
-                feeder.loss = feeder.loss or ("it did not end in time" if feeder.is_alive() else "")
-        self._tell_of_the_lost()
-
-    def _tell_of_the_lost(self) -> None:
-        for feeder in self._feeders:
-            if feeder.loss and not feeder.is_told:
-                feeder.is_told = True
-                again = (
-                    f"`parallel3d-train replay {self._folder} {feeder.name}` sends everything again"
-                )
-                self._tell(
-                    f"logging.sinks: {feeder.name} is lost, the run is not: {feeder.loss}; {again}"
-                )
+            feeder.join(max(0.0, deadline - time.monotonic()))
+            if feeder.is_alive():
+                feeder.lose("it did not end in time")
 
 
 class _Feeder(Thread):
-    """Feeds one sink. `loss` says why the sink is lost, once it is."""
+    """Feeds one sink."""
 
-    def __init__(self, name: SinkName, run: SinkRun) -> None:
+    def __init__(self, name: SinkName, run: SinkRun, tell: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)  # a sink that hangs does not keep the process
-        self._sink, self._run, self.loss, self.is_told = name, run, "", False
+        self._sink, self._run, self._tell, self._is_lost = name, run, tell, False
         self._items: Queue[Line | bool] = Queue(_MOST_LINES_WAITING)
         self.start()
 
     def offer(self, item: Line | bool) -> None:
         """Puts a line into the queue, or at the end of the run whether it has succeeded."""
         try:
-            if not self.loss:
+            if not self._is_lost:
                 self._items.put_nowait(item)
         except Full:
-            self.loss = f"it is {_MOST_LINES_WAITING} lines behind"
+            self.lose(f"it is {_MOST_LINES_WAITING} lines behind")
 
     def run(self) -> None:
         try:
@@ -232,7 +218,17 @@ class _Feeder(Thread):
                 sink.log(item)
             sink.finish(succeeded=item)
         except BaseException as error:  # a library that calls sys.exit loses itself alone
-            self.loss = cause_of(error, self.name)
+            self.lose(cause_of(error, self.name))
+
+    def lose(self, cause: str) -> None:
+        """Says once that the sink gets no more lines, and why."""
+        if not self._is_lost:
+            self._is_lost = True
+            again = f"`parallel3d-train replay {self._run.folder} {self.name}`"
+            self._tell(
+                f"logging.sinks: {self.name} is lost, the run is not: {cause}; {again} sends "
+                "everything again"
+            )
 
 
 def _numbers(line: Line) -> dict[str, float]:

@@ -84,8 +84,7 @@ class Trainer:
             initialize=initialize,
         )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
-        self.parameters, self.tied = parts.parameters, parts.tied
-        self.parameter_count = parts.parameter_count
+        self.parameters, self.parameter_count = parts.parameters, parts.parameter_count
         self.block_weights = block_weights_of(model_class, recipe.model)
         self.loss.use_head(stage.module for stage in parts.stages)
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
