@@ -44,10 +44,6 @@ _SAMPLING = {  # options of `generate` -> the key of the recipe that each of the
         "train.sample_top_k",
         "draw from so many of the likeliest tokens; 1 takes the likeliest",
     ),
-    "--top-p": (
-        "train.sample_top_p",
-        "... and of them from the fewest that have this probability together",
-    ),
     "--temperature": (
         "train.sample_temperature",
         "below 1 prefers likely tokens, above 1 unlikely ones",

@@ -3,7 +3,6 @@ range test."""
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import (
     CheckpointConfig,
     DataConfig,
@@ -24,19 +22,14 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.errors import ConfigError
-from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
-from parallel3d.recipes import find_recipe
 from parallel3d.recipes.range_test import RateRangeTest, smoothed
 from parallel3d.reporting.metrics import StepMetrics
 from parallel3d.training.callbacks import (
     Callback,
-    Callbacks,
-    EarlyStopping,
     RunView,
     callback_classes,
 )
-from parallel3d.training.loop import garbage_frozen
 from parallel3d.training.step_result import StepResult
 from parallel3d.training.worker import run_worker
 from tests.one_rank import one_rank
@@ -61,9 +54,6 @@ class Witness(Callback):
     def __init__(self) -> None:
         self.told = []
 
-    def started(self, run: RunView) -> None:
-        self.told.append(("started", run.step, len(run.history)))
-
     def step_done(self, run: RunView, result: StepResult) -> None:
         self.told.append(("step", run.step, result.loss))
 
@@ -86,12 +76,10 @@ class Broken(Callback):
     def _raise(self, *seen: object) -> None:
         raise SystemExit("a user's slip")
 
-    started = step_done = evaluated = measured = saved = ended = _raise
+    step_done = evaluated = measured = saved = ended = _raise
 
 
-def run(
-    folder: Path, *callbacks: Callback, resume: str = "none", **train: object
-) -> list[dict[str, float]]:
+def run(folder: Path, *callbacks: Callback, **train: object) -> list[dict[str, float]]:
     """Runs a worker in this process; returns the lines of its metrics."""
     text = folder / "corpus.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 40)
@@ -104,7 +92,7 @@ def run(
             validation_fraction=0.2,
             evaluation=(EvaluationConfig(name="dickens", path=str(text), sequences=5),),
         ),
-        checkpoint=CheckpointConfig(every=4, resume=resume),
+        checkpoint=CheckpointConfig(every=4),
         optimizer=OptimizerConfig(lr=1e-2),
         run_dir=str(folder / "run"),
     )
@@ -126,10 +114,9 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
     without = run(tmp_path / "without")
     capsys.readouterr()
     witness = Witness()
-    watched = run(tmp_path / "watched", Broken(), witness, gc_every=2)
+    watched = run(tmp_path / "watched", Broken(), witness)
     assert numbers(watched) == numbers(without)
     assert [(what, step) for what, step, _ in witness.told] == [
-        ("started", 0),
         *[("step", 1), ("measured", 1)],
         *[("step", 2), ("evaluated", 2), ("measured", 2)],
         ("step", 3),
@@ -137,10 +124,10 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
         *[("step", 5), ("evaluated", 5), ("measured", 5), ("saved", 5)],
         ("ended", 5),
     ]
-    assert witness.told[1][2] == without[0]["loss"] and witness.told[-1][2] is None
-    assert witness.told[4][2] == ("validation", "dickens")
+    assert witness.told[0][2] == without[0]["loss"] and witness.told[-1][2] is None
+    assert witness.told[3][2] == ("validation", "dickens")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "callback" in line]
-    assert "tests.test_callbacks:Broken has failed in started after step 0: SystemExit" in line
+    assert "tests.test_callbacks:Broken has failed in step_done after step 1: SystemExit" in line
     assert "test_callbacks.py:" in line
 
 
@@ -150,54 +137,7 @@ def test_only_methods_that_a_run_calls_are_taken() -> None:
     assert type("Mine", (Callback,), {"Encoder": dict}).Encoder is dict  # type: ignore[attr-defined]
 
 
-def test_a_run_stops_early_and_a_resumed_one_counts_what_was_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No evaluation is lower by 10 than the first, so after three the next step is the last."""
-    stopping = {
-        "eval_every": 1,
-        "early_stop_patience": 2,
-        "early_stop_min_delta": 10.0,
-        "early_stop_set": "dickens",
-        "steps": 50,
-    }
-    lines = run(tmp_path, **stopping)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["val_loss"] is not None
-    dickens = lines[-1]["val_loss/dickens"]
-    assert lines[-1]["val_perplexity/dickens"] == pytest.approx(2.718281828**dickens)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
-    assert "stopped after step 4: the loss of dickens has not come below" in capsys.readouterr().err
-    witness = Witness()
-    resumed = run(tmp_path, witness, resume="auto", **stopping)
-    assert [line["step"] for line in resumed] == list(range(1, 6))
-    assert witness.told[0] == ("started", 4, 4)
-
-
-def test_python_collects_no_garbage_while_it_is_frozen() -> None:
-    with garbage_frozen(3):
-        assert not gc.isenabled()
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-    with garbage_frozen(None):
-        assert gc.isenabled()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_such_module:Watch", "there is no module no_such_module"),
-        ("pathlib:Path", "Path is no parallel3d.Callback in pathlib ("),
-    ],
-)
-def test_a_class_that_is_no_callback_is_refused_before_a_worker_starts(
-    name: str, message: str
-) -> None:
-    recipe = Recipe(model=MODEL, train=replace(TRAIN, callbacks=(name,)))
-    with pytest.raises(ConfigError, match=f"train.callbacks = {name}: ") as error:
-        callback_classes(recipe)
-    assert message in str(error.value)
-
-
-def test_a_class_is_found_in_the_working_directory(
+def test_a_class_is_found_in_the_working_directory_and_no_other_class_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_own_watcher.py").write_text(
@@ -205,9 +145,11 @@ def test_a_class_is_found_in_the_working_directory(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    asked = ["train.callbacks=[my_own_watcher:Watch]"]
-    recipe = load_recipe(find_recipe("quickstart"), asked, cards=shape_cards())
-    assert [issubclass(found, Callback) for found in callback_classes(recipe)] == [True]
+    own = Recipe(model=MODEL, train=replace(TRAIN, callbacks=("my_own_watcher:Watch",)))
+    assert [issubclass(found, Callback) for found in callback_classes(own)] == [True]
+    other = Recipe(model=MODEL, train=replace(TRAIN, callbacks=("pathlib:Path",)))
+    with pytest.raises(ConfigError, match=r"train.callbacks = pathlib:Path: Path is no parallel3d"):
+        callback_classes(other)
 
 
 def test_a_range_test_ends_where_the_loss_rises_and_suggests_a_rate(
@@ -234,16 +176,3 @@ def test_a_range_test_ends_where_the_loss_rises_and_suggests_a_rate(
     falling.ended(view, None)
     assert json.loads((tmp_path / "range_test.json").read_text())["suggested_lr"] is None
     assert "try a higher optimizer.lr" in capsys.readouterr().out
-
-
-def test_early_stopping_forgets_the_evaluations_that_a_rollback_undoes() -> None:
-    run = RunView(Recipe(model=MODEL, train=TRAIN), Path("runs/mine"), say=print)
-    stopping = EarlyStopping("books", patience=2, min_delta=0.0)
-    callbacks = Callbacks([stopping], run)
-    for step, loss in ((10, 3.0), (20, 1.0), (30, 9.0)):
-        callbacks.tell("evaluated", step, {"books": loss})
-    callbacks.tell_of_a_rollback(10, "a spike", [{"step": 10, "val_loss/books": 3.0}])
-    assert (run.step, run.stop_reason) == (10, None)
-    for step, loss in ((20, 2.5), (30, 2.6), (40, 2.7)):
-        callbacks.tell("evaluated", step, {"books": loss})
-        assert (run.stop_reason is None) == (step < 40)

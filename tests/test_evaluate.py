@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from parallel3d import recipes
 from parallel3d.config.recipe import (
@@ -21,7 +20,6 @@ from parallel3d.config.recipe import (
 from parallel3d.recipes import evaluate, pretrain
 from parallel3d.reporting import sinks
 from parallel3d.reporting.sinks import Line, SinkRun
-from parallel3d.training.generation import draw
 from tests.one_rank import one_rank
 
 RECIPE = Recipe(
@@ -93,25 +91,6 @@ def test_generate_writes_as_its_options_say(run_dir: Path, tmp_path: Path, capsy
     assert greedy.startswith("class") and len(greedy) > len("class")
     drawn = "--tokens 30 --top-k 200 --temperature 3"
     assert text(f"{drawn} --seed 1") == text(f"{drawn} --seed 1") != text(f"{drawn} --seed 2")
-    # the likeliest alone is left
-    assert text("--tokens 5 --top-k 200 --top-p 1e-6 --seed 2") == text("--tokens 5")
-
-
-def test_top_p_keeps_the_fewest_tokens_that_have_that_probability_together() -> None:
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(top_k: int, top_p: float, temperature: float) -> set[int]:
-        train = replace(
-            RECIPE.train, sample_top_k=top_k, sample_top_p=top_p, sample_temperature=temperature
-        )
-        return {draw(logits, train, generator) for _ in range(300)}
-
-    assert drawn(4, 1.0, 1.0) == {0, 1, 2, 3}
-    assert drawn(3, 1.0, 1.0) == {1, 2, 3}
-    assert drawn(4, 0.69, 1.0) == {1, 3}  # 0.4 + 0.3
-    assert drawn(4, 0.71, 1.0) == {1, 2, 3}
-    assert drawn(4, 0.71, 0.2) == {1}  # which makes 0.4 ** 5 / (0.4 ** 5 + ...) = 0.78 of it
 
 
 def test_replay_sends_every_whole_line_as_a_new_run(
@@ -143,21 +122,12 @@ def test_replay_sends_every_whole_line_as_a_new_run(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (
-            "evaluate",
-            " is given; name the folder of a run, such as runs/quickstart; see parallel3d-train "
-            "evaluate --help",
-        ),
         ("evaluate nowhere", "nowhere: has no config.yaml, so it is no run's folder"),
         (
             "evaluate RUN --step 3",
             "RUN: --step 3: no such checkpoint; there are step_00000004, step_00000002",
         ),
         ("evaluate EMPTY", "EMPTY: has no checkpoint; train with checkpoint.every=100"),
-        (
-            "generate RUN --frobnicate",
-            "unrecognized arguments: --frobnicate; see parallel3d-train generate --help",
-        ),
         (
             "generate RUN --temperature 2",
             "needs train.sample_top_k, and that is 1; try train.sample_top_k=40",

@@ -70,7 +70,8 @@ def shipped(name: str) -> Shipped:
     assert whole.parallel.world_size == gpus
     per_step = whole.train.global_batch_size * whole.train.seq_len
     assert (whole.train.steps - 1) * per_step < tokens <= whole.train.steps * per_step
-    recipe = replace(whole.of_one_replica, local_sgd=LocalSgdConfig())
+    alone = whole if whole.local_sgd.sync_every is None else whole.of_one_replica
+    recipe = replace(alone, local_sgd=LocalSgdConfig())
     question = replace(
         question_of_recipe(recipe),
         cluster=load_cluster(hardware, [HARDWARE]),

@@ -36,7 +36,7 @@ METRICS = {
     "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", (
         "val_perplexity"
     ),
-    "loss_scale", "spikes", "rollbacks", "skipped_steps", "slowest_rank", "slowest_ratio",
+    "loss_scale", "spikes", "rollbacks", "skipped_steps",
 }  # fmt: skip
 
 

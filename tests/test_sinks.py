@@ -53,25 +53,17 @@ def metrics_of(step: int, loss: float) -> StepMetrics:
         mfu=None,
         peak_memory_bytes=412 * 2**20,
         val_loss=2.0 + step if step % 2 else None,
+        set_losses={"books": loss},
     )
 
 
 def write(folder: Path, name: SinkName, resumed_step: int, losses: list[tuple[int, float]]) -> None:
-    """Writes the metrics of some steps as a run does that goes on from `resumed_step`, and goes
-    back where a step comes again. The sink gets the loss of a named set as well."""
+    """Writes the metrics of some steps as a run does that goes on from `resumed_step`."""
     told: list[str] = []
     with Sinks([name], SinkRun.of(RECIPE, folder, resumed_step), told.append) as fed:
-
-        def with_a_set(line: dict[str, Any]) -> None:
-            fed.log(line | {"val_loss/books": line["loss"]})
-
-        path, last = folder / "metrics.jsonl", 0
-        file = MetricsFile(path, resumed_step=resumed_step, also=with_a_set, also_back=fed.go_back)
+        file = MetricsFile(folder / "metrics.jsonl", resumed_step=resumed_step, sinks=fed)
         for step, loss in losses:
-            if step <= last:
-                file.go_back(step - 1)
             file.write(metrics_of(step, loss))
-            last = step
     assert told == []
 
 
@@ -137,17 +129,17 @@ def test_its_own_reader_reads_what_metrics_jsonl_holds_also_after_a_crash(
     name: SinkName, tmp_path: Path
 ) -> None:
     """Steps 3 and 4 were lost in a crash after the checkpoint of step 2, and are trained again,
-    with other losses; and so is step 5, from which the run goes back."""
+    with other losses."""
     library, read, rounded, books = READERS[name]
     pytest.importorskip(library, reason="an optional library")
     write(tmp_path, name, 0, [(1, 6.0), (2, 5.1), (3, 4.2), (4, 3.3)])
-    write(tmp_path, name, 2, [(3, 4.25), (4, 3.35), (5, 9.4), (5, 2.4)])
+    write(tmp_path, name, 2, [(3, 4.25), (4, 3.35)])
     expected = curves_of_the_file(tmp_path)
-    assert expected["loss"] == {1: 6.0, 2: 5.1, 3: 4.25, 4: 3.35, 5: 2.4}
-    expected[books] = expected["loss"]
-    assert read(tmp_path) == {
-        n: {s: rounded(v) for s, v in curve.items()} for n, curve in expected.items()
-    }
+    assert expected["loss"] == {1: 6.0, 2: 5.1, 3: 4.25, 4: 3.35}
+    found = read(tmp_path)
+    assert found[books] == {step: rounded(loss) for step, loss in expected["loss"].items()}
+    for key in ("loss", "lr", "val_loss", "grad_norm"):
+        assert found[key] == {step: rounded(value) for step, value in expected[key].items()}
 
 
 class Broken:

@@ -52,11 +52,12 @@ class SavedReplicas:
     """The replicas that train apart (`training.local_sgd`) in the run that wrote a checkpoint."""
 
     replicas: int
-    sync_every: int
-    fragments: int
-    overlap_steps: int
     has_momentum: bool
-    on_their_way: tuple[int, ...]  # fragments
+    # Earlier versions wrote these; nothing reads them.
+    sync_every: int = 0
+    fragments: int = 1
+    overlap_steps: int = 0
+    on_their_way: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

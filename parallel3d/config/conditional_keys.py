@@ -46,15 +46,8 @@ _READ_IF = {
     Condition("train.on_nonfinite", ("skip",)): "train.nonfinite_in_a_row",
     Condition("train.on_spike", ("rollback",)): "train.spike_steps",
     Condition("train.on_spike", ("skip", "rollback")): "train.spikes_in_a_row",
-    Condition("train.early_stop_patience", example=3): (
-        "train.early_stop_min_delta train.early_stop_set"
-    ),
-    Condition("train.sample_top_k", example=40): (
-        "train.sample_top_p train.sample_temperature train.sample_seed"
-    ),
-    Condition("train.eval_every"): (
-        "train.early_stop_patience data.evaluation checkpoint.keep_best"
-    ),
+    Condition("train.sample_top_k", example=40): "train.sample_temperature train.sample_seed",
+    Condition("train.eval_every"): "data.evaluation checkpoint.keep_best",
     Condition("optimizer.schedule", ("wsd",)): "optimizer.decay_start optimizer.decay_shape",
     Condition("checkpoint.every"): "checkpoint.export",
     Condition("local_sgd.sync_every", example=20): " ".join(

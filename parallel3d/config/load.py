@@ -35,6 +35,15 @@ _REMOVED = {
     "optimizer.beta2_decay": None,
     "optimizer.update_clip": None,
     "optimizer.step_in_backward": False,
+    "train.gc_every": None,
+    "train.early_stop_patience": None,
+    "train.early_stop_min_delta": 0.0,
+    "train.early_stop_set": None,
+    "train.sample_top_p": 1.0,
+    "local_sgd.transport": "fp32",
+    "local_sgd.fragments": 1,
+    "local_sgd.overlap_steps": 0,
+    "local_sgd.mixing": None,
 }
 _SECTIONS = {key.name for key in fields(Recipe)} - {"run_dir"}
 

@@ -25,7 +25,6 @@ Recompute = Literal["none", "selective", "full", "every_n"]
 OnNonfinite = Literal["stop", "skip"]
 OnSpike = Literal["warn", "skip", "rollback"]
 ReduceDtype = Literal["fp32", "bf16"]
-Transport = Literal["fp32", "fp16", "int8"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 Text = Annotated[str, MinLen(1)]
@@ -244,8 +243,6 @@ class TrainConfig:
     z_loss: NonNegative = 0.0  # the factor of the squared log of softmax's sum
     # torch.compile each block, or with tp > 1 or a split backward what is between its products
     compile: bool = False
-    # steps between Python's garbage collections; None: whenever Python chooses
-    gc_every: Count | None = None
     deterministic: bool = False  # deterministic algorithms alone, where torch has others
     # largest global gradient norm; None: no clipping
     grad_clip: Positive | None = 1.0
@@ -271,19 +268,10 @@ class TrainConfig:
     spikes_in_a_row: Count = 5
     eval_every: Count | None = None  # steps; None: no validation
     eval_sequences: Size = 64
-    # The evaluations without a lower loss after which the run ends; None: it goes on to its last
-    # step.
-    early_stop_patience: Count | None = None
-    # by how much a loss must be lower to count
-    early_stop_min_delta: NonNegative = 0.0
-    # the name in data.evaluation; None: the part kept for validation
-    early_stop_set: str | None = None
     callbacks: tuple[str, ...] = ()  # classes that watch the run, each as package.module:Class
     sample_tokens: Index = 0  # tokens generated after the last step; 0: none
     sample_prompt: Text = "def "
     sample_top_k: Count = 1  # the likeliest tokens, of which one is drawn; 1: greedy
-    # ... of them those that sum to this share
-    sample_top_p: Annotated[float, in_range(gt=0, le=1)] = 1.0
     # divides the logits of what is drawn
     sample_temperature: Positive = 1.0
     sample_seed: Index | None = None  # None: train.seed
@@ -375,27 +363,14 @@ OPTIMIZER_KEYS: dict[OptimizerName, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgdConfig:
-    """Replicas (dp_replicate) that train apart and synchronise every `sync_every` steps: local SGD,
-    DiLoCo, Streaming DiLoCo. docs/low-bandwidth.md says when to use them."""
+    """Replicas (dp_replicate) that train apart and synchronise every `sync_every` steps: local SGD
+    or DiLoCo. docs/low-bandwidth.md says when to use them."""
 
     # steps; None: gradients are summed over dp_replicate in every step
     sync_every: Count | None = None
     outer_lr: Positive = 0.7
     outer_momentum: Fraction = 0.9
     nesterov: bool = True
-    transport: Transport = "fp32"  # the type in which replicas send each other their differences
-    # parts of the model that are synchronised in turn, each every `sync_every` steps
-    fragments: Count = 1
-    overlap_steps: Index = 0  # steps trained while a fragment is on its way
-    # The share of a replica's own parameters that it keeps; None: 0, and 0.5 with overlap_steps.
-    mixing: Fraction | None = None
-
-    @property
-    def kept(self) -> float:
-        """The share of its own parameters that a replica keeps: what `mixing` stands for."""
-        if self.mixing is None:
-            return 0.5 if self.overlap_steps else 0.0
-        return self.mixing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -595,10 +570,7 @@ class Recipe:
 
     @property
     def of_one_replica(self) -> Recipe:
-        """The recipe of one replica's run, on its share of the batch, where replicas train apart;
-        else this recipe."""
-        if self.local_sgd.sync_every is None:
-            return self
+        """The recipe of one replica's run, on its share of the batch, if replicas train apart."""
         share = self.train.global_batch_size // self.parallel.dp_replicate
         alone = replace(self.parallel, dp_replicate=1)
         return replace(self, parallel=alone, train=replace(self.train, global_batch_size=share))

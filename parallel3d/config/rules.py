@@ -72,7 +72,9 @@ def check_rules(recipe: Recipe) -> None:
     # a worker that finds a GPU by itself asks again, about that one
     if recipe.train.device == "cuda":
         lines += attention_errors(recipe, AttentionDevice("cuda"))
-    refuse([*lines, *sharding_errors(recipe.of_one_replica.parallel)])
+    is_apart = recipe.local_sgd.sync_every is not None
+    parallel = recipe.of_one_replica.parallel if is_apart else recipe.parallel
+    refuse([*lines, *sharding_errors(parallel)])
 
 
 def refuse(problems: list[str]) -> None:
@@ -132,8 +134,7 @@ def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of local SGD that does not fit the layout, the model or the length
     of the run."""
     local, parallel = recipe.local_sgd, recipe.parallel
-    every = local.sync_every
-    if every is None:
+    if local.sync_every is None:
         return
     if parallel.elastic:
         yield (
@@ -153,10 +154,6 @@ def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
         )
     steps = recipe.train.steps
     yield from at_most(recipe, "local_sgd.sync_every", "train.steps", max(1, steps // 10))
-    for limit in ("model.layers", "local_sgd.sync_every"):
-        yield from at_most(recipe, "local_sgd.fragments", limit, 1)
-    if local.overlap_steps >= every:
-        yield f"<local_sgd.overlap_steps>: must be below <local_sgd.sync_every>; try {every // 2}"
     if local.nesterov and local.outer_momentum == 0:
         yield (
             "<local_sgd.nesterov>: needs momentum, and <local_sgd.outer_momentum>; try "
@@ -192,11 +189,6 @@ def train_errors(recipe: Recipe) -> Iterator[str]:
                 "and neither validation nor the name of another set; try "
                 f"set-{index + 1}"
             )
-    if train.early_stop_set not in (None, *names):
-        yield (
-            "<train.early_stop_set>: is the name of no set of data.evaluation; try "
-            f"{any_of([*names, 'null'])}"
-        )
     if train.on_spike == "rollback" and recipe.checkpoint.every is None:
         yield (
             "<train.on_spike>: goes back to a checkpoint, and <checkpoint.every>; try "

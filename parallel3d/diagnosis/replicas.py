@@ -28,8 +28,8 @@ from parallel3d.layers.replica_check import differ, fingerprint
 from parallel3d.mesh import Axis
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
-# the host of a rank, and of each of its tensors that differ the name and the fingerprint
-Differences = tuple[str, Sequence[tuple[str, int]]]
+# the host of a rank, and the fingerprints of its tensors that differ by their names
+Differences = tuple[str, Mapping[str, int]]
 # the optimizer states of each parameter by their names
 States = Mapping[torch.Tensor, Mapping[str, Tensor]]
 
@@ -89,11 +89,11 @@ def refuse_differences(
     dist.all_reduce(any_differs, op=dist.ReduceOp.MAX)
     if not any_differs.item():
         return
-    found = []
+    found = {}
     for each, which in zip(copies, differing, strict=True):
         for (name, tensor), differs in zip(each.tensors.items(), which.tolist(), strict=True):
             if differs:
-                found.append((name, int(numbers[id(tensor)])))
+                found[name] = int(numbers[id(tensor)])
     everyone: list[Differences] = [(socket.gethostname(), found)] * dist.get_world_size()
     dist.all_gather_object(everyone, everyone[0])
     raise ReplicaError(f"{when}: {_describe(everyone, parallel)}; {advice}")
@@ -102,24 +102,17 @@ def refuse_differences(
 def _describe(everyone: Sequence[Differences], parallel: ParallelConfig) -> str:
     """Names the tensor that went wrong first and its ranks. A wrong weight spoils what comes before
     it in the model by its gradients, so the last one in the model was the first."""
-    held: dict[str, dict[int, int]] = {}  # fingerprints by name and rank
-    for rank, (_, found) in enumerate(everyone):
-        for name, number in found:
-            held.setdefault(name, {})[rank] = number
-
-    def blame(name: str) -> tuple[bool, int]:
-        return not name.startswith("optimizer."), place_in_model(name)
-
-    name = max(held, key=blame)
-    (usual, most), (_, second), *_ = Counter(held[name].values()).most_common()
+    names = {name for _, found in everyone for name in found}
+    name = max(sorted(names), key=lambda name: (name[:10] != "optimizer.", place_in_model(name)))
+    held = {rank: found[name] for rank, (_, found) in enumerate(everyone) if name in found}
+    (usual, most), (_, second), *_ = Counter(held.values()).most_common()
     is_known = most > second
-    same = sorted(rank for rank, number in held[name].items() if number == usual)
-    odd = sorted(held[name].keys() - {*same}) if is_known else sorted(held[name])
+    same = [rank for rank, number in held.items() if number == usual]
+    odd = [rank for rank in held if not is_known or rank not in same]
     places = "; ".join(
         f"rank {rank}: {everyone[rank][0]}, {parallel.coordinates(rank)}" for rank in odd[:4]
     )
     where = f"is not the same on {any_ranks(odd)} ({places}), and one of them is wrong"
     if is_known:
         where = f"on {any_ranks(odd)} ({places}) is not what it is on {any_ranks(same)}"
-    more = f"; {len(held) - 1} more tensors differ" if len(held) > 1 else ""
-    return f"{name} {where}{more}"
+    return f"{name} {where}"

@@ -49,8 +49,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, matrices: Sequence[LocalParameter], mesh: DeviceMesh, config: OptimizerConfig
     ) -> None:
-        assert config.ns_steps is not None and config.ns_dtype is not None
-        assert config.lr_adjust is not None
+        assert config.ns_dtype is not None
         defaults = {
             "lr": config.lr,
             "lr_ratio": 1.0 if config.muon_lr is None else config.muon_lr / config.lr,
@@ -58,53 +57,43 @@ class Muon(torch.optim.Optimizer):
             "momentum": config.momentum,
         }
         super().__init__([matrix.local for matrix in matrices], defaults)
-        self._matrices = matrices
-        self._nesterov = config.nesterov
-        self._ns_steps = config.ns_steps
-        self._ns_dtype = DTYPES[config.ns_dtype]
-        self._lr_adjust = config.lr_adjust
-        self._stage = joined_axis(mesh, STAGE_AXES, "stage")
-        self._tp = mesh["tp"].size()
-        self._dp_shard = mesh["dp_shard"].size()
-        self._exchanges: dict[tuple[LocalParameter, ...], MatrixExchange] = {}  # one for each round
+        self._config, self._dtype = config, DTYPES[config.ns_dtype]
+        stage = joined_axis(mesh, STAGE_AXES, "stage")
+        tp, dp_shard = mesh["tp"].size(), mesh["dp_shard"].size()
+
+        def shards(matrix: LocalParameter) -> int:
+            return 1 if "dp_shard" in matrix.part.repeated_over else dp_shard
+
+        def part_elements(matrix: LocalParameter) -> float:
+            split = 1 if matrix.spec.dim is None else tp
+            return math.prod(matrix.spec.shape) / (split * shards(matrix))
+
+        self._rounds = []
+        for some in runs(matrices, part_elements, most=ROUND_ELEMENTS):
+            parts = [parts_of_ranks(p.spec, stage.size, tp, shards(p)) for p in some]
+            exchange = MatrixExchange(stage, parts, [p.spec.shape for p in some])
+            self._rounds.append((some, exchange))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        stepped = [matrix for matrix in self._matrices if matrix.local.grad is not None]
-        for some in runs(stepped, self._part_elements, most=ROUND_ELEMENTS):
-            self._step_together(tuple(some))
+        for matrices, exchange in self._rounds:
+            self._step_together(matrices, exchange)
 
-    def _shards(self, matrix: LocalParameter) -> int:
-        return 1 if "dp_shard" in matrix.part.repeated_over else self._dp_shard
-
-    def _part_elements(self, matrix: LocalParameter) -> float:
-        tp = 1 if matrix.spec.dim is None else self._tp
-        return math.prod(matrix.spec.shape) / (tp * self._shards(matrix))
-
-    def _step_together(self, matrices: tuple[LocalParameter, ...]) -> None:
+    def _step_together(self, matrices: list[LocalParameter], exchange: MatrixExchange) -> None:
         """Steps some matrices. Each tensor is dropped as early as can be: together they are as
         large as the gradients of the matrices, and the iteration makes several of the size of each
         matrix that this rank owns."""
-        if matrices not in self._exchanges:
-            shapes, parts = [], []
-            for matrix in matrices:
-                shards = self._shards(matrix)
-                shapes.append(matrix.spec.shape)
-                parts.append(parts_of_ranks(matrix.spec, self._stage.size, self._tp, shards))
-            self._exchanges[matrices] = MatrixExchange(self._stage, parts, shapes)
-        exchange = self._exchanges[matrices]
         (group,) = self.param_groups
-        momentum = group["momentum"]
-        full = exchange.gather([self._momentum(matrix, momentum) for matrix in matrices])
+        full = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
         for index in range(len(full)):
-            full[index] = orthogonalize(full[index], self._ns_steps)
-        like = matrices[0].local.new_empty(0, dtype=self._ns_dtype)
+            full[index] = orthogonalize(full[index], self._config.ns_steps or 0)
+        like = matrices[0].local.new_empty(0, dtype=self._dtype)
         updates = exchange.scatter(full, like)
         del full
         decay = group["lr"] * group["weight_decay"]
         for matrix, update in zip(matrices, updates, strict=True):
-            rate = group["lr"] * adjustment(self._lr_adjust, matrix.spec.shape)
+            rate = group["lr"] * adjustment(self._config.lr_adjust, matrix.spec.shape)
             apply_update(matrix.local, update.float().mul_(rate), decay=decay)
 
     def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
@@ -116,8 +105,8 @@ class Muon(torch.optim.Optimizer):
         state = self.state[local]["momentum_buffer"]
         buffer = state.float().lerp_(gradient, 1 - momentum)
         state.copy_(buffer)
-        direction = gradient.lerp(buffer, momentum) if self._nesterov else buffer
-        return direction.to(self._ns_dtype)
+        direction = gradient.lerp(buffer, momentum) if self._config.nesterov else buffer
+        return direction.to(self._dtype)
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
@@ -136,7 +125,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     return x.T if is_tall else x
 
 
-def adjustment(rule: str, shape: Sequence[int]) -> float:
+def adjustment(rule: str | None, shape: Sequence[int]) -> float:
     """Returns the factor of a matrix's rate. `original` is Jordan's sqrt(rows / columns), at least
     1. `match_rms_adamw` is 0.2 sqrt(the longer side), which makes updates as large as AdamW's
     (arXiv 2502.16982, section 2.2)."""

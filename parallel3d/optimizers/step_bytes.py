@@ -8,11 +8,10 @@ of an optimizer says what its file beside this one does.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapreplace
+from itertools import chain
 from typing import TypeVar
 
 ROUND_ELEMENTS = 2**25  # in one round, of the parts of one rank
@@ -38,21 +37,16 @@ def runs(
         yield run
 
 
-def assign_by_cost(costs: Sequence[float], ranks: int) -> list[int]:
-    """Returns the rank of each item. The dearest items are assigned first, each to the rank with
-    the lowest cost so far (the first of several)."""
-    # a heap; more ranks would get nothing
-    loads = [(0.0, rank) for rank in range(min(ranks, len(costs)))]
-    owners = [0] * len(costs)
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        load, owners[item] = loads[0]
-        heapreplace(loads, (load + costs[item], owners[item]))
-    return owners
-
-
 def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """Returns the rank that makes each of these matrices orthogonal."""
-    return assign_by_cost([orthogonalize_cost(shape) for shape in shapes], ranks)
+    """Returns the rank that makes each of these matrices orthogonal. The most costly matrices are
+    assigned first, each to the rank with the lowest cost so far (the first of several)."""
+    loads = [0.0] * min(ranks, len(shapes))
+    owners = [0] * len(shapes)
+    costs = [orthogonalize_cost(shape) for shape in shapes]
+    for item in sorted(range(len(shapes)), key=lambda item: -costs[item]):
+        owners[item] = loads.index(min(loads))
+        loads[owners[item]] += costs[item]
+    return owners
 
 
 def orthogonalize_cost(shape: Sequence[int]) -> float:
@@ -63,15 +57,11 @@ def orthogonalize_cost(shape: Sequence[int]) -> float:
 
 
 def elementwise_step_bytes(*, is_sgd: bool, state_bytes: int, master_bytes: int) -> float:
-    """Bytes that a step of AdamW or SGD makes for each element of the largest parameter. torch's
-    AdamW steps in place, and its SGD makes the change. States of another dtype than the parameter
-    are stepped in float32 (`low_precision`), for which the narrower of the two are widened."""
-    if state_bytes == master_bytes:
-        return float(master_bytes) if is_sgd else 0.0
+    """Bytes at most that a step of AdamW or SGD makes for each element of the largest parameter.
+    torch's AdamW steps in place, and its SGD makes the change. States of another dtype than the
+    parameter are stepped in float32 (`low_precision`), for which tensors are widened."""
     change = 4.0 if is_sgd else 0.0
-    if master_bytes == 2:
-        return change + 8.0  # the parameter and its gradient
-    return change + (4.0 if is_sgd else 8.0)  # the states
+    return change if state_bytes == master_bytes else change + 8.0
 
 
 @dataclass(frozen=True)
@@ -99,54 +89,42 @@ class MuonCosts:
 
     state_bytes: int  # bytes of a number's momentum
     item_bytes: int  # in which matrices are sent and made orthogonal
-    nesterov: bool
     iterations: int
 
 
 @lru_cache(maxsize=1024)
-def muon_step_bytes(
-    matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonCosts, is_narrow: bool
-) -> float:
-    """Bytes at most on the first of the `ranks` of a stage, which owns the dearest matrix of each
-    round. It counts all of a rank's parts as sent. `is_narrow`: parameters of 16 bits."""
+def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonCosts) -> float:
+    """Bytes at most on the first of the `ranks` of a stage, which owns the most costly matrix of
+    each round. It counts all of a rank's parts as sent, and three float32 copies of the largest."""
     item, most = step.item_bytes, 0.0
-    has_copy = item < 4 or step.nesterov or step.state_bytes < 4
     for some in _matrix_rounds(matrices):
-        own, largest = sum(matrix.own for matrix in some), max(matrix.own for matrix in some)
-        # the momentum's temporaries
-        wide = 4.0 * largest * (step.nesterov + is_narrow + (step.state_bytes < 4))
-        # what is to be made orthogonal of this rank's matrices
-        parts = float(item * own * has_copy)
-        applying = (4.0 * (item < 4) + 4.0 * is_narrow) * largest
-        owners = owners_of([matrix.shape for matrix in some], ranks)
-        owned = [matrix for matrix, owner in zip(some, owners, strict=True) if owner == 0]
-        working = [2 * matrix.numel + 2 * min(matrix.shape) ** 2 for matrix in owned]
-        iterating = item * max(working, default=0)
+        sent = item * sum(matrix.own for matrix in some)
+        wide = 12 * max(matrix.own for matrix in some)
+        owned = _owned_by_first(some, ranks)
+        full = item * sum(matrix.numel for matrix in owned)
+        iterating = item * max(2 * (each.numel + min(each.shape) ** 2) for each in owned)
         if ranks == 1:
-            most = max(most, parts + max(wide, iterating, applying))
+            most = max(most, sent + max(wide, iterating))
             continue
-        sent = item * own
-        whole = item * sum(matrix.numel for matrix in owned)
         # for all that hold a part
-        results = sum(item * matrix.numel * ranks / matrix.parts for matrix in owned)
-        exchanging = parts + whole + max(sent, whole)
-        scattering = whole + results + max(results, sent)
-        most = max(most, parts + wide, exchanging, whole + iterating, scattering, sent + applying)
+        results = item * sum(matrix.numel * ranks / matrix.parts for matrix in owned)
+        exchanging, scattering = sent + max(sent, full), results + max(results, sent)
+        most = max(most, sent + wide, full + max(exchanging, iterating, scattering))
     return most
 
 
 @lru_cache(maxsize=1024)
 def busiest_shapes(matrices: tuple[MuonMatrix, ...], *, ranks: int) -> tuple[tuple[int, int], ...]:
-    """The shapes of the matrices that are made orthogonal one after the other: of each round its
-    busiest rank's."""
-    found: list[tuple[int, int]] = []
-    for some in _matrix_rounds(matrices):
-        shapes = [matrix.shape for matrix in some]
-        owned = defaultdict(list)
-        for shape, owner in zip(shapes, owners_of(shapes, ranks), strict=True):
-            owned[owner].append(shape)
-        found += max(owned.values(), key=lambda shapes: sum(map(orthogonalize_cost, shapes)))
-    return tuple(found)
+    """The shapes of the matrices that the first rank of a stage makes orthogonal one after the
+    other. No rank is much busier."""
+    rounds = _matrix_rounds(matrices)
+    owned = chain.from_iterable(_owned_by_first(some, ranks) for some in rounds)
+    return tuple(matrix.shape for matrix in owned)
+
+
+def _owned_by_first(matrices: Sequence[MuonMatrix], ranks: int) -> list[MuonMatrix]:
+    owners = owners_of([matrix.shape for matrix in matrices], ranks)
+    return [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == 0]
 
 
 def _matrix_rounds(matrices: Iterable[MuonMatrix]) -> Iterator[list[MuonMatrix]]:

@@ -6,20 +6,19 @@ import json
 import math
 import os
 import resource
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from parallel3d.config.flops import PeakOf, attended_keys, training_flops_per_token
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import writing
+from parallel3d.reporting.sinks import Sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +39,6 @@ class StepMetrics:
     peak_memory_bytes: int  # on the worst rank: CUDA's tensors, or the process on a CPU
     # on the worst rank: what CUDA's allocator has taken for them; None on a CPU
     peak_reserved_bytes: int | None = None
-    # the rank whose own work takes longest, without its waits for peers
-    slowest_rank: int | None = None
-    slowest_ratio: float | None = None  # ... and how many times that of the median of its peers
     val_loss: float | None = None  # of the part of the run's own data that is kept for validation
     # of the other evaluation sets, by their names
     set_losses: Mapping[str, float] = field(default_factory=dict)
@@ -72,82 +68,61 @@ def perplexity(loss: float) -> float:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, one JSON object a line. Lines beyond the step that a run resumes
-    from, or goes back to, are dropped: the file is replaced by a new one that is whole. Where it
-    has lines that are no metrics, the old file is kept beside it, and `note` says so. Each new line
-    is handed on to `also` as well, and each step that the run goes back to to `also_back`."""
+    """The file metrics.jsonl, one JSON object a line, whose lines also go to the `sinks`. Lines
+    beyond the step that a run resumes from, or goes back to, are dropped: the file is replaced by a
+    new one. If it has lines that are not metrics, the old file is kept as `<name>.damaged`, and
+    `note` says so."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        resumed_step: int,
-        also: Callable[[dict[str, Any]], None] | None = None,
-        also_back: Callable[[int], None] | None = None,
-    ) -> None:
-        self._path, self._also, self._also_back, self.note = path, also, also_back, ""
-        # the lines of the steps that the run goes on from
-        self.history = self._without_lines_after(resumed_step)
+    def __init__(self, path: Path, *, resumed_step: int, sinks: Sinks | None = None) -> None:
+        self._path, self._sinks, self.note = path, sinks, ""
+        self.go_back(resumed_step)
 
     def go_back(self, step: int) -> None:
         """Drops the lines of the steps after `step`."""
-        self.history = self._without_lines_after(step)
-        if self._also_back is not None:
-            self._also_back(step)
-
-    def _without_lines_after(self, step: int) -> list[dict[str, float | None]]:
-        """Returns the lines that the file has up to a step, and leaves it with them alone."""
         path = self._path
         before = path.read_text(errors="replace") if path.exists() else ""
         *whole, _cut_off = before.split("\n")  # a crash may cut off the last line
-        lines = [_read_line(line) for line in whole]
-        kept = [line for line in lines if line is not None and (line["step"] or 0) <= step]
-        if None in lines:
-            number = 1
-            while (aside := path.with_name(f"{path.name}.damaged.{number}")).exists():
-                number += 1
+        steps = [_step_of(line) for line in whole]
+        if None in steps:
+            aside = path.with_name(f"{path.name}.damaged")
             with writing(aside):
-                shutil.copyfile(path, aside)
-            bad = lines.index(None) + 1
-            self.note = (
-                f"{path}: line {bad} is no line of metrics; the file is kept as {aside}, without "
-                "such lines here"
-            )
-        # no name that somebody else's file may have
+                aside.write_text(before)
+            bad = steps.index(None) + 1
+            self.note = f"{path}: line {bad} is not a line of metrics; {aside} has the old file"
+        kept = [f"{line}\n" for line, at in zip(whole, steps, strict=True) if at and at <= step]
+        # a name that no other file may have
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with writing(path):
-            partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+            partial.write_text("".join(kept))
             partial.replace(path)
-        return kept
 
     def write(self, metrics: StepMetrics) -> None:
         with writing(self._path), self._path.open("a") as file:
             file.write(json.dumps(metrics.scalars) + "\n")
-        if self._also is not None:
-            self._also(metrics.scalars)
+        if self._sinks is not None:
+            self._sinks.log(metrics.scalars)
 
 
-def _read_line(line: str) -> dict[str, float | None] | None:
-    """Returns the numbers of one line of metrics.jsonl; None where it is no such line."""
+def _step_of(line: str) -> int | None:
+    """Returns the step of one line of metrics.jsonl, or None for any other line."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        step = json.loads(line)["step"]
+    except (ValueError, RecursionError, TypeError, KeyError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+    return step if isinstance(step, int) else None
 
 
 @dataclass
 class Stopwatch:
     """Adds up the time of the blocks that it times."""
 
-    clock: Callable[[], float] = time.perf_counter
     seconds: float = 0.0
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        start = self.clock()
+        start = time.perf_counter()
         yield
-        self.seconds += self.clock() - start
+        self.seconds += time.perf_counter() - start
 
 
 def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> float:
@@ -162,22 +137,26 @@ def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> fl
     )
 
 
-def known_peak(
-    recipe: Recipe, device: torch.device, peak_of: PeakOf
-) -> tuple[float | None, list[str]]:
-    """Returns the peak FLOP/s of one device, of which MFU is the share, or None and for a GPU a
-    line that says why."""
-    if recipe.logging.peak_tflops is not None:
-        return recipe.logging.peak_tflops * 1e12, []
-    if device.type != "cuda":
-        return None, []
-    name = torch.cuda.get_device_name(device)
-    peak = peak_of(name, recipe.train.precision)
-    unknown = (
-        f"no MFU: no hardware file lists {name!r} in its cuda_names; logging.peak_tflops=989.4 "
-        "would say its peak"
-    )
-    return peak, [] if peak else [unknown]
+def peak_tokens_per_s(
+    recipe: Recipe, device: torch.device, peak_of: PeakOf, block_weights: int | None
+) -> tuple[float | None, str]:
+    """Returns the tokens per second of one device at its peak FLOP/s, of which MFU is the share, or
+    None and, for a GPU, a line that says why it is not known."""
+    peak = None if recipe.logging.peak_tflops is None else recipe.logging.peak_tflops * 1e12
+    if peak is None:
+        if device.type != "cuda":
+            return None, ""
+        name = torch.cuda.get_device_name(device)
+        peak = peak_of(name, recipe.train.precision)
+        if peak is None:
+            return None, (
+                f"no MFU: no hardware file lists {name!r} in its cuda_names; "
+                "logging.peak_tflops=989.4 would say its peak"
+            )
+    if block_weights is None:
+        name = recipe.model.architecture
+        return None, f"no MFU: {name} has no static method block_weights(config)"
+    return peak / flops_per_token(recipe.model, block_weights, recipe.train.seq_len), ""
 
 
 def gpu_bytes(device: torch.device) -> int | None:

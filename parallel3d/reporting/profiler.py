@@ -1,15 +1,12 @@
-"""Profiles of some steps by torch.profiler, as traces that Perfetto and TensorBoard open, and
-pictures of a GPU's memory. What only a GPU can run of this has not been run yet."""
+"""Profiles of some steps by torch.profiler, as traces that Perfetto and TensorBoard open."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from parallel3d.config.recipe import LoggingConfig
 from parallel3d.errors import writing
@@ -17,15 +14,11 @@ from parallel3d.errors import writing
 
 class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
     """Records the steps of `logging.profile_steps` on this rank, if it is one of
-    `logging.profile_ranks`, and the memory of a GPU where the run ends for want of it. Files go to
-    `folder`."""
+    `logging.profile_ranks`. Files go to `folder`."""
 
-    def __init__(
-        self, config: LoggingConfig, folder: Path, *, rank: int, device: torch.device
-    ) -> None:
-        is_wanted = config.profile_steps is not None and rank in config.profile_ranks
-        self._steps = config.profile_steps if is_wanted else None
-        self._folder, self._rank, self._device = folder, rank, device
+    def __init__(self, config: LoggingConfig, folder: Path, rank: int) -> None:
+        self._steps = config.profile_steps if rank in config.profile_ranks else None
+        self._folder, self._rank = folder, rank
         self._profile: profile | None = None
 
     @contextmanager
@@ -35,19 +28,14 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
             yield
             return
         if self._profile is None:
-            activities = (
-                {ProfilerActivity.CPU, ProfilerActivity.CUDA}
-                if self._device.type == "cuda"
-                else None
-            )
-            self._profile = profile(activities=activities or {ProfilerActivity.CPU})
+            self._profile = profile()  # of CPU and GPU
             self._profile.start()
         with record_function(f"step {step}"):
             yield
 
     def end_after(self, step: int) -> str | None:
-        """Writes the trace if `step` was the window's last, and returns a line for the user about
-        it."""
+        """Writes the trace if `step` was the last of the window, and returns a line about it for
+        the user."""
         if self._profile is None or self._steps is None or step < self._steps[1]:
             return None
         self._profile.stop()
@@ -56,23 +44,9 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
         with writing(path):
             path.parent.mkdir(exist_ok=True)
             self._profile.export_chrome_trace(str(path))
-            self._write_memory(f"{step:08d}")
         self._profile = None
         return f"profile of steps {self._steps[0]} to {step}: {path}"
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            with suppress(OSError):  # which would hide the error
-                self._write_memory("out_of_memory")
+    def __exit__(self, *error: object) -> None:
         if self._profile is not None:  # the run ends inside of the window
             self._profile.stop()
-
-    def _write_memory(self, when: str) -> None:
-        """Writes what the GPU's allocator holds, as docs.pytorch.org/memory_viz opens it; nothing
-        on a CPU."""
-        if self._device.type == "cuda":
-            self._folder.mkdir(parents=True, exist_ok=True)
-            snapshot = {"segments": torch.cuda.memory_snapshot(), "device_traces": []}
-            (self._folder / f"rank_{self._rank}.{when}.memory.pickle").write_bytes(
-                pickle.dumps(snapshot)
-            )

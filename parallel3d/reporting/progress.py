@@ -4,16 +4,13 @@ below them."""
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from typing import TextIO
 
 from parallel3d.errors import printable
 from parallel3d.reporting.metrics import StepMetrics
-
-# metrics.jsonl has all of them
-_LEAST_NEEDED = ("mem", "eta", "lr", "grad", "scale", "mfu", "tok/s")
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -43,35 +40,28 @@ def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
     return Bar(steps, done, sys.stderr) if can_redraw else Lines(steps, sys.stderr)
 
 
-def describe(metrics: StepMetrics, steps: int, columns: int) -> str:
-    """Returns the line of a step, such as `step 20/300  loss 3.1234  grad 0.812  eta 1:10`. Leaves
-    out fields of `_LEAST_NEEDED` while the line is longer than `columns`."""
-    fields = {"step": f"step {metrics.step}/{steps}", "loss": f"loss {metrics.loss:.4f}"}
+def describe(metrics: StepMetrics, steps: int) -> str:
+    """Returns the line of a step, such as `step 20/300  loss 3.1234  grad 0.812  eta 0:01:10`."""
+    fields = [f"step {metrics.step}/{steps}", f"loss {metrics.loss:.4f}"]
     if metrics.val_loss is not None:
-        fields["val"] = f"val {metrics.val_loss:.4f}"
-    fields |= {f"set {name}": f"{name} {loss:.4f}" for name, loss in metrics.set_losses.items()}
-    fields["grad"] = f"grad {metrics.grad_norm:.3f}"
-    fields["lr"] = f"lr {metrics.lr:.2e}"
-    fields["tok/s"] = f"{metrics.tokens_per_s:,.0f} tok/s"
+        fields.append(f"val {metrics.val_loss:.4f}")
+    fields += [f"{name} {loss:.4f}" for name, loss in metrics.set_losses.items()]
+    fields += [f"grad {metrics.grad_norm:.3f}", f"lr {metrics.lr:.2e}"]
+    fields.append(f"{metrics.tokens_per_s:,.0f} tok/s")
     if metrics.loss_scale is not None:
-        fields["scale"] = f"scale {metrics.loss_scale:g}"
+        fields.append(f"scale {metrics.loss_scale:g}")
     if metrics.skipped_steps:
-        fields["skipped"] = f"skipped {metrics.skipped_steps}"
+        fields.append(f"skipped {metrics.skipped_steps}")
     if metrics.mfu is not None:
-        fields["mfu"] = f"mfu {metrics.mfu:.1%}"
-    fields["mem"] = f"mem {metrics.peak_memory_bytes / 2**20:,.0f} MiB"
-    fields["eta"] = f"eta {clock((steps - metrics.step) * metrics.step_time_s)}"
-    for name in _LEAST_NEEDED:
-        if len("  ".join(fields.values())) > columns:
-            fields.pop(name, None)
-    return "  ".join(fields.values())
+        fields.append(f"mfu {metrics.mfu:.1%}")
+    fields.append(f"mem {metrics.peak_memory_bytes / 2**20:,.0f} MiB")
+    fields.append(f"eta {clock((steps - metrics.step) * metrics.step_time_s)}")
+    return "  ".join(fields)
 
 
 def clock(seconds: float) -> str:
-    """Returns a duration as `1:23` or `1:02:03`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    """Returns a duration as `0:01:23`."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 class Lines(ProgressDisplay):
@@ -87,7 +77,7 @@ class Lines(ProgressDisplay):
             print(printable(text), file=self._stream, flush=True)
 
     def measured(self, metrics: StepMetrics) -> None:
-        self.say(describe(metrics, self._steps, shutil.get_terminal_size().columns))
+        self.say(describe(metrics, self._steps))
 
 
 class Bar(Lines):
@@ -101,7 +91,8 @@ class Bar(Lines):
         super().__init__(steps, stream)
         self._bar = progress.Progress(
             progress.BarColumn(bar_width=24),
-            progress.TextColumn("step {task.completed}/{task.total}  {task.description}"),
+            progress.TextColumn("step {task.completed}/{task.total}  eta"),
+            progress.TimeRemainingColumn(),
             console=Console(file=stream),
             transient=True,
         )
@@ -113,13 +104,6 @@ class Bar(Lines):
 
     def step_done(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
-
-    def measured(self, metrics: StepMetrics) -> None:
-        super().measured(metrics)
-        left = clock((self._steps - metrics.step) * metrics.step_time_s)
-        self._bar.update(
-            self._task, description=f"loss {metrics.loss:.4f}  eta {left}", refresh=True
-        )
 
     def __enter__(self) -> Bar:
         self._bar.start()

@@ -2,9 +2,9 @@
 own, and none of them can stop or slow a run. What one has lost, `parallel3d-train replay` sends
 again.
 
-Where steps are trained again after a crash or a rollback, TensorBoard drops what it had of them,
-and MLflow takes the later value. The history of Weights & Biases only grows, so that the value of
-the first time stays: a replay is a new run there."""
+If steps are trained again after a crash, TensorBoard drops what it had of them, and MLflow takes
+the later value. The history of Weights & Biases only grows, so the value of the first time stays.
+After a rollback TensorBoard shows both. A replay shows the lines of the file alone."""
 
 from __future__ import annotations
 
@@ -67,9 +67,6 @@ class Sink(Protocol):
     def log(self, line: Line) -> None:
         """Takes a line."""
 
-    def go_back(self, step: int) -> None:
-        """Drops the lines after `step`, which are undone, if it can."""
-
     def finish(self, succeeded: bool) -> None:
         """Sends what is on its way, and closes the run."""
 
@@ -78,22 +75,15 @@ class TensorBoard:
     """Event files in `run_dir/tensorboard`."""
 
     def start(self, run: SinkRun) -> None:
-        self._folder = str(run.folder / "tensorboard")
-        self._open(run.resumed_step)
-
-    def _open(self, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(self._folder, purge_step=resumed_step + 1)
+        folder = str(run.folder / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=run.resumed_step + 1)
 
     def log(self, line: Line) -> None:
         for name, value in _numbers(line).items():
             self._writer.add_scalar(name, value, line["step"])
         self._writer.flush()
-
-    def go_back(self, step: int) -> None:
-        self._writer.close()
-        self._open(step)
 
     def finish(self, succeeded: bool) -> None:
         self._writer.close()
@@ -123,9 +113,6 @@ class WeightsAndBiases:
     def log(self, line: Line) -> None:
         self._run.log(_numbers(line), step=line["step"])
 
-    def go_back(self, step: int) -> None:
-        """Leaves the history as it is."""
-
     def finish(self, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
 
@@ -149,16 +136,15 @@ class MLflow:
             self._client.update_run(self._id, status="RUNNING")
             return
         experiment = self._client.get_experiment_by_name(run.project)
-        number = (
-            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        )
-        self._id = self._client.create_run(number, run_name=run.name).info.run_id
+        if experiment is None:
+            self._client.create_experiment(run.project)
+            experiment = self._client.get_experiment_by_name(run.project)
+        created = self._client.create_run(experiment.experiment_id, run_name=run.name)
+        self._id = created.info.run_id
         own_id.write_text(self._id)
-        params = [
-            Param(f"{part}.{key}", str(v))
-            for part, keys in run.settings.items()
-            for key, v in keys.items()
-        ]
+        params = []
+        for section, keys in run.settings.items():
+            params += [Param(f"{section}.{key}", str(value)) for key, value in keys.items()]
         for first in range(0, len(params), _MOST_PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMS_AT_ONCE])
 
@@ -170,9 +156,6 @@ class MLflow:
             for name, value in _numbers(line).items()
         ]
         self._client.log_batch(self._id, metrics=metrics)
-
-    def go_back(self, step: int) -> None:
-        """Leaves the values as they are: those that come count."""
 
     def finish(self, succeeded: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if succeeded else "FAILED")
@@ -192,19 +175,12 @@ class Sinks(AbstractContextManager["Sinks"]):
     def __init__(
         self, names: Sequence[SinkName], run: SinkRun, tell: Callable[[str], None]
     ) -> None:
-        self._tell, self._folder = tell, run.folder
-        self._feeders = [_Feeder(name, run) for name in names]
+        self._feeders = [_Feeder(name, run, tell) for name in names]
 
     def log(self, line: Line) -> None:
         """Hands a line to every sink, and waits for none."""
         for feeder in self._feeders:
             feeder.offer(line)
-        self._tell_of_the_lost()
-
-    def go_back(self, step: int) -> None:
-        """Tells every sink that the run has gone back to a step, and waits for none."""
-        for feeder in self._feeders:
-            feeder.offer(step)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Ends all sinks."""
@@ -212,53 +188,47 @@ class Sinks(AbstractContextManager["Sinks"]):
         for feeder in self._feeders:
             feeder.offer(error is None)
         for feeder in self._feeders:
-            if not feeder.loss:
-                feeder.join(max(0.0, deadline - time.monotonic()))
-                feeder.loss = feeder.loss or ("it did not end in time" if feeder.is_alive() else "")
-        self._tell_of_the_lost()
-
-    def _tell_of_the_lost(self) -> None:
-        for feeder in self._feeders:
-            if feeder.loss and not feeder.is_told:
-                feeder.is_told = True
-                again = (
-                    f"`parallel3d-train replay {self._folder} {feeder.name}` sends everything again"
-                )
-                self._tell(
-                    f"logging.sinks: {feeder.name} is lost, the run is not: {feeder.loss}; {again}"
-                )
+            feeder.join(max(0.0, deadline - time.monotonic()))
+            if feeder.is_alive():
+                feeder.lose("it did not end in time")
 
 
 class _Feeder(Thread):
-    """Feeds one sink. `loss` says why the sink is lost, once it is."""
+    """Feeds one sink."""
 
-    def __init__(self, name: SinkName, run: SinkRun) -> None:
+    def __init__(self, name: SinkName, run: SinkRun, tell: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)  # a sink that hangs does not keep the process
-        self._sink, self._run, self.loss, self.is_told = name, run, "", False
-        self._items: Queue[Line | int | bool] = Queue(_MOST_LINES_WAITING)
+        self._sink, self._run, self._tell, self._is_lost = name, run, tell, False
+        self._items: Queue[Line | bool] = Queue(_MOST_LINES_WAITING)
         self.start()
 
-    def offer(self, item: Line | int | bool) -> None:
-        """Puts a line into the queue, or the step that the run goes back to, or at its end whether
-        it has succeeded."""
+    def offer(self, item: Line | bool) -> None:
+        """Puts a line into the queue, or at the end of the run whether it has succeeded."""
         try:
-            if not self.loss:
+            if not self._is_lost:
                 self._items.put_nowait(item)
         except Full:
-            self.loss = f"it is {_MOST_LINES_WAITING} lines behind"
+            self.lose(f"it is {_MOST_LINES_WAITING} lines behind")
 
     def run(self) -> None:
         try:
             sink = SINKS[self._sink]()
             sink.start(self._run)
             while not isinstance(item := self._items.get(), bool):
-                if isinstance(item, int):
-                    sink.go_back(item)
-                else:
-                    sink.log(item)
+                sink.log(item)
             sink.finish(succeeded=item)
         except BaseException as error:  # a library that calls sys.exit loses itself alone
-            self.loss = cause_of(error, self.name)
+            self.lose(cause_of(error, self.name))
+
+    def lose(self, cause: str) -> None:
+        """Says once that the sink gets no more lines, and why."""
+        if not self._is_lost:
+            self._is_lost = True
+            again = f"`parallel3d-train replay {self._run.folder} {self.name}`"
+            self._tell(
+                f"logging.sinks: {self.name} is lost, the run is not: {cause}; {again} sends "
+                "everything again"
+            )
 
 
 def _numbers(line: Line) -> dict[str, float]:

@@ -34,8 +34,6 @@ class RunView:
     recipe: Recipe
     run_dir: Path
     say: Callable[[str], None]  # shows a line beside the run's own
-    # the lines of metrics.jsonl that the run goes on from
-    history: Sequence[Mapping[str, float | None]] = ()
     step: int = 0  # steps done
     stop_reason: str | None = field(default=None, init=False)
 
@@ -60,9 +58,6 @@ class Callback:
                     f"{', '.join(known)}; try one of them, or _{name} for a helper"
                 )
 
-    def started(self, run: RunView) -> None:
-        """Is called before the first step, or the first after a resume."""
-
     def step_done(self, run: RunView, result: StepResult) -> None:
         """Is called after each step."""
 
@@ -75,18 +70,14 @@ class Callback:
     def saved(self, run: RunView, checkpoint: Path) -> None:
         """Is called when a checkpoint is whole."""
 
-    def rolled_back(self, run: RunView, why: str) -> None:
-        """Is called when the run has gone back to the checkpoint of `run.step`, and `run.history`
-        is that of this step. What a callback was told of later steps is undone."""
-
     def ended(self, run: RunView, error: BaseException | None) -> None:
         """Is called after the last step; `error` is what has ended the run before it, such as
         SIGTERM."""
 
 
 class Callbacks:
-    """Calls callbacks in their order, and tells the first exception of each. Without a `run`, which
-    is so on all ranks but the first, nothing is called."""
+    """Calls callbacks in their order, and reports the first exception of each. Without a `run`,
+    which only the first rank has, nothing is called."""
 
     def __init__(self, callbacks: Sequence[Callback] = (), run: RunView | None = None) -> None:
         self._callbacks, self._run = callbacks, run
@@ -98,8 +89,7 @@ class Callbacks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Tells the callbacks that the run starts and ends, in this context."""
-        self.tell("started", None)
+        """Tells the callbacks how the run has ended, after this context."""
         error: BaseException | None = None
         try:
             yield
@@ -108,14 +98,6 @@ class Callbacks:
             raise
         finally:
             self.tell("ended", None, error)
-
-    def tell_of_a_rollback(
-        self, step: int, why: str, history: Sequence[Mapping[str, float | None]]
-    ) -> None:
-        """Tells the callbacks that the run has gone back to `step`."""
-        if self._run is not None:
-            self._run.history = history
-        self.tell("rolled_back", step, why)
 
     def tell(self, hook: str, step: int | None, *seen: object) -> None:
         """Calls the method `hook` of each callback with what it sees after `step`; None: no step
@@ -141,53 +123,9 @@ class Callbacks:
                     )
 
 
-class EarlyStopping(Callback):
-    """Ends the run when the loss of an evaluation set has not come down by more than `min_delta` in
-    `patience` evaluations. A resumed run counts those of its history."""
-
-    def __init__(self, of: str, *, patience: int, min_delta: float) -> None:
-        self._of, self._patience, self._min_delta = of, patience, min_delta
-        self._lowest = float("inf")
-        self._waited = 0
-
-    def started(self, run: RunView) -> None:
-        key = "val_loss" if self._of == VALIDATION else f"val_loss/{self._of}"
-        for loss in (line.get(key) for line in run.history):
-            if loss is not None:
-                self._see(run, loss)
-
-    def rolled_back(self, run: RunView, why: str) -> None:
-        self._lowest, self._waited = float("inf"), 0
-        self.started(run)
-
-    def evaluated(self, run: RunView, losses: Mapping[str, float]) -> None:
-        self._see(run, losses[self._of])
-
-    def _see(self, run: RunView, loss: float) -> None:
-        self._waited += 1
-        if loss < self._lowest - self._min_delta:
-            self._lowest, self._waited = loss, 0
-        if self._waited >= self._patience:
-            run.stop(
-                f"the loss of {self._of} has not come below {self._lowest:.4f} in {self._waited} "
-                "evaluations"
-            )
-
-
 def callback_classes(recipe: Recipe) -> list[type[Callback]]:
     """Returns the classes that `train.callbacks` names. Raises ConfigError."""
     return [
         import_class("train.callbacks", name, Callback, "parallel3d.Callback")
         for name in recipe.train.callbacks
     ]
-
-
-def build_callbacks(recipe: Recipe) -> list[Callback]:
-    """Returns the callbacks that a recipe asks for, early stopping first."""
-    train = recipe.train
-    callbacks: list[Callback] = []
-    patience, min_delta = train.early_stop_patience, train.early_stop_min_delta
-    if patience is not None:
-        of = train.early_stop_set or VALIDATION
-        callbacks.append(EarlyStopping(of, patience=patience, min_delta=min_delta))
-    return callbacks + [found() for found in callback_classes(recipe)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel3d.config.recipe import TrainConfig
 from parallel3d.data.loader import documents_ended_by
 from parallel3d.data.tokenizers import Tokenizer
-from parallel3d.layers.collectives import start_gather
+from parallel3d.layers.collectives import gather
 from parallel3d.mesh import Role
 from parallel3d.training.trainer import Trainer
 
@@ -21,14 +21,11 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     text, whatever the layout."""
     seq_len = train.seq_len
     tp, pp = trainer.axes[Role.SPLIT_TENSORS], trainer.axes[Role.SPLIT_LAYERS]
-    ids = [int(i) for i in tokenizer.encode(train.sample_prompt)][-seq_len:] or [
-        tokenizer.end_of_text
-    ]
+    ids = tokenizer.encode(train.sample_prompt).tolist()[-seq_len:] or [tokenizer.end_of_text]
     prompt_length = len(ids)
     end_of_text = tokenizer.end_of_text if trainer.recipe.data.documents == "mask" else None
-    generator = torch.Generator().manual_seed(
-        train.seed if train.sample_seed is None else train.sample_seed
-    )
+    seed = train.seed if train.sample_seed is None else train.sample_seed
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(train.sample_tokens):
         window = ids[-seq_len:]
         # Every window is padded to the length of training, because causal attention does not look
@@ -39,7 +36,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
         token = torch.zeros((), dtype=torch.int64, device=trainer.device)
         if outputs:  # this rank has the last stage, and chooses the token
             # [vocab / tp] -> [vocab]
-            logits = start_gather(outputs[0][0, len(window) - 1], tp, dim=0)()
+            logits = gather(outputs[0][0, len(window) - 1], tp, dim=0)
             # Ids beyond the tokenizer's only make the vocabulary divisible.
             token.fill_(draw(logits[: tokenizer.vocab_size].float().cpu(), train, generator))
         if pp.size > 1:
@@ -51,13 +48,8 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
 
 
 def draw(logits: Tensor, train: TrainConfig, generator: torch.Generator) -> int:
-    """Returns a token id, drawn by `logits` [vocab] as `train.sample_*` says: from the
-    `sample_top_k` likeliest tokens, and of them from the fewest whose probabilities, at the
-    temperature, sum to `sample_top_p`."""
+    """Returns a token id, drawn by `logits` [vocab] from the `train.sample_top_k` likeliest tokens
+    at `train.sample_temperature`."""
     likely, candidates = logits.topk(min(train.sample_top_k, logits.numel()))
     probabilities = (likely / train.sample_temperature).softmax(dim=-1)
-    if train.sample_top_p < 1.0:
-        # what all likelier tokens have together
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities * (before < train.sample_top_p)
     return int(candidates[torch.multinomial(probabilities, 1, generator=generator)].item())

@@ -63,19 +63,15 @@ class Guard:
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{scale}; "
             f"{describe_nonfinite()}"
         )
-        return replace(result, left_out=self._skip_nonfinite(step, found)), progress
-
-    def _skip_nonfinite(self, step: int, found: str) -> str:
         self._nonfinite_in_a_row += 1
         most = self._train.nonfinite_in_a_row if self._train.on_nonfinite == "skip" else 0
+        count = f"{self._nonfinite_in_a_row} in a row of {most} at most"
         if self._nonfinite_in_a_row > most:
             raise NonFiniteError(
                 f"{found}; weights are those of step {step - self._nonfinite_in_a_row}. A lower "
                 "optimizer.lr or more optimizer.warmup_steps may do"
             )
-        return (
-            f"{found}; the step is left out, {self._nonfinite_in_a_row} in a row of {most} at most"
-        )
+        return replace(result, left_out=f"{found}; the step is left out, {count}"), progress
 
     def _check_spike(
         self, step: int, result: StepResult, progress: Progress

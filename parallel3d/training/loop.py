@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +19,10 @@ from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import Batch, BatchLoader, EvaluationSet, batches_ahead
 from parallel3d.data.order import SkippedRanges
-from parallel3d.diagnosis.stragglers import Stragglers, work_clock
 from parallel3d.errors import CtrlCError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest, signal_name
-from parallel3d.layers.collectives import all_gather_single
-from parallel3d.reporting import metrics
-from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch
+from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch, peak_memory_bytes
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.torch_private import limit_waits
@@ -41,20 +35,13 @@ from parallel3d.watch import heartbeat
 from parallel3d.watch.heartbeat import phase
 
 
-class Requests(NamedTuple):
-    """What any rank was asked to do during a step."""
-
-    signum: int = 0  # the signal that asks to end; 0: none
-    wants_save: bool = False
-    is_stopped: bool = False  # by a callback
-
-
 @dataclass
 class TrainingLoop:
     """The steps of a run, and what is done between them. Every rank has one.
 
     `loaders` give this data rank's batches for training and for each evaluation. One rank has
-    `metrics_file`. MFU is a share of `peak_flops` of one device.
+    `metrics_file`. MFU is a share of
+    `peak_tokens_per_s` of one device.
     """
 
     trainer: Trainer
@@ -64,19 +51,15 @@ class TrainingLoop:
     progress: ProgressDisplay
     stop: StopRequest
     callbacks: Callbacks
-    peak_flops: float | None = None
+    peak_tokens_per_s: float | None = None
 
     def __post_init__(self) -> None:
         self.recipe = self.trainer.recipe
         self.run_dir = self.checkpoints.parent
-        self.stragglers = Stragglers(self.recipe.parallel)
         self.start_clocks()
         self.is_first_step = True  # of this process
         self.profiler = ProfilerWindow(
-            self.recipe.logging,
-            self.run_dir / "profile",
-            rank=dist.get_rank(),
-            device=self.trainer.device,
+            self.recipe.logging, self.run_dir / "profile", dist.get_rank()
         )
         self.saver = Saver(self.recipe.checkpoint, saved=self._tell_saved, say=self.progress.say)
 
@@ -84,7 +67,7 @@ class TrainingLoop:
         """Trains from the trainer's step to the recipe's last, or until a callback asks to stop.
         Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which
         any rank had a `stop`."""
-        with self.profiler, self.saver, garbage_frozen(self.recipe.train.gc_every):
+        with self.profiler, self.saver:
             is_done = self.trainer.step >= self.recipe.train.steps
             while not is_done:
                 is_done = self.train()
@@ -105,13 +88,8 @@ class TrainingLoop:
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Trains the next step, timed and profiled, and checks the ranks after it."""
-        step, train, report = self.trainer.step + 1, self.recipe.train, None
-        with (
-            self.profiler.step(step),
-            self.step_clock.timing(),
-            self.work_clock.timing(),
-            self.ran_clock.timing(),
-        ):
+        step, train, report = self.trainer.step + 1, self.recipe.train, ""
+        with self.profiler.step(step), self.step_clock.timing():
             with phase("data"), self.data_clock.timing():
                 batch = next(batches)
             with phase("forward or backward"):
@@ -124,13 +102,11 @@ class TrainingLoop:
         if self.is_first_step:  # kernels are loaded and ranks are connected
             limit_waits(train.timeout_s)
             self.is_first_step = False
-        if is_due(train.gc_every, step):
-            gc.collect()
         if is_due(train.compare_replicas_every, step):
             self.trainer.compare_replicas(f"step {step}")
         heartbeat.step_done(step)
-        if report is not None:
-            self.progress.say(str(report))
+        if report:
+            self.progress.say(report)
         if warning := result.left_out or result.spike:
             self.progress.say(f"warning: {warning}")
         return result
@@ -139,15 +115,14 @@ class TrainingLoop:
         """Reports the step, then evaluates and saves if due. Returns True after the last step.
         Raises PreemptedError if a signal has asked to end the run."""
         step, steps = self.trainer.step, self.recipe.train.steps
-        requests = self.receive_requests(result)
+        signum, wants_save, is_stopped = self.receive_requests(result)
         self.saver.step_done()
-        is_last = step == steps or (requests.is_stopped and not requests.signum)
+        is_last = step == steps or (is_stopped and not signum)
         if is_last and step < steps:
             self.trainer.end_early()
         self.progress.step_done(step)
         self.callbacks.tell("step_done", step, result)
-        profiled = self.profiler.end_after(step)
-        if profiled is not None:
+        if profiled := self.profiler.end_after(step):
             self.progress.say(profiled)
         losses: dict[str, float] = {}
         if is_due(self.recipe.train.eval_every, step, is_last):
@@ -155,38 +130,14 @@ class TrainingLoop:
         if losses or step == 1 or is_due(self.recipe.logging.every, step, is_last):
             with phase("metrics"):
                 self.report(result, losses)
-        saves = is_due(self.recipe.checkpoint.every, step, is_last)
-        if saves or requests.signum or requests.wants_save:
-            exports = is_last or (saves and not requests.signum)
+        is_on_time = is_due(self.recipe.checkpoint.every, step, is_last)
+        if is_on_time or signum or wants_save:
+            exports = is_last or (is_on_time and not signum)
             with phase("save"):
-                self.save(losses, is_last=is_last or requests.signum != 0, exports=exports)
-        self.answer(requests, is_last=is_last)
-        return is_last
-
-    def receive_requests(self, result: StepResult) -> Requests:
-        """Returns what any rank was asked to do. Raises the error of a save that has failed on any
-        rank."""
-        if not result.is_asked_to_stop:
-            return Requests()
-        wants_save, self.stop.wants_save = self.stop.wants_save, False
-        wants_end = self.callbacks.stop_reason is not None
-        own = self.stop.signum, wants_save, wants_end, self.saver.has_failed
-        largest = torch.tensor([int(each) for each in own], device=self.trainer.device)
-        # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        signum, saves, is_stopped, any_failed = largest.tolist()
-        if any_failed:
-            self.saver.finish()  # raises the error, on all ranks
-        return Requests(signum, bool(saves), bool(is_stopped))
-
-    def answer(self, requests: Requests, *, is_last: bool) -> None:
-        """Reports that the requests were fulfilled. Raises the error that ends the run for a
-        signal."""
-        step, signum = self.trainer.step, requests.signum
+                val_loss, ends = losses.get(VALIDATION), is_last or signum != 0
+                self.save(val_loss, is_last=ends, exports=exports)
         if signum:
             self.stop.is_answered()
-        elif requests.wants_save and not is_last:
-            self.progress.say(f"SIGUSR1: saves after step {step}, and goes on")
         if signum and not is_last:
             error = CtrlCError if signum == signal.SIGINT else PreemptedError
             path = checkpoint_path(self.checkpoints, step)
@@ -194,8 +145,32 @@ class TrainingLoop:
                 f"stopped by {signal_name(signum)} after step {step}, saved: {path}; "
                 "checkpoint.resume=auto goes on"
             )
-        if is_last and step < self.recipe.train.steps:
+        if wants_save and not is_last:
+            self.progress.say(f"SIGUSR1: saves after step {step}, and goes on")
+        if is_last and step < steps:
             self.progress.say(f"stopped after step {step}: {self.callbacks.stop_reason}")
+        return is_last
+
+    def receive_requests(self, result: StepResult) -> tuple[int, bool, bool]:
+        """Returns what any rank was asked to do: the signal that asks to end (0: none), whether one
+        asks to save, and whether a callback asks to stop. Raises the error of a save that has
+        failed on any rank."""
+        if not result.is_asked_to_stop:
+            return 0, False, False
+        wants_save, self.stop.wants_save = self.stop.wants_save, False
+        wants_end = self.callbacks.stop_reason is not None
+        # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
+        own = self.stop.signum, wants_save, wants_end, self.saver.has_failed
+        signum, saves, is_stopped, any_failed = self.largest(own)
+        if any_failed:
+            self.saver.finish()  # raises the error, on all ranks
+        return round(signum), bool(saves), bool(is_stopped)
+
+    def largest(self, own: Sequence[float]) -> list[float]:
+        """Returns the largest of each number over all ranks. Every rank calls it."""
+        numbers = torch.tensor(own, dtype=torch.float64, device=self.trainer.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return numbers.tolist()
 
     def evaluate(self) -> dict[str, float]:
         """Returns the loss of each evaluation set by its name."""
@@ -210,41 +185,16 @@ class TrainingLoop:
         """Starts the time of the next line of metrics, without validation and checkpoints."""
         self.reported_step, self.reported_tokens = self.trainer.step, self.trainer.tokens
         self.step_clock, self.data_clock = Stopwatch(), Stopwatch()
-        self.work_clock = Stopwatch(work_clock(self.trainer.device))
-        self.ran_clock = Stopwatch(time.thread_time)
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an
-        evaluation, and warns of a slow rank. Every rank calls it."""
-        line, warning = self.measure(result, dict(losses))
-        self.start_clocks()
-        self.progress.measured(line)
-        if warning is not None:
-            self.progress.say(f"warning: {warning}")
-        if self.metrics_file is not None:
-            self.metrics_file.write(line)
-        self.callbacks.tell("measured", self.trainer.step, line)
-
-    def measure(self, result: StepResult, sets: dict[str, float]) -> tuple[StepMetrics, str | None]:
-        trainer, recipe, progress = self.trainer, self.recipe, self.trainer.progress
-        tokens, steps = trainer.tokens - self.reported_tokens, trainer.step - self.reported_step
-        seconds, waited_s = self.step_clock.seconds, self.data_clock.seconds
-        tokens_per_s = tokens / seconds
-        per_device = tokens_per_s / recipe.parallel.world_size
-        mfu = None
-        if self.peak_flops is not None and trainer.block_weights is not None:
-            flops = metrics.flops_per_token(
-                recipe.model, trainer.block_weights, recipe.train.seq_len
-            )
-            mfu = per_device * flops / self.peak_flops
-        own = [
-            *metrics.peak_memory_bytes(trainer.device),
-            waited_s / steps,
-            self.work_clock.seconds + waited_s,
-            self.ran_clock.seconds,
-        ]
-        peak_bytes, reserved_bytes, waits_s, works_s, ran_s = _from_all_ranks(own, trainer.device)
-        slowest, warning = self.stragglers.see(works_s, ran_s, steps)
+        evaluation. Every rank calls it."""
+        trainer, progress, sets = self.trainer, self.trainer.progress, dict(losses)
+        steps, seconds = trainer.step - self.reported_step, self.step_clock.seconds
+        tokens_per_s = (trainer.tokens - self.reported_tokens) / seconds
+        per_device = tokens_per_s / self.recipe.parallel.world_size
+        own = *peak_memory_bytes(trainer.device), self.data_clock.seconds / steps
+        peak_bytes, reserved_bytes, wait_s = self.largest(own)
         line = StepMetrics(
             step=trainer.step,
             loss=result.loss,
@@ -252,30 +202,33 @@ class TrainingLoop:
             grad_norm=result.grad_norm,
             tokens=trainer.tokens,
             step_time_s=seconds / steps,
-            data_wait_s=max(waits_s),
+            data_wait_s=wait_s,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=per_device,
-            mfu=mfu,
-            peak_memory_bytes=round(max(peak_bytes)),
-            peak_reserved_bytes=round(max(reserved_bytes)) or None,
+            mfu=None if self.peak_tokens_per_s is None else per_device / self.peak_tokens_per_s,
+            peak_memory_bytes=round(peak_bytes),
+            peak_reserved_bytes=round(reserved_bytes) or None,
             val_loss=sets.pop(VALIDATION, None),
             set_losses=sets,
             loss_scale=result.loss_scale,
             spikes=progress.spikes.spikes,
             rollbacks=progress.spikes.rollbacks,
             skipped_steps=progress.skipped_steps,
-            slowest_rank=slowest.rank,
-            slowest_ratio=slowest.ratio,
         )
-        return line, warning
+        self.start_clocks()
+        self.progress.measured(line)
+        if self.metrics_file is not None:
+            self.metrics_file.write(line)
+        self.callbacks.tell("measured", trainer.step, line)
 
-    def save(self, losses: Mapping[str, float], *, is_last: bool, exports: bool) -> None:
+    def save(self, val_loss: float | None, *, is_last: bool, exports: bool) -> None:
         """Saves a checkpoint, and exports it if the recipe asks for that."""
         path, then = checkpoint_path(self.checkpoints, self.trainer.step), None
         wanted = self.recipe.checkpoint.export
         if exports and (wanted == "all" or (wanted == "last" and is_last)):
             then = partial(export_saved, self.recipe, path, self.run_dir / "export" / path.name)
-        self._save(losses.get(VALIDATION), path, is_last=is_last, then=then)
+        state, progress = state_of(self.trainer, val_loss)
+        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
 
     def roll_back(self, spike: str) -> bool:
         """Goes back to the newest checkpoint from before the steps that are suspected of the spike,
@@ -306,46 +259,15 @@ class TrainingLoop:
         for line in (told, *lines):
             self.progress.say(line)
         step = trainer.step
-        self._save(loaded.val_loss, checkpoint_path(self.checkpoints, step), is_last=False)
+        self.save(loaded.val_loss, is_last=False, exports=False)
         self.start_clocks()
         if self.metrics_file is not None:
             self.metrics_file.go_back(step)
-            self.callbacks.tell_of_a_rollback(step, spike, self.metrics_file.history)
         self.progress.step_done(step)
         return True
 
-    def _save(
-        self,
-        val_loss: float | None,
-        path: Path,
-        *,
-        is_last: bool,
-        then: partial[str] | None = None,
-    ) -> None:
-        state, progress = state_of(self.trainer, val_loss)
-        self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
-
     def _tell_saved(self, path: Path) -> None:
         self.callbacks.tell("saved", self.trainer.step, path)
-
-
-@contextmanager
-def garbage_frozen(every: int | None) -> Iterator[None]:
-    """Turns Python's garbage collection off for a block, so that all ranks collect after the same
-    steps. None: Python collects as always."""
-    if every is None:
-        yield
-        return
-    was_enabled = gc.isenabled()
-    gc.disable()
-    gc.collect()
-    gc.freeze()  # what a run is made of stays to its end, and is not looked through again
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
 
 
 def export_saved(
@@ -370,14 +292,6 @@ def export_saved(
     while collect_from_all(write_next, reply, group):
         pass
     return "; ".join((f"exported: {to}", *form.notes))
-
-
-def _from_all_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Returns each of the numbers from all ranks."""
-    own = torch.tensor(numbers, dtype=torch.float64, device=device)
-    gathered = own.new_empty(dist.get_world_size() * len(numbers))
-    all_gather_single(gathered, own)
-    return gathered.view(-1, len(numbers)).t().tolist()
 
 
 def is_due(every: int | None, step: int, is_last: bool = False) -> bool:

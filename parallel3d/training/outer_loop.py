@@ -1,17 +1,21 @@
 """The interface between the trainer and an outer loop, in which replicas train apart for some steps
-and are brought together again. `local_sgd` implements it."""
+and are brought together again. `local_sgd` implements it, and you can pass another to `Trainer`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from parallel3d.checkpoint.manifest import SavedReplicas
 from parallel3d.diagnosis.replicas import Copies
+from parallel3d.mesh import Axis
 from parallel3d.training.step_result import StepTotals
+
+if TYPE_CHECKING:
+    from parallel3d.training.trainer import Trainer
 
 Tensors = dict[str, Tensor]  # by their names in a checkpoint
 
@@ -23,11 +27,10 @@ class OuterLoop(Protocol):
         """Returns the totals over all replicas, given those of this replica. They stay on the
         device."""
 
-    def after_step(self, step: int) -> None:
-        """Is called after the optimizer's step, before the model computes with new parameters."""
-
-    def finish(self, step: int) -> None:
-        """Makes the replicas equal after `step`, the last of the run."""
+    def after_step(self, step: int, *, is_last: bool) -> None:
+        """Is called after the optimizer's step, before the model computes with new parameters. With
+        `is_last` it is called once more after the step, because the run ends early: the replicas
+        must then be equal, as after the last step of the recipe."""
 
     def evaluating(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
         """Returns a context in which the parameters are those to evaluate. `publish` makes the
@@ -48,3 +51,8 @@ class OuterLoop(Protocol):
 
     def after_loading(self, saved: SavedReplicas | None) -> None:
         """Continues from the tensors that were loaded."""
+
+
+# Builds the outer loop of a trainer, whose mesh is that of one replica, over the axis of the
+# replicas.
+BuildOuterLoop = Callable[["Trainer", Axis], OuterLoop]

@@ -69,11 +69,9 @@ def _evaluate(trainer: Trainer, rank: int) -> tuple[str, dict[str, object]]:
     text, answer = f"step {trainer.step}", dict[str, object](tokens=trainer.tokens)
     for each in evaluations:
         loss = trainer.evaluate_all(each.batches)
-        of, named = f"/{each.name}", f"{each.name} "
-        if each.name == VALIDATION:
-            of = named = ""
-        answer |= {f"loss{of}": loss, f"perplexity{of}": perplexity(loss)}
-        text += f"  {named}loss {loss:.4f}  perplexity {perplexity(loss):.2f}"
+        name = "" if each.name == VALIDATION else f"/{each.name}"
+        answer |= {f"loss{name}": loss, f"perplexity{name}": perplexity(loss)}
+        text += f"  loss{name} {loss:.4f}  perplexity{name} {perplexity(loss):.2f}"
     return text, answer
 
 

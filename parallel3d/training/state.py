@@ -18,7 +18,7 @@ from parallel3d.checkpoint.pretrained import load_pretrained
 from parallel3d.checkpoint.start import is_pretrained
 from parallel3d.checkpoint.store import after_resume
 from parallel3d.config.load import to_yaml
-from parallel3d.config.yaml_text import shown
+from parallel3d.config.recipe import SequenceRange
 from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
 from parallel3d.data.order import SkippedRanges
@@ -26,7 +26,6 @@ from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.mesh import Role
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.training.local_sgd.replicas import tensors_of_one_replica
 from parallel3d.training.trainer import Trainer
 
 Loaded = TypeVar("Loaded")
@@ -67,9 +66,15 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
     def choose(saved: Progress) -> dict[str, Tensor]:
         _check_same_run(trainer, path, saved)
         check_data(trainer, path, saved)
-        if outer_loop is None:
-            return tensors_of_one_replica(state, saved.local_sgd)
-        return outer_loop.tensors_to_load(state, saved.local_sgd)
+        if outer_loop is not None:
+            return outer_loop.tensors_to_load(state, saved.local_sgd)
+        if saved.local_sgd is None:
+            return state
+        # A synchronous run reads the outer parameters, and all else of the first replica.
+        return {
+            name if name.startswith(MODEL) else f"replica.0.{name}": tensor
+            for name, tensor in state.items()
+        }
 
     saved = load_tensors(state, path, choose)
     _copy_to_twins(trainer)
@@ -108,7 +113,6 @@ def resume_from(
     user: what was passed over, and where the run goes on. Raises CheckpointError, with no damaged
     one renamed, where all are damaged, or one is of another model."""
     path, progress, lines = first_whole(checkpoints, partial(load_trainer, trainer))
-    lines += check_data(trainer, path, progress)
     if dist.get_rank() == 0:
         with writing(folder):
             lines += after_resume(
@@ -183,19 +187,17 @@ def _begin(trainer: Trainer) -> None:
     trainer.publish()
 
 
-def check_data(trainer: Trainer, path: Path, progress: Progress) -> list[str]:
-    """Raises CheckpointError if the checkpoint's run had other data, or returns a line about it
-    where the recipe allows that. Nothing is compared where either is not known."""
+def check_data(trainer: Trainer, path: Path, progress: Progress) -> None:
+    """Raises CheckpointError if the checkpoint's run had other data, unless the recipe allows it or
+    either is not known."""
     then, now = progress.data_fingerprint, trainer.progress.data_fingerprint
-    differing = [] if then is None or now is None else differences(then, now)
-    if not differing:
-        return []
-    told = f"{path}: was trained on other data ({'; '.join(differing)})"
-    if not trainer.recipe.checkpoint.allow_other_data:
+    if then is None or now is None or trainer.recipe.checkpoint.allow_other_data:
+        return
+    if differing := differences(then, now):
         raise CheckpointError(
-            f"{told}; resume with the same data, or with checkpoint.allow_other_data=true"
+            f"{path}: was trained on other data ({'; '.join(differing)}); resume with the same "
+            "data, or with checkpoint.allow_other_data=true"
         )
-    return [f"{told}, which checkpoint.allow_other_data allows"]
 
 
 def _copy_to_twins(trainer: Trainer) -> None:
@@ -210,56 +212,50 @@ def _copy_to_twins(trainer: Trainer) -> None:
                 own.copy_(trainer.optimizer.state[twin.local][kind])
 
 
-def _check_same_run(trainer: Trainer, path: Path, progress: Progress) -> None:
+def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
     """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than
     this one."""
-    recipe, train = trainer.recipe, trainer.recipe.train
-    for key in ("seed", "global_batch_size", "seq_len"):
-        then, now = getattr(progress, key), getattr(train, key)
+    recipe, sequences = trainer.recipe, trainer.recipe.batch_sizes.before(saved.step)
+    before, after = (
+        SkippedRanges.merge((*skip, *saved.skipped_by_rollbacks))
+        for skip in (saved.skip, recipe.data.skip)
+    )
+    drawn, planned = saved.drawn or {}, drawn_by_source(recipe, saved.step, after)
+    if max(len(drawn), len(planned)) == 1:  # a single corpus may have any name
+        drawn = planned
+    seen = sequences if saved.sequences is None else saved.sequences
+    skip, label = _as_yaml(saved.skip), trainer.optimizer.label
+    checks: list[tuple[str, object, object, str]] = [
+        (f"train.{key}", getattr(saved, key), getattr(recipe.train, key), "that value")
+        for key in ("seed", "global_batch_size", "seq_len")
+    ]
+    checks += [
+        ("sequences seen", seen, sequences, "its train.batch_warmup_start, _increment and _steps"),
+        (
+            "sequences left out so far",
+            _as_yaml(before.before(sequences)),
+            _as_yaml(after.before(sequences)),
+            f"data.skip={skip}, to which you may add what comes later",
+        ),
+        (
+            "sequences drawn",
+            drawn,
+            planned,
+            "its data.sources and data.stages, and give other weights as one more of data.stages, "
+            f"from_step: {saved.step + 1}",
+        ),
+        ("optimizer", saved.optimizer, label, "that optimizer.name and its settings"),
+    ]
+    for what, then, now, remedy in checks:
         if then != now:
             raise CheckpointError(
-                f"{path}: was trained with train.{key} = {then}, not {now}; resume with "
-                f"train.{key}={then}"
+                f"{path}: {what} = {then} in its run, and {now} in this recipe; resume with "
+                f"{remedy}"
             )
-    seen, wanted = progress.sequences, recipe.batch_sizes.before(progress.step)
-    if seen is not None and seen != wanted:
-        raise CheckpointError(
-            f"{path}: has seen {seen} sequences, and this recipe's first {progress.step} steps are "
-            f"{wanted}; resume with the train.batch_warmup_start, _increment and _steps that it "
-            "was trained with"
-        )
-    before, after = (
-        SkippedRanges.merge((*own, *progress.skipped_by_rollbacks))
-        for own in (progress.skip, recipe.data.skip)
-    )
-    if before.before(wanted) != after.before(wanted):
-        ranges = ", ".join(f"{{first: {each.first}, last: {each.last}}}" for each in progress.skip)
-        raise CheckpointError(
-            f"{path}: has left out other sequences below {before.end(wanted)}, where it stands, "
-            f"than this recipe's data.skip does; resume with data.skip=[{ranges}], to which you "
-            "may add what comes later"
-        )
-    drawn, planned = progress.drawn or {}, drawn_by_source(recipe, progress.step, after)
-    if drawn != planned and max(len(drawn), len(planned)) > 1:  # a single corpus may have any name
-        raise CheckpointError(
-            f"{path}: has drawn {_in_words(drawn)} sequences, and this recipe's first "
-            f"{progress.step} steps draw {_in_words(planned)}; resume with the data.sources and "
-            "data.stages that it was trained with, and give other weights as one more of "
-            f"data.stages, from_step: {progress.step + 1}"
-        )
-    if progress.optimizer != trainer.optimizer.label:
-        raise CheckpointError(
-            f"{path}: has the states of {shown(progress.optimizer)}, and this run's optimizer is "
-            f"{trainer.optimizer.label}; resume with "
-            f"optimizer.name={shown(progress.optimizer.partition(' ')[0])} and its settings"
-        )
 
 
-def _in_words(drawn: dict[str, int]) -> str:
-    return (
-        shown(" and ".join(f"{count:,} {name}" for name, count in drawn.items()))
-        or "the one corpus'"
-    )
+def _as_yaml(ranges: Sequence[SequenceRange]) -> str:
+    return f"[{', '.join(f'{{first: {each.first}, last: {each.last}}}' for each in ranges)}]"
 
 
 def tensors_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,9 +27,8 @@ from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.training.guard import Guard
-from parallel3d.training.local_sgd.replicas import LocalSgd
 from parallel3d.training.loss import MeanLoss
-from parallel3d.training.outer_loop import OuterLoop
+from parallel3d.training.outer_loop import BuildOuterLoop, OuterLoop
 from parallel3d.training.step_result import (
     StepResult,
     StepTotals,
@@ -38,6 +37,8 @@ from parallel3d.training.step_result import (
 )
 from parallel3d.training.update import Observe, Update, learning_rate
 from parallel3d.watch.heartbeat import phase
+
+_build_schedule = lru_cache(build_schedule)  # of each number of microbatches
 
 
 class Trainer:
@@ -48,6 +49,8 @@ class Trainer:
         initialize: Without it no weights are drawn; load a checkpoint before the first step.
         gpu_bytes: Memory of a GPU, from which the size of the chunks of the loss follows.
         data_fingerprint: Identifies the training data in checkpoints.
+        outer_loop: Builds the loop in which replicas train apart (`local_sgd.outer_loop_of`).
+            `mesh` is still that of all replicas.
     """
 
     def __init__(
@@ -60,15 +63,13 @@ class Trainer:
         initialize: bool = True,
         gpu_bytes: float | None = None,
         data_fingerprint: tuple[dict[str, Any], ...] | None = None,
+        outer_loop: BuildOuterLoop | None = None,
     ) -> None:
-        self.recipe, self.device = recipe, device
-        # With local SGD each replica is trained like a run of its own.
-        is_apart = recipe.local_sgd.sync_every is not None
-        own_recipe = recipe.of_one_replica
-        self.mesh = replica_mesh(mesh) if is_apart else mesh
+        self.recipe, self.device, self.mesh, own_recipe = recipe, device, mesh, recipe
+        if outer_loop is not None:  # each replica is trained like a run of its own
+            self.mesh, own_recipe = replica_mesh(mesh), recipe.of_one_replica
         self.axes = axes_of(self.mesh)
         self.loss = MeanLoss(own_recipe, self.mesh[Role.SPLIT_TENSORS], gpu_bytes)
-        self._schedules: dict[int, Schedule] = {}  # by the number of microbatches
         parts = parallelize(
             model_class,
             own_recipe,
@@ -79,22 +80,15 @@ class Trainer:
             initialize=initialize,
         )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
-        self.parameters, self.tied = parts.parameters, parts.tied
-        self.parameter_count = parts.parameter_count
+        self.parameters, self.parameter_count = parts.parameters, parts.parameter_count
         self.block_weights = block_weights_of(model_class, recipe.model)
         self.loss.use_head(stage.module for stage in parts.stages)
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
         self.update = Update(parts, self.optimizer, self.mesh)
         self.guard = Guard(recipe)
         self.outer_loop: OuterLoop | None = None
-        if is_apart:
-            self.outer_loop = LocalSgd(
-                self.parameters,
-                recipe.local_sgd,
-                replicas=Axis.of(mesh[Role.REPLICATE]),
-                axes=self.axes,
-                steps=recipe.train.steps,
-            )
+        if outer_loop is not None:
+            self.outer_loop = outer_loop(self, Axis.of(mesh[Role.REPLICATE]))
         self.progress = Progress(
             step=0,
             tokens=0,
@@ -148,11 +142,11 @@ class Trainer:
         is skipped or NonFiniteError raised, as `train.on_nonfinite` says. Raises DataError, with
         nothing changed, if no rank has a label or any has a wrong id.
         """
-        step, train = self.step + 1, self.recipe.train
-        rate = learning_rate(self.recipe.optimizer, step, train.steps)
+        step, recipe = self.step + 1, self.recipe
         inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
-        self.loss.scale = self.progress.loss_scale or 1.0
+        rate = learning_rate(recipe.optimizer, step, recipe.train.steps)
         self.update.begin(rate)
+        self.loss.scale = self.progress.loss_scale or 1.0
         loss = self.pipeline.run(
             inputs,
             labels,
@@ -163,18 +157,26 @@ class Trainer:
         )
         for data in self.data:
             data.finish_gradients()
-        square = self.update.complete(observe)
+        self.update.complete(observe)
+        square = self.update.squared_norm()
         result = self._sum_over_mesh(
             loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop
         )
-        refuse_no_labels(step, result.tokens, self.recipe.data.ignore_token_ids)
-        name_cause = partial(self._describe_nonfinite, loss)
+        refuse_no_labels(step, result.tokens, recipe.data.ignore_token_ids)
+        name_cause = partial(
+            describe_nonfinite,
+            loss,
+            self.update.squares,
+            recipe.parallel,
+            replicas_train_apart=self.outer_loop is not None,
+        )
         result, progress = self.guard.check(step, result, self.progress, name_cause)
         if not result.is_skipped:
+            clip = clip_factor(result.own_norm, recipe.train.grad_clip)
             with phase("optimizer"):
-                self.update.apply(result.factor * clip_factor(result.own_norm, train.grad_clip))
+                self.update.apply(result.factor * clip)
         if self.outer_loop is not None:
-            self.outer_loop.after_step(step)
+            self.outer_loop.after_step(step, is_last=False)
         self.publish()
         for data in self.data:
             data.clear_gradients()
@@ -189,15 +191,14 @@ class Trainer:
     def end_early(self) -> None:
         """Makes the completed step the last of the run. Every rank must call it."""
         if self.outer_loop is not None:
-            self.outer_loop.finish(self.step)
+            self.outer_loop.after_step(self.step, is_last=True)
             self.publish()
 
     def compare_replicas(self, when: str) -> None:
         """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
         that must hold the same. Every rank calls it. `when` begins the message."""
         states = self.optimizer.state
-        copies = copies_of(self.parameters, states, self.axes)
-        copies += self.update.gradients.copies(states)
+        copies = copies_of(self.parameters, states, self.axes) + self.update.copies(states)
         if self.outer_loop is not None:
             copies.append(self.outer_loop.copies())
         advice = "go on from a checkpoint that is not newer than the last comparison"
@@ -209,10 +210,10 @@ class Trainer:
         return self.evaluate_all([batch])
 
     def evaluate_all(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean cross-entropy over all labels of global batches of any size, of each of
-        which this data rank has its share, without training on them; the same on every rank. Where
-        replicas train apart it is the loss of the outer parameters, which are what the run will
-        leave behind. Raises DataError where no batch has a label, or any rank a wrong id."""
+        """Returns the mean cross-entropy over all labels of global batches of any size, the same on
+        every rank, without training on them. This data rank has its share of each. If replicas
+        train apart, it is the loss of the outer parameters, which the run will leave behind. Raises
+        DataError if no batch has a label, or any rank has a wrong id."""
         results = []
         with self._evaluating():
             for batch in batches:
@@ -241,15 +242,13 @@ class Trainer:
     def schedule_of(self, microbatches: int) -> Schedule:
         """The pipeline's schedule for this number of microbatches, of which a warm-up of the batch
         has several."""
-        if microbatches not in self._schedules:
-            layout = self.recipe.parallel
-            self._schedules[microbatches] = build_schedule(
-                layout.schedule,
-                pp=layout.pp,
-                microbatches=microbatches,
-                virtual_stages=layout.virtual_stages,
-            )
-        return self._schedules[microbatches]
+        layout = self.recipe.parallel
+        return _build_schedule(
+            layout.schedule,
+            pp=layout.pp,
+            microbatches=microbatches,
+            virtual_stages=layout.virtual_stages,
+        )
 
     def _on_device(self, x: Tensor) -> Tensor:
         """Copies a tensor of the host's to a GPU, without waiting if it is in pinned memory."""
@@ -295,15 +294,6 @@ class Trainer:
                     stage.module.train()
                 for data in self.data:
                     data.free_gathered()
-
-    def _describe_nonfinite(self, loss: Tensor) -> str:
-        """Names the rank and the parameter that produced a non-finite loss or gradient."""
-        return describe_nonfinite(
-            loss,
-            self.update.squares(),
-            self.recipe.parallel,
-            replicas_train_apart=self.outer_loop is not None,
-        )
 
     def publish(self) -> None:
         """Makes the model compute with what is in `parameters` from now on."""

@@ -26,12 +26,26 @@ Observe = Callable[[LocalParameter], None]
 
 class Update:
     """Completes the gradients and steps the optimizer. In each step the trainer calls `begin`,
-    `complete` and, unless the step is skipped, `apply`."""
+    `complete`, `squared_norm` and, unless the step is skipped, `apply`."""
 
     def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, mesh: DeviceMesh) -> None:
-        self.gradients = GradientSync(parts, mesh)
         self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes_of(mesh)
-        self._zero = torch.zeros((), dtype=torch.float64, device=parts.pipeline.links.device)
+        self._device = parts.pipeline.links.device
+        self._tp = self._axes[Role.SPLIT_TENSORS]
+        self._partial = [p for p in parts.trained if p.spec.partial_gradient and self._tp.size > 1]
+        # the pipeline ranks that hold the first and the last stage
+        placement, layers = parts.pipeline.schedule.placement, mesh[Role.SPLIT_LAYERS]
+        ends = placement[0], placement[-1]
+        # the process group of this pipeline's two end ranks, on these if they are two
+        self._ends: dist.ProcessGroup | None = None
+        if parts.tied_ends and ends[0] != ends[1] and layers.get_local_rank() in ends:
+            ranks = dist.get_process_group_ranks(layers.get_group())
+            group = [ranks[end] for end in ends]
+            self._ends = group_of(group, "pipeline_ends", name=f"{parts.pipeline.links.name} ends")
+        # The weights are in the same order on both ends. A rank may have both ends of a weight.
+        named = [[p for p in parts.trained if p.name == name] for name in parts.tied_ends]
+        self._tied = [held[0] for held in named if held and self._ends]
+        self._pairs = [held for held in named if len(held) == 2]
 
     def begin(self, rate: float) -> None:
         """Sets the learning rate."""
@@ -39,30 +53,49 @@ class Update:
             # Muon's matrices may have a rate of their own
             group["lr"] = rate * group.get("lr_ratio", 1.0)
 
-    def complete(self, observe: Observe | None = None) -> Tensor:
-        """Called when gradients are summed over the data ranks. Returns this rank's share of the
-        squared norm. `observe` is called with each parameter when its gradient is complete, before
-        anything is done with it."""
+    def complete(self, observe: Observe | None = None) -> None:
+        """Sums what the backward pass left partial, after gradients are summed over the data ranks:
+        one all-reduce over tp of the norms' weights (with sequence parallelism), and one of each
+        tied weight between the first and the last pipeline rank. `observe` is called with each
+        parameter when its gradient is complete."""
         for parameter in self._parameters:
             parameter.sync_views()
-        self.gradients.complete()
+        if self._partial:
+            gradients = [_gradient(p) for p in self._partial]
+            summed = all_reduce(torch.cat([g.flatten() for g in gradients]), self._tp)
+            parts = summed.split([g.numel() for g in gradients])
+            shaped = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+            foreach_copy_(gradients, shaped)
+        for parameter in self._tied:
+            dist.all_reduce(_gradient(parameter), group=self._ends)
+        for first, second in self._pairs:
+            _gradient(second).copy_(_gradient(first).add_(_gradient(second)))
         if observe is not None:
             for parameter in self._parameters:
                 observe(parameter)
-        return squared_norm(self._parameters, self._axes) if self._parameters else self._zero
+
+    def squared_norm(self) -> Tensor:
+        """Returns this rank's share of the squared norm of the gradient."""
+        return squared_norm(self._parameters, self._axes, self._device)
 
     def squares(self) -> list[tuple[LocalParameter, Tensor]]:
         """Returns the squared norm of each parameter's gradient on this rank, in the order of the
-        model. Call it after `complete`."""
-        return [
-            (parameter, squared_norm([parameter], self._axes)) for parameter in self._parameters
-        ]
+        model."""
+        return [(p, squared_norm([p], self._axes, self._device)) for p in self._parameters]
 
     def apply(self, factor: float) -> None:
         """Steps with the gradients times `factor`."""
         if factor != 1.0 and self._parameters:  # the one time that gradients are multiplied
             scale_([_gradient(parameter) for parameter in self._parameters], factor)
         self._optimizer.step()
+
+    def copies(self, states: States) -> list[Copies]:
+        """Returns the tied weights and their optimizer states, which both ends of this pipeline
+        hold."""
+        if not self._tied:
+            return []
+        axis = Axis(2, dist.get_rank(self._ends), self._ends)
+        return [Copies(axis, tensors_of(self._tied, states))]
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -89,64 +122,17 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
-class GradientSync:
-    """Completes the gradients that the backward left partial: over tp, and between the two ends of
-    the pipeline."""
-
-    def __init__(self, parts: Parallelized, mesh: DeviceMesh) -> None:
-        parameters, tied, placement = (
-            parts.trained,
-            parts.tied_ends,
-            parts.pipeline.schedule.placement,
-        )
-        # the pipeline ranks that hold the first and the last stage
-        ends = placement[0], placement[-1]
-        self._tp = Axis.of(mesh[Role.SPLIT_TENSORS])
-        self._partial = [p for p in parameters if p.spec.partial_gradient and self._tp.size > 1]
-        # this pipeline's two end ranks, on these if they are two
-        self._ends: dist.ProcessGroup | None = None
-        if tied and ends[0] != ends[1] and mesh[Role.SPLIT_LAYERS].get_local_rank() in ends:
-            ranks = dist.get_process_group_ranks(mesh[Role.SPLIT_LAYERS].get_group())
-            group = [ranks[end] for end in ends]
-            self._ends = group_of(group, "pipeline_ends", name=f"{parts.pipeline.links.name} ends")
-        # in the same order on both ends
-        named = [[p for p in parameters if p.name == name] for name in tied]
-        self._tied = [each[0] for each in named if each] if self._ends else []
-        self._pairs = [each for each in named if len(each) == 2]  # a rank may have both ends
-
-    def copies(self, states: States) -> list[Copies]:
-        """Returns the tied weights and their optimizer states, which both ends of this pipeline
-        hold."""
-        if self._ends is None or not self._tied:
-            return []
-        axis = Axis(2, dist.get_rank(self._ends), self._ends)
-        return [Copies(axis, tensors_of(self._tied, states))]
-
-    def complete(self) -> None:
-        """Sums the gradients: one all-reduce over tp of the norms' weights (with sequence
-        parallelism), and one of each tied weight between the first and the last pipeline rank."""
-        if self._partial:
-            gradients = [_gradient(p) for p in self._partial]
-            summed = all_reduce(torch.cat([g.flatten() for g in gradients]), self._tp)
-            parts = summed.split([g.numel() for g in gradients])
-            foreach_copy_(
-                gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-            )
-        for parameter in self._tied:
-            dist.all_reduce(_gradient(parameter), group=self._ends)
-        for first, second in self._pairs:
-            _gradient(second).copy_(_gradient(first).add_(_gradient(second)))
-
-
-def squared_norm(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
-    """Returns this rank's share of the squared norm of the whole gradient, a float64 scalar. The
-    sum of the shares over all ranks of the mesh is the squared norm, each parameter counted
-    once."""
+def squared_norm(
+    parameters: Sequence[LocalParameter], axes: Mapping[str, Axis], device: torch.device
+) -> Tensor:
+    """Returns this rank's share of the squared norm of the gradient of some parameters, a float64
+    scalar. The sum of the shares over all ranks of the mesh is the squared norm, each parameter
+    counted once."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.is_copy:
             by_copies.setdefault(parameter.copies(axes), []).append(_gradient(parameter))
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].local.device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in by_copies.items():
         # The norms are float32 at least, because torch's own total norm of bf16 gradients would be
         # rounded to bf16.

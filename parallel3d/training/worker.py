@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from parallel3d.data.corpus import Corpus, load_corpora
 from parallel3d.data.evaluation import evaluation_windows
 from parallel3d.data.fingerprint import data_fingerprint
 from parallel3d.data.loader import BatchLoader, EvaluationSet
-from parallel3d.data.mixture import drawn_by_source, training_windows, validation_windows
+from parallel3d.data.mixture import training_windows, validation_windows
 from parallel3d.data.order import SkippedRanges
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import NotSavedInTimeError, printable, writing
@@ -33,12 +32,13 @@ from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_na
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
-from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, known_peak
+from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, peak_tokens_per_s
 from parallel3d.reporting.progress import open_progress
 from parallel3d.reporting.sinks import SinkRun, Sinks
 from parallel3d.torch_private import limit_waits
-from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, build_callbacks
+from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, callback_classes
 from parallel3d.training.generation import generate
+from parallel3d.training.local_sgd import outer_loop_of
 from parallel3d.training.loop import TrainingLoop
 from parallel3d.training.state import of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
@@ -62,7 +62,9 @@ def run_worker(
     with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
         refuse(attention_errors(recipe, device_of(device)))
         speaks = rendezvous.rank == 0
-        watchers = [*callbacks, *build_callbacks(recipe)] if speaks else []
+        watchers: list[Callback] = []
+        if speaks:
+            watchers = [*callbacks, *(found() for found in callback_classes(recipe))]
         mesh = build_mesh(recipe.parallel, device.type)
         limit_waits(train.start_timeout_s)
         corpora = load_corpora(recipe.data)
@@ -81,36 +83,22 @@ def run_worker(
             open_progress(train.steps, trainer.step, speaks=speaks) as progress,
             open_metrics(recipe, run_dir, trainer.step, progress.say, speaks=speaks) as metrics,
         ):
-            peak_flops, why_unknown = known_peak(recipe, device, peak_of)
-            if peak_flops is not None and trainer.block_weights is None:
-                name = recipe.model.architecture
-                why_unknown = [f"no MFU: {name} has no static method block_weights(config)"]
-            for line in (
+            peak, why_unknown = peak_tokens_per_s(recipe, device, peak_of, trainer.block_weights)
+            lines = [
                 describe_run(trainer, corpora),
-                *passes_over_sources(recipe, corpora, train.steps, trainer.left_out),
-                *why_unknown,
+                why_unknown,
                 *resumed,
-            ):
-                progress.say(line)
+            ]
             if trainer.step >= train.steps:
-                progress.say(f"nothing to do: train.steps = {train.steps} are done")
-            view = None
-            if metrics is not None:
-                view = RunView(recipe, run_dir, progress.say, metrics.history, trainer.step)
-            told = Callbacks(watchers, view)
-            with told.watching():
-                TrainingLoop(
-                    trainer,
-                    loaders,
-                    checkpoints,
-                    metrics,
-                    progress,
-                    stop,
-                    told,
-                    peak_flops,
-                ).fit()
-            for line in passes_over_sources(recipe, corpora, trainer.step, trainer.left_out):
+                lines.append(f"nothing to do: train.steps = {train.steps} are done")
+            for line in filter(None, lines):
                 progress.say(line)
+            view = RunView(recipe, run_dir, progress.say, trainer.step) if speaks else None
+            called = Callbacks(watchers, view)
+            with called.watching():
+                TrainingLoop(
+                    trainer, loaders, checkpoints, metrics, progress, stop, called, peak
+                ).fit()
         if train.sample_tokens:
             with phase("generation"):
                 text = generate(trainer, corpora[0].tokenizer, train)
@@ -139,6 +127,7 @@ def load_or_initialize(
         initialize=not (saved or start),
         gpu_bytes=gpu_bytes(device),
         data_fingerprint=data_fingerprint(corpora),
+        outer_loop=outer_loop_of(recipe),
     )
     limit_waits(recipe.train.start_timeout_s)  # also in the groups that the trainer has made
     if saved:
@@ -160,10 +149,20 @@ def prepare_run_dir(recipe: Recipe, checkpoints: Path) -> None:
 def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[StopRequest]:
     """Catches the signals that ask for a save. A run without checkpoints has nowhere to save to, so
     signals end it at once."""
+    grace_s = recipe.checkpoint.grace_s
+
+    def too_late(signum: int) -> NotSavedInTimeError:
+        """Returns the error of a save that has outlived `checkpoint.grace_s`."""
+        good = list_checkpoints(checkpoints)[-1:]
+        goes_on = "none is whole"
+        if good:
+            goes_on = f"{good[0]} is the last good one, from which checkpoint.resume=auto goes on"
+        stopped = f"stopped by {signal_name(signum)}, and not saved within checkpoint.grace_s"
+        return NotSavedInTimeError(f"{stopped} = {grace_s}: {goes_on}", signum)
+
     if recipe.checkpoint.every is None:
         return nullcontext(StopRequest())
-    grace_s = recipe.checkpoint.grace_s
-    return catch_stop_signals(grace_s, partial(not_saved_in_time, grace_s, checkpoints))
+    return catch_stop_signals(grace_s, too_late)
 
 
 def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
@@ -175,26 +174,10 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
     hardware = "CPU, gloo"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}, NCCL"
-    plural = "" if recipe.microbatches == 1 else "es"
     return (
         f"{trainer.parameter_count:,} parameters on {layout} ({hardware}, "
-        f"{recipe.train.precision}), {tokens:,} training tokens, {recipe.microbatches} "
-        f"microbatch{plural} a step"
-    )
-
-
-def not_saved_in_time(grace_s: float | None, checkpoints: Path, signum: int) -> NotSavedInTimeError:
-    """Returns the error of a save that has outlived `checkpoint.grace_s`, with the last whole
-    checkpoint."""
-    whole = list_checkpoints(checkpoints)
-    goes_on = (
-        f"{whole[-1]} is the last good one, from which checkpoint.resume=auto goes on"
-        if whole
-        else "none is whole"
-    )
-    by = signal_name(signum)
-    return NotSavedInTimeError(
-        f"stopped by {by}, and not saved within checkpoint.grace_s = {grace_s}: {goes_on}", signum
+        f"{recipe.train.precision}), {tokens:,} training tokens, microbatches a step: "
+        f"{recipe.microbatches}"
     )
 
 
@@ -209,28 +192,12 @@ def open_metrics(
         return
     with Sinks(recipe.logging.sinks, SinkRun.of(recipe, run_dir, resumed_step), tell) as sinks:
         path = run_dir / "metrics.jsonl"
-        metrics = MetricsFile(
-            path, resumed_step=resumed_step, also=sinks.log, also_back=sinks.go_back
-        )
+        metrics = MetricsFile(path, resumed_step=resumed_step, sinks=sinks)
         if metrics.note:
             tell(f"warning: {metrics.note}")
         yield metrics
 
 
-def passes_over_sources(
-    recipe: Recipe, corpora: Sequence[Corpus], steps: int, left_out: SkippedRanges
-) -> list[str]:
-    """Returns a line for each of `data.sources` on how often the first `steps` steps pass over
-    it."""
-    drawn, total = drawn_by_source(recipe, steps, left_out), recipe.batch_sizes.before(steps)
-    lines = []
-    for source, corpus in zip(recipe.data.sources, corpora, strict=False):
-        count, windows = drawn.get(source.label, 0), (len(corpus.train) - 1) // recipe.train.seq_len
-        lines.append(
-            f"source {source.label}: {count:,} of {total:,} sequences in {steps} steps, "
-            f"{count / windows:.2f} passes over its {windows:,}"
-        )
-    return lines
 
 
 def build_loaders(

@@ -1,8 +1,8 @@
 """DiLoCo in plain torch in one process, the referee of tests of local SGD: one plain model and one
 AdamW a replica.
 
-Written after the papers (arXiv 2311.08105, algorithm 1; 2501.18512, algorithm 2), step by step and
-tensor by tensor, with nothing of the project's own outer loop.
+Written after the paper (arXiv 2311.08105, algorithm 1), tensor by tensor, with nothing of the
+project's own outer loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
@@ -29,7 +28,6 @@ class PlainDiloco:
             name: p.detach().clone() for name, p in self.replicas[0].model.named_parameters()
         }
         self.velocity = {name: torch.zeros_like(value) for name, value in self.outer.items()}
-        self.sent: dict[tuple[int, str], Tensor] = {}  # (step, name) -> mean pseudo-gradient
         self.step = 0
 
     def train_step(self) -> tuple[float, float]:
@@ -40,7 +38,9 @@ class PlainDiloco:
         for index, replica in enumerate(self.replicas):
             results.append(replica.train_step(make_loader(share, index).batch(self.step)))
         self.step += 1
-        self._synchronise()
+        assert self.local.sync_every is not None
+        if self.step % self.local.sync_every == 0:
+            self._synchronise()
         losses, norms = zip(*results, strict=True)
         return sum(losses) / len(losses), (sum(norm**2 for norm in norms) / len(norms)) ** 0.5
 
@@ -55,37 +55,12 @@ class PlainDiloco:
 
     @torch.no_grad()
     def _synchronise(self) -> None:
-        every, parts, tau = self.local.sync_every, self.local.fragments, self.local.overlap_steps
-        assert every is not None
         for name in self.outer:
             own = [replica.model.get_parameter(name) for replica in self.replicas]
-            # the first step that it is synchronised after
-            turn = (self._fragment(name) + 1) * every // parts
-            if (self.step - turn) % every == 0 and self.step >= turn:
-                self.sent[self.step, name] = torch.stack([self.outer[name] - p for p in own]).mean(
-                    dim=0
-                )
-            arrived = self.sent.pop((self.step - tau, name), None)
-            if arrived is not None:
-                self._outer_step(name, arrived)
-                for p in own:
-                    p.copy_(self.local.kept * p + (1 - self.local.kept) * self.outer[name])
-
-    def _outer_step(self, name: str, gradient: Tensor) -> None:
-        """Nesterov's momentum as torch and the DiLoCo paper's appendix have it."""
-        velocity = self.velocity[name].mul_(self.local.outer_momentum).add_(gradient)
-        step = gradient + self.local.outer_momentum * velocity if self.local.nesterov else velocity
-        self.outer[name] = self.outer[name] - self.local.outer_lr * step
-
-    def _fragment(self, name: str) -> int:
-        if name.startswith("embed"):
-            return 0
-        return (
-            int(name.split(".")[1]) % self.local.fragments
-            if "layers" in name
-            else self.local.fragments - 1
-        )
-
-
-def recipe_of(recipe: Recipe, **local: object) -> Recipe:
-    return replace(recipe, local_sgd=replace(recipe.local_sgd, **local))  # type: ignore[arg-type]
+            gradient = torch.stack([self.outer[name] - p for p in own]).mean(dim=0)
+            velocity = self.velocity[name].mul_(self.local.outer_momentum).add_(gradient)
+            if self.local.nesterov:
+                velocity = gradient + self.local.outer_momentum * velocity
+            self.outer[name] = self.outer[name] - self.local.outer_lr * velocity
+            for p in own:
+                p.copy_(self.outer[name])

@@ -34,7 +34,7 @@ from tests.distributed.training_cases import (
 )
 
 BACKGROUND = CheckpointConfig(every=1, in_background=True)
-DILOCO = LocalSgdConfig(sync_every=4, fragments=2, overlap_steps=2, transport="int8")
+DILOCO = LocalSgdConfig(sync_every=4)
 RECIPES: dict[str, Recipe] = {
     "tp2-pp2-tied": make_recipe(DEEP_TIED, ParallelConfig(tp=2, pp=2, microbatch_size=2)),
     "hybrid-fp16": make_recipe(

@@ -6,19 +6,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
-from parallel3d.errors import NonFiniteError
-from parallel3d.mesh import Axis, Role, build_mesh
-from parallel3d.training.local_sgd.transport import CODECS, MeanOverReplicas
+from parallel3d.config.recipe import (
+    LocalSgdConfig,
+    LossScaleConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+)
+from parallel3d.config.rules import validate
+from parallel3d.errors import ConfigError
+from parallel3d.training.local_sgd import LocalSgd
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
-from tests.distributed.local_sgd_cases import PlainDiloco, recipe_of
+from tests.distributed.local_sgd_cases import PlainDiloco
 from tests.distributed.training_cases import (
+    DEEP,
     DEEP_TIED,
     GROUPED,
     TIED,
@@ -28,6 +36,7 @@ from tests.distributed.training_cases import (
     make_loader,
     make_recipe,
     make_trainer,
+    plain_curve,
     train,
     whole_batch,
 )
@@ -35,12 +44,11 @@ from tests.distributed.training_cases import (
 Case = tuple[ModelConfig, ParallelConfig, LocalSgdConfig]
 STEPS = 14  # three synchronisations, and two steps more
 DILOCO = LocalSgdConfig(sync_every=4)
-STREAMING = LocalSgdConfig(sync_every=4, fragments=2, overlap_steps=2)
 
 
 def local_sgd_recipe(model: ModelConfig, parallel: ParallelConfig, local: LocalSgdConfig) -> Recipe:
     """The run has more steps than a test makes: its last one would synchronise all."""
-    return recipe_of(make_recipe(model, parallel, steps=20), **vars(local))
+    return replace(make_recipe(model, parallel, steps=20), local_sgd=local)
 
 
 def run(trainer: Trainer, steps: int) -> tuple[Curve, float, float]:
@@ -65,24 +73,18 @@ def run_referee(cases: list[Case]) -> list[tuple[Curve, float]]:
     return results
 
 
-LAYOUTS = {
-    2: [(TIED, {})],
-    4: [
-        (GROUPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 2}),
-        (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
-        (GROUPED, {"dp_shard": 2}),
-    ],
-}
+LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (GROUPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 2}),
+    (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
+    (GROUPED, {"dp_shard": 2}),
+]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable, size: int) -> None:
+def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable) -> None:
     cases = [
-        (model, ParallelConfig(dp_replicate=2, **settings), local)
-        for model, settings in LAYOUTS[size]
-        for local in (DILOCO, STREAMING)
+        (model, ParallelConfig(dp_replicate=2, **settings), DILOCO) for model, settings in LAYOUTS
     ]
-    ranks = world(size).run(run_cases, cases)
+    ranks = world(4).run(run_cases, cases)
     assert all(results == ranks[0] for results in ranks), "the ranks do not agree on what they did"
     (expected,) = world(1).run(run_referee, cases)
     for (curve, outer_loss, own_loss), (referee_curve, referee_outer_loss) in zip(
@@ -110,35 +112,21 @@ def resumed(case: Case, path: Path) -> tuple[float, Curve]:
     return loss, train(trainer, STEPS - trainer.step)
 
 
-HALF = 6  # in STREAMING a fragment has just left: it is neither averaged nor applied
+HALF = 6
 
 
-def test_resuming_between_synchronisations_is_bitwise(world: Callable, tmp_path: Path) -> None:
-    """Tied weights on both ends of the pipeline, in eight bits, with a fragment on its way."""
-    local = LocalSgdConfig(sync_every=4, fragments=2, overlap_steps=2, transport="int8")
-    cases = [
-        (DEEP_TIED, ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2), local),
-        (TIED, ParallelConfig(dp_replicate=2, dp_shard=2), local),
-    ]
-    for number, case in enumerate(cases):
-        path = tmp_path / f"step_0000000{number}"
-        uninterrupted = world(4).run(half_and_on, case, path, HALF)[0]
-        assert world(4).run(resumed, case, path)[0][1] == uninterrupted[HALF:]
-
-
-def test_resuming_with_other_parallelism_inside_a_replica_goes_on_alike(
+def test_resuming_between_synchronisations_is_bitwise_or_in_another_layout_alike(
     world: Callable, tmp_path: Path
 ) -> None:
+    """Tied weights are on both ends of a pipeline."""
     path = tmp_path / "step_00000006"
-    pipeline = ParallelConfig(dp_replicate=2, pp=2)
-    uninterrupted = world(4).run(half_and_on, (TIED, pipeline, STREAMING), path, HALF)[0]
-    for parallel in (
-        ParallelConfig(dp_replicate=2, dp_shard=2),
-        ParallelConfig(dp_replicate=2, tp=2),
-    ):
-        _, curve = world(4).run(resumed, (TIED, parallel, STREAMING), path)[0]
-        assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
-        assert losses(curve) == pytest.approx(losses(uninterrupted[HALF:]), rel=1e-5)
+    pipeline = ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2)
+    uninterrupted = world(4).run(half_and_on, (DEEP_TIED, pipeline, DILOCO), path, HALF)[0]
+    assert world(4).run(resumed, (DEEP_TIED, pipeline, DILOCO), path)[0][1] == uninterrupted[HALF:]
+    tensor = ParallelConfig(dp_replicate=2, tp=2)
+    _, curve = world(4).run(resumed, (DEEP_TIED, tensor, DILOCO), path)[0]
+    assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
+    assert losses(curve) == pytest.approx(losses(uninterrupted[HALF:]), rel=1e-5)
 
 
 def test_any_number_of_replicas_starts_from_the_outer_parameters(
@@ -162,80 +150,6 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
     )
 
 
-def poison_one_replica() -> str:
-    trainer = make_trainer(
-        local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), DILOCO)
-    )
-    train(trainer, 1)
-    if dist.get_rank() == 3:  # the second tp rank of the second replica
-        # not of the embedding, most of whose rows are not used
-        trainer.parameters[1].local.data[0] = float("nan")
-    with pytest.raises(NonFiniteError) as error:
-        train(trainer, 1)
-    return str(error.value)
-
-
-def test_one_replica_that_is_not_finite_stops_all_ranks_with_one_error(world: Callable) -> None:
-    messages = world(4).run(poison_one_replica)
-    assert "step 2: loss nan" in messages[0] and len(set(messages)) == 1
-
-
-def overflow_on_the_way() -> str:
-    local = LocalSgdConfig(sync_every=4, transport="fp16", outer_momentum=0.0, nesterov=False)
-    trainer = make_trainer(
-        local_sgd_recipe(GROUPED, ParallelConfig(dp_replicate=2, tp=2, microbatch_size=4), local)
-    )
-    train(trainer, 3)
-    assert trainer.outer_loop is not None
-    before = [outer.value.clone() for outer in trainer.outer_loop.parameters]
-    if dist.get_rank() == 0:
-        trainer.outer_loop.parameters[0].value[0, 0] = before[0][0, 0] = 1e6
-    with pytest.raises(NonFiniteError) as error:
-        train(trainer, 1)
-    assert all(
-        torch.equal(a, b.value) for a, b in zip(before, trainer.outer_loop.parameters, strict=True)
-    )
-    return str(error.value)
-
-
-def test_a_difference_beyond_float16_stops_all_ranks_before_the_outer_step(world: Callable) -> None:
-    messages = world(4).run(overflow_on_the_way)
-    assert "beyond 65504" in messages[0] and len(set(messages)) == 1
-
-
-def means_in_every_transport() -> dict[str, tuple[float, bool]]:
-    """Returns for each transport the largest error over its bound, and whether the mean of a tensor
-    depends on its company."""
-    mesh = build_mesh(ParallelConfig(dp_replicate=dist.get_world_size()), "cpu")
-    axis, generator = Axis.of(mesh[Role.REPLICATE]), torch.Generator().manual_seed(dist.get_rank())
-    tensors = [
-        torch.randn(shape, generator=generator) * scale
-        for shape, scale in (((3, 100), 1.0), ((7,), 1e-3), ((64, 33), 10.0))
-    ]
-    bounds = {"fp32": 2.0**-22, "fp16": 2.0**-10, "int8": 1 / 127}
-    answers = {}
-    for name, codec in CODECS.items():
-        means, worst = MeanOverReplicas(tensors, axis, codec).wait(), 0.0
-        for tensor, mean in zip(tensors, means, strict=True):
-            everyone = [torch.empty_like(tensor) for _ in range(axis.size)]
-            dist.all_gather(everyone, tensor)
-            stacked = torch.stack(everyone).double()
-            error = (mean - stacked.mean(dim=0)).abs().amax() / stacked.abs().amax()
-            worst = max(worst, error.item() / bounds[name])
-        (alone,) = MeanOverReplicas(tensors[2:], axis, codec).wait()
-        answers[name] = worst, not alone.equal(means[2])
-    return answers
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_means_keep_their_bounds_and_do_not_depend_on_what_travels_along(
-    world: Callable, size: int
-) -> None:
-    for name, (error, depends) in world(size).run(means_in_every_transport)[0].items():
-        assert error <= 1.0 and (error > 0.02 or name == "fp32"), name
-        assert not depends, name
-
-
 def parameters_after_an_early_end(steps: int) -> list[list[float]]:
     """Returns this rank's parameters when a run of replicas has ended after `steps`, which its
     recipe does not say."""
@@ -249,3 +163,76 @@ def parameters_after_an_early_end(steps: int) -> list[list[float]]:
 def test_replicas_of_a_run_that_a_callback_ends_early_come_together(world: Callable) -> None:
     found = world(4).run(parameters_after_an_early_end, DILOCO.sync_every + 1)
     assert found[:2] == found[2:]
+
+
+AVERAGING = LocalSgdConfig(sync_every=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
+SGD = OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0)
+AVERAGED = [
+    (DEEP_TIED, ParallelConfig(dp_replicate=2, tp=2, sequence_parallel=True, microbatch_size=2)),
+    (DEEP, ParallelConfig(dp_replicate=2, pp=2)),
+    (DEEP_TIED, ParallelConfig(dp_replicate=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
+]
+
+
+def averaging_recipe(model: ModelConfig, parallel: ParallelConfig, local: LocalSgdConfig) -> Recipe:
+    recipe = make_recipe(model, parallel, grad_clip=None)
+    return replace(recipe, optimizer=SGD, local_sgd=local)
+
+
+def average(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:
+    return [train(make_trainer(averaging_recipe(*case, AVERAGING)), 12) for case in cases]
+
+
+def test_averaging_each_step_of_sgd_is_synchronous_sgd(world: Callable) -> None:
+    """SGD is linear in its gradients, momentum and decay included: the mean of what the replicas
+    make of theirs is what one makes of the mean. So each step's average has a referee that knows
+    nothing of replicas."""
+    for (model, _), curve in zip(AVERAGED, world(4).run(average, AVERAGED)[0], strict=True):
+        alone = averaging_recipe(model, ParallelConfig(), LocalSgdConfig())
+        theirs = losses(plain_curve(alone, 12))
+        assert losses(curve) == pytest.approx(theirs, rel=1e-5)
+        assert curve[0][0] == pytest.approx(theirs[0], rel=1e-6)
+        assert theirs[-1] < theirs[0] - 0.3, "nothing was learned"
+
+
+def train_in(precision: str) -> tuple[Curve, int, set[str]]:
+    """Ten steps, three of which synchronise; then the skipped ones and the dtypes of what is
+    averaged."""
+    parallel = ParallelConfig(dp_replicate=2, microbatch_size=4)
+    recipe = make_recipe(GROUPED, parallel, precision=precision)
+    local, scale = LocalSgdConfig(sync_every=3), LossScaleConfig(initial=1024.0)
+    trainer = make_trainer(replace(recipe, local_sgd=local, loss_scale=scale))
+    assert isinstance(trainer.outer_loop, LocalSgd)
+    dtypes = {str(value.dtype) for value in trainer.outer_loop.values.values()}
+    return train(trainer, 10), trainer.skipped_steps, dtypes
+
+
+def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:
+    """The outer parameters are float32 in all cases, also beside weights of 16 bits."""
+    exact, _, _ = world(2).run(train_in, "fp32")[0]
+    for precision, close in {"bf16_pure": 4e-3, "fp16": 4e-4}.items():
+        curve, skipped, dtypes = world(2).run(train_in, precision)[0]
+        assert losses(curve) == pytest.approx(losses(exact), rel=close), precision
+        assert curve != exact and skipped == 0 and dtypes == {"torch.float32"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "message"),
+    [
+        ({}, {"dp_replicate": 1}, "local_sgd.sync_every = 4: needs replicas"),
+        ({}, {"sharding": "HYBRID_SHARD"}, "try FULL_SHARD"),
+        ({"sync_every": 101}, {}, "local_sgd.sync_every = 101: must be at most train.steps = 20"),
+        ({"outer_momentum": 0.0}, {}, "local_sgd.nesterov = true: needs momentum"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_reason(
+    changes: dict[str, object], parallel: dict[str, object], message: str
+) -> None:
+    recipe = local_sgd_recipe(
+        GROUPED,
+        ParallelConfig(**{"dp_replicate": 2, **parallel}),  # type: ignore[arg-type]
+        replace(DILOCO, **changes),  # type: ignore[arg-type]
+    )
+    with pytest.raises(ConfigError) as refusal:
+        validate(recipe)
+    assert message in str(refusal.value)

@@ -77,7 +77,7 @@ def train_all_masked(layouts: list[ParallelConfig]) -> list[tuple[list[float], C
 
 
 LAYOUTS = {
-    1: [ParallelConfig(microbatch_size=2), ParallelConfig(microbatch_size=8)],
+    1: [ParallelConfig(microbatch_size=8)],
     2: [
         ParallelConfig(dp_shard=2),
         ParallelConfig(dp_replicate=2, microbatch_size=2),
@@ -119,7 +119,6 @@ def in_order(recipe: Recipe) -> WindowSource:
 SETS: dict[int, list[tuple[ParallelConfig, LocalSgdConfig]]] = {
     1: [
         (ParallelConfig(microbatch_size=4), LocalSgdConfig()),
-        (ParallelConfig(), LocalSgdConfig()),
     ],
     2: [
         # 8 and 3: no sequence for the second rank
@@ -129,7 +128,6 @@ SETS: dict[int, list[tuple[ParallelConfig, LocalSgdConfig]]] = {
         (ParallelConfig(pp=2), LocalSgdConfig()),
         (ParallelConfig(tp=2, microbatch_size=4), LocalSgdConfig()),
     ],
-    8: [(ParallelConfig(tp=2, pp=2, dp_shard=2, microbatch_size=2), LocalSgdConfig())],
 }
 
 

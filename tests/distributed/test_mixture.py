@@ -89,7 +89,7 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_at_another_dp(
     assert_follows(straight, expected)
     assert_follows(straight[:MIDDLE] + resumed, expected)
     assert refusal.partition(": ")[2] == (
-        "has drawn 34 textwrap and 22 inspect and 16 calendar sequences, and this recipe's first 9 "
-        "steps draw 44 textwrap and 28 inspect; resume with the data.sources and data.stages that "
-        "it was trained with, and give other weights as one more of data.stages, from_step: 10"
+        "sequences drawn = {'textwrap': 34, 'inspect': 22, 'calendar': 16} in its run, and "
+        "{'textwrap': 44, 'inspect': 28} in this recipe; resume with its data.sources and "
+        "data.stages, and give other weights as one more of data.stages, from_step: 10"
     )

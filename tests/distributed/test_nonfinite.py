@@ -14,6 +14,7 @@ from parallel3d.config.recipe import LocalSgdConfig, LossScaleConfig, ParallelCo
 from parallel3d.errors import NonFiniteError
 from parallel3d.sharding.replicated import ReplicatedData
 from parallel3d.training.trainer import Trainer
+from parallel3d.training.update import Observe
 from tests.distributed.training_cases import (
     DEEP,
     GROUPED,
@@ -34,16 +35,16 @@ TWO = {
 def plant_nan(trainer: Trainer, steps: set[int], rank: int, name: str) -> None:
     """Makes one element of this parameter's gradient NaN on one rank, after all of it is reduced,
     in these steps."""
-    complete = trainer.update.gradients.complete
+    complete = trainer.update.complete
 
-    def plant() -> None:
-        complete()
+    def plant(observe: Observe | None = None) -> None:
+        complete(observe)
         if trainer.step in steps and dist.get_rank() == rank:
             (gradient,) = [p.local.grad for p in trainer.parameters if p.name == name]
             assert gradient is not None
             gradient.view(-1)[-1] = float("nan")
 
-    trainer.update.gradients.complete = plant  # type: ignore[method-assign]
+    trainer.update.complete = plant  # type: ignore[method-assign]
 
 
 def without_update(trainer: Trainer, steps: set[int]) -> None:
@@ -100,7 +101,6 @@ def named(parallel: ParallelConfig, rank: int, name: str, local_sgd: LocalSgdCon
 @pytest.mark.parametrize(
     ("axis", "rank", "name", "place"),
     [
-        ("tp", 1, "layers.1.mlp.up.weight", "pp 0, dp_replicate 0, dp_shard 0, tp 1"),
         ("pp", 0, "layers.2.attention_norm.weight", "pp 0, dp_replicate 0, dp_shard 0, tp 0"),
         ("dp", 1, "head.weight", "pp 0, dp_replicate 0, dp_shard 1, tp 0"),
     ],
@@ -128,7 +128,7 @@ def test_replicas_that_train_apart_skip_together_and_name_the_one(world: Callabl
 
 def before_the_sum(kind: str) -> str:
     """Returns the warning of a step in which rank 1 alone goes wrong: in its gradients before they
-    are summed, in its forward, or in a weight of its own."""
+    are summed, or in its forward."""
     parallel = ParallelConfig(
         dp_replicate=2,
         microbatch_size=4,
@@ -146,14 +146,10 @@ def before_the_sum(kind: str) -> str:
             wanted = trainer.stages[0].module.layers["1"].mlp.up.weight  # type: ignore[index,union-attr]
             (part,) = [part for part in bucket.parts if part.parameter is wanted]
             bucket.start_reduction = lambda: (part.gradient[3, 5:6].fill_(float("nan")), start())[1]  # type: ignore[method-assign,func-returns-value]
-        elif kind == "loss":
+        else:
             trainer.stages[0].module.norm.register_forward_hook(
                 lambda module, inputs, output: output * float("inf")
             )  # type: ignore[union-attr]
-        else:
-            name = "layers.1.attention.q.weight"
-            (weight,) = [p.local for p in trainer.parameters if p.name == name]
-            weight.detach()[1, 1] = float("nan")
     result = trainer.train_step(make_loader(recipe, dist.get_rank()).batch(1))
     assert result.is_skipped and trainer.skipped_steps == 1 and result.left_out is not None
     return result.left_out
@@ -171,8 +167,6 @@ def test_what_data_ranks_have_summed_is_told_apart_by_loss_and_weights(world: Ca
         "the loss is not finite on rank 1 (" in loss
         and "that of head.weight on ranks 0 and 1" in loss
     )
-    (weight, _) = world(2).run(before_the_sum, "weight")
-    assert "the weight layers.1.attention.q.weight itself is not finite on rank 1 (" in weight
 
 
 def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[str | None], int]:

@@ -36,22 +36,15 @@ def flip(tensor: Tensor, bit: int = 3) -> None:
     tensor.detach().view(torch.int32).view(-1)[-1] ^= 1 << bit
 
 
-def compared(recipes: list[Recipe]) -> list[list[str]]:
-    """Returns for each recipe the names of what this rank compares, after steps in which nothing
-    differs."""
-    names = []
-    for recipe in recipes:
-        trainer = make_trainer(recipe)
-        train(trainer, 3)
-        trainer.compare_replicas("step 3")
-        states = trainer.optimizer.state
-        copies = [
-            *copies_of(trainer.parameters, states, trainer.axes),
-            *trainer.update.gradients.copies(states),
-        ]
-        copies += [] if trainer.outer_loop is None else [trainer.outer_loop.copies()]
-        names.append([name for each in copies for name in each.tensors])
-    return names
+def compared(recipe: Recipe) -> list[str]:
+    """Returns the names of what this rank compares, after steps in which nothing differs."""
+    trainer = make_trainer(recipe)
+    train(trainer, 3)
+    trainer.compare_replicas("step 3")
+    states = trainer.optimizer.state
+    copies = copies_of(trainer.parameters, states, trainer.axes) + trainer.update.copies(states)
+    copies += [] if trainer.outer_loop is None else [trainer.outer_loop.copies()]
+    return [name for each in copies for name in each.tensors]
 
 
 def recipe_of(
@@ -66,41 +59,21 @@ def recipe_of(
 
 
 def test_what_ranks_hold_alike_stays_the_same_to_the_bit(world: Callable) -> None:
-    two = [
-        recipe_of(QWEN, tp=2, sequence_parallel=True),
-        recipe_of(GPT, tp=2),
-        recipe_of(DEEP_TIED, pp=2),
-        recipe_of(dp_shard=2),
-        recipe_of(dp_shard=2, sharding="NO_SHARD"),
-        recipe_of(dp_replicate=2, every=2),
-    ]
-    tp, gpt, tied, split, whole, apart = world(2).run(compared, two)[0]
+    two, four = world(2), world(4)
+    tp = two.run(compared, recipe_of(QWEN, tp=2, sequence_parallel=True))[0]
     assert "layers.1.attention_norm.weight" in tp and "optimizer.exp_avg.norm.weight" in tp
-    assert "embed.positions.weight" in gpt or any("position" in name for name in gpt)
     assert not any(name.endswith(("up.weight", "q.weight")) for name in tp)
-    assert tied == [
-        "embed.weight",
-        "optimizer.exp_avg.embed.weight",
-        "optimizer.exp_avg_sq.embed.weight",
-        "optimizer.step.embed.weight",
-    ]
-    assert split == []
-    assert "layers.1.mlp.up.weight" in whole and "optimizer.exp_avg_sq.head.weight" in whole
-    assert (
-        "outer layers.1.mlp.up.weight" in apart
-        and "optimizer.outer.momentum_buffer.head.weight" in apart
-    )
-    four = [
-        recipe_of(tp=4),
-        recipe_of(dp_replicate=2, dp_shard=2),
-        recipe_of(optimizer="muon", dp_replicate=2, tp=2),
-    ]
-    heads, hybrid, muon = world(4).run(compared, four)[0]
+    tied = two.run(compared, recipe_of(DEEP_TIED, pp=2))[0]
+    assert set(tied) == {"embed.weight"} | {
+        f"optimizer.{kind}.embed.weight" for kind in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert two.run(compared, recipe_of(dp_shard=2))[0] == []
+    apart = two.run(compared, recipe_of(dp_replicate=2, every=2))[0]
+    assert {"outer layers.1.mlp.up.weight", "optimizer.outer.head.weight"} < set(apart)
+    heads = four.run(compared, recipe_of(tp=4))[0]
     assert "layers.0.attention.k.weight" in heads and "layers.0.attention.q.weight" not in heads
-    assert (
-        "layers.0.attention.q.weight" in hybrid
-        and "optimizer.momentum_buffer.layers.0.mlp.up.weight" in muon
-    )
+    muon = four.run(compared, recipe_of(optimizer="muon", dp_replicate=2, tp=2))[0]
+    assert "optimizer.momentum_buffer.layers.0.mlp.up.weight" in muon
 
 
 def flipped(recipe: Recipe, rank: int, name: str) -> str:
@@ -111,13 +84,8 @@ def flipped(recipe: Recipe, rank: int, name: str) -> str:
     trainer.compare_replicas("step 2")
     train(trainer, 1)
     if dist.get_rank() == rank:
-        kind, _, of = (
-            name.removeprefix("optimizer.").partition(".")
-            if name.startswith("optimizer.")
-            else ("", "", name)
-        )
-        (parameter,) = [p for p in trainer.parameters if p.name == of]
-        flip(trainer.optimizer.state[parameter.local][kind] if kind else parameter.local)
+        (parameter,) = [p for p in trainer.parameters if p.name == name]
+        flip(parameter.local)
     train(trainer, 1)
     with pytest.raises(ReplicaError) as error:
         trainer.compare_replicas("step 4")
@@ -126,29 +94,16 @@ def flipped(recipe: Recipe, rank: int, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rank", "name", "found"),
+    ("recipe", "rank", "name"),
     [
-        pytest.param(
-            recipe_of(dp_replicate=2),
-            1,
-            "layers.1.mlp.up.weight",
-            "ranks 0 and 1 (rank 0: ",
-            id="dp",
-        ),
-        pytest.param(
-            recipe_of(tp=2), 0, "layers.1.mlp_norm.weight", "ranks 0 and 1 (rank 0: ", id="tp"
-        ),
-        pytest.param(
-            recipe_of(DEEP_TIED, pp=2), 1, "embed.weight", "ranks 0 and 1 (rank 0: ", id="ends"
-        ),
+        pytest.param(recipe_of(dp_replicate=2), 1, "layers.1.mlp.up.weight", id="dp"),
+        pytest.param(recipe_of(DEEP_TIED, pp=2), 1, "embed.weight", id="ends"),
     ],
 )
-def test_of_two_ranks_both_are_named(
-    world: Callable, recipe: Recipe, rank: int, name: str, found: str
-) -> None:
+def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int, name: str) -> None:
     messages = world(2).run(flipped, recipe, rank, name)
     assert messages[0] == messages[1]
-    assert messages[0].startswith(f"step 4: {name} is not the same on {found}")
+    assert messages[0].startswith(f"step 4: {name} is not the same on ranks 0 and 1 (rank 0: ")
     assert "; rank 1: " in messages[0] and "and one of them is wrong" in messages[0]
 
 

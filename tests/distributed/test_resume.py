@@ -274,11 +274,7 @@ def resume_on_other_data(path: Path) -> None:
         load_trainer(trainer, path)
     assert has_weights(trainer, before)
     trainer.recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, allow_other_data=True))
-    _, told = resume_from(trainer, [path], path.parent)
-    assert told[0] == (
-        f"{path}: was trained on other data (train_tokens 900, now 800; checksum aa, now bb), "
-        "which checkpoint.allow_other_data allows"
-    )
+    resume_from(trainer, [path], path.parent)
     trainer.update_progress(data_fingerprint=None)  # a program's own data has none
     load_trainer(trainer, path)
 

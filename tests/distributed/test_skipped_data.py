@@ -69,7 +69,7 @@ def test_a_resume_may_change_what_is_still_to_come_and_nothing_else(
     world: Callable, tmp_path: Path
 ) -> None:
     (refusal,) = world(1).run(resume_with_other_lists, tmp_path / "step_00000003")
-    assert refusal.partition(": ")[2] == (
-        "has left out other sequences below 37, where it stands, than this recipe's data.skip does; resume with "  # noqa: E501
-        "data.skip=[{first: 60, last: 61}, {first: 5, last: 17}], to which you may add what comes later"  # noqa: E501
+    assert refusal.endswith(
+        "resume with data.skip=[{first: 60, last: 61}, {first: 5, last: 17}], to which you may add "
+        "what comes later"
     )

@@ -40,8 +40,10 @@ from parallel3d.models import model_class
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama, PlainStack
 from parallel3d.tools.check_layout.plain import plain_optimizers
+from parallel3d.training.local_sgd import outer_loop_of
 from parallel3d.training.state import load_trainer, save_trainer
 from parallel3d.training.trainer import Trainer
+from parallel3d.training.update import Observe
 from parallel3d.training.worker import training_loader
 
 Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
@@ -109,7 +111,12 @@ def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
     initialised is NaN."""
     mesh, build = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
     trainer = Trainer(
-        recipe, mesh=mesh, device=torch.device("cpu"), model_class=build, initialize=initialize
+        recipe,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        model_class=build,
+        initialize=initialize,
+        outer_loop=outer_loop_of(recipe),
     )
     if not initialize:
         held = [parameter for stage in trainer.stages for parameter in stage.module.parameters()]
@@ -160,16 +167,16 @@ def has_weights(trainer: Trainer, weights: list[Tensor]) -> bool:
 def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
     """Makes one number of one rank's gradient infinite, after all of it is reduced, in the steps of
     these numbers."""
-    complete = trainer.update.gradients.complete
+    complete = trainer.update.complete
 
-    def plant() -> None:
-        complete()
+    def plant(observe: Observe | None = None) -> None:
+        complete(observe)
         if trainer.step in steps and dist.get_rank() == rank:
             gradient = trainer.parameters[-1].local.grad
             assert gradient is not None
             gradient.view(-1)[0] = float("inf")
 
-    trainer.update.gradients.complete = plant  # type: ignore[method-assign]
+    trainer.update.complete = plant  # type: ignore[method-assign]
 
 
 def whole_batch(recipe: Recipe, step: int) -> Batch:

@@ -21,6 +21,7 @@ from parallel3d.recipes import find_recipe
 from parallel3d.tools.bench.counting import CollectiveCounter
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
 from parallel3d.tools.local_ranks import run_ranks
+from parallel3d.training.local_sgd import outer_loop_of
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import build_loaders
 
@@ -42,15 +43,7 @@ DILOCO = (
     "local_sgd.outer_lr=0.7",
     "local_sgd.outer_momentum=0.5",
 )
-CASES = {
-    "sync_every 20": DILOCO,
-    "sync_every 20, int8, 4 fragments, overlap 4": (
-        *DILOCO,
-        "local_sgd.transport=int8",
-        "local_sgd.fragments=4",
-        "local_sgd.overlap_steps=4",
-    ),
-}
+CASES = {"sync_every 20": DILOCO}
 
 
 def bench_local_sgd(options: Options) -> list[ResultRow]:
@@ -73,8 +66,7 @@ def bench_local_sgd(options: Options) -> list[ResultRow]:
     rows = []
     for name in names:
         (loss, mib), (peer_loss, peer_mib) = results[name], results[_PEER]
-        bar = LOSS_BAR if CASES[name] == DILOCO else None
-        rows.append(row_of(name, "validation_loss", [(loss, peer_loss)], bar))
+        rows.append(row_of(name, "validation_loss", [(loss, peer_loss)], LOSS_BAR))
         rows.append(row_of(name, "MiB_to_replicas", [(mib, peer_mib)], BYTES_BAR))
     return rows
 
@@ -88,6 +80,7 @@ def train(recipe: Recipe) -> tuple[float, float]:
         mesh=mesh,
         device=torch.device("cpu"),
         model_class=model_class(recipe.model.architecture),
+        outer_loop=outer_loop_of(recipe),
     )
     training, (validation,) = build_loaders(recipe, load_corpora(recipe.data), rank)
     with CollectiveCounter(mesh) as sent:

@@ -189,14 +189,13 @@ class RankState:
     def step_bytes(self) -> float:
         """What the optimizer makes for itself in a step."""
         optimizer = self.run.optimizer
-        is_narrow = self.master == 2
         ends = max(stage.ends.largest for stage in self.stages)
         if optimizer.muon is None:
             return optimizer.step_bytes * max(ends, self.block_unit.largest)
         ranks = self.layout.dp * self.layout.tp
         tp = self.layout.tp
         matrices = muon_matrices(self.run.shape, tp, self.layout.optimizer_shards) * self._blocks
-        muon = muon_step_bytes(matrices, ranks=ranks, step=optimizer.muon, is_narrow=is_narrow)
+        muon = muon_step_bytes(matrices, ranks=ranks, step=optimizer.muon)
         return max(optimizer.step_bytes * ends, muon)
 
     def weights(self, *, has_gradients: bool) -> WeightGradients:

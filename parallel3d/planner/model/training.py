@@ -45,7 +45,6 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
         muon = MuonCosts(
             state_bytes=width,
             item_bytes=4 if optimizer.ns_dtype == "fp32" else 2,
-            nesterov=bool(optimizer.nesterov),
             iterations=optimizer.ns_steps,
         )
     return OptimizerMemory(

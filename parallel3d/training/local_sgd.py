@@ -1,0 +1,158 @@
+"""Local SGD over dp_replicate: replicas train apart for `sync_every` steps, then take an outer step
+together.
+
+DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): the outer gradient is the mean over
+the replicas of (outer parameters - the replica's own). The outer optimizer is SGD with Nesterov
+momentum, and all replicas continue from its result. With outer rate 1 and no momentum it is plain
+averaging (local SGD; Stich 2018, arXiv 1805.09767).
+
+A checkpoint holds, and a synchronous run reads:
+
+    model.<name>                 outer parameters, which export and other runs take for the model
+    outer.momentum.<name>        momentum of the outer optimizer
+    replica.<r>.<other names>    the tensors of a synchronous run, for each replica
+
+Everything here works on this rank's part of each parameter (`LocalParameter.local`), whatever tp,
+pp and dp_shard are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from parallel3d.checkpoint.files import MODEL
+from parallel3d.checkpoint.manifest import SavedReplicas
+from parallel3d.config.recipe import Recipe
+from parallel3d.diagnosis.replicas import Copies
+from parallel3d.layers.collectives import all_reduce, all_to_all, gather
+from parallel3d.mesh import Axis
+from parallel3d.training.outer_loop import BuildOuterLoop, Tensors
+from parallel3d.training.step_result import StepTotals
+from parallel3d.training.trainer import Trainer
+
+
+def outer_loop_of(recipe: Recipe) -> BuildOuterLoop | None:
+    """Returns the outer loop that a recipe asks for, for `Trainer`."""
+    return None if recipe.local_sgd.sync_every is None else LocalSgd
+
+
+class LocalSgd:
+    """The outer loop. All ranks build it at once, when the parameters of `trainer` have their
+    initial weights."""
+
+    def __init__(self, trainer: Trainer, replicas: Axis) -> None:
+        self._config, self._steps = trainer.recipe.local_sgd, trainer.recipe.train.steps
+        self._parameters, self._replicas = trainer.parameters, replicas
+        # float32, equal on all replicas; a tied weight that this rank has twice is here once
+        self.values = {p.name: p.local.detach().float().clone() for p in trainer.parameters}
+        self.momenta = {name: torch.zeros_like(value) for name, value in self.values.items()}
+
+    def combine(self, totals: StepTotals) -> StepTotals:
+        """Returns the mean loss over the labels of all replicas, and the root of the mean square of
+        their gradient norms."""
+        loss, norm, tokens, votes, refusals = totals
+        own = torch.stack((loss * tokens, norm.square(), tokens, votes, refusals))
+        loss, square, tokens, votes, refusals = all_reduce(own, self._replicas).unbind()
+        norm = (square / self._replicas.size).sqrt()
+        return StepTotals(loss / tokens.clamp(min=1.0), norm, tokens, votes, refusals)
+
+    def after_step(self, step: int, *, is_last: bool) -> None:
+        assert self._config.sync_every is not None
+        is_due = step % self._config.sync_every == 0 or step == self._steps
+        if is_due != is_last:  # a run that ends early may have synchronised already
+            self._synchronize()
+
+    @torch.no_grad()
+    def _synchronize(self) -> None:
+        """Takes the outer step, as `torch.optim.SGD` does."""
+        config = self._config
+        for name, own in {p.name: p.local for p in self._parameters}.items():
+            value, momentum = self.values[name], self.momenta[name]
+            step = mean_over(value - own, self._replicas)
+            momentum.mul_(config.outer_momentum).add_(step)
+            if config.nesterov:
+                step.add_(momentum, alpha=config.outer_momentum)
+            else:
+                step = momentum
+            value.sub_(step, alpha=config.outer_lr)
+        self._give()
+
+    @torch.no_grad()
+    def _give(self) -> None:
+        """Sets this replica's parameters to the outer values."""
+        for parameter in self._parameters:
+            parameter.local.copy_(self.values[parameter.name])
+
+    @contextmanager
+    def evaluating(self, publish: Callable[[], None]) -> Iterator[None]:
+        """Puts the outer parameters, which are the result of the run, in place of this replica's
+        own for a block."""
+        own = [parameter.local.detach().clone() for parameter in self._parameters]
+        self._give()
+        publish()
+        try:
+            yield
+        finally:
+            for parameter, value in zip(self._parameters, own, strict=True):
+                parameter.local.detach().copy_(value)
+            publish()
+
+    def copies(self) -> Copies:
+        """Returns the outer parameters and their momentum, which all replicas hold alike."""
+        momenta = {f"optimizer.outer.{name}": tensor for name, tensor in self.momenta.items()}
+        values = {f"outer {name}": tensor for name, tensor in self.values.items()}
+        return Copies(self._replicas, values | momenta)
+
+    def begin(self) -> None:
+        for parameter in self._parameters:
+            self.values[parameter.name].copy_(parameter.local.detach())
+
+    def save(self, state: Tensors) -> tuple[Tensors, SavedReplicas]:
+        own = {f"replica.{self._replicas.rank}.{name}": tensor for name, tensor in state.items()}
+        saved = SavedReplicas(replicas=self._replicas.size, has_momentum=True)
+        return own | self._outer_tensors(with_momentum=True), saved
+
+    def tensors_to_load(self, state: Tensors, saved: SavedReplicas | None) -> Tensors:
+        tensors = self._outer_tensors(with_momentum=saved is not None and saved.has_momentum)
+        prefix = "" if saved is None else f"replica.{self._replicas.rank % saved.replicas}."
+        for name, tensor in state.items():
+            if self._are_same(saved) or not name.startswith(MODEL):
+                tensors[prefix + name] = tensor
+        return tensors
+
+    def after_loading(self, saved: SavedReplicas | None) -> None:
+        """Continues from the tensors that were loaded. Each replica starts from the outer
+        parameters, unless the checkpoint holds equally many replicas."""
+        if saved is None or not saved.has_momentum:
+            for momentum in self.momenta.values():
+                momentum.zero_()
+        if not self._are_same(saved):
+            self._give()
+
+    def _are_same(self, saved: SavedReplicas | None) -> bool:
+        return saved is not None and saved.replicas == self._replicas.size
+
+    def _outer_tensors(self, *, with_momentum: bool) -> Tensors:
+        """Maps names to the tensors that all ranks of a replica hold together."""
+        tensors: Tensors = {}
+        for parameter in self._parameters:
+            name = parameter.name
+            tensors[f"{MODEL}{name}"] = parameter.distributed(self.values[name])
+            if with_momentum:
+                tensors[f"outer.momentum.{name}"] = parameter.distributed(self.momenta[name])
+        return tensors
+
+
+def mean_over(tensor: Tensor, replicas: Axis) -> Tensor:
+    """Returns the mean over the replicas: each averages a slice, and sends it to all. Sends 2 (n -
+    1) / n of the tensor per rank, as a ring all-reduce does. The slices are summed in the order of
+    the replicas, so the mean is the same on every rank that holds the same tensor."""
+    count = replicas.size
+    slices = pad(tensor.flatten(), (0, -tensor.numel() % count)).view(count, -1)
+    mean = all_to_all(slices, replicas).mean(dim=0)
+    return gather(mean, replicas, dim=0)[: tensor.numel()].view_as(tensor)
