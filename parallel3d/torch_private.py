@@ -24,9 +24,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-# what `torch.compile` can trace
-from torch.distributed import _functional_collectives as functional_collectives
-
 # a file, an offset in it, a length
 from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -43,7 +40,6 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
-    "functional_collectives",
     "tree_iter",
 ]
 

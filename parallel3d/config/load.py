@@ -35,6 +35,7 @@ _REMOVED = {
     "optimizer.beta2_decay": None,
     "optimizer.update_clip": None,
     "optimizer.step_in_backward": False,
+    "train.label_smoothing": 0.0,
 }
 _SECTIONS = {key.name for key in fields(Recipe)} - {"run_dir"}
 

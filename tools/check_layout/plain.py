@@ -58,7 +58,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
 
     schedulers = [LambdaLR(optimizer, rate) for optimizer in optimizers]
 
-    def loss_of(step: int, smoothing: float, z_loss: float) -> Tensor:
+    def loss_of(step: int, z_loss: float) -> Tensor:
         batch = batches.batch(step)
         keywords: dict[str, Any] = {}
         if batch.documents is not None:
@@ -67,12 +67,12 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
             keywords["key"] = dropout_key(train.seed, step, batch.samples)[0]
         logits = model(batch.inputs[0], **keywords).double().flatten(0, -2)
         labels = batch.labels.flatten()
-        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+        loss = F.cross_entropy(logits, labels)
         return loss + z_loss * logits.logsumexp(-1).square()[labels != -100].mean()
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
         model.zero_grad()
-        loss = loss_of(step, train.label_smoothing, train.z_loss)
+        loss = loss_of(step, train.z_loss)
         loss.backward()
         gradients = gradients_of(parameters) if is_whole else {}
         limit = float("inf") if train.grad_clip is None else train.grad_clip
@@ -87,7 +87,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
     record_steps(record, [model], parameters, train_step, train.steps, whole_steps)
     model.eval()
     with torch.no_grad():
-        record.start_loss = float(loss_of(train.steps - 1, 0.0, 0.0))
+        record.start_loss = float(loss_of(train.steps - 1, 0.0))
     return record
 
 
