@@ -64,10 +64,7 @@ class Block(nn.Module):
         selective: bool,
     ) -> None:
         super().__init__()
-        D, init, name = config.hidden, normal(config.init_std), f"layers.{index}"
-        # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section
-        # 2.3).
-        output_init = normal(config.init_std / math.sqrt(2 * config.layers))
+        D, name = config.hidden, f"layers.{index}"
         self.attention_norm = parts.norm()
         self.attention = ParallelAttention(
             D,
@@ -76,8 +73,6 @@ class Block(nn.Module):
             rotary=parts.rotary,
             tp=context,
             options=replace(parts.attention, name=f"{name}.attention", recompute=selective),
-            init=init,
-            output_init=output_init,
         )
         self.attention_dropout = residual_dropout(config, f"{name}.attention.output", context)
         self.mlp_norm = parts.norm()
@@ -87,8 +82,6 @@ class Block(nn.Module):
             activation=parts.activation,
             bias=parts.mlp_bias,
             tp=context,
-            init=init,
-            output_init=output_init,
         )
         self.mlp_dropout = residual_dropout(config, f"{name}.mlp.output", context)
 
@@ -157,11 +150,17 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        context = ParallelContext(tp, sequence_parallel, device)
-        parts = self.parts(config, context)
-        head = VocabParallelHead(
-            config.hidden, config.vocab, tp=context, init=normal(config.init_std)
+        # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section
+        # 2.3).
+        context = ParallelContext(
+            tp,
+            sequence_parallel,
+            device,
+            init=normal(config.init_std),
+            row_init=normal(config.init_std / math.sqrt(2 * config.layers)),
         )
+        parts = self.parts(config, context)
+        head = VocabParallelHead(config.hidden, config.vocab, tp=context)
         if config.tied_embeddings:
             head.weight = parts.token_weight
         self.embed: nn.Module | None = parts.embed

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import AttentionOptions
 from parallel3d.layers.norm import LayerNorm
-from parallel3d.layers.parameter import ParallelContext, normal
+from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
 from parallel3d.models.decoder import Decoder, DecoderParts
@@ -55,11 +55,8 @@ class TokensAndPositions(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()
         assert config.max_positions is not None, "validation asks for it"
-        init = normal(config.init_std)
-        self.tokens = VocabParallelEmbedding(config.vocab, config.hidden, tp=context, init=init)
-        self.positions = LearnedPositions(
-            config.max_positions, config.hidden, tp=context, init=init
-        )
+        self.tokens = VocabParallelEmbedding(config.vocab, config.hidden, tp=context)
+        self.positions = LearnedPositions(config.max_positions, config.hidden, tp=context)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         y: Tensor = self.positions(self.tokens(ids), positions)

@@ -18,7 +18,7 @@ from functools import partial
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.attention import AttentionOptions
 from parallel3d.layers.norm import RMSNorm
-from parallel3d.layers.parameter import ParallelContext, normal
+from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.positions import RotaryEmbedding
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
 from parallel3d.models.decoder import Decoder, DecoderParts
@@ -29,9 +29,7 @@ class Llama(Decoder):
 
     def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
         """Returns the parts of a Llama; all blocks share one table of rotary angles."""
-        embed = VocabParallelEmbedding(
-            config.vocab, config.hidden, tp=context, init=normal(config.init_std)
-        )
+        embed = VocabParallelEmbedding(config.vocab, config.hidden, tp=context)
         return DecoderParts(
             embed=embed,
             token_weight=embed.weight,

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# what `torch.compile` can trace
-from torch.distributed import _functional_collectives as functional_collectives
 
 # a file, an offset in it, a length
 from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace
@@ -33,7 +31,6 @@ from torch.utils._pytree import tree_iter as tree_iter  # the tensors in nested 
 __all__ = [
     "DcpPlace",
     "TorchDispatchMode",
-    "functional_collectives",
     "tree_iter",
 ]
 

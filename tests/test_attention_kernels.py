@@ -28,9 +28,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.layers import fused_attention
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.fused_attention import (
-    attend_in_window,
     kernel_of,
-    own_mask,
     refuse_large_scores,
 )
 from parallel3d.layers.parameter import ParallelContext, initial_weights
@@ -48,7 +46,7 @@ MI300X = AttentionDevice("cuda", (9, 4), is_rocm=True, cudnn=91501)
 BF16 = AttentionCall(item_bytes=2, is_bf16=True, head_dim=128)
 FP16, FP32, FP64 = (replace(BF16, is_bf16=False, item_bytes=item) for item in (2, 4, 8))
 GROUPED = replace(BF16, is_grouped=True)
-REPEATED, PIECES, WRITTEN = "repeated", "pieces", "written out"
+REPEATED, PIECES, MASKED, WRITTEN = "repeated", "pieces", "masked", "written out"
 
 # What a call takes on a device: the kernel, and what must be done for it.
 TABLE: list[tuple[AttentionCall, AttentionDevice, str, set[str]]] = [
@@ -71,27 +69,27 @@ TABLE: list[tuple[AttentionCall, AttentionDevice, str, set[str]]] = [
     (replace(GROUPED, has_window=True), A100, "varlen", set()),
     (replace(BF16, has_documents=True), OLD_TORCH, "flash", {PIECES}),
     (replace(FP32, has_documents=True, is_grouped=True), CPU, "cpu", {PIECES}),
-    (replace(GROUPED, has_window=True), OLD_TORCH, "efficient", {PIECES, REPEATED}),
-    (replace(BF16, has_window=True, head_dim=100), A100, "math", {PIECES, WRITTEN}),
-    (replace(GROUPED, has_mask=True), A100, "efficient", {REPEATED}),
-    (replace(GROUPED, has_mask=True), H100_CUDNN, "cudnn", {REPEATED}),
+    (replace(GROUPED, has_window=True), OLD_TORCH, "efficient", {MASKED, REPEATED}),
+    (replace(BF16, has_window=True, head_dim=100), A100, "math", {MASKED, WRITTEN}),
+    (replace(FP32, has_window=True), H100_CUDNN, "efficient", {MASKED}),
     (replace(GROUPED, has_dropout=True), H100_CUDNN, "scores", {REPEATED, WRITTEN}),
     (replace(FP32, has_dropout=True), CPU, "scores", {WRITTEN}),
 ]
 
 
-@pytest.mark.parametrize("row", range(len(TABLE)))
-def test_each_call_has_its_kernel(row: int) -> None:
-    call, device, name, ways = TABLE[row]
+@pytest.mark.parametrize(("call", "device", "name", "ways"), TABLE)
+def test_each_call_has_its_kernel(
+    call: AttentionCall, device: AttentionDevice, name: str, ways: set[str]
+) -> None:
     kernel = attention_kernel(call, device)
     is_so = {
         REPEATED: kernel.repeats_heads,
         PIECES: kernel.in_pieces,
+        MASKED: kernel.mask_bytes > 0,
         WRITTEN: kernel.score_bytes > 0,
     }
     found = {way for way, holds in is_so.items() if holds}
     assert (kernel.name, found) == (name, ways)
-    assert (kernel.mask_bytes > 0) == (call.has_mask and device.type == "cuda")
 
 
 def recipe_of(
@@ -106,17 +104,12 @@ def recipe_of(
     return Recipe(model=config, train=train, parallel=parallel, run_dir="runs/x")
 
 
-@pytest.mark.parametrize("card", sorted(shape_cards()))
-def test_every_card_trains_in_memory_that_grows_with_the_sequence(card: str) -> None:
+def test_no_card_writes_out_its_scores() -> None:
     devices = (A100, H100_CUDNN, MI300X)
-    for precision, device in product(get_args(Precision), devices):
+    for card, precision, device in product(shape_cards(), get_args(Precision), devices):
         recipe = recipe_of(card, precision=precision)
-        windows = (None, 1024) if recipe.model.architecture == "llama" else (None,)
-        for window in windows:
-            windowed = replace(recipe, model=replace(recipe.model, window=window))
-            kernel = kernel_of_recipe(windowed, device)
-            assert kernel.score_bytes == kernel.mask_bytes == 0, (precision, device, window)
-            assert not attention_errors(recipe, device)
+        assert kernel_of_recipe(recipe, device).score_bytes == 0, (card, precision, device)
+        assert not attention_errors(recipe, device)
 
 
 def test_what_a_gpu_would_write_out_is_refused_before_anything_starts() -> None:
@@ -130,8 +123,6 @@ def test_what_a_gpu_would_write_out_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"model.attention_dropout = 0.1: .* takes 128.0 GiB"):
         validate(dropped)
     validate(replace(dropped, train=replace(dropped.train, device="cpu")))
-    short = replace(dropped, train=replace(dropped.train, seq_len=2048))
-    validate(short)  # 8 GiB to the byte
     longer = replace(dropped, train=replace(dropped.train, seq_len=2080))
     (line,) = attention_errors(longer, H100)
     assert "takes 8.3 GiB" in line and "a smaller parallel.microbatch_size" in line
@@ -154,13 +145,13 @@ def test_a_precision_without_a_fused_kernel_is_refused_with_one_that_has_it(
 
 def test_what_a_gpu_would_write_out_for_a_layer_is_refused() -> None:
     def refuse(
-        dtype: torch.dtype, *, seq: int = 16384, device: str = "cuda", masks: int = 1, **flags: bool
+        dtype: torch.dtype, *, seq: int = 16384, device: str = "cuda", **flags: bool
     ) -> None:
         with FakeTensorMode():
             q, k = (
                 torch.empty(2, seq, heads, 128, device=device, dtype=dtype) for heads in (16, 4)
             )
-            refuse_large_scores(kernel_of(q, k, **flags), q, k, masks=masks)
+            refuse_large_scores(kernel_of(q, k, **flags), q)
 
     with pytest.raises(ValueError, match=r"in float64: no fused .* take 96.0 GiB, of at most 8"):
         refuse(torch.float64)
@@ -168,9 +159,9 @@ def test_what_a_gpu_would_write_out_for_a_layer_is_refused() -> None:
     refuse(torch.float32)
     with pytest.raises(ValueError, match="dropout needs the probabilities .* try no dropout"):
         refuse(torch.bfloat16, dropout=True)
-    refuse(torch.float32, mask=True, masks=5)  # 6 bytes a query and key: 7.5 GiB
-    with pytest.raises(ValueError, match=r"a mask has S.2 numbers and would take 9.0 GiB"):
-        refuse(torch.float32, mask=True, masks=6)
+    refuse(torch.float32, window=True)
+    with pytest.raises(ValueError, match=r"a window is a mask of S.2 numbers .* take 24.0 GiB"):
+        refuse(torch.float32, window=True, seq=65536)
     refuse(torch.bfloat16, dropout=True, device="cpu")
 
 
@@ -184,8 +175,9 @@ def layer_of(kv_heads: int, dtype: torch.dtype, **options: object) -> ParallelAt
 
 
 def packed(*lengths: int) -> PackedDocuments:
-    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return PackedDocuments.numbered(numbers.view(B, S))
+    ids = torch.zeros(B * S)
+    ids[torch.tensor(lengths).cumsum(0) - 1] = 1
+    return PackedDocuments.ended_by(1, ids.view(B, S))
 
 
 PACKED = packed(30, 7, 1, 36)
@@ -204,7 +196,6 @@ def as_on(device: AttentionDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_attention, "device_of", lambda _: device)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("device", [V100, H100_CUDNN], ids=["V100", "H100 and cuDNN"])
 @pytest.mark.parametrize(
     "options",
@@ -214,29 +205,16 @@ def as_on(device: AttentionDevice, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_computes_the_same_as_on_every_gpu(
     device: AttentionDevice,
     options: dict[str, object],
-    recompute: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fused_attention, "_LEAST_BLOCK", 8)
     for kv_heads, documents in product((6, 2), (None, PACKED)):
-        layer = layer_of(kv_heads, torch.float32, recompute=recompute, **options)
+        layer = layer_of(kv_heads, torch.float32, **options)
         expected = results(layer, documents=documents)
         with monkeypatch.context() as patch:
             as_on(device, patch)
             torch.testing.assert_close(
                 results(layer, documents=documents), expected, rtol=1e-4, atol=1e-5
             )
-
-
-def test_a_window_in_blocks_shares_its_masks_and_sees_what_the_whole_mask_shows() -> None:
-    q, k, v = torch.randn(3, B, S, H, K, dtype=torch.float64)
-    for window, causal in product((1, 3, 12, 36), (True, False)):
-        mask = own_mask(S, S, causal=causal, window=window, device=q.device)
-        whole = F.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in (q, k, v)), attn_mask=mask, scale=0.2
-        )
-        blocks = attend_in_window(q, k, v, causal=causal, window=window, scale=0.2)
-        torch.testing.assert_close(blocks, whole.transpose(1, 2))
 
 
 def flash_varlen(

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.layers.gradients import delay_weight_gradients
-from parallel3d.layers.linear import ColumnParallelLinear
+from parallel3d.layers.linear import ColumnParallelLinear, delay_weight_gradients
 from parallel3d.layers.parameter import set_fused_gradients
 
 

@@ -46,21 +46,12 @@ def test_a_mask_depends_on_every_part_of_its_key() -> None:
     assert not any(torch.equal(mask(), other) for other in others)
 
 
-def test_exact_masks_go_with_their_samples() -> None:
-    """Whatever microbatch a sample is in, and wherever."""
-    drop = Dropout(0.5, name="a")
-    together = drop(torch.ones(3, 4, 5), dropout_key(0, 0, torch.tensor([7, 8, 9])))
-    assert torch.equal(
-        drop(torch.ones(1, 4, 5), dropout_key(0, 0, torch.tensor([8])))[0], together[1]
-    )
-
-
 def test_dropout_does_nothing_in_evaluation_and_refuses_nonsense() -> None:
     x = torch.randn(2, 3, 4)
     assert Dropout(0.5, name="a").eval()(x) is x
     with pytest.raises(ValueError, match="p = 1.0"):
         Dropout(1.0, name="a")
-    with pytest.raises(ValueError, match=r"a key of \[2\], and a batch of 3"):
+    with pytest.raises(ValueError, match="a number for each of the 3 sequences"):
         Dropout(0.5, name="a")(torch.ones(3, 2), KEY)
 
 

@@ -20,9 +20,9 @@ torch/nn/attention/varlen.py). On CUDA:
     math        everything                                  nothing
 
 So that nothing falls to `math` unasked, the layers repeat keys and values for the query heads that
-share them wherever `efficient` may be taken (`repeats_heads`), and compute a window block by block
-and documents one by one where `varlen` is not to be had (`in_pieces`). CPUs have one fused kernel
-for all dtypes, grouped heads and masks.
+share them wherever `efficient` may be taken (`repeats_heads`), and compute documents one by one
+without `varlen` (`in_pieces`). Without it a window is a mask, which costs S^2 numbers. CPUs have
+one fused kernel for all dtypes, grouped heads and masks.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class AttentionCall:
     is_bf16: bool = False
     head_dim: int
     is_grouped: bool = False  # fewer key-value heads than query heads
-    has_mask: bool = False  # one that is neither causality nor a window: it exists, S^2 numbers
     has_window: bool = False
     has_documents: bool = False
     has_dropout: bool = False
@@ -77,7 +76,7 @@ class AttentionKernel:
 
     name: KernelName
     repeats_heads: bool = False  # keys and values are repeated for every query head
-    in_pieces: bool = False  # one call for each document, or each block of a window's queries
+    in_pieces: bool = False  # one call for each document
     kept_bytes: int = 0  # of a score, between forward and backward
     forward_bytes: int = 0  # of a score, beside those at the most
     backward_bytes: int = 0
@@ -88,12 +87,10 @@ class AttentionKernel:
         """The bytes of a score at the most."""
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
-    def quadratic_bytes(
-        self, *, batch: int, heads: int, queries: int, keys: int, masks: int = 0
-    ) -> int:
+    def quadratic_bytes(self, *, batch: int, heads: int, seq: int) -> int:
         """Returns the bytes that grow with the square of the sequence, for one layer and microbatch
-        on a tp rank. `masks` are those that are not shared by sequences."""
-        return queries * keys * (batch * heads * self.score_bytes + masks * self.mask_bytes)
+        on a tp rank."""
+        return seq**2 * (batch * heads * self.score_bytes + self.mask_bytes)
 
     @property
     def why_quadratic(self) -> str:
@@ -102,7 +99,7 @@ class AttentionKernel:
             return "dropout needs the probabilities of attention, S^2 a head, written out"
         if self.score_bytes:
             return "no fused kernel takes these heads, so that S^2 scores a head are written out"
-        return "a mask has S^2 numbers"
+        return "a window is a mask of S^2 numbers here"
 
     @property
     def remedy(self) -> str:
@@ -111,12 +108,12 @@ class AttentionKernel:
             return "no dropout in attention (that of its output costs a byte a number)"
         if self.score_bytes:
             return "float32 or float16, and heads of a multiple of 8"
-        return "a window, or `documents`"
+        return "bf16 or fp16, and torch 2.12 or later"
 
 
 def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionKernel:
     """Returns the kernel of a call on a device."""
-    item, has_mask = call.item_bytes, call.has_mask
+    item = call.item_bytes
     if call.has_dropout:  # by the layer: torch's kernels drop other elements in every layout
         wide = max(item, 4)
         # The softmax, a byte of the mask and the dropped probabilities are kept. While the mask is
@@ -130,20 +127,17 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
             forward_bytes=_HASH_BYTES - 1 + casted,
             backward_bytes=wide,
         )
-    is_cut = not has_mask and (call.has_documents or call.has_window)
     if device.type != "cuda":
-        return AttentionKernel("cpu", in_pieces=is_cut and call.has_documents)
-    if is_cut and _has_varlen(call, device):
+        return AttentionKernel("cpu", in_pieces=call.has_documents)
+    if (call.has_documents or call.has_window) and _has_varlen(call, device):
         return AttentionKernel("varlen")
-    # A block of a window has a mask, which is small; a document does not have one.
-    has_small_mask = has_mask or call.has_window
-    name = _fused(call, device, has_mask=has_small_mask)
-    takes_groups = name == "flash" or (name == "cudnn" and not has_small_mask)
+    name = _fused(call, device)
+    takes_groups = name == "flash" or (name == "cudnn" and not call.has_window)
     kernel = AttentionKernel(
         name,
         repeats_heads=call.is_grouped and not takes_groups,
-        in_pieces=is_cut,
-        mask_bytes=item + 2 if has_mask else 0,
+        in_pieces=call.has_documents,
+        mask_bytes=item + 2 if call.has_window else 0,
     )
     if name != "math":
         return kernel
@@ -151,14 +145,14 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
     return replace(kernel, kept_bytes=4, forward_bytes=8, backward_bytes=8)
 
 
-def _fused(call: AttentionCall, device: AttentionDevice, *, has_mask: bool) -> KernelName:
+def _fused(call: AttentionCall, device: AttentionDevice) -> KernelName:
     """Returns the kernel that `scaled_dot_product_attention` takes on CUDA, with repeated heads if
     it needs them."""
     is_half, is_ampere, head = call.item_bytes == 2, device.capability >= (8, 0), call.head_dim
     prefers_cudnn = device.capability[0] in (9, 10) and device.cudnn > 91500 and not device.is_rocm
     if is_half and prefers_cudnn and head <= 128 and head % 8 == 0:
         return "cudnn"
-    if is_half and not has_mask and _has_flash(call, device):
+    if is_half and not call.has_window and _has_flash(call, device):
         return "flash"
     if is_half:
         is_taken = head % 8 == 0 and (is_ampere or not call.is_bf16)
@@ -202,10 +196,8 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     kernel, model, train = kernel_of_recipe(recipe, device), recipe.model, recipe.train
     microbatch, seq = recipe.parallel.microbatch_size, train.seq_len
     heads = model.heads // recipe.parallel.tp
-    each = kernel.quadratic_bytes(batch=1, heads=heads, queries=seq, keys=seq)
-    # A block of a window is small. A document may be as long as its sequence.
-    is_small = kernel.in_pieces and model.has_window(seq)
-    if device.type != "cuda" or is_small or each * microbatch <= MOST_SCORE_BYTES:
+    score_bytes = kernel.quadratic_bytes(batch=microbatch, heads=heads, seq=seq)
+    if device.type != "cuda" or score_bytes <= MOST_SCORE_BYTES:
         return []
     if kernel.name == "scores":
         key, tries = "model.attention_dropout", "0"
@@ -213,7 +205,7 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
         key, tries = "train.precision", "fp16"
         if train.precision == "fp32" and device.capability >= (8, 0):
             tries = "bf16"
-    size, most = each * microbatch / 2**30, MOST_SCORE_BYTES / 2**30
+    size, most = score_bytes / 2**30, MOST_SCORE_BYTES / 2**30
     return [
         f"{key} = {attrgetter(key)(recipe)}: {kernel.why_quadratic}, which takes {size:.1f} GiB a "
         f"block and microbatch, and may take {most:.0f} on a GPU; try {key}={tries}, or a smaller "

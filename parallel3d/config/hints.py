@@ -31,6 +31,7 @@ _HINTS = {
     "stochastic_rounding": "removed; try train.precision=bf16, whose weights are float32",
     "beta2_decay": _NO_ADAFACTOR,
     "update_clip": _NO_ADAFACTOR,
+    "label_smoothing": "removed",
     "step_in_backward": "removed; to hold fewer gradients try parallel.sharding=FULL_SHARD",
 }
 # A key of this version -> its names in other frameworks.

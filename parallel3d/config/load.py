@@ -44,6 +44,7 @@ _REMOVED = {
     "local_sgd.fragments": 1,
     "local_sgd.overlap_steps": 0,
     "local_sgd.mixing": None,
+    "train.label_smoothing": 0.0,
 }
 _SECTIONS = {key.name for key in fields(Recipe)} - {"run_dir"}
 

@@ -239,7 +239,6 @@ class TrainConfig:
     # tokens whose logits exist at a time; None: all, unless they are large
     loss_chunk_tokens: Count | None = None
     # Both are part of the loss that is trained on, and not of a validation's.
-    label_smoothing: Fraction = 0.0
     z_loss: NonNegative = 0.0  # the factor of the squared log of softmax's sum
     # torch.compile each block, or with tp > 1 or a split backward what is between its products
     compile: bool = False

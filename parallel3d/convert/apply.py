@@ -65,8 +65,7 @@ from parallel3d.convert.rules import (
     names_matching,
 )
 from parallel3d.layers.gradients import as_dtensor
-from parallel3d.layers.parameter import ParallelModule
-from parallel3d.layers.sharded_module import draw_dtensors_whole, refuse_another_draw
+from parallel3d.layers.parameter import ParallelModule, draw_dtensors_whole, refuse_another_draw
 from parallel3d.mesh import Axis, Role
 from parallel3d.shard_sizes import shard_rows
 

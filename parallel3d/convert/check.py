@@ -18,7 +18,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d.convert.parallel_modules import ParallelExperts
-from parallel3d.layers.collectives import all_reduce_max
+from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import tree_iter
 
@@ -142,7 +142,7 @@ def _compare(
     differences = (ours - theirs).abs().amax(dim=1) / scale
     differences = differences.nan_to_num(nan=torch.inf)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    worst = all_reduce_max(differences.to(device), axis).tolist()
+    worst = all_reduce(differences.to(device), axis, "max").tolist()
     for name, difference in zip(names, worst, strict=True):
         if difference > _TOLERANCE:
             raise ValueError(

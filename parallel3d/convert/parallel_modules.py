@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from parallel3d.layers.collectives import SEQUENCE_DIM
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.linear import column_parallel, row_parallel
+from parallel3d.layers.parameter import ShardedModule
 from parallel3d.layers.regions import (
     all_to_all_of_region,
     copy_to_region,
@@ -27,7 +28,6 @@ from parallel3d.layers.regions import (
     reduce_from_region,
     scatter_to_region,
 )
-from parallel3d.layers.sharded_module import ShardedModule
 from parallel3d.layers.vocabulary import vocab_parallel_lookup
 from parallel3d.mesh import Axis
 from parallel3d.shard_sizes import largest_shard, shard_rows
@@ -38,7 +38,7 @@ class ConvertedModule(ShardedModule):
 
     prefix = "TensorParallel"  # of the name of the class that a module gets
     is_transposed = False  # the weight is [I, O], as in transformers' Conv1D
-    delayed = padded_width = rows = None
+    padded_width = rows = None
     # Called once, in the first forward pass: refuses adapters that were added after the split.
     refuse_additions: Callable[[], None] | None = None
 

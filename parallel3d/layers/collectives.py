@@ -4,13 +4,13 @@ backward passes call.
 An axis of size 1 sends nothing and gives its input back, so that no caller asks how large the axis
 is. `start_*` return at once a function that waits for the result, the same bits on every rank.
 Small tensors of CPUs on one host go through `shared_memory.collectives`, all others through the
-backend. Under `torch.compile` all of them are torch's functional collectives, which a compiler can
-put into its graph and overlap.
+backend. Under `torch.compile` the layers call them by `outside_graph`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,32 +19,35 @@ from torch.compiler import is_compiling
 
 from parallel3d.mesh import Axis
 from parallel3d.shared_memory.collectives import SLOT_BYTES, exchange_of
-from parallel3d.torch_private import functional_collectives as functional
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
 Wait = Callable[[], Tensor]
+Reduction = Literal["sum", "max"]
 
 SEQUENCE_DIM = 1  # activations are [batch, seq, hidden]
 
 # torch 2.13 renames these two and warns of the old names; 2.11 has only those.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_functional_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
-_functional_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> Wait:
-    """Starts the sum of x over the axis; `x` may be overwritten. Sends 2 (n - 1) / n of x per rank
-    ((n - 1) times x where small)."""
+def outside_graph(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function. Under `torch.compile` the graph breaks here, and goes on after it."""
+    if is_compiling():
+        function = torch.compiler.disable(function)
+    return function(*args)
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+    """Starts the sum or the elementwise maximum of x over the axis; `x` may be overwritten. Sends
+    2 (n - 1) / n of x per rank ((n - 1) times x if it is small)."""
     if axis.size == 1:
         return lambda: x
-    if is_compiling():
-        return lambda: functional.all_reduce(x, "sum", _group(axis))
     x = x.contiguous()
     if parts := _start_exchange(x, axis):
-        return lambda: _sum(parts())
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
+        return lambda: _reduce(parts(), op)
+    work = dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), axis.group, async_op=True)
     return lambda: after(work, x)
 
 
@@ -53,9 +56,6 @@ def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
     negative. Sends (n - 1) times x per rank."""
     if axis.size == 1:
         return lambda: x
-    if is_compiling():
-        # Along dim 0, and joined here: what torch 2.11 does for other dims cannot be traced.
-        return lambda: _joined(_functional_gather(x.contiguous(), 0, _group(axis)), axis, dim)
     x = x.contiguous()
     if parts := _start_exchange(x, axis):
         return lambda: torch.cat(parts(), dim=dim)
@@ -69,35 +69,31 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait
     negative. Sends (n - 1) / n of x per rank."""
     if axis.size == 1:
         return lambda: x
-    if is_compiling():
-        return lambda: _functional_scatter(x.contiguous(), "sum", dim, _group(axis))
     # no copy where batch = 1
     stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if parts := _start_exchange(stacked, axis):
-        return lambda: _sum([part[axis.rank] for part in parts()])
+        return lambda: _reduce([part[axis.rank] for part in parts()], "sum")
     out = torch.empty_like(stacked[0])
     work = reduce_scatter_single(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
     return lambda: after(work, out, stacked)
 
 
-def start_all_to_all(x: Tensor, axis: Axis) -> Wait:
-    """Starts to send x[r] of [n, ...] to rank r, for what the ranks have sent here, in their order.
-    Sends (n - 1) / n of x per rank ((n - 1) times x where small)."""
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Sends x[r] of [n, ...] to rank r. Returns what the ranks have sent here, in their order.
+    Sends (n - 1) / n of x per rank ((n - 1) times x if it is small)."""
     if axis.size == 1:
-        return lambda: x
-    if is_compiling():
-        return lambda: functional.all_to_all_single(x.contiguous(), None, None, _group(axis))
+        return x
     x = x.contiguous()
     if parts := _start_exchange(x, axis):
-        return lambda: torch.stack([part[axis.rank] for part in parts()])
+        return torch.stack([part[axis.rank] for part in parts()])
     out = torch.empty_like(x)
-    work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
-    return lambda: after(work, out, x)
+    dist.all_to_all_single(out, x, group=axis.group)
+    return out
 
 
-def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Returns the sum of x over the axis; `x` may be overwritten."""
-    return start_all_reduce(x, axis)()
+def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Tensor:
+    """Returns the sum or the elementwise maximum of x over the axis; `x` may be overwritten."""
+    return start_all_reduce(x, axis, op)()
 
 
 def gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
@@ -108,11 +104,6 @@ def gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
     """Returns this rank's part of the sum, as `start_reduce_scatter` does."""
     return start_reduce_scatter(x, axis, dim)()
-
-
-def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Returns what the ranks have sent here, as `start_all_to_all` does."""
-    return start_all_to_all(x, axis)()
 
 
 def sum_partial(x: Tensor, axis: Axis, *, scattered: bool) -> Tensor:
@@ -129,24 +120,6 @@ def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
     return x
 
 
-def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """Returns the elementwise maximum over the axis; `x` may be overwritten."""
-    if axis.size == 1:
-        return x
-    if is_compiling():
-        return functional.all_reduce(x, "max", _group(axis))
-    x = x.contiguous()
-    if parts := _start_exchange(x, axis):
-        return torch.stack(parts()).amax(dim=0)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
-    return x
-
-
-def _group(axis: Axis) -> dist.ProcessGroup:
-    assert axis.group is not None
-    return axis.group
-
-
 def _joined(parts: Tensor, axis: Axis, dim: int) -> Tensor:
     """[n b, ..., d / n, ...] -> [b, ..., d, ...]; no copy where the dims before `dim` are of size
     1."""
@@ -160,14 +133,16 @@ def _start_exchange(x: Tensor, axis: Axis) -> Callable[[], list[Tensor]] | None:
     rank's. Returns None where it goes through the backend."""
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES:
         return None
-    exchange = exchange_of(_group(axis))
+    assert axis.group is not None
+    exchange = exchange_of(axis.group)
     return None if exchange is None else exchange.start(x)
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0] + parts[1]
+def _reduce(parts: list[Tensor], op: Reduction) -> Tensor:
+    add = torch.add if op == "sum" else torch.maximum
+    total = add(parts[0], parts[1])
     for part in parts[2:]:
-        total += part
+        add(total, part, out=total)
     return total
 
 

@@ -31,20 +31,14 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
     return _split_mix(samples * _GOLDEN + run)
 
 
-def drawn_key(batch: int) -> Tensor:
-    """Draws a key [batch] from torch's default CPU generator, whose state must agree over tp.
-    torch.utils.checkpoint restores the state before it recomputes."""
-    return _split_mix((torch.arange(batch) + torch.randint(2**62, (1,))) * _GOLDEN)
-
-
 class Dropout(nn.Module):
     """Zeroes elements with probability p and scales the others by 1 / (1 - p), while training.
     Nothing is sent.
 
     x, y [batch, ..., rows, columns]. `split_dim`: the dim that is split over tp, if any (1 under
     sequence parallelism, -1 between a column- and a row-parallel linear). `name`: the layer's
-    global name, different for every dropout of a model. `key` [batch]: `dropout_key`; a key is
-    drawn if there is none. Move the keys of a whole step to a GPU at once.
+    global name, different for every dropout of a model. `key` [batch]: `dropout_key`. Move the
+    keys of a whole step to a GPU at once.
     """
 
     def __init__(
@@ -61,16 +55,18 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        mask = self.dropped(x, drawn_key(x.shape[0]) if key is None else key)
+        if key is None or key.shape != x.shape[:1]:
+            raise ValueError(
+                f"Dropout {self.name}: key = {key}: must have a number for each of the "
+                f"{x.shape[0]} sequences; pass key=dropout_key(seed, step, samples), or call "
+                "model.eval()"
+            )
+        mask = self.dropped(x, key)
         # Only the mask, a byte per element, is saved for the backward pass.
         return x.masked_fill(mask, 0.0) * (1 / (1 - self.p))
 
     def dropped(self, x: Tensor, key: Tensor) -> Tensor:
         """Returns a mask in the shape of x, True for the elements that are dropped."""
-        if key.shape != x.shape[:1]:
-            raise ValueError(
-                f"Dropout {self.name}: a key of {list(key.shape)}, and a batch of {x.shape[0]}"
-            )
         split = None if self.split_dim is None else self.split_dim % x.ndim
         # A counter of every element's global place in its sample, added to the sample's key.
         counter = _split_mix(key.to(x.device, non_blocking=True) + self.salt)

@@ -1,6 +1,6 @@
 """Attention by kernels whose memory grows with the sequence, not with its square: how each call of
-the table in `config.attention_kernels` is made. Shapes: B batch, S sequence, T the context's
-sequence, H query heads, G key-value heads, K head dim; all heads are those of one tp rank.
+the table in `config.attention_kernels` is made. Shapes: B batch, S sequence, T keys, H query heads,
+G key-value heads, K head dim; all heads are those of one tp rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from parallel3d.config.attention_kernels import (
 from parallel3d.layers.positions import PackedDocuments
 
 _TORCH = (int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1]))
-_LEAST_BLOCK = 1024  # queries of a window's block: smaller ones are many launches
 
 
 def device_of(device: torch.device) -> AttentionDevice:
@@ -40,18 +39,16 @@ def kernel_of(
     q: Tensor,
     k: Tensor,
     *,
-    mask: bool = False,
     window: bool = False,
     documents: bool = False,
     dropout: bool = False,
 ) -> AttentionKernel:
-    """Returns the kernel for q [B, S, H, K] and k [B, T, G, K] with what the flags say."""
+    """Returns the kernel for q [B, S, H, K] and k [B, S, G, K] with what the flags say."""
     call = AttentionCall(
         item_bytes=q.dtype.itemsize,
         is_bf16=q.dtype == torch.bfloat16,
         head_dim=q.shape[-1],
         is_grouped=q.shape[2] != k.shape[2],
-        has_mask=mask,
         has_window=window,
         has_documents=documents,
         has_dropout=dropout,
@@ -60,21 +57,17 @@ def kernel_of(
     return attention_kernel(call, device_of(q.device))
 
 
-def refuse_large_scores(kernel: AttentionKernel, q: Tensor, k: Tensor, *, masks: int = 1) -> None:
-    """Raises ValueError, with a remedy, if a GPU would write out more than `MOST_SCORE_BYTES` for q
-    [B, S, H, K] and k [B, T, G, K], of which a mask has so many sequences of its own. A CPU may
-    write them."""
-    (batch, queries, heads, _), keys = q.shape, k.shape[1]
-    bytes_ = kernel.quadratic_bytes(
-        batch=batch, heads=heads, queries=queries, keys=keys, masks=masks
-    )
+def refuse_large_scores(kernel: AttentionKernel, q: Tensor) -> None:
+    """Raises ValueError, with a remedy, if a GPU would write out more than `MOST_SCORE_BYTES` for
+    q [B, S, H, K]. A CPU may write them."""
+    batch, seq, heads, width = q.shape
+    bytes_ = kernel.quadratic_bytes(batch=batch, heads=heads, seq=seq)
     if q.is_cuda and bytes_ > MOST_SCORE_BYTES:
         dtype = str(q.dtype).removeprefix("torch.")
         raise ValueError(
-            f"attention of {queries} queries and {keys} keys, batch {batch}, {heads} heads of "
-            f"{q.shape[3]} in {dtype}: {kernel.why_quadratic} and would take {bytes_ / 2**30:.1f} "
-            f"GiB, of at most {MOST_SCORE_BYTES / 2**30:.0f}; try {kernel.remedy}, or a smaller "
-            "batch or length"
+            f"attention of {seq} tokens, batch {batch}, {heads} heads of {width} in {dtype}: "
+            f"{kernel.why_quadratic} and would take {bytes_ / 2**30:.1f} GiB, of at most "
+            f"{MOST_SCORE_BYTES / 2**30:.0f}; try {kernel.remedy}, or a smaller batch or length"
         )
 
 
@@ -134,54 +127,14 @@ def attend_by_varlen(
     return y.unflatten(0, (batch, seq))
 
 
-def attend_in_window(
-    q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    *,
-    causal: bool,
-    window: int,
-    scale: float | None,
-) -> Tensor:
-    """Returns the attention [B, S, H, K] of queries that see `window` keys at most, block of
-    queries by block: each needs its own block of keys and its neighbours', so that the masks are 2
-    or 3 blocks wide however long S is."""
-    step = max(window, _LEAST_BLOCK)
-    blocks = [part.transpose(1, 2).split(step, dim=2) for part in (q_BSHK, k_BSGK, v_BSGK)]
-    parts, masks = [], dict[tuple[int, int, int], Tensor]()
-    for at, q in enumerate(blocks[0]):
-        first = max(at - 1, 0)
-        k, v = (torch.cat(part[first : at + (1 if causal else 2)], dim=2) for part in blocks[1:])
-        shape = q.shape[2], k.shape[2], (at - first) * step
-        if shape not in masks:  # as the kernel adds it to the scores, one for all blocks alike
-            mask = own_mask(
-                shape[0], shape[1], causal=causal, window=window, device=q.device, first=shape[2]
-            )
-            assert mask is not None
-            masks[shape] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-        parts.append(attend(q, k, v, masks[shape], causal=False, scale=scale))
-    return torch.cat(parts, dim=2).transpose(1, 2)
-
-
-def own_mask(
-    queries: int,
-    keys: int,
-    *,
-    causal: bool,
-    window: int | None,
-    device: torch.device,
-    first: int | None = None,
-) -> Tensor | None:
-    """Returns the mask [S, T] of an attention's own settings; None where every query sees every
-    key. With `window` a query sees that many keys at most, itself the last of them (Beltagy et al.
-    2020, arXiv 2004.05150; Mistral's), and as many on the other side where the attention is not
-    causal. The first query stands at key `first`; without it the queries are the last of the keys,
-    as torch's causal_lower_right has them."""
+def own_mask(seq: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """Returns the mask [S, S] of an attention's own settings, True if a query may see a key; None
+    if every query sees every key. With `window` a query sees that many keys at most, itself the
+    last of them (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and as many on the other side
+    if the attention is not causal."""
     if not causal and window is None:
         return None
-    first = keys - queries if first is None else first
-    query = torch.arange(first, first + queries, device=device).unsqueeze(1)
-    key = torch.arange(keys, device=device)
-    if window is None:
-        return query >= key
-    return (key + window > query) & (query >= key if causal else query + window > key)
+    place = torch.arange(seq, device=device)
+    distance = place.unsqueeze(1) - place
+    mask = distance >= 0 if causal else distance > -(window or seq)
+    return mask if window is None else mask & (distance < window)

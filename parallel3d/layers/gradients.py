@@ -28,18 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Function
+from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
-from parallel3d.torch_private import is_compiled
 
 Work = Callable[[], object]
 
@@ -182,60 +178,3 @@ def accumulate_or_return_product(
         add_product(total, grad_out, x)
         return None
     return accumulate_or_return(weight, grad_out.t().mm(x), fused=fused)
-
-
-def delay_weight_gradients(module: nn.Module) -> DelayedGradients:
-    """Lets the layers below a module, `nn.Linear`s among them, delay their weights' gradients, and
-    returns what collects them: until a second call, which puts another collector in its place. It
-    changes no result and no name. What is compiled stays as it is: its backward is one piece, which
-    is done in the first half."""
-    delayed = DelayedGradients()
-    for part in _eager_modules(module):
-        if type(part) is nn.Linear:
-            vars(part).setdefault("forward", partial(_delaying_forward, part))
-        elif not hasattr(part, "delayed"):
-            continue
-        part.delayed = delayed  # type: ignore[assignment]
-    return delayed
-
-
-def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields a module and those below it, but for compiled ones and all that is in them."""
-    if not is_compiled(module):
-        yield module
-        for child in module.children():
-            yield from _eager_modules(child)
-
-
-def _delaying_forward(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Computes a linear layer. With a weight that is not a plain leaf, or under autocast, it is
-    torch's own."""
-    weight, bias = linear.weight, linear.bias
-    is_plain = weight.is_leaf and weight.requires_grad and not isinstance(weight, DTensor)
-    if not is_plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight, bias)
-    y: Tensor = _DelayingLinear.apply(x, weight, bias, linear.delayed)
-    return y
-
-
-class _DelayingLinear(Function):
-    """x [..., in], weight [out, in], bias [out] -> [..., out]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, delayed: DelayedGradients
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.delayed = weight, bias is not None, delayed
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_bias = flat_grad.sum(0) if ctx.has_bias else None
-        grad_weight = accumulate_or_return_product(
-            weight, flat_grad, flat_x, fused=False, delayed=ctx.delayed
-        )
-        return grad_x, grad_weight, grad_bias, None

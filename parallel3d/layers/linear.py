@@ -25,8 +25,9 @@ tokens, and its gradient is summed over tp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -34,30 +35,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import (
     gather,
+    outside_graph,
     start_all_reduce,
     start_gather,
     start_reduce_scatter,
     sum_partial,
 )
 from parallel3d.layers.gradients import (
+    DelayedGradients,
     accumulate_or_return,
     accumulate_or_return_product,
     local_tensor,
 )
-from parallel3d.layers.parameter import (
-    Initializer,
-    LayerTp,
-    ParallelModule,
-    ParameterSpec,
-    normal,
-    zeros,
-)
-from parallel3d.layers.regions import gather_from_region, scatter_to_region
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, zeros
+from parallel3d.layers.regions import gather_from_region
 from parallel3d.mesh import ONE_RANK
+from parallel3d.torch_private import is_compiled
 
 FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
 
@@ -89,9 +87,7 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         out_features: int,
         *,
         tp: LayerTp = None,
-        init: Initializer = normal(0.02),
         bias: bool = False,
-        bias_init: Initializer = zeros,
         gather_output: bool = False,
         copies: int = 1,
     ) -> None:
@@ -102,16 +98,18 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
             n = self.axis.size
             if n % copies or out_features % (n // copies):
                 raise ValueError(
-                    f"ColumnParallelLinear: copies = {copies}, out_features = {out_features}, tp = "
-                    f"{n}: copies must divide tp, and tp / copies the features"
+                    f"ColumnParallelLinear: copies = {copies}: must divide tp = {n}, and tp / "
+                    f"copies out_features = {out_features}"
                 )
             length, place = out_features * copies // n, self.axis.rank // copies
             self.rows = slice(place * length, (place + 1) * length)
         dim = None if copies > 1 else 0
         shape = (out_features, in_features)
-        weight = ParameterSpec(shape, dim, init, partial_gradient=copies > 1, uneven=self.uneven)
+        weight = ParameterSpec(
+            shape, dim, self.context.init, partial_gradient=copies > 1, uneven=self.uneven
+        )
         self.add_parameter("weight", weight)
-        bias_spec = replace(weight, shape=(out_features,), init=bias_init)
+        bias_spec = replace(weight, shape=(out_features,), init=zeros)
         self.add_parameter("bias", bias_spec if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,9 +120,8 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
 class RowParallelLinear(ParallelModule, nn.Linear):
     """y = x W^T + b with the input features split over tp, as a column-parallel layer leaves them.
 
-    x [batch, seq, in_features / tp], or with `input_is_parallel=False` [batch, seq, in_features],
-    the same on every rank, of which each takes its part and all-gathers the gradient; y [batch,
-    seq, out_features], or [batch, seq / tp, out_features] with `sequence_parallel`.
+    x [batch, seq, in_features / tp]; y [batch, seq, out_features], or [batch, seq / tp,
+    out_features] with `sequence_parallel`.
 
     Raises ValueError where tp does not divide in_features.
     """
@@ -140,23 +137,18 @@ class RowParallelLinear(ParallelModule, nn.Linear):
         out_features: int,
         *,
         tp: LayerTp = None,
-        init: Initializer = normal(0.02),
         bias: bool = False,
-        bias_init: Initializer = zeros,
-        input_is_parallel: bool = True,
     ) -> None:
         super().__init__(tp)
         self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel = input_is_parallel
+        init = self.context.row_init or self.context.init
         self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init))
         whole_bias = ParameterSpec(
-            (out_features,), None, bias_init, partial_gradient=self.sequence_parallel
+            (out_features,), None, zeros, partial_gradient=self.sequence_parallel
         )
         self.add_parameter("bias", whole_bias if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.input_is_parallel:
-            x = scatter_to_region(x, self.axis)
         return row_parallel(x, self)
 
 
@@ -166,26 +158,17 @@ def column_parallel(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
     the split dim could not be resharded."""
     if all(is_plain(layer) for layer in layers):
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
-    if not is_compiling():
-        parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
-        outputs: tuple[Tensor, ...] = ColumnParallelProduct.apply(
-            cast_input(x), layers, *parameters
-        )
-        return outputs
-    x = layers[0].enter(x)
-    weights = [used_part(layer.replicated("weight"), layer) for layer in layers]
-    biases = [used_part(layer.replicated("bias"), layer) for layer in layers]
-    return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    product, x = ColumnParallelProduct.apply, cast_input(x)
+    outputs: tuple[Tensor, ...] = outside_graph(product, x, layers, *weights, *biases)
+    return outputs
 
 
 def row_parallel(x: Tensor, layer: Any) -> Tensor:
     """Returns the output of a row-parallel layer."""
     if is_plain(layer):
         return F.linear(x, layer.weight, layer.bias)
-    if is_compiling():
-        y = layer.leave(F.linear(x, used_part(layer.replicated("weight"), layer)))
-    else:
-        y = RowParallelProduct.apply(cast_input(x), layer.weight, layer)
+    y: Tensor = outside_graph(RowParallelProduct.apply, cast_input(x), layer.weight, layer)
     return y if layer.bias is None else y + layer.replicated("bias").to(y.dtype)
 
 
@@ -212,11 +195,9 @@ def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
     """Multiplies x [..., I] by weight [O, I] -> [..., width], filled up with -inf. The product
     is written into the wider rows, so that nothing is copied. Without a width the result is
     [..., O]."""
-    features = weight.shape[0]
-    if width is None or features == width:
+    features, weight = len(weight), weight.to(x.dtype)
+    if width in (None, features):
         return F.linear(x, weight)
-    if is_compiling() or x.dtype != weight.dtype:
-        return F.pad(F.linear(x, weight), (0, width - features), value=float("-inf"))
     y = x.new_empty(*x.shape[:-1], width)
     flat = y.view(-1, width)
     torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=flat[:, :features])
@@ -241,7 +222,7 @@ class ColumnParallelProduct(Function):
             x = gather(x, first.axis)
         weights = list(map(used_part, ctx.weights, layers))
         biases = map(used_part, ctx.biases, layers)
-        if first.padded_width not in (None, len(weights[0])):
+        if first.padded_width is not None:
             return (padded_product(x, weights[0], first.padded_width),)
         return tuple(map(F.linear, repeat(x), weights, biases))
 
@@ -260,7 +241,7 @@ class ColumnParallelProduct(Function):
         grad_x = flat[0] @ weights[0]
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
-        grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+        grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
         start = start_reduce_scatter if first.sequence_parallel else start_all_reduce
         travelling = start(grad_x, ONE_RANK if first.is_entered else first.axis)
         del grad_x  # what travels is a copy, unless the batch is one sequence; memory is freed here
@@ -297,8 +278,7 @@ def _weight_gradient(layer: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Ten
         return accumulate_or_return(weight, grad.t().mm(x), fused=fused, rows=rows, axis=axis)
     if layer.is_transposed:
         grad, x = x, grad
-    delayed = layer.delayed if fused else None
-    return accumulate_or_return_product(weight, grad, x, fused=fused, delayed=delayed)
+    return accumulate_or_return_product(weight, grad, x, fused=fused, delayed=layer.delayed)
 
 
 def _bias_gradient(layer: Any, bias: Tensor | None, grad: Tensor) -> Tensor | None:
@@ -325,3 +305,47 @@ class RowParallelProduct(Function):
             grad = gather(grad, layer.axis)
         grad_x = grad @ used_part(weight, layer).to(grad.dtype)
         return grad_x, _weight_gradient(layer, weight, grad.flatten(0, -2), x.flatten(0, -2)), None
+
+
+# The attributes of a column-parallel layer that an nn.Linear lacks.
+_NOT_SPLIT = {
+    "axis": ONE_RANK,
+    "sequence_parallel": False,
+    "fused_gradients": False,
+    "is_entered": False,
+    "is_transposed": False,
+    "padded_width": None,
+    "rows": None,
+}
+
+
+def delay_weight_gradients(module: nn.Module) -> DelayedGradients:
+    """Lets the layers below a module, `nn.Linear`s among them, delay their weights' gradients.
+    Returns what collects them until a second call. It changes no result and no name. A compiled
+    module stays as it is: its backward is one piece, which is done in the first half."""
+    delayed = DelayedGradients()
+    for part in _eager_modules(module):
+        if type(part) is nn.Linear:
+            vars(part).setdefault("forward", partial(_delaying_forward, part))
+            vars(part).update(_NOT_SPLIT)
+        elif not hasattr(part, "delayed"):
+            continue
+        part.delayed = delayed  # type: ignore[assignment]
+    return delayed
+
+
+def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields a module and those below it, except compiled ones and all that is in them."""
+    if not is_compiled(module):
+        yield module
+        for child in module.children():
+            yield from _eager_modules(child)
+
+
+def _delaying_forward(linear: Any, x: Tensor) -> Tensor:
+    weight, bias = linear.weight, linear.bias
+    is_plain_leaf = weight.is_leaf and not isinstance(weight, DTensor)
+    if not is_plain_leaf or not torch.is_grad_enabled() or x.ndim == 1:
+        return F.linear(x, weight, bias)
+    (y,) = ColumnParallelProduct.apply(cast_input(x), (linear,), weight, bias)
+    return y

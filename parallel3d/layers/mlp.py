@@ -10,26 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from parallel3d.layers.parameter import (
-    Initializer,
-    LayerTp,
-    ParallelModule,
-    Pointwise,
-    normal,
-    zeros,
-)
+from parallel3d.layers.parameter import LayerTp, ParallelModule, Pointwise
 
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
-
-_gelu_tanh: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
-GATED: dict[str, Callable[[Tensor], Tensor]] = {
+Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
+GATED: tuple[Activation, ...] = ("swiglu", "geglu")
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
-    "geglu_tanh": _gelu_tanh,
-}
-UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
 
@@ -45,7 +34,7 @@ class ParallelMLP(ParallelModule):
     one.
 
     x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`. Sends what one
-    column- and one row-parallel linear send. Raises ValueError where tp does not divide ffn_hidden.
+    column- and one row-parallel linear send. Raises ValueError if tp does not divide ffn_hidden.
     """
 
     def __init__(
@@ -56,26 +45,17 @@ class ParallelMLP(ParallelModule):
         activation: Activation = "swiglu",
         bias: bool = False,
         tp: LayerTp = None,
-        init: Initializer = normal(0.02),
-        output_init: Initializer | None = None,
-        bias_init: Initializer = zeros,
     ) -> None:
         super().__init__(tp)
-        if activation not in GATED and activation not in UNGATED:
-            raise ValueError(
-                f"ParallelMLP: activation = {activation}: try one of "
-                f"{', '.join([*GATED, *UNGATED])}"
-            )
+        if activation not in ACTIVATIONS:
+            tries = ", ".join(ACTIVATIONS)
+            raise ValueError(f"ParallelMLP: activation = {activation}: try one of {tries}")
         self.pointwise: Pointwise = gated
-        self.activation = GATED.get(activation) or UNGATED[activation]
-
-        column = partial(ColumnParallelLinear, tp=tp, init=init, bias=bias, bias_init=bias_init)
-        self.gate = column(hidden, ffn_hidden) if activation in GATED else None
-        self.up = column(hidden, ffn_hidden)
-        init = output_init or init
-        self.down = RowParallelLinear(
-            ffn_hidden, hidden, tp=tp, init=init, bias=bias, bias_init=bias_init
-        )
+        self.activation = ACTIVATIONS[activation]
+        column = partial(ColumnParallelLinear, hidden, ffn_hidden, tp=tp, bias=bias)
+        self.gate = column() if activation in GATED else None
+        self.up = column()
+        self.down = RowParallelLinear(ffn_hidden, hidden, tp=tp, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:

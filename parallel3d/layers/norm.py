@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel3d.layers.parameter import (
-    Initializer,
     LayerTp,
     ParallelModule,
     ParameterSpec,
@@ -47,13 +46,12 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
         eps: float = 1e-5,
         tp: LayerTp = None,
         over_heads: bool = False,
-        init: Initializer = ones,
     ) -> None:
         super().__init__(tp)
         self.eps, self.normalized_shape, self.elementwise_affine = eps, (hidden,), True
         self.pointwise: Pointwise = rms_norm
         partial = self.sequence_parallel or over_heads
-        self.add_parameter("weight", ParameterSpec((hidden,), None, init, partial_gradient=partial))
+        self.add_parameter("weight", ParameterSpec((hidden,), None, ones, partial_gradient=partial))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pointwise(x, self.replicated("weight"), self.eps)
@@ -72,16 +70,14 @@ class LayerNorm(ParallelModule, nn.LayerNorm):
         eps: float = 1e-5,
         bias: bool = True,
         tp: LayerTp = None,
-        init: Initializer = ones,
-        bias_init: Initializer = zeros,
     ) -> None:
         super().__init__(tp)
         self.eps, self.normalized_shape, self.elementwise_affine = eps, (hidden,), True
         self.pointwise: Pointwise = layer_norm
         partial = self.sequence_parallel
-        spec = ParameterSpec((hidden,), None, init, partial_gradient=partial)
+        spec = ParameterSpec((hidden,), None, ones, partial_gradient=partial)
         self.add_parameter("weight", spec)
-        self.add_parameter("bias", replace(spec, init=bias_init) if bias else None)
+        self.add_parameter("bias", replace(spec, init=zeros) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pointwise(x, self.replicated("weight"), self.replicated("bias"), self.eps)

@@ -10,6 +10,12 @@ tiles of a fixed size, and each tile is drawn on the CPU in float32 from a gener
 (seed, the parameter's global name, the tile's place). A rank draws the tiles that its part lies in
 and no others. So every layout, and every device, starts from the same model, and to start takes the
 less time and memory, the more ranks share the model.
+
+[Note: random starts] torch draws random numbers of a DTensor for each rank's part: on CPUs all
+ranks get the same numbers, on GPUs others than one device gets. So `normal_`, `uniform_` and
+`bernoulli_` of DTensors draw the full tensor from the given or the default generator on each rank,
+and keep this rank's part. Functions that compute with what they drew, such as `orthogonal_` and
+`trunc_normal_`, need the full tensor too: `draw(parameter, nn.init.trunc_normal_)`.
 """
 
 from __future__ import annotations
@@ -22,19 +28,47 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from parallel3d.layers.gradients import DelayedGradients, as_dtensor
-from parallel3d.layers.regions import copy_to_region
-from parallel3d.layers.sharded_module import (
-    ShardedModule,
-    draw,
-    draw_dtensors_whole,
-    refuse_another_draw,
+from parallel3d.layers.collectives import outside_graph
+from parallel3d.layers.gradients import (
+    DelayedGradients,
+    accumulate_or_return,
+    as_dtensor,
+    local_tensor,
 )
+from parallel3d.layers.regions import all_gather_to_region, copy_to_region
+from parallel3d.layers.replica_check import differ, fingerprints
 from parallel3d.mesh import Axis
 from parallel3d.shard_sizes import shard_rows
+from parallel3d.torch_private import draw_dtensors_by, local_of
+
+Initializer = Callable[[Tensor, torch.Generator | None], object]
+
+
+@dataclass(frozen=True)
+class Normal:
+    """The initializer that draws from a normal distribution with mean 0."""
+
+    std: float
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator | None) -> object:
+        return tensor.normal_(0.0, self.std, generator=generator)
+
+
+normal = Normal
+
+
+def ones(tensor: Tensor, generator: torch.Generator | None) -> object:
+    """Fills a norm's scale with ones."""
+    return tensor.fill_(1.0)
+
+
+def zeros(tensor: Tensor, generator: torch.Generator | None) -> object:
+    """Fills a bias with zeros."""
+    return tensor.zero_()
 
 
 @dataclass(frozen=True)
@@ -44,26 +78,21 @@ class ParallelContext:
     `tp` is the tensor-parallel axis, a one-dimensional mesh; None means one device and no
     communication, by the same code. `sequence_parallel` splits the activations between the layers
     along the sequence, too: all layers of a block have it, or none. `device` and `dtype` are
-    torch's defaults where they are None.
+    torch's defaults if they are None. `init` draws the initial values of matrices; `row_init`, if
+    given, those of row-parallel linears, whose output a block adds to its input.
     """
 
     tp: DeviceMesh | None = None
     sequence_parallel: bool = False
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, tp: LayerTp) -> ParallelContext:
-        """The context that a layer's `tp` argument means: a mesh alone leaves everything else at
-        its default."""
-        return tp if isinstance(tp, ParallelContext) else cls(tp)
+    init: Initializer = Normal(0.02)
+    row_init: Initializer | None = None
 
 
-Placement = ParallelContext  # its name in earlier versions
 LayerTp = ParallelContext | DeviceMesh | None
-# what a layer computes without a product; `parallelize.compile_pieces` compiles it
+# what a layer computes without a matmul; `parallelize.compile_pieces` compiles it
 Pointwise = Callable[..., Tensor]
-Initializer = Callable[[Tensor, torch.Generator | None], object]
 # the most of a tile; other values make other weights of the same seed
 TILE_COLUMNS, TILE_NUMBERS = 512, 2**16
 
@@ -109,17 +138,105 @@ class ParameterSpec:
         return rows, columns
 
 
+class ShardedModule(nn.Module):
+    """Base of every module whose parameters are DTensors on the tp axis: the layers of this library
+    and the converted modules of others. State dicts and `torch.nn.init` give what they give on one
+    device."""
+
+    axis: Axis
+    sequence_parallel: bool = False
+    fused_gradients: bool = False  # [Note: fused gradients] in `layers.gradients`
+    delayed: DelayedGradients | None = None  # a schedule may split the backward pass
+    is_entered = False  # a module around this one does what `enter` does
+
+    def replicated(self, name: str) -> Any:
+        """Returns this rank's part of a parameter as a plain tensor for autograd, or None."""
+        parameter = getattr(self, name)
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if self.fused_gradients:
+            return outside_graph(_FusedLocal.apply, parameter)
+        return parameter.to_local()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Gives x to column-parallel layers, gathered if its sequence is split."""
+        if self.is_entered:
+            return x
+        enter = all_gather_to_region if self.sequence_parallel else copy_to_region
+        return enter(x, self.axis)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, parameter in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            is_full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if is_full and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                state_dict[prefix + name] = shard_like(value, parameter)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class _FusedLocal(Function):
+    """This rank's part of a parameter. Backward: the gradient is added to the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        local = local_tensor(parameter)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        accumulate_or_return(ctx.parameter, grad.contiguous(), fused=True)
+
+
+def shard_like(full: Tensor, parameter: DTensor) -> DTensor:
+    """Returns a full tensor in the layout of `parameter`. Nothing is sent."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(full.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def draw(parameter: Tensor, init: Callable[[Tensor], object]) -> None:
+    """Fills a parameter by `init`, which gets the full tensor; this rank keeps its part.
+
+    Every rank of the parameter's mesh calls it, with generators of the same state. Raises
+    ValueError on all ranks if ranks that hold the same numbers have drawn different ones."""
+    if not isinstance(parameter, DTensor):
+        init(parameter)
+        return
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    init(full)
+    mesh = parameter.device_mesh
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_replicate() and mesh.size(dim) > 1 and not full.is_meta:
+            axis = Axis(mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim))
+            refuse_another_draw("a parameter", full, axis, mesh.device_type)
+    local_of(parameter).copy_(local_of(shard_like(full, parameter)))
+
+
+def draw_dtensors_whole() -> None:
+    """Makes random numbers for DTensors of this process be drawn by `draw`: [Note: random starts].
+    A second call changes nothing."""
+    draw_dtensors_by(draw)
+
+
+def refuse_another_draw(name: str, full: Tensor, axis: Axis, device_type: str) -> None:
+    """Raises ValueError on all ranks of an axis if they have not drawn the same tensor."""
+    if axis.size > 1 and differ(fingerprints([full]).to(device_type), axis).any():
+        raise ValueError(
+            f"{name} {list(full.shape)}: was drawn differently on another tp rank, and each holds "
+            "it whole; call torch.manual_seed(0) on every tp rank before the model is built"
+        )
+
+
 class ParallelModule(ShardedModule):
     """Base of the layers. `tp` is the tensor-parallel axis or a `ParallelContext`; None means one
     device and no communication."""
 
     def __init__(self, tp: LayerTp) -> None:
         nn.Module.__init__(self)  # not that of the layer of torch's that this one is a kind of
-        self.context = ParallelContext.of(tp)
+        self.context = tp if isinstance(tp, ParallelContext) else ParallelContext(tp)
         self.tp, self.sequence_parallel = self.context.tp, self.context.sequence_parallel
         self.axis = Axis.of(self.tp)
-        self.fused_gradients = False
-        self.delayed: DelayedGradients | None = None  # where a schedule splits the backward
         self.specs: dict[str, ParameterSpec] = {}
 
     def add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
@@ -206,29 +323,6 @@ def _declared(module: nn.Module) -> Iterator[tuple[str, ParallelModule, str]]:
         if isinstance(part, ParallelModule):
             for attribute in part.specs:
                 yield f"{prefix}.{attribute}".removeprefix("."), part, attribute
-
-
-@dataclass(frozen=True)
-class Normal:
-    """The initializer that draws from a normal distribution with mean 0."""
-
-    std: float
-
-    def __call__(self, tensor: Tensor, generator: torch.Generator | None) -> object:
-        return tensor.normal_(0.0, self.std, generator=generator)
-
-
-normal = Normal
-
-
-def ones(tensor: Tensor, generator: torch.Generator | None) -> object:
-    """Fills a norm's scale with ones."""
-    return tensor.fill_(1.0)
-
-
-def zeros(tensor: Tensor, generator: torch.Generator | None) -> object:
-    """Fills a bias with zeros."""
-    return tensor.zero_()
 
 
 @torch.no_grad()

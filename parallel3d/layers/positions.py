@@ -17,14 +17,7 @@ from torch.nn import functional as F
 
 from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers.loss import wide_dtype
-from parallel3d.layers.parameter import (
-    Initializer,
-    LayerTp,
-    ParallelModule,
-    ParameterSpec,
-    Pointwise,
-    normal,
-)
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, Pointwise
 from parallel3d.mesh import ONE_RANK
 
 
@@ -41,13 +34,12 @@ class LearnedPositions(ParallelModule, nn.Embedding):
     padding_idx = max_norm = None
     norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
-    def __init__(
-        self, longest: int, hidden: int, *, tp: LayerTp = None, init: Initializer = normal(0.02)
-    ) -> None:
+    def __init__(self, longest: int, hidden: int, *, tp: LayerTp = None) -> None:
         super().__init__(tp)
         self.longest = self.num_embeddings = longest
         self.embedding_dim = hidden
-        spec = ParameterSpec((longest, hidden), None, init, partial_gradient=self.sequence_parallel)
+        partial, init = self.sequence_parallel, self.context.init
+        spec = ParameterSpec((longest, hidden), None, init, partial_gradient=partial)
         self.add_parameter("weight", spec)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -79,36 +71,23 @@ class PackedDocuments:
     positions: Tensor  # int64 [batch, seq]: each token's place in its own document
 
     @classmethod
-    def starting(cls, is_start: Tensor) -> PackedDocuments:
-        """Returns the documents that start where `is_start` [batch, seq] is True, and at each
-        sequence's start."""
-        is_start = is_start.clone()
-        is_start[:, 0] = True
-        place = torch.arange(is_start.shape[1], device=is_start.device).expand(is_start.shape)
-        starts = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=is_start.numel()).int()
+    def ended_by(cls, end_of_text: int, ids: Tensor) -> PackedDocuments:
+        """Returns the documents of ids [batch, seq], each of which ends with `end_of_text` or with
+        its sequence."""
+        is_start = F.pad(ids[:, :-1] == end_of_text, (1, 0), value=True)
+        place = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        starts = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=ids.numel()).int()
         positions = place - (place * is_start).cummax(dim=1).values
         return cls(tuple(starts.diff().tolist()), starts, positions)
-
-    @classmethod
-    def ended_by(cls, end_of_text: int, ids: Tensor) -> PackedDocuments:
-        """Returns the documents of ids [batch, seq] of which each ends with `end_of_text`, which
-        belongs to it."""
-        return cls.starting(F.pad(ids[:, :-1] == end_of_text, (1, 0)))
-
-    @classmethod
-    def numbered(cls, documents: Tensor) -> PackedDocuments:
-        """Returns the documents whose numbers [batch, seq] are equal and adjacent within a
-        document."""
-        return cls.starting(F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedDocuments:
         """Returns the documents with each tensor where `move` puts it, such as on a GPU."""
         return PackedDocuments(self.lengths, move(self.starts), move(self.positions))
 
 
-def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
     """Returns the frequencies [head_dim / 2] of rotary positions for a context that is longer than
-    the one before.
+    the one before, and the factor by which queries and keys grow.
 
     llama3, of Llama 3.1: a frequency that makes at most `low_freq_factor` turns in the context
     before is divided by `factor`, one that makes at least `high_freq_factor` stays, those between
@@ -117,12 +96,13 @@ def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor
 
     yarn (Peng et al. 2023, arXiv 2309.00071, section 3): those that turn less than `beta_slow`
     times are divided, those that turn more than `beta_fast` times stay, those between are blended
-    linearly by their index."""
+    linearly by their index. Queries and keys grow by `attention_factor`, by default 0.1 ln(factor)
+    + 1."""
     context = scaling.original_max_positions
     if scaling.type == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
-        return frequencies * (keep + (1.0 - keep) / scaling.factor)
+        return frequencies * (keep + (1.0 - keep) / scaling.factor), 1.0
     half = frequencies.numel()
     # The indices of the frequencies that turn so many times in the context before.
     fast, slow = (
@@ -132,17 +112,8 @@ def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor
     first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
     place = torch.arange(half, dtype=torch.float32, device=frequencies.device)
     interpolate = ((place - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
-    return frequencies * (1.0 - interpolate + interpolate / scaling.factor)
-
-
-def magnitude_of(scaling: RopeScaling) -> float:
-    """Returns the factor by which queries and keys grow: yarn's `attention_factor`, or else 0.1
-    ln(factor) + 1."""
-    if scaling.type == "llama3":
-        return 1.0
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    return 0.1 * math.log(scaling.factor) + 1.0
+    magnitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+    return frequencies * (1.0 - interpolate + interpolate / scaling.factor), magnitude
 
 
 class RotaryEmbedding(nn.Module):
@@ -181,8 +152,7 @@ class RotaryEmbedding(nn.Module):
         places = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
         frequencies, magnitude = self.theta ** -(places / self.head_dim), 1.0
         if self.scaling is not None:
-            frequencies = stretched(frequencies, self.theta, self.scaling)
-            magnitude = magnitude_of(self.scaling)
+            frequencies, magnitude = stretched(frequencies, self.theta, self.scaling)
         positions = torch.arange(length, device=device, dtype=torch.float32)
         angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
         signs = torch.full((self.head_dim,), magnitude, device=device)
@@ -194,7 +164,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class _Turn(Function):
-    """x cos + (x with its halves swapped) sin, for x narrower than the table, or positions. Its
+    """x cos + (x with its halves swapped) sin. Its
     backward turns back, by -sin. Autograd's own would round each of the two products, and keep each
     token's row of the table in every block."""
 
@@ -220,7 +190,5 @@ def turn(
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
     """Returns x turned by the angles of its positions, with a gradient that is turned back."""
-    if x.dtype == cos.dtype and positions is None:
-        return turn(x, cos, sin, None)
     y: Tensor = _Turn.apply(x, cos, sin, positions)
     return y

@@ -21,8 +21,8 @@ one for the other gives gradients n times too large or too small.
 
 An all-reduce sends 2 (n - 1) / n of its tensor per rank, a reduce-scatter (n - 1) / n of its input,
 an all-gather (n - 1) times its input. `tp` may be the mesh, an `Axis` already looked up, or None;
-with None or one rank nothing is sent. Safe under `torch.compile`. The linear layers compute with
-the same collectives, but hide them behind products.
+with None or one rank nothing is sent. The graph of `torch.compile` breaks at a region. The linear
+layers compute with the same collectives, but hide them behind matmuls.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from parallel3d.layers.collectives import (
     all_reduce,
     all_to_all,
     gather,
+    outside_graph,
     reduce_scatter,
 )
 from parallel3d.mesh import Axis
@@ -95,7 +96,7 @@ def _apply(
         return x
     if divides and x.shape[dim] % axis.size:
         raise ValueError(f"dim {dim} of {list(x.shape)} cannot be split over tp = {axis.size}")
-    y: Tensor = _Region.apply(x, axis, dim % x.ndim, forward, backward)
+    y: Tensor = outside_graph(_Region.apply, x, axis, dim % x.ndim, forward, backward)
     return y
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel3d.layers.collectives import all_reduce_max
+from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 
 _PIECE = 2**20  # elements; a piece takes 16 bytes for each while it is summed
@@ -46,5 +46,5 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 def differ(numbers: Tensor, axis: Axis) -> Tensor:
     """Returns which of some whole numbers are not the same on all ranks of an axis, bool [numbers],
     the same on all of them. It sends 16 bytes for each."""
-    largest, smallest_inverted = all_reduce_max(torch.stack((numbers, ~numbers)), axis).unbind()
+    largest, smallest_inverted = all_reduce(torch.stack((numbers, ~numbers)), axis, "max")
     return largest != ~smallest_inverted

@@ -2,7 +2,7 @@
 logits, and head and loss in one, which never holds the logits of more than a chunk of tokens.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, T = B S tokens, n = tp, w = ceil(V / n), w' = w
-rounded up to `pad_to_multiple_of`.
+rounded up by `VocabParallelHead.pad_to`.
 
 [Note: uneven vocabulary] Rank r has rows r c <= id < min((r + 1) c, V) of V, where c = ceil(V / n):
 DTensor's own uneven shards. So nothing is padded at rest: the parameter's global shape, the state
@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from parallel3d.layers.collectives import gather, sum_partial
+from parallel3d.layers.collectives import gather, outside_graph, sum_partial
 from parallel3d.layers.gradients import (
     accumulate_or_return,
     accumulated_gradient,
@@ -34,9 +33,8 @@ from parallel3d.layers.linear import (
     column_parallel,
     padded_product,
 )
-from parallel3d.layers.loss import IGNORED, TokenLoss, wide_dtype
-from parallel3d.layers.parameter import Initializer, LayerTp, ParallelModule, ParameterSpec, normal
-from parallel3d.layers.regions import gather_from_region
+from parallel3d.layers.loss import TokenLoss, wide_dtype
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec
 from parallel3d.shard_sizes import largest_shard, shard_rows
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
@@ -59,13 +57,12 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
     padding_idx = max_norm = None
     norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
-    def __init__(
-        self, vocab: int, hidden: int, *, tp: LayerTp = None, init: Initializer = normal(0.02)
-    ) -> None:
+    def __init__(self, vocab: int, hidden: int, *, tp: LayerTp = None) -> None:
         super().__init__(tp)
         self.num_embeddings, self.embedding_dim = vocab, hidden
         self.first_row = shard_rows(vocab, self.axis.rank, self.axis.size).start
-        self.add_parameter("weight", ParameterSpec((vocab, hidden), 0, init, uneven=True))
+        spec = ParameterSpec((vocab, hidden), 0, self.context.init, uneven=True)
+        self.add_parameter("weight", spec)
 
     def forward(self, ids: Tensor) -> Tensor:
         return vocab_parallel_lookup(ids, self)
@@ -73,24 +70,8 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
 
 def vocab_parallel_lookup(ids: Tensor, layer: Any) -> Tensor:
     """Returns the rows of a vocabulary-parallel table, joined over tp."""
-    if not is_compiling():
-        looked_up: Tensor = _VocabParallelEmbedding.apply(ids, layer.weight, layer)
-        return looked_up
-    rows = layer.replicated("weight")
-    if layer.axis.size == 1:
-        return F.embedding(ids, rows)
-    y: Tensor = layer.leave(look_up(ids, rows, layer.first_row)[0])
+    y: Tensor = outside_graph(_VocabParallelEmbedding.apply, ids, layer.weight, layer)
     return y
-
-
-def look_up(ids: Tensor, rows: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Looks ids [B, S] up in this rank's rows [w, D] of the vocabulary, from id `first` on. Returns
-    [B, S, D], with zeros for the ids of other ranks; the ids as indices of the rows, 0 for other
-    ranks'; and which ids are other ranks'."""
-    own = ids - first
-    elsewhere = (own < 0) | (own >= rows.shape[0])
-    own = own.masked_fill(elsewhere, 0)
-    return F.embedding(own, rows).masked_fill_(elsewhere.unsqueeze(-1), 0.0), own, elsewhere
 
 
 class _VocabParallelEmbedding(Function):
@@ -101,8 +82,11 @@ class _VocabParallelEmbedding(Function):
         if layer.axis.size == 1:
             ctx.save_for_backward(ids)
             return F.embedding(ids, rows)
-        y, own, ctx.elsewhere = look_up(ids, rows, layer.first_row)
+        own = ids - layer.first_row
+        ctx.elsewhere = (own < 0) | (own >= len(rows))
+        own.masked_fill_(ctx.elsewhere, 0)
         ctx.save_for_backward(own)
+        y = F.embedding(own, rows).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
         return sum_partial(y, layer.axis, scattered=layer.sequence_parallel)
 
     @staticmethod
@@ -113,14 +97,13 @@ class _VocabParallelEmbedding(Function):
         if ctx.elsewhere is not None:
             grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
         total = accumulated_gradient(weight) if fused else None
-        if total is not None:
-            # Added to the rows that were looked up alone: a dense gradient of the vocabulary's size
-            # for every microbatch costs more than the look-up.
-            add_rows(total, ids, grad)
-            return None, None, None
-        dense = torch.zeros_like(local_tensor(weight))
+        # Added only to the rows that were looked up: a dense gradient of the vocabulary's size for
+        # every microbatch costs more than the look-up.
+        dense = torch.zeros_like(local_tensor(weight)) if total is None else total
         add_rows(dense, ids, grad)
-        return None, accumulate_or_return(weight, dense, fused=fused), None
+        if total is None:
+            return None, accumulate_or_return(weight, dense, fused=fused), None
+        return None, None, None
 
 
 def add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
@@ -139,16 +122,14 @@ def add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """x [B, S, D] (or [B, S / n, D] with `sequence_parallel`) -> logits [B, S, w'], or [B, S, V]
-    with `gather_output`.
+    """x [B, S, D] (or [B, S / n, D] with `sequence_parallel`) -> logits [B, S, w'].
 
     A column-parallel linear whose output features tp need not divide ([Note: uneven vocabulary]):
     where a rank has fewer than w', its logits are filled up with -inf, which no softmax sees. Its
     weight may be the embedding's (`head.weight = embed.weight`).
 
-    `pad_to_multiple_of`: a GPU multiplies faster into rows of logits that are aligned, of 64
-    numbers, say. The weight stays [V, D]: there is no padded row to train, save or export. The loss
-    then has to be told `vocab`.
+    A GPU multiplies faster into rows of logits that are aligned: `head.pad_to(64)`. The weight
+    stays [V, D]: there is no padded row to train, save or export. The loss then needs `vocab`.
 
     With `is_deferred` forward returns x unchanged and sends nothing. The caller then computes the
     loss from x by `head_cross_entropy`, or the logits by `logits`.
@@ -163,21 +144,14 @@ class VocabParallelHead(ColumnParallelLinear):
         in_features: int,
         out_features: int,
         *,
-        pad_to_multiple_of: int = 1,
         tp: LayerTp = None,
-        init: Initializer = normal(0.02),
-        gather_output: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, tp=tp, init=init, gather_output=gather_output)
+        super().__init__(in_features, out_features, tp=tp)
         self.rows_each = largest_shard(out_features, self.axis.size)
-        self.pad_to(pad_to_multiple_of)
+        self.padded_width = self.rows_each
 
     def pad_to(self, multiple: int) -> None:
-        """Sets `pad_to_multiple_of`, at any time."""
-        if multiple < 1:
-            raise ValueError(
-                f"VocabParallelHead: pad_to_multiple_of = {multiple}: must be at least 1; try 64"
-            )
+        """Rounds the width of the logits up to a multiple."""
         self.padded_width = -(-self.rows_each // multiple) * multiple
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,14 +160,7 @@ class VocabParallelHead(ColumnParallelLinear):
     def logits(self, x: Tensor) -> Tensor:
         (logits,) = column_parallel(x, (self,))
         missing = self.padded_width - logits.shape[-1]
-        if missing:
-            logits = F.pad(logits, (0, missing), value=float("-inf"))
-        if self.gather_output:
-            each = gather_from_region(logits, self.axis).unflatten(
-                -1, (self.axis.size, self.padded_width)
-            )
-            logits = each[..., : self.rows_each].flatten(-2)[..., : self.out_features]
-        return logits
+        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
 
 def ends_with_head(forward: Forward) -> Forward:
@@ -220,8 +187,6 @@ def head_cross_entropy(
     head: ColumnParallelLinear,
     *,
     chunk_tokens: int = 512,
-    ignore_index: int = IGNORED,
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
     """`vocab_parallel_cross_entropy(head(x), labels)`, a chunk of tokens after the other: the
@@ -233,18 +198,9 @@ def head_cross_entropy(
     in float32: the float32 logits of a chunk, and where the weight is 16 bits wide those, too.
     Sends what the head and the loss send; the input gradient's collective waits for all chunks.
     """
-    if head.bias is not None or head.gather_output:
-        raise ValueError(
-            "head_cross_entropy: needs a head without bias whose output is not gathered"
-        )
     x = head.enter(cast_input(x))
-    terms = TokenLoss(
-        head.axis, head.out_features, ignore_index, label_smoothing, z_loss, chunk_tokens
-    )
-    compiling = is_compiling()
-    weight = head.replicated("weight") if compiling else head.weight
-    fused = head.fused_gradients and not compiling
-    losses: Tensor = _HeadCrossEntropy.apply(x, weight, labels, terms, fused, head.padded_width)
+    terms = TokenLoss(head.axis, head.out_features, z_loss, chunk_tokens)
+    losses: Tensor = outside_graph(_HeadCrossEntropy.apply, x, head.weight, labels, terms, head)
     return losses
 
 
@@ -256,11 +212,10 @@ class _HeadCrossEntropy(Function):
         weight: Tensor,
         labels: Tensor,
         terms: TokenLoss,
-        fused: bool,
-        width: int | None,
+        head: ColumnParallelLinear,
     ) -> Tensor:
-        ctx.weight, ctx.terms, ctx.fused, ctx.width = weight, terms, fused, width
-        rows = local_tensor(weight)
+        ctx.weight, ctx.terms, ctx.head = weight, terms, head
+        rows, width = local_tensor(weight), head.padded_width
         parts = [
             terms.forward(padded_product(part, rows, width), own_labels, overwrite=True)
             for part, own_labels in terms.chunks(x.flatten(0, -2), labels.flatten())
@@ -272,30 +227,26 @@ class _HeadCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, lse = ctx.saved_tensors
-        # autocast had x in another type
-        rows, weight = local_tensor(ctx.weight).to(x.dtype), ctx.weight
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        weight, fused, width = ctx.weight, ctx.head.fused_gradients, ctx.head.padded_width
+        rows = local_tensor(weight).to(x.dtype)  # autocast had x in another type
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         # The chunks' gradients of the weight are added to its total, or else to a wide tensor.
-        total = accumulated_gradient(weight) if ctx.fused and weight.requires_grad else None
-        adds_to_total = total is not None and total.dtype == wide_dtype(rows)
-        grad_weight = total
-        if not adds_to_total and weight.requires_grad:
-            grad_weight = torch.zeros_like(rows, dtype=wide_dtype(rows))
+        total = accumulated_gradient(weight) if fused else None
+        grad_weight, wide = total, wide_dtype(rows)
+        if grad_weight is None or grad_weight.dtype != wide:
+            grad_weight = torch.zeros_like(rows, dtype=wide)
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
         for part, own_labels, own_lse, own_grad, out in ctx.terms.chunks(*flat):
-            logits = padded_product(part, rows, ctx.width)
+            logits = padded_product(part, rows, width)
             grad_logits = ctx.terms.backward(
                 logits, own_labels, own_lse, own_grad, overwrite=True
             ).to(rows.dtype)
             grad_logits = grad_logits[:, : rows.shape[0]]
             torch.mm(grad_logits, rows, out=out)
-            if grad_weight is not None:  # it is frozen otherwise
-                add_product(grad_weight, grad_logits, part)
+            add_product(grad_weight, grad_logits, part)
             del logits, grad_logits  # before the next chunk's exist
-        if adds_to_total or grad_weight is None:
-            return grad_x, *[None] * 5
-        return (
-            grad_x,
-            accumulate_or_return(weight, grad_weight.to(weight.dtype), fused=ctx.fused),
-            *[None] * 4,
-        )
+        if grad_weight is not total:
+            grad_weight = grad_weight.to(weight.dtype)
+            returned = accumulate_or_return(weight, grad_weight, fused=fused)
+            return grad_x, returned, None, None, None
+        return grad_x, None, None, None, None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.layers.gradients import delay_weight_gradients
+from parallel3d.layers.linear import delay_weight_gradients
 from parallel3d.pipeline.boundary import Boundary, Crossing, Sizes, TensorSpec, normalized
 from parallel3d.pipeline.execution import (
     Batch,

@@ -23,8 +23,8 @@ class MeanLoss:
 
     `tokens` is the nominal number of tokens of the recipe's whole batch; how many of them have a
     label is known only after the step, and the trainer then corrects loss and gradients by one
-    factor. `scale` is the loss scale of float16 training, else 1. The loss has the recipe's label
-    smoothing and z-loss; while `is_plain` is set, which is for validation, it is the cross-entropy
+    factor. `scale` is the loss scale of float16 training, else 1. The loss has the recipe's
+    z-loss; while `is_plain` is set, which is for validation, it is the cross-entropy
     alone. If the logits are large, or the recipe asks for it, `use_head` makes the head of the
     model leave its matmul to the loss, which then computes the logits of `chunk_tokens` tokens at a
     time. A model that may change the output of its head computes all logits; only the temporaries
@@ -38,7 +38,7 @@ class MeanLoss:
         self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
         self.scale = 1.0
         self.is_plain = False
-        self._smoothing, self._z_loss = recipe.train.label_smoothing, recipe.train.z_loss
+        self._z_loss = recipe.train.z_loss
         self.chunk_tokens = tokens_at_a_time(
             recipe.train.loss_chunk_tokens,
             tokens=recipe.parallel.microbatch_size * recipe.train.seq_len,
@@ -54,48 +54,32 @@ class MeanLoss:
         self._split_head: VocabParallelHead | None = None
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        smoothing, z_loss = (0.0, 0.0) if self.is_plain else (self._smoothing, self._z_loss)
+        z_loss = 0.0 if self.is_plain else self._z_loss
         if self._head is not None and self._head.is_deferred:
             assert self.chunk_tokens is not None
             losses = head_cross_entropy(
-                output,
-                labels,
-                self._head,
-                chunk_tokens=self.chunk_tokens,
-                label_smoothing=smoothing,
-                z_loss=z_loss,
+                output, labels, self._head, chunk_tokens=self.chunk_tokens, z_loss=z_loss
             )
         else:
             axis = self._tp if self._is_split(output) else Axis(1, 0, None)
             # the model may have changed the -inf that a head fills up its logits with
             if self._head is None:
                 output = output[..., : len(shard_rows(self._vocab, axis.rank, axis.size))]
-            terms = TokenLoss(
-                axis,
-                self._vocab,
-                label_smoothing=smoothing,
-                z_loss=z_loss,
-                chunk_tokens=self.chunk_tokens,
-            )
+            terms = TokenLoss(axis, self._vocab, z_loss=z_loss, chunk_tokens=self.chunk_tokens)
             # No operation has saved logits that come straight from the head.
             losses = token_losses(output, labels, terms, overwrite_logits=self._head is not None)
         return losses.sum() / (self.tokens / self.scale)
 
     def use_head(self, modules: Iterable[nn.Module]) -> None:
         """Finds the head among the stages `modules`, and defers it if chunks are wanted and the
-        loss receives its output unchanged. A head with a bias, or whose output is gathered, is not
-        deferred. May be called again."""
+        loss receives its output unchanged. May be called again."""
         for module in modules:
             for part in module.modules():
-                if (
-                    isinstance(part, VocabParallelHead)
-                    and part.out_features == self._vocab
-                    and not part.gather_output
-                ):
+                if isinstance(part, VocabParallelHead) and part.out_features == self._vocab:
                     self._split_head = part
             self._head = head_at_end(module) or self._head
         if self._head is not None and self._head is self._split_head:
-            self._head.is_deferred = self.chunk_tokens is not None and self._head.bias is None
+            self._head.is_deferred = self.chunk_tokens is not None
 
     @torch.no_grad()
     def logits(self, output: Tensor) -> Tensor:

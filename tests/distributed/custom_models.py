@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.layers.linear import RowParallelLinear
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.parameter import (
     LayerTp,
     ParallelContext,
@@ -107,7 +107,10 @@ class Gathered(Llama):
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self.head.gather_output = True
+        context = self.head.context
+        self.head = ColumnParallelLinear(
+            config.hidden, config.vocab, tp=context, gather_output=True
+        )
 
 
 class Unused(Llama):
@@ -115,7 +118,7 @@ class Unused(Llama):
 
     def __init__(self, config: Any, *, tp: LayerTp = None, **settings: Any) -> None:
         super().__init__(config, tp=tp, **settings)
-        context = ParallelContext(ParallelContext.of(tp).tp, device=settings.get("device"))
+        context = ParallelContext(tp, device=settings.get("device"))
         self.layers["0"].spare = RowParallelLinear(config.hidden, config.hidden, tp=context)
 
 

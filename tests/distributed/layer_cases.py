@@ -129,9 +129,7 @@ def check(
         y = case.reference(weights, *whole)
         grad = torch.randn(y.shape, generator=generator, dtype=F64).to(y.dtype)
         y.backward(grad)
-        first, *others = own
-        extra = {**case.arguments, **({"context": others[0]} if others else {})}
-        ours = run(first, **extra)
+        ours = run(*own, **case.arguments)
         ours.backward(part_of(grad, output_split, axis))
         assert_near(ours, part_of(y, output_split, axis), "output")
         for index, (mine, reference) in enumerate(zip(own, whole, strict=True)):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
 from parallel3d.errors import ConfigError
+from parallel3d.layers.linear import ColumnParallelLinear
 from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.regions import gather_from_region
 from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
@@ -56,7 +57,6 @@ AFTER_HEAD: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": divided_in_place,
     "read": read_beside,
     "flat": lambda logits: logits.flatten(0, 1),
-    "added to itself": lambda logits: logits + logits.abs(),
     "transposed": lambda logits: logits.transpose(0, 1).contiguous().transpose(0, 1),
     "tanh": torch.tanh,
     "gathered by hand": lambda logits: logits,
@@ -92,7 +92,9 @@ class Gathering(Llama):
     def __init__(self, config: ModelConfig, **settings: object) -> None:
         super().__init__(config, **settings)  # type: ignore[arg-type]
         context = ParallelContext(settings["tp"], settings["sequence_parallel"], settings["device"])  # type: ignore[arg-type]
-        self.head = VocabParallelHead(config.hidden, config.vocab, tp=context, gather_output=True)
+        self.head = ColumnParallelLinear(
+            config.hidden, config.vocab, tp=context, gather_output=True
+        )
 
 
 class Narrow(Llama):
@@ -105,12 +107,10 @@ class Narrow(Llama):
         )  # type: ignore[arg-type]
 
 
-def smoothed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns what training minimises with label smoothing 0.1 and a z-loss of 0.01, in plain
-    torch."""
+def loss_with_z(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns what training minimises with a z-loss of 0.01, in plain torch."""
     flat = logits.flatten(0, 1).float()
-    smooth = F.cross_entropy(flat, labels.flatten(), label_smoothing=0.1)
-    return smooth + 0.01 * flat.logsumexp(dim=-1).square().mean()
+    return F.cross_entropy(flat, labels.flatten()) + 0.01 * flat.logsumexp(dim=-1).square().mean()
 
 
 Case = tuple[str, ModelConfig, ParallelConfig, int | None]
@@ -120,11 +120,11 @@ def recipe_of(case: Case, model_class: type[Llama] = Custom) -> Recipe:
     after_head, model, parallel, chunk = case
     options = {} if model_class is not Custom else {"after_head": after_head}
     model = replace(model, architecture=f"{__name__}:{model_class.__name__}", options=options)
-    return make_recipe(model, parallel, label_smoothing=0.1, z_loss=0.01, loss_chunk_tokens=chunk)
+    return make_recipe(model, parallel, z_loss=0.01, loss_chunk_tokens=chunk)
 
 
 def train_all(cases: list[Case], model_class: type[Llama]) -> list[tuple[float, Curve]]:
-    """Returns the loss of the first batch before training, without smoothing and z-loss, and the
+    """Returns the loss of the first batch before training, without z-loss, and the
     curve."""
     found = []
     for case in cases:
@@ -145,7 +145,7 @@ def check(world: Callable, size: int, cases: list[Case], model_class: type[Llama
         with patch.object(
             llama,
             "token_loss",
-            lambda y, labels, change=change: smoothed_loss(changed(change, y), labels),
+            lambda y, labels, change=change: loss_with_z(changed(change, y), labels),
         ):
             stack = plain_stack(recipe)
             batch = whole_batch(recipe, 0)
@@ -168,10 +168,7 @@ CASES: dict[int, list[Case]] = {
         ("in place", GROUPED, ParallelConfig(), CHUNK),
         ("read", GROUPED, ParallelConfig(recompute="full"), CHUNK),
         ("flat", GROUPED, ParallelConfig(), CHUNK),
-        ("added to itself", TIED, ParallelConfig(microbatch_size=2), CHUNK),
         ("transposed", GROUPED, ParallelConfig(microbatch_size=4), CHUNK),
-        ("transposed", GROUPED, ParallelConfig(microbatch_size=4), None),
-        ("tanh", GROUPED, ParallelConfig(), None),
     ],
     2: [
         (
@@ -180,18 +177,15 @@ CASES: dict[int, list[Case]] = {
             ParallelConfig(tp=2, sequence_parallel=True),
             CHUNK,
         ),
-        ("capped", TIED, ParallelConfig(dp_shard=2), CHUNK),
         ("capped", TIED, ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=4), CHUNK),
         ("capped", DEEP_TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2), CHUNK),
         ("in place", GROUPED, ParallelConfig(tp=2), CHUNK),
-        ("gathered by hand", GROUPED, ParallelConfig(tp=2), CHUNK),
         ("gathered by hand", GROUPED, ParallelConfig(tp=2), None),
         # The gradient of transposed logits reaches the logits.
         ("transposed", GROUPED, ParallelConfig(tp=2, microbatch_size=4), None),
         # The loss spares the output that the last operation has saved.
         ("tanh", GROUPED, ParallelConfig(tp=2), None),
     ],
-    8: [("nothing", DEEP_TIED, ParallelConfig(tp=2, pp=2, dp_shard=2, microbatch_size=2), None)],
 }
 
 
@@ -222,16 +216,8 @@ def largest_piece(case: Case) -> int:
 
 
 def test_head_that_gathers_its_output_trains_the_same_model(world: Callable) -> None:
-    layouts = [
-        ParallelConfig(tp=2),
-        ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4),
-    ]
-    cases: list[Case] = [
-        ("nothing", replace(GROUPED, vocab=vocab), each, None)
-        for each in layouts
-        for vocab in (128, 129)
-    ]
-    check(world, 2, cases, Gathering)
+    layout = ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4)
+    check(world, 2, [("nothing", GROUPED, layout, None)], Gathering)
 
 
 def refused_width(parallel: ParallelConfig) -> str:
@@ -242,6 +228,5 @@ def refused_width(parallel: ParallelConfig) -> str:
 
 
 def test_logits_for_half_of_the_vocabulary_are_refused(world: Callable) -> None:
-    for size in (1, 2):
-        for message in world(size).run(refused_width, ParallelConfig(tp=size)):
-            assert f"gets {64 // size} logits" in message and "model.vocab = 128" in message
+    for message in world(2).run(refused_width, ParallelConfig(tp=2)):
+        assert "gets 32 logits" in message and "model.vocab = 128" in message

@@ -72,7 +72,7 @@ class Drawn:
     activation: str = "swiglu"
     norm: str = "rms"
     biases: bool = False
-    # a VocabParallelHead; gathered: with gather_output; column and biased: a linear layer
+    # a VocabParallelHead; gathered: a linear layer with gather_output; column and biased: a linear layer
     head: str = "vocab"
     # the seed of the order in which modules are registered; 0: as a Decoder has them
     order: int = 0
@@ -230,24 +230,21 @@ class Fuzzed(Decoder):
             config, tp=tp, sequence_parallel=sequence_parallel, device=device, **settings
         )
         self.drawn = drawn = Drawn(**config.options)
-        context = ParallelContext(tp, sequence_parallel, device)
         init = normal(config.init_std * (3.0 if drawn.other_start else 1.0))
         kind = finishing(
-            VocabParallelHead if drawn.head in ("vocab", "gathered") else ColumnParallelLinear,
+            VocabParallelHead if drawn.head == "vocab" else ColumnParallelLinear,
             drawn,
         )
-        bias = {"bias": True} if drawn.head == "biased" else {}
-        gathers = drawn.head == "gathered"
-        self.head = kind(
-            config.hidden, config.vocab, tp=context, init=init, gather_output=gathers, **bias
-        )
+        more = {"biased": {"bias": True}, "gathered": {"gather_output": True}}.get(drawn.head, {})
+        context = ParallelContext(tp, sequence_parallel, device, init=init)
+        self.head = kind(config.hidden, config.vocab, tp=context, **more)
         change(self, drawn, partial(ColumnParallelLinear, HIDDEN, HIDDEN, tp=context))
         if drawn.order:
             shuffle(self, drawn.order)
 
     def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
-        drawn, init = Drawn(**config.options), normal(config.init_std)
-        embed = VocabParallelEmbedding(config.vocab, config.hidden, tp=context, init=init)
+        drawn = Drawn(**config.options)
+        embed = VocabParallelEmbedding(config.vocab, config.hidden, tp=context)
         norm = RMSNorm if drawn.norm == "rms" else partial(LayerNorm, bias=drawn.biases)
         return DecoderParts(
             embed=embed,
@@ -403,7 +400,7 @@ def draw(seed: int) -> Case:
     layers = max(parallel.stages, random.randint(2, 4))
     head = random.choice(["column", "biased", "gathered", "gathered"]) if odd["head"] else "vocab"
     vocab = (
-        random.choice([261, 4099] if head in ("vocab", "gathered") else [4096])
+        random.choice([261, 4099] if head == "vocab" else [4096])
         if odd["vocab"]
         else 260
     )
@@ -454,7 +451,6 @@ def draw(seed: int) -> Case:
         seed=seed,
         grad_clip=random.choice([None, 0.5]),
         loss_chunk_tokens=5 if odd["chunk"] else None,
-        label_smoothing=random.choice([0.0, 0.1]) if odd["loss"] else 0.0,
         z_loss=random.choice([0.0, 1e-2]) if odd["loss"] else 0.0,
     )
     optimizer = OptimizerConfig(
@@ -516,7 +512,7 @@ def plain_loss(logits: Tensor, labels: Tensor, train: TrainConfig) -> Tensor:
     """Returns the mean loss over the labels that count."""
     labels, counts = labels.flatten(), (labels != -100).flatten()
     logits = logits.flatten(0, -2)
-    loss = F.cross_entropy(logits, labels, label_smoothing=train.label_smoothing)
+    loss = F.cross_entropy(logits, labels)
     return loss + train.z_loss * logits.logsumexp(-1)[counts].square().mean()
 
 

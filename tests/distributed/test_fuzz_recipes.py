@@ -152,7 +152,6 @@ def draw(seed: int) -> Case:
         seed=seed,
         precision=precision,  # type: ignore[arg-type]
         loss_chunk_tokens=random.choice([None, None, 5]),
-        label_smoothing=random.choice([0.0, 0.0, 0.1]),
         z_loss=random.choice([0.0, 0.0, 1e-3]),
         grad_clip=random.choice([None, 0.5]),
         on_nonfinite=random.choice(["stop", "skip"]),  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.linear import ColumnParallelLinear
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.norm import LayerNorm
+from parallel3d.layers.parameter import draw
 from parallel3d.layers.positions import LearnedPositions
-from parallel3d.layers.sharded_module import draw
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
 from parallel3d.sharding.apply import shard
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import RopeScaling
-from parallel3d.layers.attention import AttentionOptions, ParallelAttention, same_document
-from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding, magnitude_of, stretched
+from parallel3d.layers.attention import AttentionOptions, ParallelAttention
+from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding, stretched
 from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, check_all, tp_mesh
 
-B, S, T, D, H, K = 2, 8, 12, 16, 8, 4
+B, S, D, H, K = 2, 8, 16, 8, 4
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 6, 6, 6, 6, 6, 6]])
-PACKED = PackedDocuments.numbered(DOCUMENTS)
+ENDS = F.pad(DOCUMENTS[:, 1:] != DOCUMENTS[:, :-1], (0, 1))
+PACKED = PackedDocuments.ended_by(1, ENDS.int())
 
 
 def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
@@ -27,8 +28,7 @@ def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
     frequencies = rotary.theta ** (-torch.arange(0, K, 2) / K)
     magnitude = 1.0
     if rotary.scaling is not None:
-        frequencies = stretched(frequencies, rotary.theta, rotary.scaling)
-        magnitude = magnitude_of(rotary.scaling)
+        frequencies, magnitude = stretched(frequencies, rotary.theta, rotary.scaling)
     angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
     cos, sin = ((f(angles) * magnitude).to(x.dtype) for f in (torch.cos, torch.sin))
     a, b = x.chunk(2, dim=-1)
@@ -38,19 +38,17 @@ def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
 def attention(
     name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None, **options: Any
 ) -> Case:
-    packed, cross = options.pop("packed", False), options.get("context_hidden") is not None
-    alone = options.pop("alone", False)  # each document, without a mask
+    packed = options.pop("packed", False)
     causal, window = options.get("causal", True), options.get("window")
     positions = PACKED.positions if packed else torch.arange(S).expand(B, S)
 
-    def reference(w: Weights, x: Tensor, context: Tensor | None = None) -> Tensor:
-        def project(part: str, source: Tensor) -> Tensor:
-            y = F.linear(source, w[f"{part}.weight"], w.get(f"{part}.bias")).unflatten(-1, (-1, K))
+    def reference(w: Weights, x: Tensor) -> Tensor:
+        def project(part: str) -> Tensor:
+            y = F.linear(x, w[f"{part}.weight"], w.get(f"{part}.bias")).unflatten(-1, (-1, K))
             norm = w.get(f"{part}_norm.weight")
             return y if norm is None else F.rms_norm(y, (K,), norm, 1e-5)
 
-        source = x if context is None else context
-        q, k, v = project("q", x), project("k", source), project("v", source)
+        q, k, v = project("q"), project("k"), project("v")
         if rotary is not None:
             q, k = rotate(q, rotary, positions), rotate(k, rotary, positions)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -67,14 +65,12 @@ def attention(
         y = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(x.dtype) @ v
         return F.linear(y.transpose(1, 2).flatten(-2), w["o.weight"], w.get("o.bias"))
 
-    arguments: dict[str, Any] = {}
-    if packed:
-        arguments = {"positions": positions, "mask": same_document(DOCUMENTS)}
-        arguments = {"documents": PACKED} if alone else arguments
-    shapes = ((B, S, D), (B, T, options["context_hidden"])) if cross else ((B, S, D),)
+    arguments = {"documents": PACKED} if packed else {}
     chosen = AttentionOptions(head_dim=K, **options)
     build = partial(ParallelAttention, D, H, kv_heads, rotary=rotary, options=chosen)
-    return Case(name=name, build=build, reference=reference, shapes=shapes, arguments=arguments)
+    return Case(
+        name=name, build=build, reference=reference, shapes=((B, S, D),), arguments=arguments
+    )
 
 
 PLAIN = RotaryEmbedding(K, theta=100.0)
@@ -100,19 +96,9 @@ CASES = {
     ],
     "masks": [
         attention("sliding window, yarn", 4, rotary=YARN, window=3),
-        attention("packed documents", 2, rotary=PLAIN, packed=True, recompute=True),
-        attention("packed, window, both directions", 8, packed=True, window=3, causal=False),
-        attention("documents alone", 2, rotary=PLAIN, packed=True, alone=True, recompute=True),
-        attention(
-            "documents alone, window, both directions",
-            8,
-            packed=True,
-            alone=True,
-            window=3,
-            causal=False,
-        ),
+        attention("documents", 2, rotary=PLAIN, packed=True, recompute=True),
+        attention("documents, window, both directions", 8, packed=True, window=3, causal=False),
         attention("both directions", 4, causal=False, rotary=PLAIN),
-        attention("cross-attention", 2, causal=False, context_hidden=20),
     ],
 }
 
@@ -128,11 +114,8 @@ def check_cases(group: str) -> None:
 def refuse() -> None:
     tp = tp_mesh()
     layer, x = ParallelAttention(16, 8, 8, tp=tp), torch.zeros(2, 8, 16)
-    for shape in ((2, 9), (1, 8)):
-        with pytest.raises(ValueError, match=r"documents of \[., .\] tokens, and x has \[2, 8\]"):
-            layer(x, documents=PackedDocuments.numbered(torch.zeros(shape)))
-    with pytest.raises(ValueError, match="documents go with no mask"):
-        layer(x, documents=PACKED, mask=torch.ones(8, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"documents of \[1, 8\] tokens, and x has \[2, 8\]"):
+        layer(x, documents=PackedDocuments.ended_by(1, torch.zeros(1, 8)))
     with pytest.raises(ValueError, match="heads = 6, kv_heads = 6, tp = 4"):
         ParallelAttention(24, 6, 6, tp=tp)
     with pytest.raises(ValueError, match="heads = 12, kv_heads = 6, tp = 4.* one the other"):

@@ -67,7 +67,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
             keywords["key"] = dropout_key(train.seed, step, batch.samples)[0]
         logits = model(batch.inputs[0], **keywords).double().flatten(0, -2)
         labels = batch.labels.flatten()
-        loss = F.cross_entropy(logits, labels, label_smoothing=train.label_smoothing)
+        loss = F.cross_entropy(logits, labels)
         return loss + train.z_loss * logits.logsumexp(-1).square()[labels != -100].mean()
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
