@@ -26,7 +26,7 @@ from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.memory import explained
 from parallel3d.tools.plan.score import recorded_accuracy
-from parallel3d.tools.reply import NOTHING_FITS, Reply, write_output
+from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 _TOP = 10
 
@@ -40,10 +40,6 @@ def answer(options: argparse.Namespace) -> Reply:
     if options.verify:
         plan = _verified(asked, plan)
     plan = replace(plan, commands=tuple(emit(options, asked, plan, launch)))
-    if options.html is not None:
-        from parallel3d.planner.report.html import html_page  # what only --html needs
-
-        write_output("--html", options.html, html_page(plan))
 
     def lines() -> Iterator[str]:
         has_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -168,22 +168,16 @@ def _engine_notes(question: Question) -> Iterator[str]:
 
 
 def how_sure(known: Mapping[str, Any], about: Question | PlannedRun) -> str:
-    """Returns the recorded errors on sources that nothing was set on; for a program that a run of
-    the same cluster has corrected, those of runs that were corrected likewise."""
-    scales = about.cluster.scales
+    """Returns the recorded errors on sources that nothing was set on."""
     own = ""
-    kind = "blind"
-    which = "whose source was left out"
-    if about.program.name in (*scales.timed, *scales.weighed):
-        kind = "anchored"
-        which = "that one run of the same source has corrected"
-    elif about.shape.experts is not None:
+    if about.shape.experts is not None:
         own = "mixtures were never fitted to a run (25 published ones: 13% off, most too fast); "
     elif about.program.is_parallel3d:
         own = "parallel3d itself was never measured on a GPU; "
-    errors = known[kind]
+    errors = known["blind"]
     return (
-        f"{own}median error on published runs {which} {errors['throughput_median']:.1f}% of speed "
+        f"{own}median error on published runs whose source was left out "
+        f"{errors['throughput_median']:.1f}% of speed "
         f"(90% within {errors['throughput_p90']:.0f}%) and {errors['memory_median']:.1f}% of memory"
         f" ({errors['memory_p90']:.0f}%); scored {known['date']}"
     )

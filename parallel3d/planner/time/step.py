@@ -181,13 +181,6 @@ def _scaled(parts: TimeParts, scales: Scales) -> TimeParts:
     return TimeParts(**found)
 
 
-def stage_times(run: PlannedRun) -> tuple[list[StageTimes], float]:
-    """Returns what the schedule is simulated with: each stage's seconds for a microbatch, and those
-    of a transfer."""
-    pipeline = _pipeline(run, _calibrated_host(run), exact=False, known=None)
-    return pipeline.stages, pipeline.send_s
-
-
 def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
     """Seconds that no layout with this pipeline goes below, however it uses its data ranks: its
     microbatches, and what every step has. It is 0.0 where measurements price each use of the data
