@@ -88,7 +88,6 @@ BAD_INPUTS = [
     (f"{ASKED} --fix tp=1 sp=true", (
         "sequence_parallel = true: divides over tp, and tp = 1; try tp=2"
     )),
-    (f"{ASKED} --html /", "--html /: cannot be written (Is a directory)"),
     (f"{ASKED} --fix dp_shard=3", "dp_shard = 3: must divide gpus = 16; try --gpus 18"),
     (f"{ASKED} --fix tp=2,pp=2,dp_shard=2,dp_replicate=1", (
         "dp_shard = 2 x tp = 2: must be gpus = 16"
