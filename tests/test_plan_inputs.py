@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.tools.aliases.layout import read_layout, read_parallel
 from parallel3d.tools.arguments import (
     HARDWARE,
     bytes_per_s,
@@ -18,7 +19,6 @@ from parallel3d.tools.arguments import (
     memory_bytes,
     tokens,
 )
-from parallel3d.tools.names.layout import read_layout, read_parallel
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.models import read_model
 

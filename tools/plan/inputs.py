@@ -17,8 +17,8 @@ from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_
 from parallel3d.planner.published.programs import in_precision, named_program
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.question import Fixed, Question
-from parallel3d.tools.names.layout import read_layout
-from parallel3d.tools.names.lookup import known_name
+from parallel3d.tools.aliases.layout import read_layout
+from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.measured import anchored
 from parallel3d.tools.plan.models import Model, find_model

@@ -118,7 +118,7 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _one_label("would do", plan.remedies or nothing)
         yield from _verified(plan)
     else:
-        looked = f"{answer.considered:,} layouts, with the memory of {answer.checked:,} of them"
+        looked = f"the memory of {answer.checked:,} layouts, all others by bounds"
         yield "searched", f"{looked}; {_RANKED[plan.objective]}"
         microbatches = best.run.layout.microbatches
         yield "layout 1", f"{layout_text(best.parallel)}; microbatches: {microbatches}"
@@ -135,7 +135,8 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "run", _run(plan, best)
         if (spread := plan.spread(best)) is not None:
             yield "range", _ranges(best, plan.length(best), spread)
-        yield "limits", "; ".join(limits(best))
+        left = (q.usable_bytes - memory.total) / GIB
+        yield "limits", f"{left:.1f} GiB are left under {q.memory_rule}"
     if plan.why is not None:
         asked, other = plan.why
         yield "why not", f"{asked}: {_why_not(other, best)}"
@@ -236,24 +237,6 @@ def reasons(best: Strategy) -> Iterator[str]:
             yield f"{share}; without it {without / GIB:.1f} GiB are missing"
         else:
             yield f"{share}; it would fit without, and faster"
-
-
-def limits(best: Strategy) -> Iterator[str]:
-    """Yields what breaks first: how much memory is left, and what twice as long or as many
-    sequences would need."""
-    question = best.question
-    left = question.usable_bytes - best.memory.total
-    yield f"{left / GIB:.1f} GiB are left under {question.memory_rule}"
-    longer = Strategy(replace(question, seq_len=2 * question.seq_len), best.parallel).memory.total
-    yield f"sequences of {2 * question.seq_len} {_fits(longer - question.usable_bytes)}"
-    twice = replace(best.parallel, microbatch_size=2 * best.parallel.microbatch_size)
-    if question.global_batch_size % (twice.dp * twice.microbatch_size) == 0:
-        more = Strategy(question, twice).memory.total
-        yield f"microbatches of {twice.microbatch_size} {_fits(more - question.usable_bytes)}"
-
-
-def _fits(short: float) -> str:
-    return f"need {short / GIB:.1f} GiB more" if short > 0 else "fit too"
 
 
 def _one_label(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
