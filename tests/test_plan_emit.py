@@ -195,7 +195,6 @@ def test_a_recipe_has_what_differs_from_the_defaults_and_in_full_every_key(capsy
     [
         f"{TINY} --emit-recipe mine",
         f"{TINY} --emit-recipe new.yaml --emit-launch slurm mine",
-        f"{TINY} --emit-recipe new.yaml --html mine",
         f"{TINY} --emit-recipe . --emit-launch slurm",
         "timeline --schedule 1f1b --pp 2 --microbatches 2 --csv new.csv --svg mine",
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.tools.names.lookup import Kind, find_name
+from parallel3d.tools.aliases.lookup import Kind, find_name
 
 
 @pytest.mark.parametrize(

@@ -110,19 +110,6 @@ def test_the_page_is_what_it_was(name: str, capsys: Said) -> None:
     assert max(len(line) for line in lines if not line.startswith("next ")) <= 100
 
 
-def test_a_terminal_shows_the_winner_in_bold_unless_colours_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: Said
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert run(SMALL) == 0
-    assert "\033[1m> 1" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert run(SMALL) == 0
-    assert "\033" not in capsys.readouterr().out
-
-
 def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
     said = answer(
         f"{SMALL} --fix tp=2 --max-pp 4 --tokens 300B --price 2 --gpu-memory 80GB", capsys
@@ -200,18 +187,6 @@ def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
     best = slower["strategies"][0]["parallel"]
     assert run(f"{asked} --why tp={best['tp']} pp={best['pp']} dp_shard={best['dp_shard']}") == 0
     assert "it is layout 1" in capsys.readouterr().out
-
-
-def test_a_recipe_gives_what_is_not_said(capsys: Said) -> None:
-    asked = answer("--model quickstart --gpu cpu", capsys)["input"]
-    assert (asked["gpus"], asked["seq_len"], asked["global_batch_size"], asked["precision"]) == (
-        8,
-        128,
-        16,
-        "fp32",
-    )
-    assert run("--model quickstart --gpu cpu --gpus 2 --seq-len 64") == 0
-    assert "train.seq_len=64" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_it_answers_without_torch_or_numpy() -> None:

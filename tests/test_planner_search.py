@@ -151,9 +151,7 @@ def test_where_nothing_fits_the_nearest_are_told_first() -> None:
 def test_an_impossible_question_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="no layout"):
         search(question(gpus=7))
-    with pytest.raises(
-        ConfigError, match="try --gpus 8 or 16, or a batch that is a multiple of 11"
-    ):
+    with pytest.raises(ConfigError, match="a batch that is a multiple of 11"):
         search(question(gpus=11))
     with pytest.raises(ConfigError, match="gpus = 0"):
         search(question(gpus=0))

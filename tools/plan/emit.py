@@ -50,7 +50,7 @@ def launch_file(options: argparse.Namespace) -> Path | None:
             known = ", ".join(LAUNCHERS)
             raise ConfigError(f"--emit-launch {words}: must be one of {known}, then a file or none")
         file = Path(said[0]) if said else options.emit_recipe.with_name(LAUNCHERS[kind][0])
-    outputs = {"emit-recipe": options.emit_recipe, "html": options.html, "emit-launch": file}
+    outputs = {"emit-recipe": options.emit_recipe, "emit-launch": file}
     named = set()
     for option, path in outputs.items():
         check_free(f"--{option}", path)

@@ -22,8 +22,8 @@ from parallel3d.planner.report.text import si
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.space import layout_errors
 from parallel3d.planner.time.step import step_cost
-from parallel3d.tools.names.layout import read_parallel
-from parallel3d.tools.names.lookup import known_name
+from parallel3d.tools.aliases.layout import read_parallel
+from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.compare import compare
 
 # A step that takes so many times as long as predicted, or as short, is of another run or in another

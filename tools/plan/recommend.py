@@ -21,7 +21,7 @@ from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.planner.search.ties import settle_ties
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply, write_output
-from parallel3d.tools.names.layout import read_layout
+from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
@@ -40,10 +40,6 @@ def answer(options: argparse.Namespace) -> Reply:
     if options.verify:
         plan = _verified(asked, plan)
     plan = replace(plan, commands=tuple(emit(options, asked, plan, launch)))
-    if options.html is not None:
-        from parallel3d.planner.report.html import html_page  # what only --html needs
-
-        write_output("--html", options.html, html_page(plan))
 
     def lines() -> Iterator[str]:
         has_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -14,18 +14,16 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, ROUNDED
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.training import master_bytes
-from parallel3d.planner.search.question import Answer, Fixed, NotShown, Question, Rejected, Strategy
-from parallel3d.planner.search.space import check_fixed, families, size_error
+from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
+from parallel3d.planner.search.space import check_fixed, families
 from parallel3d.planner.search.ties import settled
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
-from parallel3d.shard_sizes import divisors
 
 Objective = Literal["throughput", "memory", "cost"]
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 _FINALISTS = 20
 _TIED = 4  # ways of cutting a model that may be as fast as the fastest
-_NEAR = 64  # other numbers of devices that are tried, each way
 _FROM_EACH_WAY = 2
 _SPARE_WAYS = 2
 _FROM_THE_WHOLE = 2
@@ -44,7 +42,6 @@ def search(question: Question, *, top: int = 10) -> Answer:
 def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
     found, best = _fastest(question, searches, top)
     rejected = []
-    left_out = []
     for each in searches:
         if each not in best and each.beyond_s is None and (least := each.leanest()) is not None:
             memory = Strategy(question, least.parallel).memory
@@ -53,28 +50,9 @@ def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
             needs = f"{short / GIB:.1f}" if short >= 0.05 * GIB else "under 0.1"
             why = f"needs {needs} GiB more on rank {memory.rank}, most for {largest}"
             rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
-    told = {(each.parallel.tp, each.parallel.pp) for each in found}
-    by_size = {(each.tp, each.pp): each for each in searches}
-    least_s = min((priced.step_time_s for priced in best.values()), default=0.0)
-    sizes = [(tp, pp) for tp in divisors(question.gpus) for pp in divisors(question.gpus // tp)]
-    for tp, pp in sizes:
-        reason = None
-        way = by_size.get((tp, pp))
-        if way is None:  # the first rule that it breaks
-            reason = size_error(question, tp, pp) or "none of its layouts has what else is fixed"
-        elif way in best and (tp, pp) not in told:
-            slower = best[way].step_time_s / least_s - 1
-            reason = f"slower: {slower:.0%} more time at its best"
-        elif way.beyond_s is not None:
-            slower = way.beyond_s / least_s - 1
-            reason = f"slower: at least {slower:.0%} more time, if it fits"
-        if reason is not None:
-            left_out.append(NotShown(tp=tp, pp=pp, reason=reason))
     return Answer(
         strategies=tuple(found),
         rejected=tuple(sorted(rejected, key=lambda each: each.short_bytes)),
-        left_out=tuple(left_out),
-        considered=sum(each.size for each in searches),
         checked=sum(each.checked for each in searches),
         fitting=sum(each.fitting for each in searches),
     )
@@ -204,7 +182,7 @@ def _searches(question: Question) -> list[TpPpSearch]:
     found = []
     for (tp, pp), own in families(question).items():
         each = TpPpSearch(question, tp, pp, own, blocks)
-        if each.size:
+        if each.has_layouts:
             found.append(each)
     if not found:
         shape = question.shape
@@ -213,27 +191,10 @@ def _searches(question: Question) -> list[TpPpSearch]:
         raise ConfigError(
             f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, "
             f"heads {shape.heads}, kv_heads {shape.kv_heads}) and a batch of "
-            f"{question.global_batch_size} sequences ({asked or 'nothing fixed'}); try "
-            f"{_other_sizes(question)} or a batch that is a multiple of {question.gpus}"
+            f"{question.global_batch_size} sequences ({asked or 'nothing fixed'}); try another "
+            f"number of devices, or a batch that is a multiple of {question.gpus}"
         )
     return found
-
-
-def _other_sizes(question: Question) -> str:
-    """Names the nearest numbers of devices, below and above, that some layout divides the model and
-    the batch over; whole nodes, where the devices asked about are more than one."""
-    near = []
-    gpus = question.gpus
-    node = question.cluster.gpus_per_node
-    step = node if gpus > node else 1
-    below = (gpus - 1) // step * step
-    above = (gpus // step + 1) * step
-    for sizes in (range(below, 0, -step), range(above, 2 * gpus, step)):
-        for size in sizes[:_NEAR]:
-            if any(families(replace(question, gpus=size)).values()):
-                near.append(str(size))
-                break
-    return f"--gpus {' or '.join(near)}," if near else "another number of devices"
 
 
 def _fastest(

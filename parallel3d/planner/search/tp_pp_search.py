@@ -98,16 +98,11 @@ class TpPpSearch:
             key = family.parallel.microbatch_size, other_axes(family.parallel)
             self._groups.setdefault(key, []).append(family)
 
-    @cached_property
-    def size(self) -> int:
-        """How many layouts it has, each with every recompute."""
-        families = [family.parallel for family in self._families]
-        used_alike = {
-            (each.microbatch_size, each.schedule, other_axes(each)): each for each in families
-        }
-        counts = {key: sum(1 for _ in self._uses(each)) for key, each in used_alike.items()}
-        keys = ((each.microbatch_size, each.schedule, other_axes(each)) for each in families)
-        return len(self._recompute_choices) * sum(counts[key] for key in keys)
+    @property
+    def has_layouts(self) -> bool:
+        return any(self._ways(family) for family in self._families) and bool(
+            self._recompute_choices
+        )
 
     @cached_property
     def least_s(self) -> float:

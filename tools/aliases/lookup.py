@@ -1,4 +1,4 @@
-"""Names as people write them: what names.toml has beside the names of models, hardware files and
+"""Names as people write them: what aliases.toml has beside the names of models, hardware files and
 engines, and for a name that nobody knows the nearest ones. A name is found as a whole, never by a
 part of it."""
 
@@ -25,7 +25,7 @@ _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "engine": 
 # the same shape, trained otherwise
 _TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)
 _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
-    Path(__file__).with_name("names.toml").read_text()
+    Path(__file__).with_name("aliases.toml").read_text()
 )
 
 
