@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
 # a file, an offset in it, a length
 from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta

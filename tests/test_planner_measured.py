@@ -22,7 +22,6 @@ from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.time.block import block_times
 from parallel3d.planner.time.roofline import Kernels
-from parallel3d.timeline.simulate import StageTimes
 from parallel3d.tools.calibrate.fit import ANY, Times, larger_job, overheads, process_tree
 from parallel3d.tools.calibrate.hardware_file import hardware_text
 from parallel3d.tools.calibrate.probes import (
@@ -163,6 +162,22 @@ def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
     assert measured.ranks[2].action_s == pytest.approx(1e-4, rel=1e-3)
 
 
+def strategy(cluster: Cluster, parallel: ParallelConfig) -> Strategy:
+    question = Question(
+        shape=from_config(MODEL),
+        cluster=cluster,
+        gpus=parallel.world_size,
+        seq_len=96,
+        global_batch_size=16,
+        precision="fp32",
+    )
+    return Strategy(question, parallel)
+
+
+def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:
+    return strategy(cluster, parallel).cost.step_time_s
+
+
 def test_more_ranks_than_cores_take_longer_and_two_do_not(host: Cluster) -> None:
     """Twice the ranks on the same cores do the same work in about the same time, twice over per
     rank."""
@@ -181,9 +196,7 @@ def test_parts_of_a_calibrated_step_are_not_negative_and_add_up(host: Cluster) -
 
 
 def test_recompute_and_microbatches_cost_what_they_were_measured_to(host: Cluster) -> None:
-    plain, full = (
-        predicted_s(host, ParallelConfig(recompute=kind)) for kind in ("none", "full")
-    )
+    plain, full = (predicted_s(host, ParallelConfig(recompute=kind)) for kind in ("none", "full"))
     # 16 microbatches, 8 blocks, a millisecond each, and the forward again
     assert full - plain > 16 * 8 * 1e-3
     fewer = predicted_s(host, ParallelConfig(microbatch_size=4))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -97,5 +97,5 @@ def _summed_with(rank: int, parallel: ParallelConfig, replicas_train_apart: bool
     varied = {"dp_shard": 0}
     if not replicas_train_apart:
         varied["dp_replicate"] = 0
-    places = [replace(parallel.coordinates(each), **varied) for each in range(parallel.world_size)]
+    places = [parallel.coordinates(each)._replace(**varied) for each in range(parallel.world_size)]
     return [other for other, place in enumerate(places) if place == places[rank]]

@@ -198,8 +198,6 @@ def open_metrics(
         yield metrics
 
 
-
-
 def build_loaders(
     recipe: Recipe, corpora: Sequence[Corpus], rank: int
 ) -> tuple[BatchLoader, list[EvaluationSet]]:

@@ -399,11 +399,7 @@ def draw(seed: int) -> Case:
     odd = {name: name in random.sample(kinds, random.randint(1, 5)) for name in kinds}
     layers = max(parallel.stages, random.randint(2, 4))
     head = random.choice(["column", "biased", "gathered", "gathered"]) if odd["head"] else "vocab"
-    vocab = (
-        random.choice([261, 4099] if head == "vocab" else [4096])
-        if odd["vocab"]
-        else 260
-    )
+    vocab = random.choice([261, 4099] if head == "vocab" else [4096]) if odd["vocab"] else 260
     may_normalize = parallel.tp == 1 or head == "gathered"  # else no rank has all logits of a token
     after = random.choice(
         ["soft_cap", "soft_cap", "scale", "float64", *["log_softmax"] * may_normalize]

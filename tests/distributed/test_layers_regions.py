@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.shared_memory.collectives import SLOT_BYTES
 from parallel3d.layers.regions import (
     all_gather_to_region,
     copy_to_region,

@@ -10,9 +10,6 @@ import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.schedules.build import build_schedule
-from parallel3d.schedules.schedule import Action, Kind
-from parallel3d.timeline.simulate import StageTimes, measured_times
-from parallel3d.timeline.spans import Span
 from parallel3d.training.timeline import traced_step
 from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
 

@@ -32,10 +32,10 @@ from parallel3d.data.token_files import PARTS, TOKENIZER_JSON, FolderWriter, Sha
 from parallel3d.data.tokenizers import JsonTokenizer
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.launch.local import start_fork_server
+from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.data.encode import TokenizerChoice, encode_piece, train_bpe
 from parallel3d.tools.data.folders import inspect
 from parallel3d.tools.data.inputs import InputError, InputFile, Reading, find_inputs, pieces
-from parallel3d.tools.cli_output import Reply
 
 _BYTE_LEVEL_IDS = 257  # a byte-level BPE without merges has the bytes and an end of text
 _SETTINGS, _CHUNKS = "command.json", "chunks"

@@ -25,8 +25,8 @@ from parallel3d.planner.report.text import (
 )
 from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.search.space import layout_errors
-from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.aliases.layout import read_parallel
+from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.inputs import read_question
 from parallel3d.tools.plan.score import recorded_accuracy
 

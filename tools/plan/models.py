@@ -42,8 +42,8 @@ from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
 from parallel3d.planner.report.text import WIDTH, si
 from parallel3d.recipes import shipped_recipes
-from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.aliases.lookup import known_name
+from parallel3d.tools.cli_output import Reply
 
 # options, and keys of a recipe
 _NUMBERS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab")

@@ -20,8 +20,8 @@ from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.planner.search.ties import settle_ties
-from parallel3d.tools.cli_output import NOTHING_FITS, Reply, write_output
 from parallel3d.tools.aliases.layout import read_layout
+from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
