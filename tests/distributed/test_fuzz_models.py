@@ -72,7 +72,7 @@ class Drawn:
     activation: str = "swiglu"
     norm: str = "rms"
     biases: bool = False
-    # a VocabParallelHead; gathered: a linear layer with gather_output; column and biased: a linear layer
+    # a VocabParallelHead; gathered: a linear layer with gather_output; column and biased: others
     head: str = "vocab"
     # the seed of the order in which modules are registered; 0: as a Decoder has them
     order: int = 0
