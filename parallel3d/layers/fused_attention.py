@@ -71,20 +71,12 @@ def refuse_large_scores(kernel: AttentionKernel, q: Tensor) -> None:
         )
 
 
-def attend(
-    q_BHSK: Tensor,
-    k_BGTK: Tensor,
-    v_BGTK: Tensor,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    scale: float | None,
-) -> Tensor:
-    """Returns softmax(scale q k^T + mask) v [B, H, S, K] by torch's fastest kernel. `causal` goes
-    without a mask."""
-    grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
+def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns softmax(q k^T / sqrt(K) + mask) v [B, H, S, K] by torch's fastest kernel. Without a
+    mask it is causal."""
+    grouped, causal = q_BHSK.shape[1] != k_BGSK.shape[1], mask is None
     return F.scaled_dot_product_attention(
-        q_BHSK, k_BGTK, v_BGTK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        q_BHSK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, enable_gqa=grouped
     )
 
 
@@ -94,9 +86,7 @@ def attend_by_varlen(
     v_BSGK: Tensor,
     documents: PackedDocuments | None,
     *,
-    causal: bool,
     window: int | None,
-    scale: float | None,
 ) -> Tensor:
     """Returns the attention [B, S, H, K] by CUDA's kernel for sequences of different lengths, which
     skips what a window hides: of `documents`, or of whole sequences where it is None. Nothing is
@@ -119,22 +109,17 @@ def attend_by_varlen(
         starts,
         longest,
         longest,
-        scale=scale,
-        window_size=(side, 0 if causal else side),
+        window_size=(side, 0),
         enable_gqa=heads != k_BSGK.shape[2],
     )
     assert isinstance(y, Tensor)  # a second result comes where it is asked for
     return y.unflatten(0, (batch, seq))
 
 
-def own_mask(seq: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """Returns the mask [S, S] of an attention's own settings, True if a query may see a key; None
-    if every query sees every key. With `window` a query sees that many keys at most, itself the
-    last of them (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and as many on the other side
-    if the attention is not causal."""
-    if not causal and window is None:
-        return None
+def own_mask(seq: int, *, window: int | None, device: torch.device) -> Tensor:
+    """Returns the causal mask [S, S], True if a query may see a key. With `window` a query sees
+    that many keys at most, itself the last of them (Beltagy et al. 2020, arXiv 2004.05150;
+    Mistral's)."""
     place = torch.arange(seq, device=device)
     distance = place.unsqueeze(1) - place
-    mask = distance >= 0 if causal else distance > -(window or seq)
-    return mask if window is None else mask & (distance < window)
+    return (distance >= 0) & (distance < (window or seq))

@@ -134,9 +134,8 @@ def keep_logits_split() -> None:
     )  # type: ignore[union-attr]
 
 
-def use_it_as_transformers_does(kind: str, folder: str) -> None:
-    """Generation with its cache, eager attention, activation checkpointing, and a saved model that
-    opens again."""
+def use_it_as_transformers_does(kind: str) -> None:
+    """Generation with its cache, eager attention and activation checkpointing."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     alone: Any = build(kind)
     split: Any = tensor_parallelize(build(kind), tp)
@@ -153,13 +152,6 @@ def use_it_as_transformers_does(kind: str, folder: str) -> None:
         each.train()(ids, labels=ids).loss.backward()
     for parameter, ours in zip(alone.parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(whole(ours.grad), parameter.grad, rtol=1e-5, atol=1e-5)
-    state = {name: whole(value) for name, value in split.state_dict().items()}
-    if torch.distributed.get_rank() == 0:
-        split.save_pretrained(folder, state_dict=state)
-        again = type(alone).from_pretrained(folder)
-        assert all(
-            torch.equal(a, b) for a, b in zip(again.parameters(), alone.parameters(), strict=True)
-        )
 
 
 def add_in_place(kind: str) -> None:
@@ -180,31 +172,8 @@ def add_in_place(kind: str) -> None:
         torch.testing.assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
 
 
-def freeze_all_but(words: str) -> None:
-    """Only the parameters with such names learn, and their gradients are those of the whole
-    model."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
-    models = [build("gpt2", dtype=torch.float64) for _ in range(3)]
-    for model in models:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(words in name)
-    for split in models[1:]:
-        tensor_parallelize(split, tp)
-    set_fused_gradients(models[2], True)
-    ids = torch.randint(0, VOCAB, (B, S))
-    for model in models:
-        model(ids, labels=ids).loss.backward()
-    for name, parameter in models[0].named_parameters():
-        for split in models[1:]:
-            ours = split.get_parameter(name).grad
-            assert (ours is None) == (words not in name), name
-            if ours is not None:
-                torch.testing.assert_close(whole(ours), parameter.grad, rtol=1e-10, atol=1e-12)
-
-
 def compile_a_block(kind: str) -> None:
-    """A converted block is one graph, and gives what it gives without, fused gradients asked for or
-    not."""
+    """A compiled block gives what it gives without the compiler."""
     model: Any = tensor_parallelize(
         build(kind, kv_heads=2), init_device_mesh("cpu", (get_world_size(),))
     )
@@ -216,7 +185,7 @@ def compile_a_block(kind: str) -> None:
         more["position_embeddings"] = model.model.rotary_emb(x, torch.arange(S).unsqueeze(0))
     set_fused_gradients(block, True)
     results = []
-    for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+    for run in (block, torch.compile(block, backend="aot_eager")):
         leaf = x.clone().requires_grad_()
         y = run(leaf, **more)
         y.square().sum().backward()
@@ -239,24 +208,18 @@ def refuse_a_patchwork() -> None:
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_a_checkpoint_of_tp_4_loads_at_tp_2_and_whole(
-    world: Callable, kind: str, tmp_path: Path
-) -> None:
-    world(4).run(save_split, kind, str(tmp_path))
-    world(2).run(load_split, kind, str(tmp_path))
+def test_a_checkpoint_of_tp_4_loads_at_tp_2_and_whole(world: Callable, tmp_path: Path) -> None:
+    world(4).run(save_split, "gpt2", str(tmp_path))
+    world(2).run(load_split, "gpt2", str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_what_else_transformers_does_with_a_model_works(
-    world: Callable, kind: str, tmp_path: Path
-) -> None:
-    world(2).run(use_it_as_transformers_does, kind, str(tmp_path))
+def test_what_else_transformers_does_with_a_model_works(world: Callable, kind: str) -> None:
+    world(2).run(use_it_as_transformers_does, kind)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_fully_shard_and_clipping_compose_with_it(world: Callable, kind: str) -> None:
-    world(4).run(train_with_fully_shard, kind)
+def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
+    world(4).run(train_with_fully_shard, "qwen2")
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "gpt2"), (4, "qwen2")])
@@ -266,16 +229,8 @@ def test_gradients_that_are_added_in_place_are_those_of_autograd(
     world(size).run(add_in_place, kind)
 
 
-@pytest.mark.parametrize("words", ["bias", "c_attn.weight"])
-def test_parts_of_a_packed_layer_may_be_frozen(world: Callable, words: str) -> None:
-    world(2).run(freeze_all_but, words)
-
-
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qwen3", "gpt2"))]
-)
-def test_a_converted_block_compiles_to_one_graph(world: Callable, kind: str) -> None:
-    world(2).run(compile_a_block, kind)
+def test_a_converted_block_may_be_compiled(world: Callable) -> None:
+    world(2).run(compile_a_block, "llama")
 
 
 def test_the_head_may_keep_its_logits_split(world: Callable) -> None:

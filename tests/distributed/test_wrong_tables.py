@@ -24,7 +24,6 @@ from parallel3d.convert.families import rules_of
 from parallel3d.convert.rules import Column, Divide, Enter, Replicate, Row, Rules
 from tests.distributed.test_families import PRELOAD as PRELOAD
 from tests.distributed.test_families import build
-from tests.test_convert import Lora
 
 DRAWN = 24
 
@@ -131,21 +130,6 @@ def split_nanogpt() -> None:
             tensor_parallelize(model, tp, table, example=torch.randn(2, 3, 16))
 
 
-def add_adapters_after_the_split() -> None:
-    tp, x = init_device_mesh("cpu", (get_world_size(),)), torch.ones(2, 4)
-    for name in ("0", "2"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        split = tensor_parallelize(model, tp, {"0": "column", "2": "row"}, example=x)
-        for changed in (copy.deepcopy(split), split):
-            changed.set_submodule(name, Lora(changed.get_submodule(name)))
-            with pytest.raises(
-                RuntimeError,
-                match=rf"^{name}.lora_A.default.weight: was added after {name} was split",
-            ):
-                changed(x)
-
-
 def stay_in_bfloat16() -> None:
     tp = init_device_mesh("cpu", (get_world_size(),))
     whole = build("llama", torch.bfloat16)
@@ -160,7 +144,6 @@ CASES = {
     "a wrong gradient is refused with its causes": refuse_norms_taken_for_whole_ones,
     "a model that tells no example needs one": ask_for_an_example,
     "nanoGPT's original forward is refused with its cause": split_nanogpt,
-    "adapters that are added after the split are refused": add_adapters_after_the_split,
     "a model in 16 bits is checked in float32 and stays what it was": stay_in_bfloat16,
 }
 
