@@ -27,10 +27,6 @@ from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.layers import fused_attention
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
-from parallel3d.layers.fused_attention import (
-    kernel_of,
-    refuse_large_scores,
-)
 from parallel3d.layers.parameter import ParallelContext, initial_weights
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models import shape_cards
@@ -135,28 +131,6 @@ def test_a_precision_without_a_fused_kernel_is_refused_with_one_that_has_it() ->
     assert line.startswith("train.precision = bf16: no fused kernel")
     assert line.endswith("try train.precision=fp16")
     assert attention_errors(recipe_of(precision="fp16"), V100) == []
-
-
-def test_what_a_gpu_would_write_out_for_a_layer_is_refused() -> None:
-    def refuse(
-        dtype: torch.dtype, *, seq: int = 16384, device: str = "cuda", **flags: bool
-    ) -> None:
-        with FakeTensorMode():
-            q, k = (
-                torch.empty(2, seq, heads, 128, device=device, dtype=dtype) for heads in (16, 4)
-            )
-            refuse_large_scores(kernel_of(q, k, **flags), q)
-
-    with pytest.raises(ValueError, match=r"in float64: no fused .* take 96.0 GiB, of at most 8"):
-        refuse(torch.float64)
-    refuse(torch.float64, seq=4096)  # 6 GiB
-    refuse(torch.float32)
-    with pytest.raises(ValueError, match="dropout needs the probabilities .* try no dropout"):
-        refuse(torch.bfloat16, dropout=True)
-    refuse(torch.float32, window=True)
-    with pytest.raises(ValueError, match=r"a window is a mask of S.2 numbers .* take 24.0 GiB"):
-        refuse(torch.float32, window=True, seq=65536)
-    refuse(torch.bfloat16, dropout=True, device="cpu")
 
 
 B, S, D, H, K = 2, 37, 24, 6, 8

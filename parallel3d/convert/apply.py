@@ -224,13 +224,13 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
             settings |= {"argument": argument, "sequence_parallel": sequence}
         case Scatter(argument=argument):
             plan.parallel_class, settings["argument"] = ScatterSequence, argument
-        case SplitExperts(count=attribute):
-            count = plan.count(attribute, module)
+        case SplitExperts():
+            count = plan.count("num_experts", module)
             plan.check_divides(count, "experts")
             plan.parallel_class, plan.dims = ParallelExperts, dict.fromkeys(plan.dims, 0)
             # transformers reads `_is_expert_parallel`.
             settings |= {"count": count, "_is_expert_parallel": True}
-            plan.counts[module, attribute] = count // tp
+            plan.counts[module, "num_experts"] = count // tp
         case Divide(attributes=attributes, shared=shared):
             for name in attributes:
                 count = plan.count(name, module)

@@ -29,10 +29,7 @@ from parallel3d.convert.rules import (
 
 _Table = dict[str, Style | Word]
 
-HEADS: _Table = {  # what stands on top of a model, whatever its family
-    "**.lm_head": Column(gather_output=True),
-    **dict.fromkeys(("**.score", "**.classifier", "**.qa_outputs", "**.pooler.dense"), "replicate"),
-}
+HEADS: _Table = {"**.lm_head": Column(gather_output=True)}
 _HEAD_NORMS: _Table = {  # this rank norms its own heads
     "**.self_attn.q_norm": Replicate(partial_gradient=True),
     "**.self_attn.k_norm": Replicate(partial_gradient=True),
@@ -185,12 +182,12 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
 
 
 def _falcon_attention(config: object) -> _Table:
-    """Returns the rules of Falcon's packed q, k and v, of which there are three forms."""
+    """Returns the rules of Falcon's packed q, k and v."""
     own, packed = "**.self_attention", "**.self_attention.query_key_value"
-    heads = Divide(("num_heads", "num_kv_heads"))
-    if getattr(config, "new_decoder_architecture", False):  # q of a group, then its k and v
-        return {own: heads, packed: Column(heads="num_kv_heads")}
-    if getattr(config, "multi_query", False):
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
         parts = Column(unit="head_dim", parts=("num_heads", 1, 1))
         return {own: Divide(("num_heads",)), packed: parts}
-    return {own: heads, packed: Column(heads="num_heads")}
+    # q of each key-value head, then its k and v
+    return {own: Divide(("num_heads", "num_kv_heads")), packed: Column(heads="num_kv_heads")}

@@ -27,7 +27,6 @@ from parallel3d.layers.fused_attention import (
     attend_by_varlen,
     kernel_of,
     own_mask,
-    refuse_large_scores,
 )
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.loss import wide_dtype
@@ -113,16 +112,14 @@ class ParallelAttention(ParallelModule):
         """Returns the attention's output for x. Each of the packed `documents` is attended to
         alone, and no S^2 numbers exist. `positions` [batch, S]: of the rotation; by default those
         of the documents. `key` [batch]: of dropout. Raises ValueError if documents are of other
-        sequences than x, or come with dropout."""
+        sequences than x, or come with dropout, whose key is of the batch."""
         if documents is not None:
             parts = self.axis.size if self.sequence_parallel else 1
             shape = (x_BSD.shape[0], x_BSD.shape[1] * parts)
-            drops = self.dropout is not None and self.training
-            if documents.positions.shape != shape or drops:
+            if documents.positions.shape != shape:
                 raise ValueError(
                     f"ParallelAttention: documents of {list(documents.positions.shape)} tokens, "
-                    f"and x has {list(shape)}, with dropout {self.options.dropout}: must be as "
-                    "many, without dropout"
+                    f"and x has {list(shape)}"
                 )
             positions = documents.positions if positions is None else positions
         q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
@@ -162,7 +159,6 @@ class ParallelAttention(ParallelModule):
         if kernel.repeats_heads:
             repeats = q.shape[2] // k.shape[2]
             k, v = (part.repeat_interleave(repeats, dim=2) for part in (k, v))
-        refuse_large_scores(kernel, q)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         mask = own_mask(seq, window=window, device=q.device) if has_window or has_dropout else None
         if dropout is None or mask is None:

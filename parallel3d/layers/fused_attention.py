@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.config.attention_kernels import (
-    MOST_SCORE_BYTES,
     AttentionCall,
     AttentionDevice,
     AttentionKernel,
@@ -55,20 +54,6 @@ def kernel_of(
         trains=torch.is_grad_enabled() and q.requires_grad,
     )
     return attention_kernel(call, device_of(q.device))
-
-
-def refuse_large_scores(kernel: AttentionKernel, q: Tensor) -> None:
-    """Raises ValueError, with a remedy, if a GPU would write out more than `MOST_SCORE_BYTES` for
-    q [B, S, H, K]. A CPU may write them."""
-    batch, seq, heads, width = q.shape
-    bytes_ = kernel.quadratic_bytes(batch=batch, heads=heads, seq=seq)
-    if q.is_cuda and bytes_ > MOST_SCORE_BYTES:
-        dtype = str(q.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"attention of {seq} tokens, batch {batch}, {heads} heads of {width} in {dtype}: "
-            f"{kernel.why_quadratic} and would take {bytes_ / 2**30:.1f} GiB, of at most "
-            f"{MOST_SCORE_BYTES / 2**30:.0f}; try {kernel.remedy}, or a smaller batch or length"
-        )
 
 
 def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:

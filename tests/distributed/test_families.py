@@ -58,9 +58,6 @@ _GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 4}
 MODELS: dict[str, Model] = {
     "llama": Model("LlamaForCausalLM"),
     "llama, a model without a head": Model("LlamaModel"),
-    "llama, classes of sequences": Model(
-        "LlamaForSequenceClassification", {**_DECODER, "num_labels": 3}
-    ),
     "mistral": Model("MistralForCausalLM", {**_DECODER, "sliding_window": 5}),
     "qwen2, tied": Model("Qwen2ForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
     "qwen3": Model("Qwen3ForCausalLM", _HEADS),

@@ -17,7 +17,6 @@ from torch.distributed import DeviceMesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.layers.attention import ParallelAttention
@@ -171,25 +170,6 @@ def exchange_states(kind: str) -> None:
     assert "Tensor" in refusal(lambda: build(kind, None).load_state_dict(model.state_dict()))
 
 
-def call_it_as_a_function(kind: str) -> None:
-    model = build(kind, mesh())
-    halved = {
-        name: (parameter / 2).detach().requires_grad_()
-        for name, parameter in model.named_parameters()
-    }
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return logits(functional_call(model, parameters, (IDS,))).square().mean()
-
-    gradients = torch.autograd.grad(loss(halved), list(halved.values()))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(halved[name])
-    logits(model(IDS)).square().mean().backward()
-    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-        torch.testing.assert_close(whole(gradient), whole(parameter.grad))
-
-
 def autocast_it(kind: str) -> None:
     tp, found = mesh(), []
     for model in (build(kind, tp), build(kind, None)):
@@ -213,7 +193,3 @@ def test_it_gives_what_it_gives_on_one_process(
     world: Callable, idiom: Callable[[str], None], kind: str
 ) -> None:
     world(2).run(idiom, kind)
-
-
-def test_it_is_called_as_a_function(world: Callable) -> None:
-    world(2).run(call_it_as_a_function, "llama")
