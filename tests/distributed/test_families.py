@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.families import SEQUENCE_FAMILIES, rules_of
-from parallel3d.convert.rules import Column, Divide, Rules
-from parallel3d.layers.parameter import set_fused_gradients
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.split_model import FAMILIES as CUT_FAMILIES
@@ -206,51 +204,3 @@ def test_sequence_parallelism_refuses_dropout_and_families_without_a_table() -> 
     model.transformer.drop.p = 0.1  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"transformer\.drop: this dropout cannot be used"):
         rules_of(model, sequence_parallel=True)
-
-
-class Fused(nn.Module):
-    """An attention whose product has q, k and v side by side, and fewer heads of k and
-    v."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.few, self.head_dim = 4, 2, 3
-        self.qkv, self.out = nn.Linear(8, (4 + 2 + 2) * 3), nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for each in self.qkv(x).split(
-                [self.head_dim * n for n in (self.heads, self.few, self.few)], -1
-            )
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-FUSED: Rules = {
-    "0": Divide(("heads", "few"), shared=("few",)),
-    "0.qkv": Column(unit="head_dim", parts=("heads", "few", "few")),
-    "0.out": "row",
-}
-
-
-def train_fused() -> None:
-    """A step on two gradients, added in place, of the split module is the whole one's."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
-    torch.manual_seed(0)
-    alone = nn.Sequential(Fused()).double()
-    example = (torch.randn(2, 5, 8, dtype=torch.float64),)
-    split = tensor_parallelize(copy.deepcopy(alone), tp, FUSED, example=example)
-    set_fused_gradients(split, True)
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-    for model in (alone, split):
-        for each in x.split(1):
-            model(each).square().sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for (name, parameter), theirs in zip(split.named_parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(whole(parameter), theirs, rtol=1e-12, atol=1e-12), name
-
-
-def test_parts_of_unequal_size_are_each_split_by_themselves(world: Callable) -> None:
-    world(4).run(train_fused)

@@ -4,7 +4,7 @@ from its seed: see `fuzz_cases`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -377,18 +377,10 @@ def differences(outcome: Outcome) -> Iterator[str]:
         yield f"parameters {held ^ set(weights)} are not in both models"
 
 
-def check(world: Callable, seeds: Iterable[int], folder: Path) -> None:
-    cases = [draw(seed) for seed in asked_or(seeds)]
-    outcomes = train_all(world, train_case, cases, folder)
-    assert_follow((outcome, list(differences(outcome))) for outcome in outcomes)
-
-
-def test_random_models_follow_plain_torch_or_are_refused(world: Callable, tmp_path: Path) -> None:
-    check(world, SHORT, tmp_path)
-
-
-@pytest.mark.long
-def test_many_random_models_follow_plain_torch_or_are_refused(
-    world: Callable, tmp_path: Path
+@pytest.mark.parametrize("seeds", [SHORT, pytest.param(LONG, marks=pytest.mark.long)], ids=len)
+def test_random_models_follow_plain_torch_or_are_refused(
+    world: Callable, tmp_path: Path, seeds: range
 ) -> None:
-    check(world, LONG, tmp_path)
+    cases = [draw(seed) for seed in asked_or(seeds)]
+    outcomes = train_all(world, train_case, cases, tmp_path)
+    assert_follow((outcome, list(differences(outcome))) for outcome in outcomes)
