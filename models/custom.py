@@ -118,6 +118,7 @@ def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
 def _unused(model: nn.Module) -> list[str]:
     """Returns the names of the parameters that are not frozen and have no part in the output of a
     model on the meta device; none if the forward pass cannot run there."""
+    model.eval()  # dropout needs a key
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     starts = torch.zeros(2, dtype=torch.int32, device="meta")
     for keywords in ({}, {"documents": PackedDocuments((2,), starts, ids)}):

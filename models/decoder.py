@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -99,21 +98,14 @@ class RecomputedBlock(nn.Module):
     1604.06174). Hooks of the block (`fully_shard`'s, gradient reduction) stay outside and run
     once."""
 
-    @cached_property
-    def has_dropout(self) -> bool:
-        """True if some dropout of the block is not of probability 0."""
-        return any(isinstance(part, Dropout) and part.p > 0.0 for part in self.modules())
-
     def forward(
         self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Tensor:
         if not torch.is_grad_enabled():
             return self.compute(x, key, documents)
-        # A dropout that is given its key draws no random numbers, so no generator's state has to be
-        # restored.
-        draws = key is None and self.has_dropout
+        # Dropout draws no random numbers beyond its key: no generator has to be restored.
         y: Tensor = checkpoint(
-            self.compute, x, key, documents, use_reentrant=False, preserve_rng_state=draws
+            self.compute, x, key, documents, use_reentrant=False, preserve_rng_state=False
         )
         return y
 

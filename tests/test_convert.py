@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrizations import weight_norm
+from torch import nn
 
 from parallel3d.convert.apply import ModulePlan, plan_modules, split_dims
 from parallel3d.convert.families import rules_of
@@ -18,7 +16,7 @@ from parallel3d.convert.parallel_modules import (
     RowParallel,
     VocabParallel,
 )
-from parallel3d.convert.rules import Column, Divide, Enter, Rules
+from parallel3d.convert.rules import Column, Enter, Rules
 
 
 class Conv1D(nn.Module):
@@ -44,27 +42,6 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.attn = nn.Embedding(10, 16), Attention(heads, kv_heads)
         self.norm = nn.LayerNorm(16)
-
-
-class Scaled(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2.0 * super().forward(input)
-
-
-class Lora(nn.Module):
-    """A linear with an adapter, as peft wraps it."""
-
-    def __init__(self, base_layer: nn.Module, rank: int = 2) -> None:
-        super().__init__()
-        weight = base_layer.weight
-        rows, columns = (weight.to_local() if isinstance(weight, DTensor) else weight).shape
-        self.base_layer = base_layer
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, rows, bias=False)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base_layer(x)
-        return y + self.lora_B["default"](self.lora_A["default"](x))
 
 
 RULES: Rules = {
@@ -110,21 +87,19 @@ def test_fewer_heads_than_ranks_are_shared_and_their_group_shrinks() -> None:
 @pytest.mark.parametrize(
     ("change", "tp", "message"),
     [
-        ({"*.atn.q": "column"}, 2, r"rule '\*.atn.q': matches no module; the nearest name is"),
+        ({"*.atn.q": "column"}, 2, r"rule '\*.atn.q': matches no module; the names are"),
         ({"attn.*": "column"}, 2, r"attn.q: matched by two rules, 'attn.q' and 'attn.\*'"),
         ({"norm": "colum"}, 2, r"rule 'norm': 'colum' is no style; try one of column, row, vocab"),
         ({"norm": "column"}, 2, "norm: is a LayerNorm; only nn.Linear and Conv1D can be split"),
-        ({"norm": "vocab"}, 2, "norm: is a LayerNorm; only nn.Embedding can be split by rows"),
+        ({"norm": "vocab"}, 2, "norm: is a LayerNorm; only nn.Embedding without"),
         ({}, 3, r"attn.q: 4 heads \(.*head_dim\) cannot be split over tp = 3; try tp = 1, 2 or 4"),
-        (packed(5), 2, "attn.packed: 12 units of output features are no 5 equal parts"),
         (packed((4, "heads", 1)), 2, r"packed: its rule needs Attention.heads, and that is None"),
-        (packed((4, 1, 1)), 2, r"its parts have 4 \+ 1 \+ 1 = 6 units, and its output features 12"),
+        (packed((4, 1, 1)), 2, r"48 output features are not parts of \[4, 1, 1\] units, each of 4"),
         (
             packed((5, 6, 1)),
             2,
             "packed: 5 units in one of the parts .* cannot be split over tp = 2",
         ),
-        ({"norm": Divide(("heads",))}, 2, "norm: its rule needs LayerNorm.heads, and that is None"),
     ],
 )
 def test_a_rule_that_does_not_fit_is_refused(change: Rules, tp: int, message: str) -> None:
@@ -132,26 +107,9 @@ def test_a_rule_that_does_not_fit_is_refused(change: Rules, tp: int, message: st
         plans(Model(), {**RULES, **change}, tp)
 
 
-@pytest.mark.parametrize(
-    ("module", "rules", "message"),
-    [
-        (nn.Linear(4, 4), {}, '0: no rule says how to split this Linear; try "replicate"'),
-        (Scaled(4, 4), {"0": "column"}, "0: is a Scaled; only nn.Linear and Conv1D can be split"),
-        (nn.Embedding(4, 4, max_norm=1.0), {"0": "vocab"}, "0: max_norm"),
-        (weight_norm(nn.Linear(4, 8)), {"0": "column"}, "0: computes its weight in each forward"),
-        (
-            Lora(nn.Linear(4, 8)),
-            {"*": "column"},
-            r"0: is a Lora around the linears base_layer, lora_A.default, .*"
-            r"rules \| \{'\*': 'replicate', '\*.base_layer': Column",
-        ),
-    ],
-)
-def test_a_module_that_cannot_be_split_is_refused(
-    module: nn.Module, rules: Rules, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        plans(nn.Sequential(module), rules)
+def test_a_linear_without_a_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match='0: no rule says how to split this Linear; try "repl'):
+        plans(nn.Sequential(nn.Linear(4, 4)), {})
 
 
 def test_tied_parameters_must_be_split_alike() -> None:
@@ -163,5 +121,7 @@ def test_tied_parameters_must_be_split_alike() -> None:
 
 
 def test_a_model_without_a_table_is_told_which_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no table for Linear .*, only for falcon, .*; give one"):
+    with pytest.raises(
+        ValueError, match=r"Linear of .*: there is no such table, only for falcon, "
+    ):
         rules_of(nn.Linear(2, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,15 +28,6 @@ LAYERS_OF: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "final_logit_softcapping": 0.01,
     },
-    "llama4_text": {
-        "intermediate_size_mlp": 24,
-        "head_dim": 8,
-        "num_local_experts": 2,
-        "attention_chunk_size": 3,
-        "no_rope_layers": [1, 0, 1, 0],
-        "moe_layers": [1, 2],
-        **_EXPERTS,
-    },
     "mixtral": {"num_local_experts": 4, **_EXPERTS},
     "qwen3_moe": {
         "num_experts": 4,
@@ -50,8 +40,6 @@ LAYERS_OF: dict[str, dict[str, Any]] = {
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in FAMILIES} | {
     "opt without projections": ("opt", {"word_embed_proj_dim": 16}),
-    "opt with norms after": ("opt", {"do_layer_norm_before": False}),
-    "falcon with alibi": ("falcon", {"alibi": True}),
     "falcon in groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
 }
 
@@ -146,41 +134,20 @@ def test_a_model_of_ones_own_is_cut_by_its_table() -> None:
         split_model(model, [2], table, example=ids)
     del model.scale
     model.register_buffer("scale", torch.ones(()))
-    for example in (ids, (ids,)):
-        assert torch.equal(
-            through(split_model(model, [2], table, example=example), ids), model(ids)
-        )
+    assert torch.equal(through(split_model(model, [2], table, example=ids), ids), model(ids))
     wrong = SplitSpec("blocks", ("embed", "positions"), ("head",))
     with pytest.raises(ValueError, match=r"^the stages of Own give another output than the model"):
         split_model(model, [2], wrong, example=ids)
-    with pytest.raises(ValueError, match=r"^the stages are checked with an example of ids"):
+    with pytest.raises(ValueError, match=r"^the stages are checked with ids"):
         split_model(model, [2], table)
-    with pytest.raises(ValueError, match=r"^Own: has no module norm, which its rules name"):
-        split_model(model, [2], SplitSpec("blocks", ("embed",), ("norm", "head")))
-    with pytest.raises(ValueError, match=r"^Own: there is no table for it, but for the decoders"):
+    with pytest.raises(ValueError, match=r"^Own: there is no table for model_type None"):
         split_model(model, [2])
-
-
-def test_blocks_that_return_tuples_are_refused_with_the_setting_that_splits_them() -> None:
-    sizes = {"d_model": 16, "n_layers": 4, "n_heads": 2}
-    config = hf.AutoConfig.for_model("mpt", **sizes, vocab_size=VOCAB, tie_word_embeddings=False)
-    model = hf.AutoModelForCausalLM.from_config(config)
-    table = SplitSpec("transformer.blocks", ("transformer.wte",), ("transformer.norm_f", "lm_head"))
-    with pytest.raises(ValueError, match=r"SplitSpec\(..., tuples=True, hidden='inputs_embeds'\)"):
-        split_model(model, [2], table)
-    assert len(split_model(model, [2], replace(table, tuples=True, hidden="inputs_embeds"))) == 2
 
 
 def test_a_loss_of_all_routers_is_refused() -> None:
-    ids = torch.arange(16).view(2, 8)
     model = build("mixtral", output_router_logits=True)
     with pytest.raises(ValueError, match=r"^output_router_logits = True: it adds a loss"):
         split_model(model, [2])
-    (alone,) = split_model(model, [])
-    assert torch.equal(alone(ids, labels=ids), model(ids, labels=ids).loss)
-    first, _ = split_model(build("mixtral"), [2])
-    with pytest.raises(ValueError, match=r"^output_router_logits = True: it adds a loss"):
-        first(ids, output_router_logits=True)
 
 
 def test_a_tied_parameter_on_two_stages_is_refused_with_the_line_that_unties_it() -> None:

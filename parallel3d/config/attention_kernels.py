@@ -101,15 +101,6 @@ class AttentionKernel:
             return "no fused kernel takes these heads, so that S^2 scores a head are written out"
         return "a window is a mask of S^2 numbers here"
 
-    @property
-    def remedy(self) -> str:
-        """What to try for attention in a layer, apart from a smaller one."""
-        if self.name == "scores":
-            return "no dropout in attention (that of its output costs a byte a number)"
-        if self.score_bytes:
-            return "float32 or float16, and heads of a multiple of 8"
-        return "bf16 or fp16, and torch 2.12 or later"
-
 
 def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionKernel:
     """Returns the kernel of a call on a device."""

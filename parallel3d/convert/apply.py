@@ -17,19 +17,14 @@ its own queries.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor import Replicate as ReplicatePlacement
+from torch.distributed.tensor import DTensor
 
 from parallel3d.config.ranges import any_of, divisors_near
 from parallel3d.convert.check import Example, checked
@@ -39,9 +34,7 @@ from parallel3d.convert.parallel_modules import (
     ConvertedModule,
     EnterRegion,
     PackedColumnParallel,
-    PackedPart,
     ParallelExperts,
-    PretrainedModel,
     Replicated,
     RowParallel,
     ScatterSequence,
@@ -64,12 +57,14 @@ from parallel3d.convert.rules import (
     Vocab,
     names_matching,
 )
-from parallel3d.layers.gradients import as_dtensor
-from parallel3d.layers.parameter import ParallelModule, draw_dtensors_whole, refuse_another_draw
+from parallel3d.layers.parameter import (
+    ParallelModule,
+    local_part,
+    on_axis,
+    refuse_another_draw,
+)
 from parallel3d.mesh import Axis, Role
 from parallel3d.shard_sizes import shard_rows
-
-_log = logging.getLogger("parallel3d")
 
 
 @dataclass
@@ -94,11 +89,7 @@ class ModulePlan:
     def weight_size(self, dim: int) -> int:
         weight = self.module._parameters.get("weight")
         if weight is None:
-            raise self.error(
-                "computes its weight in each forward pass, by weight_norm, spectral_norm or "
-                "another parametrization, and cannot be split; remove that first, for example by "
-                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
-            )
+            raise self.error("computes its weight by a parametrization; remove that first")
         return weight.shape[dim]
 
     def count(self, attribute: str, owner: nn.Module) -> int:
@@ -134,8 +125,7 @@ def tensor_parallelize(
     Args:
         module: Module on any device. On the meta device nothing is compared.
         mesh: The tp axis, or a mesh that has it.
-        rules: Table of names. Default: the table of the model's family (`families.rules_of`), which
-            rank 0 logs.
+        rules: Table of names. Default: the table of the model's family (`families.rules_of`).
         check: Compares all outputs and gradients of an example before and after the split.
         example: What the forward takes, by name or in order. Models of transformers need none.
 
@@ -145,12 +135,7 @@ def tensor_parallelize(
     """
     tp = mesh if mesh.ndim == 1 else mesh[Role.SPLIT_TENSORS]
     axis = Axis.of(tp)
-    if rules is None:
-        rules = rules_of(module)
-        if dist.get_rank() == 0:
-            family = module.config.model_type  # type: ignore[union-attr]
-            _log.info("%s is split by the table of %s", type(module).__name__, family)
-    plans = plan_modules(module, rules, axis.size)
+    plans = plan_modules(module, rules or rules_of(module), axis.size)
     dims = split_dims(plans)
     if axis.size == 1:
         return module
@@ -158,19 +143,12 @@ def tensor_parallelize(
         if not parameter.is_meta and not isinstance(parameter, DTensor):
             refuse_another_draw(name, parameter, axis, tp.device_type)
     with checked(module, tp, example) if check else nullcontext():
-        draw_dtensors_whole()
         sharded = {each: shard_parameter(each, dim, tp, axis) for each, dim in dims.items()}
         for plan in plans:
             _convert(plan, sharded, axis)
         for plan in plans:  # at last, because two layers of a parent may set the same count
             for (owner, attribute), count in plan.counts.items():
                 _set_count(owner, attribute, count)
-    for plan in plans:
-        if isinstance(plan.style, Column | Row | Vocab):
-            refuse: Any = partial(_refuse_additions, module, plan.name)
-            plan.module.refuse_additions = refuse
-    if hasattr(module, "save_pretrained") and not isinstance(module, PretrainedModel):
-        add_class(module, PretrainedModel, axis)
     return module
 
 
@@ -202,10 +180,8 @@ def _styles_by_name(module: nn.Module, rules: Rules) -> dict[str, Style]:
             raise ValueError(f"rule {pattern!r}: {words}")
         found = names_matching(pattern, names)
         if not found:
-            nearest = get_close_matches(pattern.replace("**.", ""), names, 1, cutoff=0.0)
             raise ValueError(
-                f"rule {pattern!r}: matches no module; the nearest name is "
-                f"{(nearest or ['none'])[0]!r}"
+                f"rule {pattern!r}: matches no module; the names are {', '.join(names)}"
             )
         for name in found:
             if name in styles:
@@ -213,28 +189,18 @@ def _styles_by_name(module: nn.Module, rules: Rules) -> dict[str, Style]:
                 raise ValueError(f"{name}: matched by two rules, {both}; keep one")
             styles[name] = WORDS[rule] if isinstance(rule, str) else rule
             patterns[name] = pattern
-            _refuse_wrapper(module.get_submodule(name), name, pattern, styles[name])
     return styles
-
-
-def _refuse_wrapper(wrapper: nn.Module, name: str, pattern: str, style: Style) -> None:
-    """Raises ValueError if a rule splits a module that wraps several linear layers."""
-    inner = [each for each, part in wrapper.named_modules() if each and is_linear(part)]
-    if isinstance(style, Column | Row) and len(inner) > 1:
-        rules = {pattern: "replicate", f"{pattern}.{inner[0]}": style}
-        raise ValueError(
-            f"{name}: is a {type(wrapper).__name__} around the linears {', '.join(inner)}, as in "
-            f"LoRA; give each of them a rule: rules | {rules}, and likewise the adapter of the "
-            "same split width; other adapters Replicate(partial_gradient=True) in a module with "
-            'Enter() or sequence parallelism, else "replicate"'
-        )
 
 
 def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
     module, settings, tp = plan.module, plan.settings, plan.tp
     match plan.style:
         case None:
-            _refuse_if_rule_needed(plan, styles)
+            if isinstance(module, nn.Embedding) or is_linear(module):
+                raise plan.error(
+                    f"no rule says how to split this {type(module).__name__}; try "
+                    '"replicate", which leaves it whole on every rank'
+                )
         case Column() as style:
             entered = [f"{name}." for name, each in styles.items() if isinstance(each, Enter)]
             settings["is_entered"] = plan.name.startswith(tuple(entered))
@@ -245,12 +211,11 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
             plan.parallel_class, plan.dims["weight"] = RowParallel, dim
             settings["sequence_parallel"] = sequence
         case Vocab():
-            if not isinstance(module, nn.Embedding):
+            if not isinstance(module, nn.Embedding) or module.max_norm or module.sparse:
                 kind = type(module).__name__
-                raise plan.error(f"is a {kind}; only nn.Embedding can be split by rows")
-            if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-                words = "max_norm, scale_grad_by_freq and sparse look at all rows; turn them off"
-                raise plan.error(words)
+                raise plan.error(
+                    f"is a {kind}; only nn.Embedding without max_norm and sparse can be split"
+                )
             if not shard_rows(module.num_embeddings, tp - 1, tp):
                 plan.check_divides(module.num_embeddings, "ids")
             plan.parallel_class, plan.dims["weight"] = VocabParallel, 0
@@ -259,13 +224,13 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
             settings |= {"argument": argument, "sequence_parallel": sequence}
         case Scatter(argument=argument):
             plan.parallel_class, settings["argument"] = ScatterSequence, argument
-        case SplitExperts(count=attribute):
-            count = plan.count(attribute, module)
+        case SplitExperts():
+            count = plan.count("num_experts", module)
             plan.check_divides(count, "experts")
             plan.parallel_class, plan.dims = ParallelExperts, dict.fromkeys(plan.dims, 0)
             # transformers reads `_is_expert_parallel`.
             settings |= {"count": count, "_is_expert_parallel": True}
-            plan.counts[module, attribute] = count // tp
+            plan.counts[module, "num_experts"] = count // tp
         case Divide(attributes=attributes, shared=shared):
             for name in attributes:
                 count = plan.count(name, module)
@@ -276,37 +241,21 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
             settings |= vars(style)
 
 
-def _refuse_if_rule_needed(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
-    """Raises ValueError for a module without a rule that cannot be assumed to be replicated."""
-    kind = type(plan.module).__name__
-    is_known = isinstance(plan.module, nn.Embedding) or is_linear(plan.module)
-    # nn.MultiheadAttention computes with its own output layer.
-    if is_known and not isinstance(plan.parent, nn.MultiheadAttention):
-        raise plan.error(
-            f'no rule says how to split this {kind}; try "replicate", which leaves it whole '
-            "on every rank"
-        )
-    parent = plan.name.rpartition(".")[0]
-    for name, style in styles.items():
-        is_beside = name.rpartition(".")[0] == parent and plan.module._parameters
-        if is_beside and isinstance(style, Column) and style.unit:  # such as Qwen 3's head norms
-            raise plan.error(
-                f"no rule says what this {kind} works on, and the linear layers beside it are "
-                "split by heads; try Replicate(partial_gradient=True) where it works on heads, and "
-                '"replicate" where every rank has its whole input'
-            )
-
-
 def _split_columns(plan: ModulePlan, style: Column) -> None:
     """Splits a column-parallel layer by its units, or as [Note: packed weights] says."""
     out_dim, in_dim = _weight_dims(plan)
     features = plan.weight_size(out_dim)
     named = style.heads or style.unit
     counted = plan.count(named, plan.parent) if named else 1
-    if features % counted:
-        raise plan.error(f"{features} output features are no multiple of {named} = {counted}")
     units = counted if style.heads else features // counted
-    sizes = _sizes_of_parts(plan, style.parts, units)
+    width = features // units
+    parts = style.parts
+    parts = (units // parts,) * parts if isinstance(parts, int) else parts
+    sizes = [plan.count(each, plan.parent) if isinstance(each, str) else each for each in parts]
+    if sum(sizes) * width != features:
+        raise plan.error(
+            f"{features} output features are not parts of {sizes} units, each of {width} features"
+        )
     fewest = min(sizes)
     is_shared = style.shared is not None and plan.tp > fewest and plan.tp % fewest == 0
     if len(sizes) == 1 and not is_shared:
@@ -321,28 +270,12 @@ def _split_columns(plan: ModulePlan, style: Column) -> None:
     for size in sizes:
         if plan.tp % size:
             plan.check_divides(size, f"units in one of the parts {sizes}")
-    width = features // units
     plan.parallel_class, plan.dims["weight"] = PackedColumnParallel, in_dim
-    plan.settings["packed"] = [PackedPart(size * width, min(size, plan.tp)) for size in sizes]
+    plan.settings["packed"] = [(size * width, min(size, plan.tp)) for size in sizes]
     if style.shared is not None and fewest % plan.tp:
         queries = plan.count(style.shared, plan.parent) * fewest
         plan.check_divides(queries, "query heads")
         plan.counts[plan.parent, style.shared] = queries // plan.tp
-
-
-def _sizes_of_parts(plan: ModulePlan, parts: int | tuple[int | str, ...], units: int) -> list[int]:
-    """Returns the units of each matrix that a weight packs."""
-    if isinstance(parts, int):
-        if units % parts:
-            raise plan.error(f"{units} units of output features are no {parts} equal parts")
-        return [units // parts] * parts
-    sizes = [plan.count(each, plan.parent) if isinstance(each, str) else each for each in parts]
-    if sum(sizes) != units:
-        added = " + ".join(map(str, sizes))
-        raise plan.error(
-            f"its parts have {added} = {sum(sizes)} units, and its output features {units}"
-        )
-    return sizes
 
 
 def _weight_dims(plan: ModulePlan) -> tuple[int, int]:
@@ -373,12 +306,9 @@ def shard_parameter(
     parameter: nn.Parameter, dim: int | None, tp: DeviceMesh, axis: Axis
 ) -> nn.Parameter:
     """Returns a full parameter as a DTensor that is split in `dim`, or whole on every rank."""
-    full = local = parameter.detach()
-    placement: Placement = ReplicatePlacement()
-    if dim is not None:
-        placement, rows = Shard(dim), shard_rows(full.shape[dim], axis.rank, axis.size)
-        local = full.narrow(dim, rows.start, len(rows)).clone()
-    return nn.Parameter(as_dtensor(local, tp, [placement], full), parameter.requires_grad)
+    full = parameter.detach()
+    local = local_part(full, dim, axis).clone()
+    return nn.Parameter(on_axis(local, dim, tp, full), parameter.requires_grad)
 
 
 def _convert(plan: ModulePlan, sharded: Mapping[nn.Parameter, nn.Parameter], axis: Axis) -> None:
@@ -401,14 +331,3 @@ def _set_count(owner: nn.Module, attribute: str, count: int) -> None:
         setattr(owner, name, config)
     else:
         setattr(owner, name, count)
-
-
-def _refuse_additions(module: nn.Module, name: str) -> None:
-    """Raises RuntimeError for a parameter that was added inside a layer after it was split."""
-    for own, parameter in module.get_submodule(name).named_parameters():
-        if not isinstance(parameter, DTensor):
-            raise RuntimeError(
-                f"{name}.{own}: was added after {name} was split over tp, and would see only a "
-                "part of its input or output; add adapters such as LoRA before tensor_parallelize, "
-                "and give their layers rules of their own"
-            )

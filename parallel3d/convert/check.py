@@ -4,7 +4,6 @@ that counts heads) shows in an output or a gradient."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +23,11 @@ from parallel3d.torch_private import tree_iter
 
 # what the module is called with, by name or in order
 Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
+Figures = tuple[torch.Size, Tensor]
 # float32 of deep models differs by 1e-5 between layouts, and a wrong table by 1e-2 at least
 _TOLERANCE = 1e-3
 # a gradient below this share of the largest may be noise around 0, as that of a key's bias is
 _FLOOR = 1e-2
-_CHUNK = 2**22  # numbers that are summed at a time
 _OUTPUT_CAUSES = (
     "a matrix that is split the wrong way, two matrices (q and k and v, gate and up) in one weight "
     "that is split as one, a forward that reads a count of heads which no rule divides, or one "
@@ -45,23 +44,18 @@ _AFTERWARDS = "The module is split by now: build it again. check=False splits it
 
 @dataclass
 class Trace:
-    """Figures of the first output of each module in the order of the forward, and of each
-    parameter's gradient in the order of the backward."""
+    """Shapes and figures of the first output of each module in the order of the forward, and of
+    each parameter's gradient in the order of the backward."""
 
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of the outputs
+    outputs: dict[str, Figures] = field(default_factory=dict)
+    gradients: dict[str, Figures] = field(default_factory=dict)
 
 
-def figures(x: Tensor) -> Tensor:
-    """Returns the norm of x and its sum weighted by place, float64 [2] on the CPU."""
-    total = torch.zeros(2, dtype=torch.float64)
-    for index, part in enumerate(x.detach().flatten().split(_CHUNK)):
-        numbers = part.double()
-        weights = _weights(len(numbers), index * _CHUNK, numbers.device)
-        total += torch.stack((numbers @ numbers, numbers @ weights)).cpu()
-    total[0].sqrt_()
-    return total
+def figures(x: Tensor) -> Figures:
+    """Returns the shape of x, and its norm and its sum weighted by place, float64 [2]."""
+    numbers = x.detach().flatten().double()
+    weighted = numbers @ _weights(len(numbers), numbers.device)
+    return x.shape, torch.stack((numbers.norm(), weighted)).cpu()
 
 
 @contextmanager
@@ -69,8 +63,7 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
     """Runs a module before and after a block that splits it. Raises ValueError on all ranks if an
     output or a gradient differs. A module on the meta device is not compared."""
     tensors = [*module.parameters(), *module.buffers()]
-    is_elsewhere = any(tensor.device.type != tp.device_type for tensor in tensors)
-    if is_elsewhere:
+    if any(tensor.device.type != tp.device_type for tensor in tensors):
         if not any(tensor.is_meta for tensor in tensors):
             words = f"the split is not checked: the weights are not on {tp.device_type} yet"
             warnings.warn(words, stacklevel=4)
@@ -78,13 +71,7 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
         return
     axis, called = Axis.of(tp), guess_example(module, tp.size()) if example is None else example
     with _in_float32(module):
-        try:
-            whole = _run(module, axis, called, None)
-        except Exception as error:
-            raise ValueError(
-                "the module cannot be computed with its example before it is split; give another, "
-                f"or check=False: {error}"
-            ) from error
+        whole = _run(module, axis, called, None)
         yield
         try:
             split = _run(module, axis, called, whole)
@@ -100,14 +87,14 @@ def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -
     trace = Trace()
     before = {parameter: parameter.grad for parameter in module.parameters()}
     arguments = (example,) if isinstance(example, Tensor) else example
-    with _recording(module, trace, whole), _evaluating(module), torch.random.fork_rng():
+    with _recording(module, trace), _evaluating(module), torch.random.fork_rng():
         with torch.enable_grad():
             output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
         result = _first_number(output)
         if result is None:
             raise ValueError("its output has no tensor of floats")
-        target = result.shape if whole is None else whole.shapes[""]
-        factors = _weights(target.numel(), 0, result.device).view(target).to(result.dtype)
+        target = (whole or trace).outputs[""][0]
+        factors = _weights(target.numel(), result.device).view(target).to(result.dtype)
         for dim, size in enumerate(result.shape):
             if size != target[dim]:  # this rank's part of a head that does not gather its logits
                 factors = factors.narrow(dim, axis.rank * size, size)
@@ -125,24 +112,24 @@ def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -
 def _compare(
     what: str,
     causes: str,
-    whole: Mapping[str, Tensor],
-    split: Mapping[str, Tensor],
+    whole: Mapping[str, Figures],
+    split: Mapping[str, Figures],
     axis: Axis,
     *,
     floor: float,
 ) -> None:
-    """Raises ValueError for the first tensor of both traces whose figures differ."""
-    names = [name for name in whole if name in split]
+    """Raises ValueError for the first tensor of both traces whose figures differ. A tensor of
+    another shape is split."""
+    names = [name for name in whole if name in split and whole[name][0] == split[name][0]]
     if not names:
         return
-    ours = torch.stack([split[name] for name in names])
-    theirs = torch.stack([whole[name] for name in names])
+    theirs = torch.stack([whole[name][1] for name in names])
+    ours = torch.stack([split[name][1] for name in names])
     norms = theirs[:, 0]
     scale = norms.clamp(min=max(floor * float(norms.max()), 1e-30))
     differences = (ours - theirs).abs().amax(dim=1) / scale
-    differences = differences.nan_to_num(nan=torch.inf)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    worst = all_reduce(differences.to(device), axis, "max").tolist()
+    worst = all_reduce(differences.nan_to_num(nan=torch.inf).to(device), axis, "max").tolist()
     for name, difference in zip(names, worst, strict=True):
         if difference > _TOLERANCE:
             raise ValueError(
@@ -154,11 +141,10 @@ def _compare(
 def guess_example(module: nn.Module, tp: int) -> Example:
     """Returns two sequences of ids for a model of transformers. Raises ValueError for others."""
     vocab = getattr(getattr(module, "config", None), "vocab_size", None)
-    if "input_ids" not in inspect.signature(module.forward).parameters or not vocab:
+    if not vocab:
         raise ValueError(
             f"the split of this {type(module).__name__} is checked with an example, which is not "
-            "known; try example=tensor or example={'x': tensor}, what its forward takes, or "
-            "check=False"
+            "known; try example=tensor or example={'x': tensor}, or check=False"
         )
     device = next(module.parameters()).device
     # tp divides the length.
@@ -166,9 +152,9 @@ def guess_example(module: nn.Module, tp: int) -> Example:
     return {"input_ids": ids % vocab}
 
 
-def _weights(numbers: int, start: int, device: torch.device) -> Tensor:
-    """Returns cosines of start, start + 1, ...: factors that tell a number's place."""
-    return torch.arange(start, start + numbers, dtype=torch.float64, device=device).cos()
+def _weights(numbers: int, device: torch.device) -> Tensor:
+    """Returns cosines of 0, 1, ...: factors that tell a number's place."""
+    return torch.arange(numbers, dtype=torch.float64, device=device).cos()
 
 
 def _first_number(output: Any) -> Tensor | None:
@@ -180,18 +166,15 @@ def _first_number(output: Any) -> Tensor | None:
 
 
 @contextmanager
-def _recording(module: nn.Module, trace: Trace, whole: Trace | None) -> Iterator[None]:
-    """Records the first output of each module, if it has the shape that it has in the `whole`
-    module, except inside experts, which see other tokens on each rank."""
+def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
+    """Records the first output of each module, except inside experts, which see other tokens on
+    each rank."""
     parts = module.named_modules()
     experts = tuple(f"{name}." for name, part in parts if isinstance(part, ParallelExperts))
-    shapes = trace.shapes if whole is None else whole.shapes
 
     def keep(name: str, output: Any) -> None:
         number = _first_number(output)
-        if number is None or name in trace.outputs or name.startswith(experts):
-            return
-        if shapes.setdefault(name, number.shape) == number.shape:
+        if number is not None and name not in trace.outputs and not name.startswith(experts):
             trace.outputs[name] = figures(number)
 
     with failures_named(module, keep):

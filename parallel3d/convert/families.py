@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 
 from torch import nn
 
@@ -30,10 +29,7 @@ from parallel3d.convert.rules import (
 
 _Table = dict[str, Style | Word]
 
-HEADS: _Table = {  # what stands on top of a model, whatever its family
-    "**.lm_head": Column(gather_output=True),
-    **dict.fromkeys(("**.score", "**.classifier", "**.qa_outputs", "**.pooler.dense"), "replicate"),
-}
+HEADS: _Table = {"**.lm_head": Column(gather_output=True)}
 _HEAD_NORMS: _Table = {  # this rank norms its own heads
     "**.self_attn.q_norm": Replicate(partial_gradient=True),
     "**.self_attn.k_norm": Replicate(partial_gradient=True),
@@ -59,17 +55,6 @@ _MIXTURE: _Table = {
     **_LLAMA,
     "**.layers.*.mlp": Replicate(),
     "**.layers.*.mlp.experts": SplitExperts(),
-}
-_LLAMA4: _Table = {
-    "**.embed_tokens": Vocab(),
-    **_ATTENTION,
-    # Not Enter() around all: in some layers it is a mixture, whose router reads the same input.
-    **dict.fromkeys(("**.feed_forward.**.gate_proj", "**.feed_forward.**.up_proj"), Column()),
-    "**.feed_forward.**.down_proj": Row(),
-    "**.feed_forward.shared_expert": Enter("x"),
-    "**.feed_forward.experts": SplitExperts(),
-    "**.feed_forward.router": "replicate",
-    **HEADS,
 }
 _PHI3: _Table = {
     "**.embed_tokens": Vocab(),
@@ -128,7 +113,6 @@ _FALCON_REST: _Table = {
 FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2"), _LLAMA),
     **dict.fromkeys(("qwen3", "gemma3_text"), _NORMED),
-    "llama4_text": _LLAMA4,
     "mixtral": _MIXTURE,
     "qwen3_moe": {**_MIXTURE, **_HEAD_NORMS},
     "phi3": _PHI3,
@@ -171,24 +155,18 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
     sequence, which tp must divide. Raises ValueError for a module without such a table."""
     config = getattr(module, "config", None)
     family = getattr(config, "model_type", "")
-    if family not in FAMILIES:
-        model = f"{type(module).__name__} (model_type {family!r})"
-        nearest = get_close_matches(str(family), FAMILIES, 1)
-        like = f", or that of {nearest[0]}, families.FAMILIES[{nearest[0]!r}]" if nearest else ""
+    tables = SEQUENCE_FAMILIES if sequence_parallel else FAMILIES
+    if family not in tables:
         raise ValueError(
-            f"tensor_parallelize: there is no table for {model}, only for "
-            f"{', '.join(sorted(FAMILIES))}; give one as rules, such as "
-            f'{{"blocks.*.up": "column", "blocks.*.down": "row"}}{like}'
+            f"tensor_parallelize: {type(module).__name__} of model_type {family!r}: there is no "
+            f"such table, only for {', '.join(sorted(tables))}; give one as rules, such as "
+            '{"blocks.*.up": "column", "blocks.*.down": "row"}'
         )
     rules = dict(FAMILIES[family])
     if family == "falcon":
         rules |= _falcon_attention(config)
     modules = {name: each for name, each in module.named_modules() if name}
     if sequence_parallel:
-        if family not in SEQUENCE_FAMILIES:
-            known = ", ".join(sorted(SEQUENCE_FAMILIES))
-            words = f"there is no such table for {family}, only for {known}; leave it out"
-            raise ValueError(f"sequence_parallel: {words}")
         for name, each in modules.items():
             if isinstance(each, nn.Dropout) and each.p > 0:
                 raise ValueError(
@@ -204,12 +182,12 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
 
 
 def _falcon_attention(config: object) -> _Table:
-    """Returns the rules of Falcon's packed q, k and v, of which there are three forms."""
+    """Returns the rules of Falcon's packed q, k and v."""
     own, packed = "**.self_attention", "**.self_attention.query_key_value"
-    heads = Divide(("num_heads", "num_kv_heads"))
-    if getattr(config, "new_decoder_architecture", False):  # q of a group, then its k and v
-        return {own: heads, packed: Column(heads="num_kv_heads")}
-    if getattr(config, "multi_query", False):
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
         parts = Column(unit="head_dim", parts=("num_heads", 1, 1))
         return {own: Divide(("num_heads",)), packed: parts}
-    return {own: heads, packed: Column(heads="num_heads")}
+    # q of each key-value head, then its k and v
+    return {own: Divide(("num_heads", "num_kv_heads")), packed: Column(heads="num_kv_heads")}

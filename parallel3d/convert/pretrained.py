@@ -28,6 +28,7 @@ from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.shard_sizes import shard_rows
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ANOTHER_MODEL = "it is of another model"
 _LARGEST_INDEX_BYTES = 64 << 20  # an index has some 100 bytes for each tensor
 
 
@@ -52,7 +53,6 @@ def load_safetensors(
     path: str | Path,
     *,
     device: torch.device | str | None = None,
-    prefix: str = "",
 ) -> nn.Module:
     """Fills the parameters and persistent buffers of a module, and returns it. Call it after
     `tensor_parallelize` and before `fully_shard`. Nothing is sent.
@@ -60,8 +60,8 @@ def load_safetensors(
     Args:
         module: Tensors on the meta device get memory on `device`, the others keep theirs. Each rank
             reads only its slice of a DTensor. Values are cast to the tensor's dtype.
-        path: A safetensors file, or a folder of one or many.
-        prefix: Start of the names in the file. Of tied parameters either name will do.
+        path: A safetensors file, or a folder of one or many. Either name of tied parameters will
+            do.
 
     Raises:
         CheckpointError: A tensor is missing, left over or of another shape.
@@ -69,23 +69,20 @@ def load_safetensors(
     """
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= module.state_dict(keep_vars=True)
-    names_of: dict[int, list[str]] = {}
+    names_of: dict[Tensor, list[str]] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            names_of.setdefault(id(tensor), []).append(name)
+        names_of.setdefault(tensor, []).append(name)
     made: dict[str, Tensor] = {}
     with ExitStack() as files:
         stored = open_safetensors(Path(path), files)
-        for names in names_of.values():
-            there = [prefix + name for name in names if prefix + name in stored]
+        own = set(stored)
+        for tensor, names in names_of.items():
+            there = own.intersection(names)
             if not there:
-                raise CheckpointError(
-                    f"{path}: has no {prefix}{names[0]}; it is of another model, or needs a prefix"
-                )
-            tensor = tensors[names[0]]
-            values = _own_slice(stored[there[0]], there[0], tensor, path)
-            for name in there:
-                del stored[name]
+                raise CheckpointError(f"{path}: has no {names[0]}; {_ANOTHER_MODEL}")
+            own -= there
+            name = min(there)
+            values = _own_slice(stored[name], name, tensor, path)
             if tensor.is_meta:
                 filled = like_parameter(tensor, values.to(device or "cpu"))
                 if isinstance(tensor, nn.Parameter):
@@ -94,15 +91,13 @@ def load_safetensors(
             else:
                 local_tensor(tensor).copy_(values)
     module.load_state_dict(made, strict=False, assign=True)
-    for name in stored:
-        if name.startswith(prefix):
-            raise CheckpointError(f"{path}: {name} is none of the module's; it is of another model")
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise CheckpointError(
-                f"{path}: has no {name}, a buffer on the meta device; build the model within "
-                "parameters_on_meta()"
-            )
+    unfilled = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if own or unfilled:
+        raise CheckpointError(
+            f"{path}: does not fit the module, which does not have {sorted(own)}, and whose "
+            f"buffers {unfilled} are on the meta device; {_ANOTHER_MODEL}, or build the model "
+            "within parameters_on_meta()"
+        )
     return module
 
 
@@ -162,10 +157,8 @@ def read_slice(file: Any, name: str, index: Sequence[slice], dtype: torch.dtype)
 def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor:
     shape = file.get_slice(name).get_shape()
     if tuple(shape) != tuple(tensor.shape):
-        raise CheckpointError(
-            f"{path}: {name} is {list(shape)} there and {list(tensor.shape)} here; it is of "
-            "another model"
-        )
+        here = list(tensor.shape)
+        raise CheckpointError(f"{path}: {name} is {shape} there and {here} here; {_ANOTHER_MODEL}")
     index = [slice(None)] * tensor.ndim
     if isinstance(tensor, DTensor):
         tp = tensor.device_mesh

@@ -58,8 +58,6 @@ class SplitExperts:
     one expert after the other. Each rank has some of the experts; what they give is summed, or
     joined."""
 
-    count: str = "num_experts"  # the attribute that counts them
-
 
 @dataclass(frozen=True)
 class Replicate:

@@ -27,9 +27,9 @@ from parallel3d.layers.fused_attention import (
     attend_by_varlen,
     kernel_of,
     own_mask,
-    refuse_large_scores,
 )
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import LayerTp, ParallelModule
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
@@ -45,9 +45,7 @@ class AttentionOptions:
     output_bias: bool = False
     qk_norm: bool = False  # an RMSNorm of each head's queries and keys, before rotary (Qwen 3)
     norm_eps: float = 1e-5
-    causal: bool = True
     window: int | None = None  # keys that a query sees at most (`own_mask`)
-    scale: float | None = None  # of the scores; 1 / sqrt(K) where it is None
     dropout: float = 0.0  # of the probabilities
     name: str = "attention"  # the layer's global name, which its dropout depends on
     # The attention's own intermediate results are computed again in the backward instead of kept.
@@ -114,16 +112,14 @@ class ParallelAttention(ParallelModule):
         """Returns the attention's output for x. Each of the packed `documents` is attended to
         alone, and no S^2 numbers exist. `positions` [batch, S]: of the rotation; by default those
         of the documents. `key` [batch]: of dropout. Raises ValueError if documents are of other
-        sequences than x, or come with dropout."""
+        sequences than x, or come with dropout, whose key is of the batch."""
         if documents is not None:
             parts = self.axis.size if self.sequence_parallel else 1
             shape = (x_BSD.shape[0], x_BSD.shape[1] * parts)
-            drops = self.dropout is not None and self.training
-            if documents.positions.shape != shape or drops:
+            if documents.positions.shape != shape:
                 raise ValueError(
                     f"ParallelAttention: documents of {list(documents.positions.shape)} tokens, "
-                    f"and x has {list(shape)}, with dropout {self.options.dropout}: must be as "
-                    "many, without dropout"
+                    f"and x has {list(shape)}"
                 )
             positions = documents.positions if positions is None else positions
         q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
@@ -148,8 +144,7 @@ class ParallelAttention(ParallelModule):
         documents: PackedDocuments | None,
         key: Tensor | None,
     ) -> Tensor:  # q [B, S, H / n, K], k and v [B, S, G / n, K]
-        causal, scale, window = self.options.causal, self.options.scale, self.options.window
-        seq, mask = q.shape[1], None
+        window, seq = self.options.window, q.shape[1]
         dropout = self.dropout if self.training else None
         if window is not None and window >= seq:
             window = None  # a window that hides nothing costs no mask
@@ -158,28 +153,22 @@ class ParallelAttention(ParallelModule):
             q, k, window=has_window, documents=documents is not None, dropout=has_dropout
         )
         if kernel.name == "varlen":
-            return attend_by_varlen(q, k, v, documents, causal=causal, window=window, scale=scale)
+            return attend_by_varlen(q, k, v, documents, window=window)
         if documents is not None:
             return self._attend_each(q, k, v, documents.lengths)
         if kernel.repeats_heads:
             repeats = q.shape[2] // k.shape[2]
             k, v = (part.repeat_interleave(repeats, dim=2) for part in (k, v))
-        refuse_large_scores(kernel, q)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if has_window or has_dropout:
-            mask = own_mask(seq, causal=causal, window=window, device=q.device)
-            causal = False
-        if dropout is None:
-            return attend(q, k, v, mask, causal=causal, scale=scale).transpose(1, 2)
+        mask = own_mask(seq, window=window, device=q.device) if has_window or has_dropout else None
+        if dropout is None or mask is None:
+            return attend(q, k, v, mask).transpose(1, 2)
         # The probabilities [B, H, S, S] are written out: torch's kernels draw their dropout from
         # one generator, which on tp ranks of equal seeds would drop the same elements of different
         # heads.
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        scores = q @ k.transpose(-1, -2) * scale
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        probabilities = scores.softmax(dim=-1, dtype=wide).to(v.dtype)
+        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
+        scores = scores.masked_fill(~mask, float("-inf"))
+        probabilities = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
         return (dropout(probabilities, key) @ v).transpose(1, 2)
 
     def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:

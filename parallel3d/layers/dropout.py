@@ -57,9 +57,8 @@ class Dropout(nn.Module):
             return x
         if key is None or key.shape != x.shape[:1]:
             raise ValueError(
-                f"Dropout {self.name}: key = {key}: must have a number for each of the "
-                f"{x.shape[0]} sequences; pass key=dropout_key(seed, step, samples), or call "
-                "model.eval()"
+                f"Dropout {self.name}: needs key=dropout_key(seed, step, samples), one number for "
+                "each sequence"
             )
         mask = self.dropped(x, key)
         # Only the mask, a byte per element, is saved for the backward pass.

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.config.attention_kernels import (
-    MOST_SCORE_BYTES,
     AttentionCall,
     AttentionDevice,
     AttentionKernel,
@@ -57,34 +56,12 @@ def kernel_of(
     return attention_kernel(call, device_of(q.device))
 
 
-def refuse_large_scores(kernel: AttentionKernel, q: Tensor) -> None:
-    """Raises ValueError, with a remedy, if a GPU would write out more than `MOST_SCORE_BYTES` for
-    q [B, S, H, K]. A CPU may write them."""
-    batch, seq, heads, width = q.shape
-    bytes_ = kernel.quadratic_bytes(batch=batch, heads=heads, seq=seq)
-    if q.is_cuda and bytes_ > MOST_SCORE_BYTES:
-        dtype = str(q.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"attention of {seq} tokens, batch {batch}, {heads} heads of {width} in {dtype}: "
-            f"{kernel.why_quadratic} and would take {bytes_ / 2**30:.1f} GiB, of at most "
-            f"{MOST_SCORE_BYTES / 2**30:.0f}; try {kernel.remedy}, or a smaller batch or length"
-        )
-
-
-def attend(
-    q_BHSK: Tensor,
-    k_BGTK: Tensor,
-    v_BGTK: Tensor,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    scale: float | None,
-) -> Tensor:
-    """Returns softmax(scale q k^T + mask) v [B, H, S, K] by torch's fastest kernel. `causal` goes
-    without a mask."""
-    grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
+def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns softmax(q k^T / sqrt(K) + mask) v [B, H, S, K] by torch's fastest kernel. Without a
+    mask it is causal."""
+    grouped, causal = q_BHSK.shape[1] != k_BGSK.shape[1], mask is None
     return F.scaled_dot_product_attention(
-        q_BHSK, k_BGTK, v_BGTK, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        q_BHSK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, enable_gqa=grouped
     )
 
 
@@ -94,9 +71,7 @@ def attend_by_varlen(
     v_BSGK: Tensor,
     documents: PackedDocuments | None,
     *,
-    causal: bool,
     window: int | None,
-    scale: float | None,
 ) -> Tensor:
     """Returns the attention [B, S, H, K] by CUDA's kernel for sequences of different lengths, which
     skips what a window hides: of `documents`, or of whole sequences where it is None. Nothing is
@@ -119,22 +94,17 @@ def attend_by_varlen(
         starts,
         longest,
         longest,
-        scale=scale,
-        window_size=(side, 0 if causal else side),
+        window_size=(side, 0),
         enable_gqa=heads != k_BSGK.shape[2],
     )
     assert isinstance(y, Tensor)  # a second result comes where it is asked for
     return y.unflatten(0, (batch, seq))
 
 
-def own_mask(seq: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """Returns the mask [S, S] of an attention's own settings, True if a query may see a key; None
-    if every query sees every key. With `window` a query sees that many keys at most, itself the
-    last of them (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and as many on the other side
-    if the attention is not causal."""
-    if not causal and window is None:
-        return None
+def own_mask(seq: int, *, window: int | None, device: torch.device) -> Tensor:
+    """Returns the causal mask [S, S], True if a query may see a key. With `window` a query sees
+    that many keys at most, itself the last of them (Beltagy et al. 2020, arXiv 2004.05150;
+    Mistral's)."""
     place = torch.arange(seq, device=device)
     distance = place.unsqueeze(1) - place
-    mask = distance >= 0 if causal else distance > -(window or seq)
-    return mask if window is None else mask & (distance < window)
+    return (distance >= 0) & (distance < (window or seq))

@@ -97,10 +97,7 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         if copies > 1:
             n = self.axis.size
             if n % copies or out_features % (n // copies):
-                raise ValueError(
-                    f"ColumnParallelLinear: copies = {copies}: must divide tp = {n}, and tp / "
-                    f"copies out_features = {out_features}"
-                )
+                raise ValueError(f"copies = {copies}: must divide tp = {n}, and so many features")
             length, place = out_features * copies // n, self.axis.rank // copies
             self.rows = slice(place * length, (place + 1) * length)
         dim = None if copies > 1 else 0

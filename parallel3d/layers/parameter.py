@@ -97,6 +97,23 @@ Pointwise = Callable[..., Tensor]
 TILE_COLUMNS, TILE_NUMBERS = 512, 2**16
 
 
+def local_part(full: Tensor, dim: int | None, axis: Axis) -> Tensor:
+    """Returns this tp rank's part of a global tensor that is split in `dim` (None: all of it), a
+    view: the rows of `shard_sizes.shard_rows`."""
+    if dim is None:
+        return full
+    rows = shard_rows(full.shape[dim], axis.rank, axis.size)
+    return full.narrow(dim, rows.start, len(rows))
+
+
+def on_axis(local: Tensor, dim: int | None, tp: DeviceMesh | None, full: Tensor) -> Tensor:
+    """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one rank."""
+    if tp is None or tp.size() == 1:
+        return local
+    draw_dtensors_whole()
+    return as_dtensor(local, tp, [Replicate() if dim is None else Shard(dim)], full)
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """A parameter's global shape, the dim that tp splits (None: every rank has it whole), and how
@@ -111,12 +128,8 @@ class ParameterSpec:
     uneven: bool = False  # the last rank may have fewer rows: a vocabulary
 
     def local_part(self, full: Tensor, axis: Axis) -> Tensor:
-        """Returns this tp rank's part of the global tensor, a view: the rows of
-        `shard_sizes.shard_rows`."""
-        if self.dim is None:
-            return full
-        rows = shard_rows(self.shape[self.dim], axis.rank, axis.size)
-        return full.narrow(self.dim, rows.start, len(rows))
+        """Returns this tp rank's part of the global tensor, a view."""
+        return local_part(full, self.dim, axis)
 
     def start(self, whole: Tensor) -> object:
         """Fills the whole tensor with initial values from torch's default generator."""
@@ -169,7 +182,7 @@ class ShardedModule(nn.Module):
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)
             is_full = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if is_full and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            if is_full and isinstance(parameter, DTensor):
                 state_dict[prefix + name] = shard_like(value, parameter)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -207,7 +220,7 @@ def draw(parameter: Tensor, init: Callable[[Tensor], object]) -> None:
     init(full)
     mesh = parameter.device_mesh
     for dim, placement in enumerate(parameter.placements):
-        if placement.is_replicate() and mesh.size(dim) > 1 and not full.is_meta:
+        if placement.is_replicate() and not full.is_meta:
             axis = Axis(mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim))
             refuse_another_draw("a parameter", full, axis, mesh.device_type)
     local_of(parameter).copy_(local_of(shard_like(full, parameter)))
@@ -269,7 +282,7 @@ class ParallelModule(ShardedModule):
                 refuse_another_draw(label, full, self.axis, self.tp.device_type)
         local = spec.local_part(full, self.axis).clone()
         self.specs[name] = spec
-        self.register_parameter(name, nn.Parameter(self.on_axis(local, spec, full)))
+        self.register_parameter(name, nn.Parameter(on_axis(local, spec.dim, self.tp, full)))
 
     def reset_parameters(self) -> None:
         """Draws the initial values again, as `add_parameter` has: after `to_empty`, a reset of all
@@ -278,15 +291,6 @@ class ParallelModule(ShardedModule):
         with torch's own layers."""
         for name, spec in self.specs.items():
             draw(self.get_parameter(name), spec.start)
-
-    def on_axis(self, local: Tensor, spec: ParameterSpec, full: Tensor) -> Tensor:
-        """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one
-        rank."""
-        if self.tp is None or self.axis.size == 1:
-            return local
-        draw_dtensors_whole()
-        placement = Replicate() if spec.dim is None else Shard(spec.dim)
-        return as_dtensor(local, self.tp, [placement], full)
 
     def replicated(self, name: str) -> Any:
         """Returns this rank's part of a parameter as a plain tensor for autograd, or None.
@@ -381,6 +385,6 @@ def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None
         if id(old) not in made:
             local = initial_part(spec, name, seed, part.axis)
             full = torch.empty(spec.shape, device="meta")
-            own = part.on_axis(local.to(device=device, dtype=old.dtype), spec, full)
+            own = on_axis(local.to(device=device, dtype=old.dtype), spec.dim, part.tp, full)
             made[id(old)] = nn.Parameter(own, requires_grad=old.requires_grad)
         setattr(part, attribute, made[id(old)])

@@ -147,12 +147,12 @@ class VocabParallelHead(ColumnParallelLinear):
         tp: LayerTp = None,
     ) -> None:
         super().__init__(in_features, out_features, tp=tp)
-        self.rows_each = largest_shard(out_features, self.axis.size)
-        self.padded_width = self.rows_each
+        self.pad_to(1)
 
     def pad_to(self, multiple: int) -> None:
         """Rounds the width of the logits up to a multiple."""
-        self.padded_width = -(-self.rows_each // multiple) * multiple
+        rows = largest_shard(self.out_features, self.axis.size)
+        self.padded_width = -(-rows // multiple) * multiple
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.is_deferred else self.logits(x)

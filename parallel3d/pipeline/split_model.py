@@ -36,8 +36,6 @@ class SplitSpec:
     hidden: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # keywords of every forward
     tuples: bool = False  # a block returns a tuple that starts with the hidden states
-    # keys of the config or the forward that must be off, and why
-    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def owned(self) -> tuple[str, ...]:
@@ -46,8 +44,6 @@ class SplitSpec:
 
 _HIDDEN: dict[str, Any] = {"hidden": "inputs_embeds", "settings": {"use_cache": False}}
 LLAMA = SplitSpec("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), **_HIDDEN)
-_ROUTERS = "it adds a loss of all blocks' routers to the model's, and a stage has only its own"
-MIXTURE = replace(LLAMA, refused={"output_router_logits": _ROUTERS})
 GPT2 = SplitSpec(
     "transformer.h",
     ("transformer.wte", "transformer.drop"),
@@ -77,9 +73,8 @@ FALCON = SplitSpec(
 )
 # by the `model_type` of transformers' config, for models with a head on top
 FAMILIES: dict[str, SplitSpec] = {
-    **dict.fromkeys(("llama", "llama4_text", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), LLAMA),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), MIXTURE),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"), LLAMA),
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
     "opt": OPT,
@@ -122,7 +117,7 @@ def split_model(
     rules: SplitSpec | None = None,
     *,
     check: bool = True,
-    example: Tensor | tuple[Tensor] | None = None,
+    example: Tensor | None = None,
 ) -> list[nn.Module]:
     """Splits a model into stages, which share its modules and keep its parameters' names. Call it
     after `tensor_parallelize` and before `shard`.
@@ -132,7 +127,7 @@ def split_model(
         boundaries: Number of the first block of each stage except the first.
         rules: Table of names. Default: the one of the model's family in `FAMILIES`.
         check: Compares the stages with the model on the ids `example`.
-        example: A tensor of ids, or a tuple of it. Models of transformers need none, and a model
+        example: A tensor of ids. Models of transformers need none, and a model
             on the meta device is not compared.
 
     Returns:
@@ -145,16 +140,17 @@ def split_model(
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if rules is None and kind not in FAMILIES:
-        advice = "give one, such as SplitSpec('blocks', first=('embed',), last=('norm', 'head'))"
-        if getattr(config, "is_encoder_decoder", False):
-            advice = "an encoder with a decoder cannot be split: all blocks read its output"
         raise ValueError(
-            f"{type(model).__name__}: there is no table for {kind or 'it'}, but for the decoders "
-            f"{', '.join(FAMILIES)}; {advice}"
+            f"{type(model).__name__}: there is no table for model_type {kind}, only for "
+            f"{', '.join(FAMILIES)}; for a decoder give one, such as SplitSpec('blocks', "
+            "first=('embed',), last=('norm', 'head'))"
         )
     rules = _without_absent(model, rules or FAMILIES[str(kind)])
-    if boundaries:
-        _refuse_settings(rules, vars(config) if config is not None else {})
+    if boundaries and getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits = True: it adds a loss of all blocks' routers, and a stage has "
+            "only its own; with more than one stage set output_router_logits=False"
+        )
     blocks = list(dict(model.get_submodule(rules.blocks).named_children()))
     ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(blocks)))]
     if not all(ranges):
@@ -173,11 +169,8 @@ def split_model(
     tensors = [*model.parameters(), *model.buffers()]
     if check and not any(tensor.is_meta for tensor in tensors):
         if example is None:
-            raise ValueError(
-                "the stages are checked with an example of ids; try example=ids, or check=False"
-            )
-        ids = example if isinstance(example, Tensor) else example[0]
-        _check(model, stages, rules, ids.to(tensors[0].device))
+            raise ValueError("the stages are checked with ids; try example=ids, or check=False")
+        _check(model, stages, rules, example.to(tensors[0].device))
     return stages
 
 
@@ -185,32 +178,14 @@ cut_model = split_model  # its name in earlier versions
 
 
 def _without_absent(model: nn.Module, rules: SplitSpec) -> SplitSpec:
-    """Returns the rules without modules that are None in this model, such as the projections of
-    most OPTs. Raises ValueError for a name that the model does not have."""
+    """Returns the rules without modules that this model does not have, such as the projections of
+    most OPTs. `_refuse_lost_or_shared` finds the parameters of a name that is wrong."""
     modules = dict(model.named_modules())
-    kept: dict[str, tuple[str, ...]] = {}
-    for place in ("first", "last", "added"):
-        names = []
-        for name in getattr(rules, place):
-            parent, _, child = name.rpartition(".")
-            if getattr(modules.get(parent), child, model) is not None:
-                names.append(name)
-        kept[place] = tuple(names)
-    rules = replace(rules, first=kept["first"], last=kept["last"], added=kept["added"])
-    missing = [name for name in rules.owned if name not in modules]
-    if missing:
-        raise ValueError(
-            f"{type(model).__name__}: has no module {', '.join(missing)}, which its rules name"
-        )
-    return rules
-
-
-def _refuse_settings(rules: SplitSpec, values: Mapping[str, Any]) -> None:
-    for name, why in rules.refused.items():
-        if values.get(name):
-            raise ValueError(
-                f"{name} = {values[name]}: {why}; with more than one stage set {name}=False"
-            )
+    first, last, added = (
+        tuple(filter(modules.__contains__, names))
+        for names in (rules.first, rules.last, rules.added)
+    )
+    return replace(rules, first=first, last=last, added=added)
 
 
 def _stage(
@@ -236,7 +211,6 @@ def _forward(
 ) -> Tensor:
     """Runs the model's own forward on ids or hidden states. Returns what it hands to the first
     module of the last stage; the last stage returns its first tensor."""
-    _refuse_settings(rules, keywords)
     settings = {**rules.settings, **keywords}
     inputs: tuple[Tensor, ...] = (x,)
     if not is_first and rules.hidden is not None:
@@ -294,13 +268,6 @@ def _check(
         x = example
         for stage in stages:
             x = stage.eval()(x)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__}: its stages cannot be computed with the example: {error}; if "
-            f"its blocks return tuples (now tuples={rules.tuples}) or its forward takes hidden "
-            f"states by a keyword (now hidden={rules.hidden!r}), say so: SplitSpec(..., "
-            "tuples=True, hidden='inputs_embeds')"
-        ) from error
     finally:
         for part, was in training.items():
             part.training = was
@@ -311,5 +278,5 @@ def _check(
         raise ValueError(
             f"the stages of {type(model).__name__} give another output than the model, by "
             f"{difference:.1e} of its size; its forward computes something between its modules "
-            "that only one stage may do: see SplitSpec"
+            "that only one stage may do, or its blocks return tuples: see SplitSpec"
         )

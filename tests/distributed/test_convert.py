@@ -31,7 +31,6 @@ from parallel3d.layers.parameter import set_fused_gradients
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
 ROOT = Path(__file__).parents[2]
 VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
-KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 
 
 def build(
@@ -53,8 +52,6 @@ def build(
         classes = {
             "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {"pad_token_id": 3}),
             "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {}),
-            "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 8}),
-            "mistral": (hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 5}),
         }
         config_class, model_class, more = classes[kind]
         config = config_class(
@@ -134,9 +131,8 @@ def keep_logits_split() -> None:
     )  # type: ignore[union-attr]
 
 
-def use_it_as_transformers_does(kind: str, folder: str) -> None:
-    """Generation with its cache, eager attention, activation checkpointing, and a saved model that
-    opens again."""
+def use_it_as_transformers_does(kind: str) -> None:
+    """Generation with its cache, eager attention and activation checkpointing."""
     tp = init_device_mesh("cpu", (get_world_size(),))
     alone: Any = build(kind)
     split: Any = tensor_parallelize(build(kind), tp)
@@ -153,13 +149,6 @@ def use_it_as_transformers_does(kind: str, folder: str) -> None:
         each.train()(ids, labels=ids).loss.backward()
     for parameter, ours in zip(alone.parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(whole(ours.grad), parameter.grad, rtol=1e-5, atol=1e-5)
-    state = {name: whole(value) for name, value in split.state_dict().items()}
-    if torch.distributed.get_rank() == 0:
-        split.save_pretrained(folder, state_dict=state)
-        again = type(alone).from_pretrained(folder)
-        assert all(
-            torch.equal(a, b) for a, b in zip(again.parameters(), alone.parameters(), strict=True)
-        )
 
 
 def add_in_place(kind: str) -> None:
@@ -180,49 +169,15 @@ def add_in_place(kind: str) -> None:
         torch.testing.assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
 
 
-def freeze_all_but(words: str) -> None:
-    """Only the parameters with such names learn, and their gradients are those of the whole
-    model."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
-    models = [build("gpt2", dtype=torch.float64) for _ in range(3)]
-    for model in models:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(words in name)
-    for split in models[1:]:
-        tensor_parallelize(split, tp)
-    set_fused_gradients(models[2], True)
-    ids = torch.randint(0, VOCAB, (B, S))
-    for model in models:
-        model(ids, labels=ids).loss.backward()
-    for name, parameter in models[0].named_parameters():
-        for split in models[1:]:
-            ours = split.get_parameter(name).grad
-            assert (ours is None) == (words not in name), name
-            if ours is not None:
-                torch.testing.assert_close(whole(ours), parameter.grad, rtol=1e-10, atol=1e-12)
-
-
-def compile_a_block(kind: str) -> None:
-    """A converted block is one graph, and gives what it gives without, fused gradients asked for or
-    not."""
-    model: Any = tensor_parallelize(
-        build(kind, kv_heads=2), init_device_mesh("cpu", (get_world_size(),))
-    )
-    x, more = torch.randn(B, S, 32, generator=torch.Generator().manual_seed(0)), {}
-    if kind == "gpt2":
-        block = model.transformer.h[0]
-    else:
-        block = model.model.layers[0]
-        more["position_embeddings"] = model.model.rotary_emb(x, torch.arange(S).unsqueeze(0))
-    set_fused_gradients(block, True)
-    results = []
-    for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
-        leaf = x.clone().requires_grad_()
-        y = run(leaf, **more)
-        y.square().sum().backward()
-        results.append(
-            (y.detach(), leaf.grad, [whole(parameter.grad) for parameter in block.parameters()])
-        )
+def compile_it() -> None:
+    """A compiled model gives what it gives without the compiler."""
+    model: Any = tensor_parallelize(build("gpt2"), init_device_mesh("cpu", (get_world_size(),)))
+    ids, results = torch.randint(0, VOCAB, (B, S)), []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        loss = run(ids, labels=ids).loss
+        loss.backward()
+        gradients = [whole(parameter.grad) for parameter in model.parameters()]
+        results.append((loss.detach(), gradients))
         model.zero_grad()
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
@@ -239,24 +194,18 @@ def refuse_a_patchwork() -> None:
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_a_checkpoint_of_tp_4_loads_at_tp_2_and_whole(
-    world: Callable, kind: str, tmp_path: Path
-) -> None:
-    world(4).run(save_split, kind, str(tmp_path))
-    world(2).run(load_split, kind, str(tmp_path))
+def test_a_checkpoint_of_tp_4_loads_at_tp_2_and_whole(world: Callable, tmp_path: Path) -> None:
+    world(4).run(save_split, "gpt2", str(tmp_path))
+    world(2).run(load_split, "gpt2", str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_what_else_transformers_does_with_a_model_works(
-    world: Callable, kind: str, tmp_path: Path
-) -> None:
-    world(2).run(use_it_as_transformers_does, kind, str(tmp_path))
+def test_what_else_transformers_does_with_a_model_works(world: Callable, kind: str) -> None:
+    world(2).run(use_it_as_transformers_does, kind)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_fully_shard_and_clipping_compose_with_it(world: Callable, kind: str) -> None:
-    world(4).run(train_with_fully_shard, kind)
+def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
+    world(4).run(train_with_fully_shard, "qwen2")
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "gpt2"), (4, "qwen2")])
@@ -266,16 +215,8 @@ def test_gradients_that_are_added_in_place_are_those_of_autograd(
     world(size).run(add_in_place, kind)
 
 
-@pytest.mark.parametrize("words", ["bias", "c_attn.weight"])
-def test_parts_of_a_packed_layer_may_be_frozen(world: Callable, words: str) -> None:
-    world(2).run(freeze_all_but, words)
-
-
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qwen3", "gpt2"))]
-)
-def test_a_converted_block_compiles_to_one_graph(world: Callable, kind: str) -> None:
-    world(2).run(compile_a_block, kind)
+def test_a_converted_model_may_be_compiled(world: Callable) -> None:
+    world(2).run(compile_it)
 
 
 def test_the_head_may_keep_its_logits_split(world: Callable) -> None:

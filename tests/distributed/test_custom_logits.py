@@ -18,11 +18,10 @@ from parallel3d.errors import ConfigError
 from parallel3d.layers.linear import ColumnParallelLinear
 from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.regions import gather_from_region
-from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
+from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.models.llama import Llama
 from parallel3d.parallelize import align_logits
 from parallel3d.tools.bench.plain_torch import llama
-from tests.distributed.test_loss_chunks import watched_logits
 from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,
@@ -192,27 +191,6 @@ CASES: dict[int, list[Case]] = {
 @pytest.mark.parametrize("size", CASES)
 def test_work_after_the_head_stays_where_it_is(world: Callable, size: int) -> None:
     check(world, size, CASES[size])
-
-
-class Marked(Llama):
-    """A Llama whose own forward returns the output of its head, and says so."""
-
-    @ends_with_head
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
-        return super().forward(*args, **kwargs)  # type: ignore[arg-type]
-
-
-def test_logits_of_a_forward_that_ends_with_the_head_come_in_chunks(world: Callable) -> None:
-    case = ("nothing", GROUPED, ParallelConfig(microbatch_size=4), CHUNK)
-    check(world, 1, [case], Marked)
-    assert world(1).run(largest_piece, case) == [CHUNK]
-
-
-def largest_piece(case: Case) -> int:
-    trainer = make_trainer(recipe_of(case, Marked))
-    with watched_logits() as pieces:
-        train(trainer, 1)
-    return max(pieces)
 
 
 def test_head_that_gathers_its_output_trains_the_same_model(world: Callable) -> None:

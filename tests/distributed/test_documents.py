@@ -18,7 +18,6 @@ from torch.nn.utils import clip_grad_norm_
 from parallel3d.config.recipe import DataConfig, ModelConfig, ParallelConfig, Recipe
 from parallel3d.data.loader import documents_ended_by
 from parallel3d.data.tokenizers import ByteTokenizer
-from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.training.generation import generate
 from tests.distributed.training_cases import (
     BATCH,
@@ -102,45 +101,11 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (DEEP, {"pp": 4, "microbatch_size": 2}),  # whose middle ranks need neither inputs nor labels
     (GROUPED, {"dp_shard": 2, "microbatch_size": 2, "recompute": "full"}),
 ]
-LONG: list[tuple[ModelConfig, dict[str, Any]]] = [
-    (GROUPED, {"tp": 2, "microbatch_size": 8}),
-    (GROUPED, {"pp": 2, "microbatch_size": 2, "recompute": "every_n", "recompute_every": 2}),
-    (GROUPED, {"dp_replicate": 2, "microbatch_size": 4}),
-    *(
-        (
-            DEEP,
-            {
-                "pp": 2,
-                "schedule": name,
-                "virtual_stages": traits.stages.usual,
-                "microbatch_size": 2,
-            },
-        )
-        for name, traits in SCHEDULES.items()
-    ),
-    (GROUPED, {"tp": 2, "pp": 2, "dp_shard": 2, "microbatch_size": 2}),
-    (
-        DEEP,
-        {
-            "tp": 2,
-            "pp": 2,
-            "dp_shard": 2,
-            "sequence_parallel": True,
-            "schedule": "interleaved_zb",
-            "virtual_stages": 2,
-            "microbatch_size": 2,
-            "recompute": "full",
-        },
-    ),
-]
 
 
 @pytest.mark.parametrize(
     ("model", "parallel"),
-    [
-        *(one_case(*each) for each in LAYOUTS),
-        *(pytest.param(*one_case(*each).values, marks=pytest.mark.long) for each in LONG),
-    ],
+    [one_case(*each) for each in LAYOUTS],
 )
 def test_packed_documents_train_as_documents_one_by_one(
     world: Callable,
@@ -191,12 +156,10 @@ def gpt_curve(parallel: ParallelConfig) -> Curve:
     return train(make_trainer(masked(GPT, parallel)), 5)
 
 
-@pytest.mark.parametrize("settings", [{"tp": 2, "sequence_parallel": True}, {"pp": 2}], ids=str)
-def test_learned_positions_restart_in_every_layout(
-    world: Callable, settings: dict[str, Any]
-) -> None:
+def test_learned_positions_restart_in_every_layout(world: Callable) -> None:
     (alone,) = world(1).run(gpt_curve, ParallelConfig(microbatch_size=4))
-    for curve in world(2).run(gpt_curve, ParallelConfig(microbatch_size=4, **settings)):
+    split = ParallelConfig(microbatch_size=4, tp=2, sequence_parallel=True)
+    for curve in world(2).run(gpt_curve, split):
         assert_follows(curve, alone)
 
 

@@ -17,9 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d.convert.apply import tensor_parallelize
-from parallel3d.convert.families import FAMILIES, SEQUENCE_FAMILIES, rules_of
-from parallel3d.convert.rules import Column, Divide, Rules
-from parallel3d.layers.parameter import set_fused_gradients
+from parallel3d.convert.families import SEQUENCE_FAMILIES, rules_of
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.split_model import FAMILIES as CUT_FAMILIES
@@ -49,14 +47,6 @@ class Model:
 # norms of heads, or rotations, that compute in float32 whatever the model's type
 FLOAT32_INSIDE = 1e-6
 _HEADS = {**_DECODER, "head_dim": 8}
-_LLAMA4 = {
-    **_HEADS,
-    "intermediate_size_mlp": 48,
-    "num_local_experts": 4,
-    "attention_chunk_size": 8,
-    "no_rope_layers": [1, 0],
-    "num_experts_per_tok": 1,
-}
 _QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64, "vocab_size": VOCAB}
@@ -66,13 +56,6 @@ _GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 4}
 MODELS: dict[str, Model] = {
     "llama": Model("LlamaForCausalLM"),
     "llama, a model without a head": Model("LlamaModel"),
-    "llama, classes of sequences": Model(
-        "LlamaForSequenceClassification", {**_DECODER, "num_labels": 3}
-    ),
-    "llama4_text, mixtures": Model(
-        "Llama4ForCausalLM", {**_LLAMA4, "moe_layers": [1]}, FLOAT32_INSIDE
-    ),
-    "llama4_text, dense": Model("Llama4ForCausalLM", {**_LLAMA4, "moe_layers": []}, FLOAT32_INSIDE),
     "mistral": Model("MistralForCausalLM", {**_DECODER, "sliding_window": 5}),
     "qwen2, tied": Model("Qwen2ForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
     "qwen3": Model("Qwen3ForCausalLM", _HEADS),
@@ -157,9 +140,8 @@ def differences(
     return difference, gradient_difference(split, alone)
 
 
-AT_4 = ("llama", "phi3, fewer heads of keys", "qwen3_moe")  # heads that ranks share, experts
-SIZES = [(2, name) for name in MODELS] + [(4, name) for name in AT_4]
-SIZES += [pytest.param(4, name, marks=pytest.mark.long) for name in MODELS if name not in AT_4]
+# heads that ranks share, experts
+SIZES = [(2, name) for name in MODELS] + [(4, "phi3, fewer heads of keys"), (4, "qwen3_moe")]
 
 
 @pytest.mark.parametrize(("size", "name"), SIZES)
@@ -184,18 +166,14 @@ CUT = [
 
 
 def pipeline_differences(name: str) -> tuple[float, float]:
-    """Returns how far the loss and a gradient of a pipeline of two stages, split over tp where
-    there are ranks for it, are from the whole model's."""
-    mesh = init_device_mesh("cpu", (2, get_world_size() // 2), mesh_dim_names=("pp", "tp"))
-    pp = mesh["pp"]
+    """Returns how far the loss and a gradient of a pipeline of two stages are from the whole
+    model's."""
+    pp = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     kinds: dict[str, Any] = {"tie_word_embeddings": False}
     if name == "gemma3_text":
         kinds["layer_types"] = ["sliding_attention", "full_attention"]
     alone = build(name, torch.float64, **kinds)
-    model = copy.deepcopy(alone)
-    if mesh["tp"].size() > 1:
-        tensor_parallelize(model, mesh["tp"])
-    stage = split_model(model, [1])[pp.get_local_rank()]
+    stage = split_model(copy.deepcopy(alone), [1])[pp.get_local_rank()]
 
     def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / 2
@@ -214,72 +192,15 @@ def pipeline_differences(name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", CUT)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_its_pipeline_is_the_whole_one(world: Callable, size: int, name: str) -> None:
-    tolerance = 1e-12 if size == 2 else MODELS[name].tolerance
-    for loss, gradient in world(size).run(pipeline_differences, name):
-        assert max(loss, gradient) < tolerance, (loss, gradient)
-
-
-def test_every_table_is_compared() -> None:
-    assert {family(name) for name in MODELS} == set(FAMILIES)
+def test_its_pipeline_is_the_whole_one(world: Callable, name: str) -> None:
+    for loss, gradient in world(2).run(pipeline_differences, name):
+        assert max(loss, gradient) < 1e-12, (loss, gradient)
 
 
 def test_sequence_parallelism_refuses_dropout_and_families_without_a_table() -> None:
-    with pytest.raises(ValueError, match="no such table for opt, only for gemma, "):
+    with pytest.raises(ValueError, match="there is no such table, only for gemma, "):
         rules_of(build("opt", torch.float32), sequence_parallel=True)
     model = build("gpt2", torch.float32)
     model.transformer.drop.p = 0.1  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"transformer\.drop: this dropout cannot be used"):
         rules_of(model, sequence_parallel=True)
-
-
-class Fused(nn.Module):
-    """An attention whose product has q, k and v side by side, fewer heads of k and v, and torch's
-    own beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.few, self.head_dim = 4, 2, 3
-        self.qkv, self.out = nn.Linear(8, (4 + 2 + 2) * 3), nn.Linear(12, 8)
-        self.other = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for each in self.qkv(x).split(
-                [self.head_dim * n for n in (self.heads, self.few, self.few)], -1
-            )
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.other(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
-
-
-FUSED: Rules = {
-    "0": Divide(("heads", "few"), shared=("few",)),
-    "0.qkv": Column(unit="head_dim", parts=("heads", "few", "few")),
-    "0.out": "row",
-    "0.other": "replicate",
-}
-
-
-def train_fused() -> None:
-    """A step on two gradients, added in place, of the split module is the whole one's."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
-    torch.manual_seed(0)
-    alone = nn.Sequential(Fused()).double()
-    example = (torch.randn(2, 5, 8, dtype=torch.float64),)
-    split = tensor_parallelize(copy.deepcopy(alone), tp, FUSED, example=example)
-    set_fused_gradients(split, True)
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-    for model in (alone, split):
-        for each in x.split(1):
-            model(each).square().sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for (name, parameter), theirs in zip(split.named_parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(whole(parameter), theirs, rtol=1e-12, atol=1e-12), name
-
-
-def test_parts_of_unequal_size_are_each_split_by_themselves(world: Callable) -> None:
-    world(4).run(train_fused)

@@ -32,7 +32,6 @@ MODELS = {
     "dropped": replace(LLAMA, kv_heads=2, dropout=0.1, attention_dropout=0.1),
     "qwen3": replace(LLAMA, kv_heads=2, head_dim=24, qk_norm=True),
     "gpt": GPT,
-    "gpt dropped": replace(GPT, dropout=0.1, attention_dropout=0.1),
 }
 
 

@@ -39,7 +39,7 @@ def attention(
     name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None, **options: Any
 ) -> Case:
     packed = options.pop("packed", False)
-    causal, window = options.get("causal", True), options.get("window")
+    window = options.get("window")
     positions = PACKED.positions if packed else torch.arange(S).expand(B, S)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
@@ -53,11 +53,9 @@ def attention(
             q, k = rotate(q, rotary, positions), rotate(k, rotary, positions)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         k, v = (part.repeat_interleave(H // kv_heads, dim=1) for part in (k, v))
-        scores = (q @ k.transpose(-1, -2) * options.get("scale", K**-0.5)).to(
-            torch.promote_types(x.dtype, F32)
-        )
+        scores = (q @ k.transpose(-1, -2) * K**-0.5).to(torch.promote_types(x.dtype, F32))
         i, j = torch.arange(S).unsqueeze(1), torch.arange(scores.shape[-1])
-        hidden = (j > i) & causal
+        hidden = j > i
         if window is not None:
             hidden = hidden | ((i - j).abs() >= window)
         if packed:
@@ -83,7 +81,7 @@ LLAMA, YARN = (
 CASES = {
     "heads": [
         attention("multi-head", 8, rotary=PLAIN),
-        attention("grouped, recomputed, without positions", 4, recompute=True, scale=0.3),
+        attention("grouped, recomputed, without positions", 4, recompute=True),
         attention(
             "two kv heads, q/k norm, biases",
             2,
@@ -97,8 +95,7 @@ CASES = {
     "masks": [
         attention("sliding window, yarn", 4, rotary=YARN, window=3),
         attention("documents", 2, rotary=PLAIN, packed=True, recompute=True),
-        attention("documents, window, both directions", 8, packed=True, window=3, causal=False),
-        attention("both directions", 4, causal=False, rotary=PLAIN),
+        attention("documents, window", 8, packed=True, window=3),
     ],
 }
 

@@ -88,7 +88,5 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
         load_safetensors(build("llama"), tmp_path / "missing")
     with torch.device("meta"):
         bare = type(build("llama"))(build("llama").config)  # type: ignore[arg-type]
-    with pytest.raises(
-        CheckpointError, match=r"inv_freq, a buffer on the meta device; build the model within"
-    ):
+    with pytest.raises(CheckpointError, match=r"inv_freq.* are on the meta device; .* within"):
         load_safetensors(bare, tmp_path)

@@ -11,20 +11,18 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.families import rules_of
-from parallel3d.convert.rules import Column, Divide, Enter, Replicate, Row, Rules
+from parallel3d.convert.rules import Column, Enter, Replicate, Row, Rules
 from tests.distributed.test_families import PRELOAD as PRELOAD
 from tests.distributed.test_families import build
-from tests.test_convert import Lora
 
 DRAWN = 24
 
@@ -98,54 +96,6 @@ def ask_for_an_example() -> None:
         assert all(parameter.grad is None for parameter in split.parameters()) and split.training
 
 
-class NanoAttention(nn.Module):
-    """nanoGPT's attention, with the sizes that its forward takes from its whole input, or with
-    -1."""
-
-    def __init__(self, features: int, n_head: int, *, is_original: bool) -> None:
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(features, 3 * features), nn.Linear(features, features)
-        self.n_head, self.n_embd, self.is_original = n_head, features, is_original
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.size()
-        width, joined = (C // self.n_head, C) if self.is_original else (-1, -1)
-        q, k, v = (
-            each.view(B, T, self.n_head, width).transpose(1, 2)
-            for each in self.c_attn(x).split(self.n_embd, 2)
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        z: Tensor = self.c_proj(y.transpose(1, 2).contiguous().view(B, T, joined))
-        return z
-
-
-def split_nanogpt() -> None:
-    tp = init_device_mesh("cpu", (get_world_size(),))
-    heads = Divide(("n_head", "n_embd"))
-    table: Rules = {"0": heads, "0.c_attn": Column(parts=3), "0.c_proj": "row"}
-    for is_original in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(NanoAttention(16, 4, is_original=is_original))
-        refused = pytest.raises(ValueError, match=r"C // self.n_head\)\): write -1")
-        with refused if is_original else nullcontext():
-            tensor_parallelize(model, tp, table, example=torch.randn(2, 3, 16))
-
-
-def add_adapters_after_the_split() -> None:
-    tp, x = init_device_mesh("cpu", (get_world_size(),)), torch.ones(2, 4)
-    for name in ("0", "2"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        split = tensor_parallelize(model, tp, {"0": "column", "2": "row"}, example=x)
-        for changed in (copy.deepcopy(split), split):
-            changed.set_submodule(name, Lora(changed.get_submodule(name)))
-            with pytest.raises(
-                RuntimeError,
-                match=rf"^{name}.lora_A.default.weight: was added after {name} was split",
-            ):
-                changed(x)
-
-
 def stay_in_bfloat16() -> None:
     tp = init_device_mesh("cpu", (get_world_size(),))
     whole = build("llama", torch.bfloat16)
@@ -159,8 +109,6 @@ def stay_in_bfloat16() -> None:
 CASES = {
     "a wrong gradient is refused with its causes": refuse_norms_taken_for_whole_ones,
     "a model that tells no example needs one": ask_for_an_example,
-    "nanoGPT's original forward is refused with its cause": split_nanogpt,
-    "adapters that are added after the split are refused": add_adapters_after_the_split,
     "a model in 16 bits is checked in float32 and stays what it was": stay_in_bfloat16,
 }
 
