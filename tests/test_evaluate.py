@@ -135,7 +135,7 @@ def test_replay_sends_every_whole_line_as_a_new_run(
     ],
 )
 def test_a_users_mistake_is_one_line_and_status_2(
-    command: str, message: str, run_dir: Path, tmp_path: Path, capsys: Said
+    command: str, message: str, run_dir: Path, capsys: Said
 ) -> None:
     assert pretrain.main(command.replace("RUN", str(run_dir)).split()) == 2
     said, message = capsys.readouterr(), message.replace("RUN", str(run_dir))
