@@ -44,7 +44,7 @@ def test_the_batch_rises_evenly_to_its_full_size() -> None:
     assert [sizes.at(step) for step in range(3)] == [8, 8, 8]
 
 
-@pytest.mark.parametrize(("dp_size", "microbatch_size"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("dp_size", "microbatch_size"), [(1, 1), (2, 2)])
 def test_no_sample_is_lost_or_seen_twice_in_any_layout(dp_size: int, microbatch_size: int) -> None:
     """Tokens are their own places, so a sequence says where it comes from."""
     ranks = [
@@ -77,13 +77,6 @@ def test_sizes_that_the_layout_cannot_divide_are_refused_with_ones_that_it_can()
     assert refusal(batch_warmup_start=6, batch_warmup_increment=26) == (
         f"train.batch_warmup_start = 6: {slice_}; try 4 or 8\ntrain.batch_warmup_increment = 26: "
         f"{slice_}; try 24 or 28"
-    )
-    assert refusal(batch_warmup_increment=16) == (
-        "train.batch_warmup_increment = 16: must divide train.global_batch_size - "
-        "train.batch_warmup_start = 24; try 4"
-    )
-    assert "batch_warmup_start = 40: must be at most train.global_batch_size = 32" in refusal(
-        batch_warmup_start=40
     )
     assert "needs train.batch_warmup_steps; try 10" in refusal(batch_warmup_steps=None)
     assert "batch_warmup_steps = 10: needs train.batch_warmup_start, and that is null" in (

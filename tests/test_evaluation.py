@@ -54,14 +54,6 @@ def test_files_of_ids_are_read_with_both_of_their_parts(tmp_path: Path) -> None:
         [8, 9, 256, 10, 11],
         [11, 12, 13, 14, 256],
     ]
-    other = write_tokens(
-        tmp_path / "other", ShardTokenizer(kind="json", file="tokenizer.json", sha256="0" * 64)
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"data.evaluation\[0\].path = .*other: its ids are of another tokenizer than",
-    ):
-        evaluation_windows(config(other, source="tokens", path=str(own)), 4)
 
 
 def test_a_set_that_does_not_fit_is_told_by_its_key(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def run(cluster: Cluster, **layout: object) -> PlannedRun:
 
 
 def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) -> None:
-    muon = MuonCosts(state_bytes=4, item_bytes=2, nesterov=True, iterations=5)
+    muon = MuonCosts(state_bytes=4, item_bytes=2, iterations=5)
 
     def more_s(ranks: int) -> float:
         one = run(

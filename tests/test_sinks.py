@@ -178,7 +178,6 @@ BROKEN: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a server that refuses": ("log", fail(ConnectionError("refused\nand more")), (
         "ConnectionError: refused;"
     )),
-    "a library that exits": ("finish", fail(SystemExit(1)), "SystemExit: 1;"),
     "a network that hangs": ("log", Event().wait, "it did not end in time;"),
 }  # fmt: skip
 

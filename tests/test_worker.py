@@ -66,9 +66,6 @@ def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
         with pytest.raises(AssertionError, match="weights were drawn"):
             run(replace(RECIPE, checkpoint=CheckpointConfig()), tmp_path)
     dist.destroy_process_group()  # after an error a worker leaves it open, and ends
-    SEEN.clear()
-    run(replace(RECIPE, train=replace(RECIPE.train, deterministic=False, steps=3)), tmp_path)
-    assert SEEN and not any(SEEN)
 
 
 def test_the_switch_sets_the_workspace_that_cublas_asks_for_and_goes_off_again(

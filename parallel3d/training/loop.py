@@ -40,8 +40,7 @@ class TrainingLoop:
     """The steps of a run, and what is done between them. Every rank has one.
 
     `loaders` give this data rank's batches for training and for each evaluation. One rank has
-    `metrics_file`. MFU is a share of
-    `peak_tokens_per_s` of one device.
+    `metrics_file`. MFU is a share of `peak_tokens_per_s` of one device.
     """
 
     trainer: Trainer
@@ -81,7 +80,7 @@ class TrainingLoop:
         with closing(batches_ahead(loader, steps, self.trainer.device)) as batches:
             while True:
                 result = self.train_step(batches)
-                if rolls_back and result.spike and self.roll_back(result.spike):
+                if rolls_back and result.spike and self.roll_back():
                     return False
                 if self.step_done(result):
                     return True
@@ -230,7 +229,7 @@ class TrainingLoop:
         state, progress = state_of(self.trainer, val_loss)
         self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
 
-    def roll_back(self, spike: str) -> bool:
+    def roll_back(self) -> bool:
         """Goes back to the newest checkpoint from before the steps that are suspected of the spike,
         or else to the oldest, and leaves out the sequences of the steps from there. Saves the
         checkpoint again, so that a resumed run leaves them out too. Returns False, with nothing

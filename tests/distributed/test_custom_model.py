@@ -102,18 +102,6 @@ FAULTS = {
         SEQUENCE,
         r"gradient of layers\.3\.scale\.weight.*\n(.*\n)*.*the ranks hold different gradients",
     ),
-    "a product that is not summed": (
-        "from palm import *\n"
-        "from torch.nn import functional as F\n"
-        "from parallel3d.layers.gradients import local_tensor\n"
-        "class FaultyBlock(ParallelBlock):\n"
-        "    def __init__(self, config, placement, *rest, selective):\n"
-        "        super().__init__(config, placement, *rest, selective=selective)\n"
-        "        down = self.mlp.down\n"
-        "        down.forward = lambda x: F.linear(x, local_tensor(down.weight))\n",
-        {"tp": 2},
-        r"differs first in step 1: output of layers\.0",
-    ),
     "weights that depend on the rank": (
         "from palm import *\n"
         "class FaultyBlock(ParallelBlock):\n"

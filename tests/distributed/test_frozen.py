@@ -73,7 +73,6 @@ LAST_STAGE = ["layers.2.*", "layers.3.*", "norm.*", "head.*"]
 
 ADAMW = OptimizerConfig(lr=1e-3, min_lr_ratio=1.0)
 MUON = replace(ADAMW, name="muon")
-SGD = OptimizerConfig(name="sgd", lr=0.1, min_lr_ratio=1.0, weight_decay=0.1)
 BUCKETS = {"bucket_mib": 0.01}
 Case = tuple[list[str], dict[str, Any], OptimizerConfig, dict[str, Any]]
 
@@ -81,19 +80,15 @@ BF16 = {"precision": "bf16"}
 
 CASES: dict[int, list[Case]] = {
     1: [
-        (SOME, {}, ADAMW, {"loss_chunk_tokens": 7}),
         (LAST_STAGE, {"recompute": "full"}, ADAMW, {"loss_chunk_tokens": 7}),
-        (SOME, {}, ADAMW, BF16),
     ],
     2: [
         (SOME, {"tp": 2, "sequence_parallel": True}, ADAMW, {}),
         (FIRST_STAGE, {"pp": 2}, ADAMW, {}),
         (LAST_STAGE, {"pp": 2, "schedule": "zb_h1"}, MUON, {}),
-        (SOME, {"dp_shard": 2, "sharding": "NO_SHARD", **BUCKETS}, ADAMW, {}),
         (SOME, {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER", **BUCKETS}, ADAMW, BF16),
         (SOME, {"dp_shard": 2, "sharding": "FULL_SHARD"}, ADAMW, {}),
     ],
-    4: [(FIRST_STAGE, {"pp": 2, "dp_shard": 2}, ADAMW, {})],
 }
 
 

@@ -113,7 +113,6 @@ def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int,
         pytest.param(
             recipe_of(tp=2, dp_replicate=2), "layers.1.mlp_norm.weight", "ranks 0 and 3", id="tp-dp"
         ),
-        pytest.param(recipe_of(tp=4), "layers.2.attention.v.weight", "ranks 0, 1 and 3", id="kv"),
     ],
 )
 def test_of_four_ranks_the_odd_one_is_named(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from parallel3d.config.recipe import CheckpointConfig, LocalSgdConfig, ParallelConfig
 from parallel3d.data.tokenizers import ByteTokenizer
-from parallel3d.errors import NonFiniteError
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.training.callbacks import Callback, Callbacks, RunView
@@ -21,8 +20,6 @@ from parallel3d.training.step_result import StepResult
 from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,
-    has_weights,
-    local_weights,
     make_loader,
     make_recipe,
     make_trainer,
@@ -89,36 +86,6 @@ def test_all_ranks_end_after_the_same_step_where_a_callback_asks(
     ended = world(2).run(stopped_by_a_callback, ParallelConfig(dp_shard=2), tmp_path)
     assert [(step, saved) for step, saved, _ in ended] == [(4, ["step_00000004"])] * 2
     assert ended[0][2] == ["stopped after step 4: enough"]
-
-
-def diverge(parallel: ParallelConfig) -> str:
-    """One rank's stage gives NaN; every rank must stop in the same step, with its weights as they
-    were."""
-    trainer = make_trainer(make_recipe(GROUPED, parallel))
-    train(trainer, 2)
-    before = local_weights(trainer)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        module = trainer.stages[-1].module
-        module.register_forward_hook(lambda _module, _inputs, output: output * float("nan"))
-    with pytest.raises(NonFiniteError) as error:
-        trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(2))
-    assert has_weights(trainer, before)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [ParallelConfig(pp=2), ParallelConfig(dp_shard=2)],
-    ids=str,
-)
-def test_a_loss_that_is_not_finite_stops_all_ranks_and_changes_nothing(
-    world: Callable, parallel: ParallelConfig
-) -> None:
-    messages = world(2).run(diverge, parallel)
-    assert (
-        messages[0].startswith("step 3: loss nan") and "weights are those of step 2" in messages[0]
-    )
-    assert messages[0] == messages[1]
 
 
 def stop_heard(parallel: ParallelConfig, local_sgd: LocalSgdConfig) -> list[bool]:

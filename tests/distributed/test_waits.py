@@ -40,33 +40,6 @@ def waits_of_all_groups() -> tuple[list[timedelta], list[timedelta]]:
     return before, [timeout_of(group, CPU) for group in groups]
 
 
-def test_a_shorter_limit_holds_in_groups_that_have_been_at_work(
-    world: Callable[[int], World],
-) -> None:
-    assert world(2).run(waits_in_vain) == [["all_reduce", "barrier"], []]
-
-
-def waits_in_vain() -> list[str]:
-    """Rank 0 waits in two collectives for rank 1, which does not call them. A message of gloo has
-    no such limit."""
-    ended, x = [], torch.ones(1)
-    groups = {name: dist.new_group([0, 1]) for name in ("all_reduce", "barrier")}
-    for group in groups.values():
-        dist.all_reduce(x, group=group)
-    if dist.get_rank() == 1:
-        dist.recv(x, src=0)
-        return ended
-    limit_waits(0.5)
-    for name, group in groups.items():
-        try:
-            dist.all_reduce(x, group=group) if name == "all_reduce" else dist.barrier(group)
-        except RuntimeError:
-            ended.append(name)
-    limit_waits(60.0)
-    dist.send(x, dst=1)
-    return ended
-
-
 def test_a_shorter_limit_holds_for_messages_of_a_pipeline_that_has_been_at_work(
     world: Callable[[int], World],
 ) -> None:

@@ -17,7 +17,6 @@ from parallel3d.errors import DataError
 from parallel3d.training.worker import training_loader
 from tests.distributed.training_cases import (
     BATCH,
-    DEEP,
     GROUPED,
     SEQ_LEN,
     VOCAB,
@@ -67,15 +66,13 @@ def meet_wrong_ids(recipe: Recipe) -> tuple[list[int], list[str]]:
 
 
 def planted(**parallel: object) -> Recipe:
-    model = DEEP if parallel.get("pp") == 4 else GROUPED
-    return make_recipe(model, ParallelConfig(**parallel), grad_clip=None)  # type: ignore[arg-type]
+    return make_recipe(GROUPED, ParallelConfig(**parallel), grad_clip=None)  # type: ignore[arg-type]
 
 
 DP_TP = planted(dp_shard=2, tp=2, microbatch_size=2)
 RECIPES = {
     "dp 2, tp 2": DP_TP,
     "dp 2, pp 2": planted(dp_replicate=2, pp=2),
-    "pp 4": planted(pp=4),
     "replicas apart": replace(
         planted(dp_replicate=2, pp=2), local_sgd=LocalSgdConfig(sync_every=2)
     ),
