@@ -163,7 +163,7 @@ REFUSED = [
     ),
     (
         "data.sources=[{path: a, weight: 0}]",
-        "the weights of data.sources = [0.0]: must be 1 numbers, one for each of data.sources, not ",
+        "the weights of data.sources = [0.0]: must be 1 numbers, one for each of data.sources",
     ),
     (
         "data.sources=[{path: a, weight: 0.1234567}, {path: b, weight: 0.8765433}]",
