@@ -16,7 +16,6 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import NonFiniteError
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.launch.run_dir import begin_run
 from parallel3d.models import shape_cards
 from parallel3d.recipes import pretrain
 
@@ -114,21 +113,6 @@ def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> N
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=60
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_run_that_resumes_nothing_sets_an_earlier_one_aside(
-    no_workers: list[Recipe], capsys: Said
-) -> None:
-    said = []
-    for _ in range(3):
-        assert pretrain.main(["quickstart"]) == 0
-        said += begin_run(no_workers[-1])
-        Path("runs/quickstart/metrics.jsonl").write_text('{"tokens_per_s_per_device": 1}')
-    folders = sorted(path.name for path in Path("runs").iterdir())
-    assert folders == ["quickstart", "quickstart.1", "quickstart.2"]
-    held = "runs/quickstart held an earlier run, which is now runs/quickstart"
-    assert said == [f"{held}.{number} (checkpoint.resume = none)" for number in (1, 2)]
-    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_resumes_goes_on_in_its_folder(
