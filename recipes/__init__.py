@@ -9,21 +9,16 @@ if __name__ != "parallel3d.recipes":
     raise ImportError("import this as parallel3d.recipes")
 
 import os
-import shlex
-import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.errors import ConfigError, printable
+from parallel3d.errors import ConfigError
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import model_class
 from parallel3d.planner.hardware.cluster import cluster_of_cuda
-from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.tools.arguments import HARDWARE
-
-_FEWEST_LINES = 4  # metrics.jsonl needs more, since its first has the start in it
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -42,15 +37,10 @@ def find_recipe(name_or_path: str) -> Path:
         return path
     if os.path.isdir(path):
         raise ConfigError(f"recipe {name_or_path}: a folder; name the YAML file in it")
-    there = (
-        [str(found) for found in path.parent.glob("*.yaml")] if os.path.isdir(path.parent) else []
-    )
-    near = get_close_matches(name_or_path, [*shipped, *there], 1)
-    advice = (
-        f"did you mean {near[0]}?"
-        if near
-        else f"shipped are {', '.join(shipped)}; or give the path of a file"
-    )
+    near = get_close_matches(name_or_path, shipped, 1)
+    advice = f"shipped are {', '.join(shipped)}; or give the path of a file"
+    if near:
+        advice = f"did you mean {near[0]}?"
     raise ConfigError(f"recipe {name_or_path}: no such file or shipped recipe; {advice}")
 
 
@@ -76,32 +66,6 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
     from parallel3d.training.worker import run_worker
 
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
-    if rendezvous.rank == 0 and (command := plan_with(recipe)) is not None:
-        print(
-            printable(f"plan with what this run measured: {command}"), file=sys.stderr, flush=True
-        )
-
-
-def plan_with(recipe: Recipe) -> str | None:
-    """Returns the command that plans with what a run that is done has measured of its cluster; None
-    where it has too few lines of steady steps, or the planner does not know its model or its
-    device."""
-    import torch  # which a run that is done has imported
-
-    metrics = Path(recipe.run_dir or "") / "metrics.jsonl"
-    lines = metrics.read_text().count("\n") if metrics.is_file() else 0
-    if lines <= _FEWEST_LINES or recipe.model.is_custom or any(unmodeled_settings(recipe)):
-        return None
-    name = "cpu"
-    if recipe.train.device != "cpu" and torch.cuda.is_available():
-        cluster = cluster_of_cuda(torch.cuda.get_device_name(), [HARDWARE])
-        if cluster is None:
-            return None
-        name = cluster.device_file
-    folder = str(recipe.run_dir)
-    return shlex.join(
-        ["parallel3d-plan", "--model", f"{folder}/config.yaml", "--gpu", name, "--measured", folder]
-    )
 
 
 def read_saved(recipe: Recipe, rendezvous: Rendezvous, command: str, as_json: bool) -> None:

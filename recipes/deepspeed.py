@@ -11,12 +11,10 @@ from typing import Any
 
 from parallel3d.config.hugging_face import read_config_json
 from parallel3d.config.yaml_text import dump_yaml, shown
-from parallel3d.errors import ConfigError
 
 _OFF = (False, None, 0, "none", "null", "")
 _AUTO = "auto"  # transformers' Trainer fills it in
 _BATCH, _MICROBATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
-_MOST_POWER = 126
 _NEEDED = ("model.name", "train.seq_len", "train.steps", "train.global_batch_size")
 
 
@@ -67,12 +65,6 @@ def from_deepspeed(path: Path) -> Translation:
         for key, value in table["defaults"].get(name, {}).items():
             if not any(line.startswith(f"{key} ") for line in found.open):
                 found.keys.setdefault(key, value)
-    if found.keys.get("train.precision") == "fp16" and "fp16.initial_scale_power" in config:
-        power = config["fp16.initial_scale_power"]
-        if not isinstance(power, int) or not 0 < power <= _MOST_POWER:
-            said = f"fp16.initial_scale_power = {shown(power)}"
-            raise ConfigError(f"{path}: {said}: must be a number from 1 to {_MOST_POWER}; try 16")
-        found.keys["loss_scale.initial"] = 2.0**power
     _set_ranks(config, found)
     if found.keys.get("train.grad_clip") == 0:
         found.keys["train.grad_clip"] = None
@@ -117,15 +109,12 @@ def _set_ranks(config: Mapping[str, Any], found: Translation) -> None:
     batch: Any = config.get(_BATCH)
     micro: Any = config.get(_MICROBATCH)
     times: Any = config.get("gradient_accumulation_steps")
-    group: Any = config.get("zero_optimization.mics_shard_size", -1)
-    is_number = all(isinstance(number, int) and number for number in (batch, micro, times, group))
+    is_number = all(isinstance(number, int) and number for number in (batch, micro, times))
     if not is_number or batch % (micro * times):
         found.open.append("parallel.dp_shard, the data-parallel ranks")
         return
     ranks = batch // (micro * times)
-    found.keys["parallel.dp_shard"] = ranks if group < 0 else group
-    if group > 0:
-        found.keys["parallel.dp_replicate"] = ranks // group
+    found.keys["parallel.dp_shard"] = ranks
     found.taken.append(f"{_BATCH} = {batch} of {micro} x {times} -> {ranks} data-parallel ranks")
 
 

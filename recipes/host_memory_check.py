@@ -3,7 +3,6 @@ starts. Otherwise Linux would kill a worker without a message. GPUs are not chec
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from math import ceil
 from pathlib import Path
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.launch.devices import has_gpu_files
 from parallel3d.planner.hardware.cluster import load_cluster
@@ -51,9 +49,9 @@ def question_of(recipe: Recipe) -> Question:
 
 
 def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> None:
-    """Raises ConfigError where the first `ranks` ranks, which this host runs on its CPUs, need more
-    memory than there is, with a smaller model or a leaner layout that would fit. `free` is asked of
-    the system where it is not given."""
+    """Raises ConfigError if the first `ranks` ranks, which this host runs on its CPUs, need more
+    memory than there is. `free` is asked of
+    the system if it is not given."""
     device, free = recipe.train.device, free or free_memory()
     may_have_gpu = device == "cuda" or (device == "auto" and has_gpu_files())
     if may_have_gpu or free is None or recipe.model.is_custom:
@@ -62,20 +60,12 @@ def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> No
     needed = _host_bytes(on_cpu, ranks)
     if needed <= free.bytes_:
         return
-    model, processes = recipe.model, f"{ranks} processes" if ranks > 1 else "one process"
-    what = (
-        f"model.name = {model.name}"
-        if model.name
-        else f"model.layers = {model.layers}, hidden {model.hidden}"
-    )
-    tries = [
-        *_what_fits(on_cpu, ranks, free.bytes_),
-        f"{ceil(needed / free.bytes_)} such hosts under torchrun",
-    ]
+    parameters = si(total_parameters(from_config(recipe.model)))
     raise ConfigError(
-        f"{what}: to train {si(total_parameters(from_config(model)))} parameters {processes} of "
-        f"this host need {needed / GIB:,.1f} GiB, and {free.limit} leaves "
-        f"{free.bytes_ / GIB:,.1f}; try {', or '.join(tries)}"
+        f"model.layers = {recipe.model.layers}: to train {parameters} parameters {ranks} processes "
+        f"of this host need {needed / GIB:,.1f} GiB, and {free.limit} leaves "
+        f"{free.bytes_ / GIB:,.1f}; try parallel.recompute=full, a smaller model or "
+        f"parallel.microbatch_size, or {ceil(needed / free.bytes_)} such hosts under torchrun"
     )
 
 
@@ -84,32 +74,6 @@ def _host_bytes(recipe: Recipe, ranks: int) -> float:
     by_rank = memory_by_rank(question_of(recipe).planned_run(recipe.parallel))
     stages = Counter(recipe.parallel.coordinates(rank).pp for rank in range(ranks))
     return ranks * _WORKER_BYTES + sum(count * by_rank[pp].total for pp, count in stages.items())
-
-
-def _what_fits(recipe: Recipe, ranks: int, free_bytes: int) -> Iterator[str]:
-    """Yields the first leaner layout that fits, else the most layers that do."""
-
-    def fits(changed: Recipe) -> bool:
-        try:
-            validate(changed)
-        except ConfigError:
-            return False
-        return _host_bytes(changed, ranks) <= free_bytes
-
-    lean = replace(recipe.parallel, recompute="full", recompute_every=None)
-    if fits(replace(recipe, parallel=lean)):
-        yield "parallel.recompute=full"
-    elif fits(replace(recipe, parallel=replace(lean, microbatch_size=1))):
-        yield "parallel.recompute=full parallel.microbatch_size=1"
-    else:
-        model, counts = recipe.model, range(recipe.parallel.stages, recipe.model.layers)
-        fitting = bisect_left(
-            counts,
-            True,
-            key=lambda layers: not fits(replace(recipe, model=replace(model, layers=layers))),
-        )
-        if fitting:
-            yield f"model.layers={counts[fitting - 1]}"
 
 
 def free_memory(

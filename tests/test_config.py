@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import (
-    EvaluationConfig,
     ModelConfig,
     ParallelConfig,
     Recipe,
@@ -367,18 +366,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
 )
 def test_precision_and_masks_are_checked(load: Load, override: str, message: str) -> None:
     assert message in refused(load, override)
-
-
-def test_lists_survive_being_written(load: Load) -> None:
-    sets = "data.evaluation=[{name: wiki, path: w.txt}, {name: code, path: c, sequences: 4}]"
-    recipe = load(sets, "train.callbacks=[a:B, c.d:E]", "data.ignore_token_ids=[256, 0]")
-    assert recipe.data.evaluation == (
-        EvaluationConfig(name="wiki", path="w.txt"),
-        EvaluationConfig(name="code", path="c", sequences=4),
-    )
-    assert recipe.train.callbacks == ("a:B", "c.d:E")
-    assert recipe.data.ignore_token_ids == (256, 0)
-    assert load(text=to_yaml(recipe)) == recipe
 
 
 @given(

@@ -8,30 +8,23 @@ differs:
     <!-- not run: needs a second machine -->            the block is left out (`# not run: needs ...`: the command)
     <!-- run by tests/test_first_run.py -->             that test reads the page; above a page's title: the whole page
     <!-- given: cp recipes/quickstart.yaml my.yaml -->  what the reader has before the block
-    <!-- its numbers are this machine's -->             of what `$ command` prints the words alone are compared
 
-A block whose commands begin with `$ ` shows what they print, and `...` in it stands for any text. A
-block that opens with `# name.py` is that file. `parallel3d-train quickstart` gets a smaller model
+A block whose commands begin with `$ ` shows what they print, and is not run. A block that opens with
+`# name.py` is that file. `parallel3d-train quickstart` gets a smaller model
 than the reader's, and 24 steps where the page says no number: commands are compared with the
-program and not with a clock. One whose output is shown is not made smaller.
+program and not with a clock.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from parallel3d.config.load import load_recipe
-from parallel3d.errors import ConfigError
-from parallel3d.models import shape_cards
-from parallel3d.recipes import find_recipe
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,7 +52,7 @@ _IN_README = {  # which has no marks of its own
 }
 _TRAIN = """\
 #!/usr/bin/env bash
-case "${AS_PRINTED-}$*" in
+case "$*" in
 quickstart* | "range-test quickstart"*)
     set -- "$@" model.hidden=48 model.ffn_hidden=64 train.seq_len=32 train.eval_sequences=16 train.global_batch_size=16
     case "$*" in *train.steps=* | range-test* | *--print-config*) ;; *) set -- "$@" train.steps=24 ;; esac ;;
@@ -104,21 +97,13 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        return (self.is_shell or self.language == "python") and not re.match(
-            "not run:|run by ", self.mark
-        )
-
-    @property
-    def shows_output(self) -> bool:
-        return self.text.startswith("$ ")
+        is_code = self.is_shell or self.language == "python"
+        shows_output = self.text.startswith("$ ")
+        return is_code and not shows_output and not re.match("not run:|run by ", self.mark)
 
     def commands(self) -> list[str]:
         """The commands that are run, each with its continuation lines."""
         commands = re.findall(r"(?:.*\\\n)*.+\n", self.text)
-        if self.shows_output:
-            commands = [
-                command.removeprefix("$ ") for command in commands if command.startswith("$ ")
-            ]
         left_out = _IN_README if self.page.name == "README.md" else {}
         return [
             each
@@ -157,27 +142,9 @@ def script_of(blocks: list[Block]) -> str:
             lines.append(block.mark.removeprefix("given: ") + "\n")
         if block.language == "python":
             lines += [] if block.file else [f"python - <<'END OF FILE'\n{block.text}END OF FILE\n"]
-        elif block.shows_output:
-            lines += [
-                f"(export AS_PRINTED=1; {command}) >> printed.{block.line} 2>&1 || true\n"
-                for command in block.commands()
-            ]
         else:
             lines += block.commands()
     return "".join(lines)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_settings_that_a_page_prints_are_taken(page: Path) -> None:
-    for block in blocks_of(page):
-        for command in [] if not block.is_shell or block.shows_output else block.commands():
-            if command.startswith("parallel3d-train quickstart "):
-                words = shlex.split(command, comments=True)
-                settings = [word for word in words if "=" in word]
-                try:
-                    load_recipe(find_recipe("quickstart"), settings, cards=shape_cards())
-                except ConfigError as error:
-                    pytest.fail(f"{block.where}: {command}{error}")
 
 
 @pytest.mark.long
@@ -214,13 +181,3 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, (
         f"{(folder / 'blocks').read_text().split()[-1]}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     )
-    for block in blocks:
-        if block.is_run and block.shows_output:
-            shown = "".join(
-                line for line in block.text.splitlines(keepends=True) if not line.startswith("$ ")
-            )
-            printed, pattern = (folder / f"printed.{block.line}").read_text(), re.escape(shown)
-            if block.mark.startswith("its numbers are"):
-                pattern = re.sub(r"\d+", r"\\d+", pattern)
-            pattern = pattern.replace(re.escape("..."), ".*")
-            assert re.fullmatch(pattern, printed, re.DOTALL), f"{block.where} prints\n{printed}"

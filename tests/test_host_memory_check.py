@@ -3,7 +3,6 @@ hold."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,18 +48,6 @@ def test_the_least_of_the_system_and_of_all_control_groups_above_is_left(tmp_pat
     assert free_memory(tmp_path / "nothing") is None
 
 
-def test_a_run_that_does_not_fit_is_told_what_would_and_that_does() -> None:
-    free = FreeMemory(6 * GIB, "the system")
-    check_host(quickstart(), 8, free)
-    wide = ("model.layers=64", "model.hidden=3072", "parallel.pp=1")
-    with pytest.raises(ConfigError, match="6.0; try model.layers=") as said:
-        check_host(quickstart(*wide), 4, free)
-    layers = int(re.search(r"layers=(\d+)", str(said.value))[1])  # type: ignore[index]
-    check_host(quickstart(*wide, f"model.layers={layers}"), 4, free)
-    with pytest.raises(ConfigError):
-        check_host(quickstart(*wide, f"model.layers={layers + 1}"), 4, free)
-
-
 def test_a_batch_that_does_not_fit_is_answered_with_a_leaner_layout() -> None:
     free = FreeMemory(6 * GIB, "the system")
     large = (
@@ -68,9 +55,7 @@ def test_a_batch_that_does_not_fit_is_answered_with_a_leaner_layout() -> None:
         "train.global_batch_size=2048",
         "train.eval_sequences=2048",
     )
-    with pytest.raises(
-        ConfigError, match="try parallel.recompute=full parallel.microbatch_size=1, or"
-    ):
+    with pytest.raises(ConfigError, match="6.0; try parallel.recompute=full, a smaller model or"):
         check_host(quickstart(*large), 8, free)
     check_host(quickstart(*large, "parallel.recompute=full", "parallel.microbatch_size=1"), 8, free)
 

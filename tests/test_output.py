@@ -15,8 +15,6 @@ COMMANDS = [
     "recipes.pretrain quickstart --print-config",
     "recipes.pretrain --help",
     "tools.plan timeline --schedule 1f1b --pp 2 --microbatches 2",
-    "tools.checkpoint --version",
-    "tools.data merge --help",
     "tools.check_layout --help",
 ]
 

@@ -1,16 +1,11 @@
-"""The shipped recipes for clusters say in their first lines what the plan predicts. Here the
-planner is asked again, and the memory of each is that of a dry run of its fullest rank.
-
-After a change of the planner look at what `PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_recipes.py`
-writes anew.
+"""The shipped recipes for clusters have a layout that the planner would choose, and the memory of
+each is that of a dry run of the rank with the highest peak.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +13,6 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import LocalSgdConfig, Recipe
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.search.fastest import fastest
 from parallel3d.planner.search.question import Fixed, Question, Strategy
 from parallel3d.recipes import shipped_recipes
@@ -27,7 +21,6 @@ from parallel3d.tools.arguments import tokens as number_of_tokens
 from parallel3d.tools.verify.command import question_of_recipe, verify
 
 HARDWARE_LINE = re.compile(r"^# hardware  (\S+) x (\d+); (\S+) tokens$", re.MULTILINE)
-PLAN_LINE = re.compile(r"^# plan      .*$", re.MULTILINE)
 PLANNED = [
     name for name, path in shipped_recipes().items() if HARDWARE_LINE.search(path.read_text())
 ]
@@ -42,23 +35,8 @@ LARGEST_TP = 8  # a node
 class Shipped:
     """A shipped recipe for a cluster."""
 
-    path: Path
     recipe: Recipe  # one replica's, where replicas train apart
     question: Question
-    gpus: int
-    tokens: float
-
-    @property
-    def line(self) -> str:
-        """The line of the file that says what the plan predicts."""
-        own = Strategy(self.question, self.recipe.parallel)
-        usable, cost = self.question.cluster.device.memory_bytes / GIB, own.cost
-        hours = self.tokens / (cost.tokens_per_s_per_gpu * self.gpus) / 3600
-        length = f"{hours:.3g} hours" if hours < 24 else f"{hours / 24:.3g} days"
-        return (
-            f"# plan      a step of {cost.step_time_s:.3g} s, MFU {100 * cost.mfu:.1f}%, "
-            f"{own.memory.total / GIB:.1f} of {usable:.1f} GiB on the fullest device, {length}"
-        )
 
 
 def shipped(name: str) -> Shipped:
@@ -77,17 +55,7 @@ def shipped(name: str) -> Shipped:
         cluster=load_cluster(hardware, [HARDWARE]),
         memory_fraction=FULLEST,
     )
-    return Shipped(path, recipe, question, gpus, tokens)
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_recipe_says_what_the_plan_says(name: str) -> None:
-    found = shipped(name)
-    text = found.path.read_text()
-    if os.environ.get("PARALLEL3D_UPDATE_GOLDEN"):
-        text = PLAN_LINE.sub(found.line, text)
-        found.path.write_text(text)
-    assert found.line in text.splitlines()
+    return Shipped(recipe, question)
 
 
 @pytest.mark.parametrize("name", PLANNED)

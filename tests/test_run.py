@@ -168,35 +168,3 @@ def descendants(pid: int) -> list[int]:
     return sorted(
         children + [grandchild for child in children for grandchild in descendants(child)]
     )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", ["size=5m", "size=64k", "ro"])
-def test_shared_memory_that_is_small_or_read_only_changes_no_loss(
-    options: str, tmp_path: Path
-) -> None:
-    """A tmpfs of 5 MiB has room for the memory of one rank of two: only one way of the pipeline
-    goes through it."""
-    layout = ["parallel.tp=1", "parallel.dp_shard=1", "train.steps=2"]
-    assert run(*layout, f"run_dir={tmp_path / 'usual'}").returncode == 0
-    mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'
-    shell = ["unshare", "-m", "sh", "-c", mount, "sh"]
-    command = [*shell, *COMMAND, *SMALL, *layout, f"run_dir={tmp_path / 'small'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    if done.returncode and "unshare" in done.stderr:
-        pytest.skip(f"only root may mount a tmpfs: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
-    usual, small = metrics(tmp_path / "usual"), metrics(tmp_path / "small")
-    assert [line["loss"] for line in small] == [line["loss"] for line in usual]
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no shared memory folder")
-def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(Path("/dev/shm").iterdir())
-    layout = ["parallel.pp=1", "parallel.dp_shard=1"]
-    assert run(f"run_dir={tmp_path / 'run'}", "train.steps=1", *layout).returncode == 0
-    new = set(Path("/dev/shm").glob("parallel3d-*")) - before
-    deadline = time.monotonic() + 60
-    while left := [path for path in new if path.exists()]:  # some are of other runs, which end
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)

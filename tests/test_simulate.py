@@ -132,14 +132,3 @@ def test_no_action_begins_before_what_it_needs_or_while_its_rank_works(
                 way = costs.transfers[min(need.action.stage, span.action.stage)]
                 assert span.start_s >= need.end_s + (way if need.rank != rank else 0.0)
     assert 0 <= simulated.bubble_fraction <= 1
-
-
-def test_a_measured_timeline_counts_from_its_first_action() -> None:
-    spans = (
-        Span(0, Action(0, Kind.FORWARD, 0), 100.0, 101.0),
-        Span(1, Action(1, Kind.FORWARD, 0), 101.0, 103.0),
-    )
-    measured = Timeline(name="step 7", ranks=2, spans=spans)
-    assert measured.makespan_s == 3
-    assert measured.bubble_fraction == 0.5
-    assert Timeline(name="empty", ranks=2, spans=()).bubble_fraction == 0

@@ -102,8 +102,8 @@ def write_recipe(tmp_path: Path, boundaries: str) -> Path:
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
-        ("[2, 4]", r"= \[2, 4\]: must be 3 numbers, .*; try \[\d, \d, \d\]"),
-        ("[2, 4, 7]", "must lie between 0 and model.layers = 6"),
+        ("[2, 4]", r"= \[2, 4\]: must be 3 rising numbers .*; try \[\d, \d, \d\]"),
+        ("[2, 4, 7]", "must be 3 rising numbers from 0 to model.layers = 6"),
         ("3", "must be a list"),
     ],
 )

@@ -80,16 +80,10 @@ def sizes_between(points: Sequence[int], blocks: int) -> list[int]:
 def faults_of_boundaries(points: Sequence[int], blocks: int, stages: int) -> str | None:
     """What is wrong with the boundaries that a user gives, or None. The first stage may be the
     embedding alone and the last the head alone; every stage between them has blocks."""
-    if len(points) != stages - 1:
-        return (
-            f"must be {stages - 1} numbers, the first block of each of the {stages} stages but the "
-            "first"
-        )
-    if not all(0 <= point <= blocks for point in points):
-        return f"must lie between 0 and model.layers = {blocks}"
-    if any(size <= 0 for size in sizes_between(points, blocks)[1:-1]):
-        return (
-            "must rise from one to the next: a stage between the first and the last has at least "
-            "one block"
-        )
-    return None
+    sizes = sizes_between(points, blocks)
+    if len(sizes) == stages and min(sizes) >= 0 and all(sizes[1:-1]):
+        return None
+    return (
+        f"must be {stages - 1} rising numbers from 0 to model.layers = {blocks}, the first block "
+        f"of each of the {stages} stages but the first"
+    )

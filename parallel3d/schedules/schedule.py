@@ -102,14 +102,14 @@ class Schedule:
         one that it makes. Slots number the outputs of all stages, then the gradients of their
         inputs, by stage and microbatch."""
         stage, kind, microbatch = action
-        output = FIRST_SLOT + stage * self.microbatches + microbatch
+        count, stages = self.microbatches, len(self.placement)
+        output = FIRST_SLOT + stage * count + microbatch
         if kind is Kind.FORWARD:
-            return (output - self.microbatches if stage > 0 else GIVEN), output
+            return (output - count if stage > 0 else GIVEN), output
         if kind is Kind.WEIGHT:  # its first half is an earlier action of the same rank
             return GIVEN, UNREAD
-        gradient = output + self.stages * self.microbatches
-        is_last = stage == self.stages - 1
-        return (GIVEN if is_last else gradient + self.microbatches), gradient
+        gradient = output + stages * count
+        return (gradient + count if stage + 1 < stages else GIVEN), gradient
 
     @property
     def slot_count(self) -> int:
