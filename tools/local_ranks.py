@@ -65,25 +65,21 @@ def run_ranks(
                 processes.append(process)
                 rank_of[receiver] = rank
             while rank_of:
-                ready = wait(list(rank_of))
-                for receiver in [each for each in rank_of if each in ready]:
+                for receiver in wait(list(rank_of)):
+                    assert isinstance(receiver, Connection)
                     rank = rank_of.pop(receiver)
-                    results[rank] = _receive(receiver, rank, world_size)
+                    try:
+                        results[rank] = receiver.recv()
+                    except EOFError:
+                        died = f"rank {rank} of {world_size} died before its result"
+                        raise RankError(died) from None
+                    if isinstance(results[rank], Parallel3dError):
+                        raise results[rank]
             return results[0]
         finally:
             for process in processes:
                 process.terminate()
                 process.join()
-
-
-def _receive(receiver: Connection, rank: int, world_size: int) -> Any:
-    try:
-        result = receiver.recv()
-    except EOFError:
-        raise RankError(f"rank {rank} of {world_size} died before its result") from None
-    if isinstance(result, Parallel3dError):
-        raise result
-    return result
 
 
 def _rank(
