@@ -108,7 +108,7 @@ class Launcher:
         variables = re.findall(r"(\w+)=\$\{", settings)
         # A launcher that starts the run anew gives it no other sign of an earlier start.
         resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
-        # the seconds from the signal that asks for an end to the kill, more than the last save takes
+        # seconds from the signal that asks for an end to the kill: more than the last save takes
         stop_s = ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
         values = {
             "workers": str(self.recipe.parallel.world_size),
