@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def run_ranks(
     context.set_forkserver_preload([function.__module__, "torch._dynamo"])
     start_fork_server()
     processes: list[ForkServerProcess] = []
-    rank_of: dict[Connection, int] = {}
+    rank_of: dict[Any, int] = {}  # by the pipe of its result
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -65,11 +65,10 @@ def run_ranks(
                 processes.append(process)
                 rank_of[receiver] = rank
             while rank_of:
-                for receiver in wait(list(rank_of)):
-                    assert isinstance(receiver, Connection)
-                    rank = rank_of.pop(receiver)
+                for report in wait(list(rank_of)):
+                    rank = rank_of.pop(report)
                     try:
-                        results[rank] = receiver.recv()
+                        results[rank] = cast(Connection, report).recv()
                     except EOFError:
                         died = f"rank {rank} of {world_size} died before its result"
                         raise RankError(died) from None
