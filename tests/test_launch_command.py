@@ -37,11 +37,7 @@ def test_the_scripts_pass_shellcheck(kind: str, where: str, tmp_path: Path, caps
         pytest.skip("shellcheck is not installed")
     if kind == "torchx":
         where = where.removesuffix(" --check-first")  # it starts one program in a job
-    site = (
-        "--partition gpu --account me --time 24:00:00 --container registry/image:1"
-        if kind == "slurm"
-        else ""
-    )
+    site = "--partition gpu --account me --time 24:00:00" if kind == "slurm" else ""
     script = tmp_path / "script"
     script.write_text(printed(f"{kind} {where} {site}", capsys))
     checked = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
@@ -112,7 +108,6 @@ QUICK = ["quickstart", "data.source=text", "data.path=c"]
         (["slurm", *QUICK, "--partition", "gpu\ntouch /tmp/x"], "--partition "),
         (["slurm", *QUICK, "--account", "me\n#SBATCH --wrap=ls"], "--account "),
         (["slurm", *QUICK, "--time", "1 #"], "--time "),
-        (["slurm", *QUICK, "--container", "image\nls"], "--container "),
         (["k8s", *QUICK, "--image", "image\n   securityContext: {privileged: true}"], "--image "),
         (["k8s", *QUICK, "--claim", "a\nb"], "--claim "),
         # what pods do not mount
@@ -157,26 +152,6 @@ def test_the_name_of_a_job_is_text_and_ends_with_a_letter(
     ]
     assert names == [expected] * 6
     assert f'"{expected}"' in text  # which YAML 1.1 as Kubernetes reads it needs for y and n, too
-
-
-def test_a_container_mounts_the_paths_of_the_recipe(tmp_path: Path, capsys: Said) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(find_recipe("quickstart").read_text())
-    overrides = ["data.source=text", "data.path=/data/my corpus", "run_dir=/scratch/run"]
-    assert main(["slurm", str(recipe), *overrides, "--container", "image:1"]) == 0
-    script = capsys.readouterr().out
-    (line,) = [line for line in script.splitlines() if "--container-mounts" in line]
-    (mounts,) = [
-        word for word in shlex.split(line.rstrip("\\")) if word.startswith("--container-mounts=")
-    ]
-    assert {*mounts.partition("=")[2].split(",")} == {
-        "$PWD",
-        "/data/my corpus",
-        "/scratch/run",
-        str(tmp_path),
-    }
-    assert "\nmkdir -p /scratch/run\n" in script  # a folder that is not there cannot be mounted
-    assert subprocess.run(["bash", "-n", "-c", script], capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)

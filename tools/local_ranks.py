@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def run_ranks(
     context.set_forkserver_preload([function.__module__, "torch._dynamo"])
     start_fork_server()
     processes: list[ForkServerProcess] = []
-    rank_of: dict[Connection, int] = {}
+    rank_of: dict[Any, int] = {}  # by the pipe of its result
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -65,25 +65,20 @@ def run_ranks(
                 processes.append(process)
                 rank_of[receiver] = rank
             while rank_of:
-                ready = wait(list(rank_of))
-                for receiver in [each for each in rank_of if each in ready]:
-                    rank = rank_of.pop(receiver)
-                    results[rank] = _receive(receiver, rank, world_size)
+                for report in wait(list(rank_of)):
+                    rank = rank_of.pop(report)
+                    try:
+                        results[rank] = cast(Connection, report).recv()
+                    except EOFError:
+                        died = f"rank {rank} of {world_size} died before its result"
+                        raise RankError(died) from None
+                    if isinstance(results[rank], Parallel3dError):
+                        raise results[rank]
             return results[0]
         finally:
             for process in processes:
                 process.terminate()
                 process.join()
-
-
-def _receive(receiver: Connection, rank: int, world_size: int) -> Any:
-    try:
-        result = receiver.recv()
-    except EOFError:
-        raise RankError(f"rank {rank} of {world_size} died before its result") from None
-    if isinstance(result, Parallel3dError):
-        raise result
-    return result
 
 
 def _rank(

@@ -23,11 +23,10 @@ def deterministic(wanted: bool) -> Iterator[None]:
     # its one attribute is made by hand, which mypy does not see
     memory: Any = torch.utils.deterministic
     fills, was_on = memory.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     memory.fill_uninitialized_memory = False  # nothing here reads memory before it is written
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=warns)
+        torch.use_deterministic_algorithms(was_on)
         memory.fill_uninitialized_memory = fills

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,8 +100,8 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 def print_error(message: str) -> None:
     """Writes `error: ...` on stderr, with the further lines of the message below the first. Cuts
     long words and long lines: a value of a file may fill pages."""
-    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:80]}...", printable(message))
-    message = re.sub(r".{1900,}", lambda line: f"{line[0][:1500]} ...", message)
+    message = re.sub(r"(\S{80})\S{320,}", r"\1...", printable(message))
+    message = re.sub(r"(.{1500}).{400,}", r"\1 ...", message)
     with suppress(OSError):  # a full disk leaves the exit status as it is
         print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
 
@@ -118,18 +118,17 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
-        self._try(self._stream.write, text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[..., object], *text: str) -> None:
         try:
-            act(*text)
+            self._stream.write(text)
+            if not text:
+                self._stream.flush()
         except OSError as error:
             self.error = error
             # Python flushes again when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def flush(self) -> None:
+        self.write("")
 
 
 @contextmanager
@@ -160,18 +159,16 @@ def any_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
-def record_flights(run_dir: str | None, rank: int) -> None:
+def record_flights(run_dir: str | None) -> None:
     """Has NCCL keep its last operations and write them into `run_dir` when one of them times out,
     unless the user's environment says otherwise. torch reads these variables when it makes a
     process group."""
-    folder = Path(run_dir or ".").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    prefix = Path(run_dir or ".").absolute() / "nccl_flight_record_rank_"
+    prefix.parent.mkdir(parents=True, exist_ok=True)
     # operations of a rank, the last few steps; 0 turns it off
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    prefix = str(folder / "nccl_flight_record_rank_")
-    prefix = os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", prefix)
-    Path(f"{prefix}{rank}").unlink(missing_ok=True)  # an earlier run's
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))
 
 
 def end_process(exit_status: int) -> NoReturn:

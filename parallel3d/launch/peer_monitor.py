@@ -122,8 +122,10 @@ class PeerMonitor:
         try:
             reported, beats = self._ask(self._exchange)
         except RuntimeError:
+            time.sleep(_HURRY_S)  # a process that is killed closes its connections before it ends
+            has_ended = 0 in self._neighbours and not process_state(self._places[0].pid)
             message = "does not answer: the store that it or its launcher holds has gone"
-            failure = self._ended(0) if 0 in gone else self._failure_of(0, message)
+            failure = self._ended(0) if has_states and has_ended else self._failure_of(0, message)
             return replace(failure, reporter=self._speaker())
         if reported is not None:
             return reported

@@ -109,7 +109,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         problem = str(error)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        record_flights(recipe.run_dir, rendezvous.rank)
+        record_flights(recipe.run_dir)
     rank, size, timeout_s = rendezvous.rank, rendezvous.world_size, recipe.train.start_timeout_s
     coordinates = [str(recipe.parallel.coordinates(each)) for each in range(size)]
     monitor: PeerMonitor | None = None

@@ -34,7 +34,8 @@ _KILL_S = 30  # from torchrun's own kill to that of the pod that it runs in
 _SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$((cores > 0 ? cores : 1))"'
 _RECIPE_OF_POD = "/recipe/recipe.yaml"
 # with a value that sbatch reads in a comment
-_OF_SBATCH = {"partition": "gpu", "account": "me", "time": "24:00:00"}
+_OF_SBATCH = {"--partition": "gpu", "--account": "me", "--time": "24:00:00"}
+_PRINTABLE = re.compile(r"[^\x00-\x1f\x7f\u2028\u2029]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
@@ -45,7 +46,6 @@ class Site:
     partition: str | None = None
     account: str | None = None
     time: str | None = None
-    container: str | None = None
     image: str = "IMAGE"
     claim: str = "CLAIM"
 
@@ -66,28 +66,14 @@ class Launcher:
     checks_first: bool = False
 
     @property
-    def workers(self) -> int:
-        return self.recipe.parallel.world_size
-
-    @property
     def nodes(self) -> int:
-        return self.workers // self.per_node
+        return self.recipe.parallel.world_size // self.per_node
 
     @property
     def start(self) -> str:
         """The command that starts the script, without the script."""
-        start = LAUNCHERS[self.kind][1]
-        return (
-            f"HEAD=NAME_OF_ONE_NODE {start}"
-            if self.kind == "torchrun" and self.nodes > 1
-            else start
-        )
-
-    @property
-    def stop_s(self) -> int:
-        """The seconds from the signal that asks for an end to the kill: more than the last save may
-        take."""
-        return ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
+        needs_head = self.kind == "torchrun" and self.nodes > 1
+        return ("HEAD=NAME_OF_ONE_NODE " if needs_head else "") + LAUNCHERS[self.kind][1]
 
     def text(self) -> str:
         """Returns the script. Raises ConfigError for a value that its language cannot hold, and for
@@ -98,57 +84,41 @@ class Launcher:
         return "".join(f"{line}\n" for line in _filled(template, values))
 
     def _refuse(self) -> None:
-        for option, value in asdict(self.site).items():
-            if value is not None and not value.isprintable():
+        values = {f"--{option}": value for option, value in asdict(self.site).items()}
+        for option, value in {**values, "the script's name": self.file}.items():
+            rule = _PLAIN if option in _OF_SBATCH else _PRINTABLE
+            if value is not None and not rule.fullmatch(value):
+                example = _OF_SBATCH.get(option, "a name without line breaks")
                 raise ConfigError(
-                    f"--{option} {shown(value)}: holds a line break or another control character"
+                    f"{option} {shown(value)}: must match {rule.pattern}; try {example}"
                 )
-            if option in _OF_SBATCH and value is not None and not _PLAIN.fullmatch(value):
-                raise ConfigError(
-                    f"--{option} {shown(value)}: must match {_PLAIN.pattern}; try --{option} "
-                    f"{_OF_SBATCH[option]}"
-                )
-        if not self.file.isprintable():
-            raise ConfigError(
-                f"{shown(self.file)}: no file of a launcher has such a name; try "
-                f"{LAUNCHERS[self.kind][0]}"
-            )
         for key, path in _paths(self.recipe) if self.kind == "k8s" else []:
             if not Path("/work", path).resolve().is_relative_to("/work"):
-                words = (
-                    f"is not in /work, the storage of the pods; try {key}=/work/{Path(path).name}"
-                )
-                raise ConfigError(f"{key} = {shown(path)}: {words}")
-        for path in self._mounts() if self.site.container else []:
-            if {",", ":"} & {*path}:
                 raise ConfigError(
-                    f"--container: cannot mount {shown(path)}, whose name has a comma or a colon; "
-                    "rename it"
+                    f"{key} = {shown(path)}: is not in /work, the storage of the pods; try "
+                    f"{key}=/work/{Path(path).name}"
                 )
 
     def _values(self) -> dict[str, str]:
         # SLURM, DNS and a shell all take such a name as it is.
-        name = (
-            re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower())[:40].strip("-")
-            or "parallel3d"
-        )
-        name = name if name[0].isalpha() else f"p3d-{name}"
+        name = re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower())[:40].strip("-")
+        name = name if name[:1].isalpha() else f"p3d-{name}".strip("-")
         has_gpus = self.recipe.train.device != "cpu"
         settings = _read("gpu_settings.sh").rstrip() if has_gpus else ""
         variables = re.findall(r"(\w+)=\$\{", settings)
         # A launcher that starts the run anew gives it no other sign of an earlier start.
         resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
-        numbers = {
-            "workers": self.workers,
-            "nodes": self.nodes,
-            "per_node": self.per_node,
-            "restarts": self.restarts,
-            "gpus_per_node": self.per_node if has_gpus else 0,
-            "backoff": self.restarts * self.nodes,
-            "stop_s": self.stop_s,
-            "kill_s": self.stop_s + _KILL_S,
-        }
-        values = {key: str(number) for key, number in numbers.items()} | {
+        # seconds from the signal that asks for an end to the kill: more than the last save takes
+        stop_s = ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
+        values = {
+            "workers": str(self.recipe.parallel.world_size),
+            "nodes": str(self.nodes),
+            "per_node": str(self.per_node),
+            "restarts": str(self.restarts),
+            "gpus_per_node": str(self.per_node if has_gpus else 0),
+            "backoff": str(self.restarts * self.nodes),
+            "stop_s": str(stop_s),
+            "kill_s": str(stop_s + _KILL_S),
             "name": name,
             "arguments": shlex.join([*self.said, *resume]),
             "start": f"{self.start} {shlex.quote(self.file)}",
@@ -158,10 +128,8 @@ class Launcher:
             "check": "",
             "site": "\n".join(self._slurm_lines(has_gpus)),
             "run": _SRUN,
-            "srun": self._container(),
             "image": _yaml_text(self.site.image),
             "claim": _yaml_text(self.site.claim),
-            "folders": self._folders(),
         }
         if self.checks_first:
             values["check"] = "\n".join(self._check(values))
@@ -193,7 +161,7 @@ class Launcher:
             "would break it."
         )
         if self.kind == "slurm":
-            yield f"{_SRUN} {values['srun']}\\"
+            yield f"{_SRUN} \\"
             yield f'    python -m parallel3d.tools.launch check {values["arguments"]} "$@" &&'
         else:  # at a port of its own, where no agent of the run can meet one of the check
             rendezvous = self._rendezvous(f"{values['name']}-check", 29499)
@@ -204,44 +172,20 @@ class Launcher:
         if has_gpus:
             yield f"#SBATCH --gpus-per-node={self.per_node}"
         for option in _OF_SBATCH:
-            if (value := getattr(self.site, option)) is not None:
-                yield f"#SBATCH --{option}={value}"
-
-    def _container(self) -> str:
-        if self.site.container is None:
-            return ""
-        image = shlex.quote(self.site.container)
-        mounts = "".join(f",{shlex.quote(path)}" for path in self._mounts())
-        return f'--container-image={image} --container-mounts="$PWD"{mounts} --container-workdir="$PWD" '  # noqa: E501
-
-    def _mounts(self) -> list[str]:
-        """Returns the paths that a container needs in addition to the current folder: the absolute
-        paths in the recipe, and the folder of the recipe itself, where the modules of its classes
-        are."""
-        named = [
-            str(Path(path).parent) if Path(f"{path}.bin").exists() else path
-            for _, path in _paths(self.recipe)
-        ]
-        if self.said[0].endswith((".yaml", ".yml")):
-            named.append(str(Path(self.said[0]).parent))
-        return sorted({path for path in named if Path(path).is_absolute()})
-
-    def _folders(self) -> str:
-        """Returns the command that makes the run's folder before a container mounts it."""
-        run_dir = self.recipe.run_dir
-        if self.site.container is None or run_dir is None or not Path(run_dir).is_absolute():
-            return ""
-        return f"mkdir -p {shlex.quote(run_dir)}"
+            value = getattr(self.site, option.removeprefix("--"))
+            if value is not None:
+                yield f"#SBATCH {option}={value}"
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yields the keys of a recipe that name files or folders, and what they name."""
-    data, resume = recipe.data, recipe.checkpoint.resume
-    tokenizer = None if data.tokenizer == "bytes" else data.tokenizer
-    from_checkpoint = None if resume in ("none", "auto") else resume
-    found = {"run_dir": recipe.run_dir, "data.path": data.path, "data.tokenizer": tokenizer}
-    found["checkpoint.start_from"] = recipe.checkpoint.start_from
-    found["checkpoint.resume"] = from_checkpoint
+    data, checkpoint = recipe.data, recipe.checkpoint
+    found = {"run_dir": recipe.run_dir, "data.path": data.path}
+    found["checkpoint.start_from"] = checkpoint.start_from
+    if data.tokenizer != "bytes":
+        found["data.tokenizer"] = data.tokenizer
+    if checkpoint.resume not in ("none", "auto"):
+        found["checkpoint.resume"] = checkpoint.resume
     for index, source in enumerate(data.sources):
         found[f"data.sources[{index}].path"] = source.path
     for index, evaluated in enumerate(data.evaluation):
