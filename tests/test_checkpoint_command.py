@@ -200,7 +200,10 @@ def test_an_incomplete_newest_checkpoint_fails_verify_and_is_named_where_an_olde
     newest = run_dir / "checkpoints/step_00000004"
     (newest / "manifest.json").unlink()
     assert main(["verify", str(run_dir)]) == 65
-    assert f"{newest}: 1 damaged\n  manifest.json: cannot be read" in capsys.readouterr().out
+    assert (
+        f"{newest}: 1 damaged\n  manifest.json: {newest}/manifest.json: cannot be read"
+        in capsys.readouterr().out
+    )
     note = f"step 2: {newest} is incomplete (no manifest.json)"
     assert main(["inspect", str(run_dir)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == note

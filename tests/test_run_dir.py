@@ -88,7 +88,7 @@ def test_a_checkpoint_of_a_newer_version_stops_auto_and_is_not_renamed(
     before = files(run_dir)
     capsys.readouterr()
     assert train(f"run_dir={run_dir}", "checkpoint.resume=auto", "train.steps=3") == 65
-    assert "has an unknown key progress.optimism" in capsys.readouterr().err
+    assert "progress.optimism: Unexpected keyword argument" in capsys.readouterr().err
     assert files(run_dir) == before
 
 

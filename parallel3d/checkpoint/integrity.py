@@ -53,8 +53,7 @@ def find_damage(folder: Path) -> Iterator[Damage]:
     try:
         manifest = read_manifest(folder)
     except DamagedCheckpointError as error:
-        reason = str(error).removeprefix(f"{folder / MANIFEST_FILE}: ")
-        yield Damage(MANIFEST_FILE, reason.removesuffix(f"; {Damage.advice}"))
+        yield Damage(MANIFEST_FILE, str(error))
         return
     missing = list(missing_files(folder, manifest))
     yield from missing
