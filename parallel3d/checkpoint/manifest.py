@@ -15,7 +15,7 @@ import zlib
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
@@ -119,15 +119,6 @@ class SavedTensor:
     pieces: tuple[SavedPiece, ...]
 
 
-class CheckedRange(NamedTuple):
-    """A range of a file that has a checksum: a piece of a tensor, or a file without tensors."""
-
-    at: int
-    bytes: int
-    crc: int  # running, of the file up to the end of the range
-    tensor: str | None
-
-
 @dataclass(frozen=True)
 class Damage:
     """A file that is not what was saved, the reason, the names of its damaged tensors, and what to
@@ -156,17 +147,14 @@ class Manifest:
     tensors: dict[str, SavedTensor]
 
     @cached_property
-    def ranges(self) -> dict[str, list[CheckedRange]]:
-        """The ranges that make up each file, in their order."""
-        found: dict[str, list[CheckedRange]] = {name: [] for name in self.files}
+    def pieces(self) -> dict[str, list[tuple[SavedPiece, str]]]:
+        """The pieces of each file in their order, each with the name of its tensor."""
+        found: dict[str, list[tuple[SavedPiece, str]]] = {name: [] for name in self.files}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
-                crc = int(piece.crc32, 16)
-                found[piece.file].append(CheckedRange(piece.at, piece.bytes, crc, name))
-        for name, whole in self.files.items():
-            found[name].sort()
-            if not found[name]:
-                found[name] = [CheckedRange(0, whole.bytes, int(whole.crc32, 16), None)]
+                found[piece.file].append((piece, name))
+        for pieces in found.values():
+            pieces.sort(key=lambda each: each[0].at)
         return found
 
     def write(self, folder: Path) -> None:
