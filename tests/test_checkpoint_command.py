@@ -118,7 +118,7 @@ def test_verify_reads_every_byte_and_names_files_and_tensors(run_dir: Path, caps
     assert main(["verify", str(damaged)]) == 65
     assert "manifest.json: cannot be read" in capsys.readouterr().out
     assert main(["verify", str(run_dir / "nothing")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "has no whole checkpoint" in capsys.readouterr().err
 
 
 MODEL = ModelConfig(
