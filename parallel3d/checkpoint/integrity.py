@@ -31,7 +31,7 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Ite
         crc, tensors = 0, dict[str, None]()
         try:
             with (folder / name).open("rb", buffering=0) as file:
-                for piece, tensor in manifest.pieces[name]:
+                for piece, tensor in manifest.pieces.get(name, []):
                     crc, expected = _crc_of(file, piece.bytes, crc), int(piece.crc32, 16)
                     if crc != expected:
                         tensors[tensor] = None

@@ -30,6 +30,7 @@ ITEM_BYTES = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
     **{"int64": 8, "int32": 4, "uint8": 1, "bool": 1},
 }
+Crc32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 # the files that a save writes, and no others
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
 
@@ -93,7 +94,7 @@ class SavedFile:
     """The size and the CRC-32, as eight hexadecimal digits, of a file."""
 
     bytes: int
-    crc32: str
+    crc32: Crc32
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class SavedPiece:
     at: int
     bytes: int
     data: int
-    crc32: str  # running, of the file up to the end of this piece
+    crc32: Crc32  # running, of the file up to the end of this piece
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -149,10 +150,10 @@ class Manifest:
     @cached_property
     def pieces(self) -> dict[str, list[tuple[SavedPiece, str]]]:
         """The pieces of each file in their order, each with the name of its tensor."""
-        found: dict[str, list[tuple[SavedPiece, str]]] = {name: [] for name in self.files}
+        found: dict[str, list[tuple[SavedPiece, str]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
-                found[piece.file].append((piece, name))
+                found.setdefault(piece.file, []).append((piece, name))
         for pieces in found.values():
             pieces.sort(key=lambda each: each[0].at)
         return found
