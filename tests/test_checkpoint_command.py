@@ -118,7 +118,7 @@ def test_verify_reads_every_byte_and_names_files_and_tensors(run_dir: Path, caps
     assert main(["verify", str(damaged)]) == 65
     assert "manifest.json: cannot be read" in capsys.readouterr().out
     assert main(["verify", str(run_dir / "nothing")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "has no whole checkpoint" in capsys.readouterr().err
 
 
 MODEL = ModelConfig(
@@ -200,7 +200,10 @@ def test_an_incomplete_newest_checkpoint_fails_verify_and_is_named_where_an_olde
     newest = run_dir / "checkpoints/step_00000004"
     (newest / "manifest.json").unlink()
     assert main(["verify", str(run_dir)]) == 65
-    assert f"{newest}: 1 damaged\n  manifest.json: cannot be read" in capsys.readouterr().out
+    assert (
+        f"{newest}: 1 damaged\n  manifest.json: {newest}/manifest.json: cannot be read"
+        in capsys.readouterr().out
+    )
     note = f"step 2: {newest} is incomplete (no manifest.json)"
     assert main(["inspect", str(run_dir)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == note

@@ -129,15 +129,6 @@ def test_a_run_that_goes_on_in_the_middle_of_a_stage_at_another_dp_draws_each_se
     assert loader(0, 1).source.windows == 350
 
 
-def test_sources_of_other_types_of_ids_are_mixed_without_a_loss() -> None:
-    small = ShuffledWindows(TokensInMemory(np.arange(20, dtype=np.uint16)), seq_len=4, seed=None)
-    large = ShuffledWindows(
-        TokensInMemory(np.arange(70_000, 70_020, dtype=np.uint32)), seq_len=4, seed=None
-    )
-    mixed = Mixture((small, large), MixtureOrder((MixtureStage(0, (1, 1)),)))
-    assert mixed.draw(np.arange(4))[:, 0].tolist() == [0, 70_000, 4, 70_004]
-
-
 def recipe_of(tmp_path: Path, *overrides: str, data: str = "{source: text}") -> Recipe:
     path = tmp_path / "small.yaml"
     path.write_text(

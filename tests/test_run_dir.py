@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from parallel3d.checkpoint.manifest import MANIFEST_FILE
 from parallel3d.config.load import to_yaml
 from parallel3d.launch.run_dir import RunOutcome
 from parallel3d.recipes.pretrain import main
@@ -69,6 +71,25 @@ def test_a_refused_resume_changes_nothing_in_the_folder_of_the_run(
         b"steps: 3" in after["config.yaml"]
         and "checkpoints/step_00000009.partial/cut_off" not in after
     )
+
+
+def test_a_checkpoint_of_a_newer_version_stops_auto_and_is_not_renamed(
+    train: Train, tmp_path: Path, capsys: Said
+) -> None:
+    run_dir = tmp_path / "run"
+    assert train(f"run_dir={run_dir}", "checkpoint.every=1") == 0
+    manifest = run_dir / "checkpoints/step_00000002" / MANIFEST_FILE
+    body = (
+        manifest.read_bytes()
+        .replace(b'"tokens": ', b'"optimism": 1, "tokens": ')
+        .rpartition(b',\n"crc32"')[0]
+    )
+    manifest.write_bytes(body + f',\n"crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())
+    before = files(run_dir)
+    capsys.readouterr()
+    assert train(f"run_dir={run_dir}", "checkpoint.resume=auto", "train.steps=3") == 65
+    assert "progress.optimism: Unexpected keyword argument" in capsys.readouterr().err
+    assert files(run_dir) == before
 
 
 def test_a_resume_from_another_run_does_not_mix_with_the_run_in_the_folder(

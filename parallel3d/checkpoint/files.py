@@ -47,6 +47,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.reader import read_own_part
 from parallel3d.checkpoint.writer import WrittenShard, write_shard
+from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import CheckpointError, SaveError, writing
 from parallel3d.torch_private import DcpPlace, dcp_index
 
@@ -64,6 +65,7 @@ class PlannedSave:
     config: str
     parts: list[tuple[WriteItem, Tensor]]  # views of the state, or copies of it
     index: Metadata | None  # DCP's, of all ranks; on rank 0
+    keep: CheckpointConfig | None = None  # which older checkpoints stay; None: all
 
     @property
     def partial(self) -> Path:
@@ -94,7 +96,7 @@ def plan_save(state: dict[str, Tensor], progress: Progress, path: Path, config: 
         partial = _partial_of(path)
         with writing(path):  # all ranks write into the one folder
             shutil.rmtree(partial, ignore_errors=True)
-            store.check_room(partial.parent, "a checkpoint", sum(sizes) + len(config))
+            store.check_room(partial.parent, sum(sizes) + len(config))
             partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
         return plans
 
@@ -106,9 +108,9 @@ def plan_save(state: dict[str, Tensor], progress: Progress, path: Path, config: 
 
 
 def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) -> None:
-    """Writes this rank's parts; when all ranks have written theirs, rank 0 writes the manifest and
-    gives the checkpoint its name. Every rank calls it. Raises SaveError, and removes what was
-    written, if one of them cannot write."""
+    """Writes this rank's parts; when all ranks have written theirs, rank 0 writes the manifest,
+    gives the checkpoint its name and deletes older ones. Every rank calls it. Raises SaveError, and
+    removes what was written, if one of them cannot write."""
 
     def own_shard() -> WrittenShard:
         rank = dist.get_rank(group)
@@ -120,6 +122,8 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
             _manifest(save, shards).write(save.partial)
             store.sync_folder(save.partial)
             store.commit(save.partial, save.path)
+            if save.keep is not None:
+                store.retain(save.path.parent, save.keep, save.path)
         return [None] * len(shards)
 
     try:

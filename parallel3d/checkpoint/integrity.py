@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 
 from parallel3d.checkpoint.manifest import MANIFEST_FILE, Damage, Manifest, read_manifest
@@ -26,25 +27,30 @@ def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
 def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Damage]:
     """Reads files and yields those that are not what was saved, with the tensors that are
     damaged."""
-    buffer = memoryview(bytearray(1 << 19))
     for name in names:
-        tensors: dict[str, None] = {}
+        crc, tensors = 0, dict[str, None]()
         try:
             with (folder / name).open("rb", buffering=0) as file:
-                crc, is_damaged = 0, False
-                for each in manifest.ranges[name]:
-                    left = each.bytes
-                    while left and (count := file.readinto(buffer[: min(left, len(buffer))])):
-                        crc, left = zlib.crc32(buffer[:count], crc), left - count
-                    if left or crc != each.crc:
-                        is_damaged = True
-                        tensors |= {each.tensor: None} if each.tensor else {}
-                    crc = each.crc
+                for piece, tensor in manifest.pieces.get(name, []):
+                    crc, expected = _crc_of(file, piece.bytes, crc), int(piece.crc32, 16)
+                    if crc != expected:
+                        tensors[tensor] = None
+                    crc = expected
+                crc = _crc_of(file, manifest.files[name].bytes, crc)  # a file without pieces
         except OSError as error:
             yield Damage(name, f"cannot be read: {error.strerror}")
             continue
-        if is_damaged:
-            yield Damage(name, "is not what was saved: its CRC-32 is another", tuple(tensors))
+        if tensors or f"{crc:08x}" != manifest.files[name].crc32:
+            reason = "is not what was saved: its CRC-32 is another"
+            yield Damage(name, reason, tuple(tensors))
+
+
+def _crc_of(file: FileIO, count: int, crc: int) -> int:
+    """Returns the running CRC-32 after the next `count` bytes of a file."""
+    buffer = memoryview(bytearray(min(count, 1 << 19)))
+    while count and (read := file.readinto(buffer[:count])):
+        crc, count = zlib.crc32(buffer[:read], crc), count - read
+    return crc
 
 
 def find_damage(folder: Path) -> Iterator[Damage]:
@@ -53,8 +59,7 @@ def find_damage(folder: Path) -> Iterator[Damage]:
     try:
         manifest = read_manifest(folder)
     except DamagedCheckpointError as error:
-        reason = str(error).removeprefix(f"{folder / MANIFEST_FILE}: ")
-        yield Damage(MANIFEST_FILE, reason.removesuffix(f"; {Damage.advice}"))
+        yield Damage(MANIFEST_FILE, str(error))
         return
     missing = list(missing_files(folder, manifest))
     yield from missing

@@ -15,7 +15,7 @@ import zlib
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
@@ -30,6 +30,7 @@ ITEM_BYTES = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
     **{"int64": 8, "int32": 4, "uint8": 1, "bool": 1},
 }
+Crc32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 # the files that a save writes, and no others
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
 
@@ -94,7 +95,7 @@ class SavedFile:
     """The size and the CRC-32, as eight hexadecimal digits, of a file."""
 
     bytes: int
-    crc32: str
+    crc32: Crc32
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class SavedPiece:
     at: int
     bytes: int
     data: int
-    crc32: str  # running, of the file up to the end of this piece
+    crc32: Crc32  # running, of the file up to the end of this piece
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -118,15 +119,6 @@ class SavedTensor:
     dtype: str  # one of ITEM_BYTES
     shape: tuple[int, ...]
     pieces: tuple[SavedPiece, ...]
-
-
-class CheckedRange(NamedTuple):
-    """A range of a file that has a checksum: a piece of a tensor, or a file without tensors."""
-
-    at: int
-    bytes: int
-    crc: int  # running, of the file up to the end of the range
-    tensor: str | None
 
 
 @dataclass(frozen=True)
@@ -157,17 +149,14 @@ class Manifest:
     tensors: dict[str, SavedTensor]
 
     @cached_property
-    def ranges(self) -> dict[str, list[CheckedRange]]:
-        """The ranges that make up each file, in their order."""
-        found: dict[str, list[CheckedRange]] = {name: [] for name in self.files}
+    def pieces(self) -> dict[str, list[tuple[SavedPiece, str]]]:
+        """The pieces of each file in their order, each with the name of its tensor."""
+        found: dict[str, list[tuple[SavedPiece, str]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
-                crc = int(piece.crc32, 16)
-                found[piece.file].append(CheckedRange(piece.at, piece.bytes, crc, name))
-        for name, whole in self.files.items():
-            found[name].sort()
-            if not found[name]:
-                found[name] = [CheckedRange(0, whole.bytes, int(whole.crc32, 16), None)]
+                found.setdefault(piece.file, []).append((piece, name))
+        for pieces in found.values():
+            pieces.sort(key=lambda each: each[0].at)
         return found
 
     def write(self, folder: Path) -> None:

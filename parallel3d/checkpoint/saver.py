@@ -21,10 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from parallel3d.checkpoint.collectives import collect
 from parallel3d.checkpoint.files import PlannedSave, plan_save, write_and_commit
 from parallel3d.checkpoint.manifest import Progress
-from parallel3d.checkpoint.store import retain
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
 from parallel3d.torch_private import timeout_of
@@ -88,6 +86,7 @@ class Saver(AbstractContextManager["Saver"]):
         self._under_way = begun = _SaveUnderWay(path, is_last, then)
         try:
             save = plan_save(state, progress, path, config)
+            save.keep = self._rule
             if self._rule.in_background:
                 self._copy(save)
                 begun.thread = threading.Thread(
@@ -145,11 +144,9 @@ class Saver(AbstractContextManager["Saver"]):
             self._wait()
 
     def _ends_the_run(self, done: _SaveUnderWay) -> bool:
-        if done.error is None:
-            return False
-        if isinstance(done.error, NotSavedInTimeError) or not isinstance(done.error, SaveError):
-            return True
-        return done.is_last or self._rule.on_error == "stop"
+        if isinstance(done.error, SaveError) and not isinstance(done.error, NotSavedInTimeError):
+            return done.is_last or self._rule.on_error == "stop"
+        return done.error is not None
 
     def _copy(self, save: PlannedSave) -> None:
         """Has the save write copies of its parts, made before this returns, so that the parts
@@ -169,14 +166,9 @@ class Saver(AbstractContextManager["Saver"]):
         """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes
         what came of it."""
 
-        def drop(everyone: list[None]) -> list[None]:
-            retain(begun.path.parent, self._rule, begun.path)
-            return everyone
-
         try:
             write_and_commit(save, self._group)
             begun.is_in_place = True
-            collect(lambda: None, drop, self._group)
             if begun.then is not None:
                 begun.line = begun.then(self._group)
         except BaseException as error:  # in a thread nobody else would see it

@@ -27,7 +27,6 @@ from parallel3d.errors import (
     ConfigError,
     DamagedCheckpointError,
     SaveError,
-    writing,
 )
 from parallel3d.launch.run_dir import STEP_FOLDERS
 
@@ -89,12 +88,12 @@ def check_manifests(checkpoints: Sequence[Path]) -> None:
                 raise
 
 
-def check_room(folder: Path, what: str, needed_bytes: int) -> None:
-    """Raises SaveError if the disk of `folder` is too full."""
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Raises SaveError if the disk of `folder` is too full for a checkpoint."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         sizes = f"{size_text(needed_bytes)}, {size_text(free)} are free"
-        raise SaveError(f"{folder}: {what} needs {sizes}")
+        raise SaveError(f"{folder}: a checkpoint needs {sizes}")
 
 
 def size_text(count: int) -> str:
@@ -157,15 +156,13 @@ def set_aside(path: Path, ending: str) -> Path:
 
 
 def retain(folder: Path, rule: CheckpointConfig, saved: Path) -> None:
-    """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place.
-    Raises SaveError."""
-    with writing(folder):
-        paths = {step_of(path): path for path in list_checkpoints(folder)}
-        losses = dict.fromkeys(paths, None)
-        if rule.keep_best:
-            losses = {step: _val_loss(path) for step, path in paths.items()}
-        for step in superfluous(losses, rule, step_of(saved)):
-            _delete(paths[step])
+    """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place."""
+    paths = {step_of(path): path for path in list_checkpoints(folder)}
+    losses = dict.fromkeys(paths, None)
+    if rule.keep_best:
+        losses = {step: _val_loss(path) for step, path in paths.items()}
+    for step in superfluous(losses, rule, step_of(saved)):
+        _delete(paths[step])
 
 
 def superfluous(

@@ -8,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from parallel3d.config.recipe import LocalSgdConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.errors import CheckpointError
 from parallel3d.training.state import load_model, save_trainer
 from tests.distributed.test_resharding import global_tensors
 from tests.distributed.training_cases import (
     DEEP_TIED,
     Curve,
     assert_follows,
+    local_weights,
+    make_loader,
     make_recipe,
     make_trainer,
     train,
@@ -94,3 +98,34 @@ def test_every_layout_starts_with_the_saved_model(
             assert curve[0][0] == pytest.approx(alone[0][0], rel=1e-6)
         else:
             assert_follows(curve, alone, last=None)
+
+
+def refused(recipe: Recipe, path: Path) -> str:
+    """Returns what this rank says of a checkpoint of another model."""
+    trainer = make_trainer(recipe)
+    before = local_weights(trainer)
+    with pytest.raises(CheckpointError) as refusal:
+        load_model(trainer, path)
+    assert all(old.equal(new) for old, new in zip(before, local_weights(trainer), strict=True))
+    # no rank has left the others alone
+    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0))
+    return str(refusal.value)
+
+
+def test_all_ranks_refuse_another_model_in_the_same_words(world: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "step_00000003"
+    world(4).run(save, path, TOGETHER)
+    recipe = make_recipe(
+        replace(DEEP_TIED, layers=8, kv_heads=4, tied_embeddings=False), ParallelConfig(tp=2, pp=2)
+    )
+    said = world(4).run(refused, recipe, path)
+    assert len(set(said)) == 1
+    lines = said[0].splitlines()
+    assert lines[0] == f"{path}: is of another model:"
+    for line in (
+        "  model.head.weight is missing there and [128, 32] here",
+        "  model.layers.*.attention.k.weight (6 tensors) is [16, 32] there and [32, 32] here",
+        "  model.layers.*.mlp.up.weight (2 tensors) is missing there and [48, 32] here",
+    ):
+        assert line in lines
+    assert len(lines) == 1 + 1 + 2 + 9

@@ -65,9 +65,8 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
 
 
 def _no_checkpoint(path: Path) -> ConfigError:
-    words = "has no whole checkpoint" if path.is_dir() else "there is no such folder"
     return ConfigError(
-        f"CKPT = {path}: {words}; try a .../step_00000100 folder, or the folder of a run that has "
+        f"CKPT = {path}: has no whole checkpoint; try a .../step_00000100 folder, or the folder of a run that has "
         "saved"
     )
 
