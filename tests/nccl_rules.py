@@ -115,9 +115,15 @@ class Program:
         """Puts the recorder in the place of torch's calls for a block, and the faults into the
         project's code."""
         with ExitStack() as patches:
-            for name in ("isend", "irecv", "barrier", "get_process_group_ranks", "get_group_rank"):
+            for name in ("isend", "irecv", "barrier"):
                 patches.enter_context(mock.patch.object(dist, name, getattr(self, f"_{name}")))
-            patches.enter_context(mock.patch.object(dist, "get_backend", lambda group: "fake"))
+            facts = {
+                "get_backend": lambda group: "fake",
+                "get_process_group_ranks": lambda group: list(range(self.size())),
+                "get_group_rank": lambda group, rank: rank,
+            }
+            for name, fact in facts.items():
+                patches.enter_context(mock.patch.object(dist, name, fact))
             patches.enter_context(mock.patch.object(links, "group_of", self._group_of))
             if "posted at once" in self.faults:
                 patches.enter_context(mock.patch.object(Schedule, "postable_after", _zeros))
@@ -141,12 +147,6 @@ class Program:
     def _barrier(self, group: Hashable) -> None:
         self.steps.append(Meet(("barrier", self._barriers), frozenset(range(self.size()))))
         self._barriers += 1
-
-    def _get_process_group_ranks(self, group: Hashable) -> list[int]:
-        return list(range(self.size()))
-
-    def _get_group_rank(self, group: Hashable, rank: int) -> int:
-        return rank
 
     def _group_of(self, ranks: Sequence[int], description: str, **options: Any) -> Hashable:
         assert options["name"].endswith(f"{ranks[0]} to {ranks[1]}")

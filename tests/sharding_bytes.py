@@ -55,10 +55,6 @@ class SentBytes:
     reduce_scatter: float = 0.0
     all_reduce: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.all_gather + self.reduce_scatter + self.all_reduce
-
 
 def held_bytes(shapes: Iterable[Shape], layout: DataLayout, *, states: int = 2) -> HeldBytes:
     """Returns what a rank holds of parameters of these shapes (this tp rank's parts). The optimizer

@@ -15,30 +15,11 @@ from parallel3d.sharding.units import units_of
 
 
 @pytest.mark.parametrize(
-    ("settings", "strategy"),
-    [
-        ({}, "FULL_SHARD"),
-        ({"dp_replicate": 2}, "HYBRID_SHARD"),
-        ({"zero_stage": 1, "dp_replicate": 2}, "SHARD_OPTIMIZER"),
-        ({"zero_stage": 2, "dp_replicate": 2}, "_HYBRID_SHARD_ZERO2"),
-    ],
-)
-def test_a_zero_stage_is_another_name_of_a_strategy(settings: dict, strategy: str) -> None:
-    parallel = ParallelConfig(**settings)
-    assert parallel.strategy == strategy
-    assert list(sharding_errors(parallel)) == []
-
-
-@pytest.mark.parametrize(
     ("settings", "said"),
     [
         (
             {"zero_stage": 1, "sharding": "FULL_SHARD"},
             "another name for parallel.sharding = SHARD_OPTIMIZER",
-        ),
-        (
-            {"sharding": "SHARD_GRAD_OP", "dp_replicate": 2},
-            "try _HYBRID_SHARD_ZERO2, or parallel.dp_replicate=1",
         ),
         (
             {"sharding": "FULL_SHARD", "dp_replicate": 2},
@@ -48,8 +29,6 @@ def test_a_zero_stage_is_another_name_of_a_strategy(settings: dict, strategy: st
             {"sharding": "NO_SHARD", "gather": "microbatch"},
             "NO_SHARD has full parameters and gradients on each rank",
         ),
-        ({"zero_stage": 1, "reduce": "microbatch"}, "SHARD_OPTIMIZER has full parameters"),
-        ({"zero_stage": 0, "prefetch": 2}, "NO_SHARD has full parameters"),
         ({"reduce": "microbatch", "pp": 2, "schedule": "zb_h1"}, "needs backwards in one piece"),
     ],
 )

@@ -24,14 +24,6 @@ LossFunction = Callable[[Any, Any], Tensor]
 Microbatches = Tensor | Sequence[Any]  # a tensor [microbatches, ...], or one entry per microbatch
 
 
-_WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "backward of the input",
-    Kind.WEIGHT: "backward of the weights",
-}
-
-
 class StageError(RuntimeError):
     """A stage, or what it takes and gives, failed on this rank; the cause is the error that it
     raised."""
@@ -212,8 +204,8 @@ class ScheduleExecutor:
         links, action = self.transport.links, actions[at]
         place = (
             f"rank {dist.get_rank()} (pipeline rank {links.rank} of {links.size}), stage "
-            f"{action.stage}, microbatch {action.microbatch}, {_WORDS[action.kind]} ({action}, "
-            f"action {at + 1} of {len(actions)})"
+            f"{action.stage}, microbatch {action.microbatch}, {action.kind.name.lower()} "
+            f"({action}, action {at + 1} of {len(actions)})"
         )
         if isinstance(error, PeerLostError):
             first_failure = links.failure_message()

@@ -123,19 +123,17 @@ class Links:
         # waits for ever.
         dist.barrier(self._pipeline)
 
-    def isend(self, tensor: Tensor, target: int) -> dist.Work:
+    def isend(self, tensor: Tensor, target: int) -> Any:
         """Starts to send a tensor by the backend. Raises PeerLostError if the other end has
         gone."""
         group, other = self._groups[self.rank, target]
-        work: dist.Work = _noticing_loss(target, dist.isend, tensor, group=group, group_dst=other)
-        return work
+        return _noticing_loss(target, dist.isend, tensor, group=group, group_dst=other)
 
-    def irecv(self, tensor: Tensor, source: int) -> dist.Work:
+    def irecv(self, tensor: Tensor, source: int) -> Any:
         """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError if
         the other end has gone."""
         group, other = self._groups[source, self.rank]
-        work: dist.Work = _noticing_loss(source, dist.irecv, tensor, group=group, group_src=other)
-        return work
+        return _noticing_loss(source, dist.irecv, tensor, group=group, group_src=other)
 
     def complete(self, work: dist.Work, peer: int) -> None:
         """Waits for a transfer by the backend. Raises PeerLostError if pipeline rank `peer` has

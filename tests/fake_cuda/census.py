@@ -16,7 +16,7 @@ import pickle
 import sys
 import traceback
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -50,44 +50,14 @@ COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
 ASKING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal", "aten::bincount"}
 
 
-class Stream:
-    """A stream of the device, without `synchronize`, by which the host would wait."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or mock.MagicMock()
-
-
-class DeviceHandle:
-    """The part of `torch.cuda` that `fully_shard` and meshes use."""
-
-    Stream, Event = Stream, mock.MagicMock
-    _current = Stream()
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._current
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 8
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def stream(self, stream: Stream) -> Any:
-        return nullcontext()
-
-
 @contextmanager
 def streams() -> Iterator[None]:
-    handle = DeviceHandle()
+    """Stands in for the part of `torch.cuda` that `fully_shard` and meshes use. A stream has no
+    `synchronize`, by which the host would wait."""
+    stream = mock.Mock(spec=["wait_stream", "wait_event", "record_event"])
+    handle = mock.MagicMock()
+    handle.Stream.return_value = handle.current_stream.return_value = stream
+    handle.current_device.return_value, handle.device_count.return_value = 0, 8
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
             is_torchs = name.startswith(
