@@ -33,7 +33,7 @@ from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.tools.verify.command import verify
 
 # shares of the dry run's peak; nine in ten stay below the second
-MOST_BELOW, MOST_ABOVE = 0.02, 0.05
+MOST_BELOW, MOST_ABOVE = 0.03, 0.08
 _MOST_RANKS = 16_384
 _SCHEDULES: tuple[ScheduleName, ...] = (
     *("1f1b", "1f1b", "interleaved_1f1b", "interleaved_1f1b", "gpipe", "looped_bfs"),
@@ -144,7 +144,7 @@ def main() -> int:
         print(f"{found.difference:+7.2%}  {recipe.model.name} {layout_text(recipe.parallel)}")
     errors.sort()
     ninth = errors[max(0, len(errors) * 9 // 10 - 1)]
-    print(f"lowest {errors[0]:+.2%} (bar -2%), nine in ten up to {ninth:+.2%} (bar +5%)")
+    print(f"lowest {errors[0]:+.2%} (bar -3%), nine in ten up to {ninth:+.2%} (bar +8%)")
     return int(errors[0] < -MOST_BELOW or ninth > MOST_ABOVE)
 
 

@@ -1,10 +1,9 @@
 """What a pipeline rank has at hand when each of its actions begins, counted from the schedule that
-is executed: forwards that wait for their backward, stages with gradients or gathered parameters,
-activations between stages."""
+is executed: forwards that wait for their backward, and stages with gradients or gathered
+parameters."""
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,51 +15,38 @@ from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Kind
 
 class StageProgress(NamedTuple):
     """How far a stage is: forwards without a backward, delayed second halves of backwards, and
-    whether (1 or 0) its parameters are gathered, its last action was a backward that freed them,
-    and which of its gradients exist: those of first halves of backwards alone, all, or all of them
-    complete."""
+    whether (1 or 0) its parameters are gathered and it has gradients."""
 
     alive: int = 0
     delayed: int = 0
     gathered: int = 0
-    freed: int = 0
-    halves: int = 0
-    whole: int = 0
-    complete: int = 0
+    gradients: int = 0
 
     def after(self, kind: Kind, *, is_last: bool, frees_each: bool) -> StageProgress:
         """Returns the progress after an action."""
         if kind is Kind.FORWARD:
-            return self._replace(alive=self.alive + 1, gathered=1, freed=0)
-        if is_last:
-            return StageProgress(complete=1)
+            return self._replace(alive=self.alive + 1, gathered=1)
+        is_gathered = int(not frees_each and not is_last)
         if kind is Kind.WEIGHT:
-            return self._replace(delayed=self.delayed - 1, halves=0, whole=1)
-        is_half = kind is Kind.INPUT
-        return StageProgress(
-            alive=self.alive - 1,
-            delayed=self.delayed + is_half,
-            gathered=int(not frees_each),
-            freed=int(frees_each),
-            halves=int(is_half and not self.whole),
-            whole=int(self.whole or not is_half),
-        )
+            return StageProgress(self.alive, self.delayed - 1, is_gathered, 1)
+        is_half = int(kind is Kind.INPUT)
+        gradients = max(self.gradients, 1 - is_half)
+        return StageProgress(self.alive - 1, self.delayed + is_half, is_gathered, gradients)
 
 
 class BeforeAction(NamedTuple):
-    """Before an action of a stage. `in_flight` counts activations and gradients between stages,
-    beside the inputs of forwards that wait."""
+    """Before an action of a stage."""
 
     kind: Kind
     stage: int  # an index of the rank's own stages, from 0
     is_last: bool  # the stage's gradients are complete when the action ends
-    own: StageProgress  # of this stage, without its counts of microbatches
-    stages: tuple[int, ...]  # the progress of one stage after the other
-    in_flight: int
+    has_gradients: bool  # of this stage
+    is_gathered: bool
+    counts: tuple[int, ...] = ()  # the progress of one stage after the other
 
 
 @lru_cache(maxsize=8192)
-def grouped_moments(
+def moments_of_schedule(
     name: ScheduleName,
     pp: int,
     rank: int,
@@ -69,56 +55,47 @@ def grouped_moments(
     *,
     frees_each: bool,
 ) -> tuple[tuple[tuple[BeforeAction, ...], ...], int]:
-    """Returns groups of moments that differ in what the rank holds of all stages alone, and the
-    tensors that it has at last to receive others into (`pipeline.transport`). `frees_each`:
-    parameters are freed after each backward."""
+    """Returns groups of moments that differ in the counts alone, and the tensors that the rank has
+    at most between stages (`pipeline.transport`). `frees_each`: parameters are freed after each
+    backward."""
     few = _enough_microbatches(name, pp, microbatches, virtual_stages)
     actions = rank_actions(name, rank=rank, microbatches=few, pp=pp, virtual_stages=virtual_stages)
     holders = placement(name, pp=pp, virtual_stages=virtual_stages)
     own = [stage for stage, holder in enumerate(holders) if holder == rank]
-    lasts = set(
-        {
-            action.stage: action
-            for action in actions
-            if action.kind in (Kind.BACKWARD, Kind.WEIGHT)
-        }.values()
-    )
-    around = Counter[int]()  # stages next to those of each other rank
-    receiving = []
-    for at, stage in enumerate(own):
-        for other in (stage - 1, stage + 1):
-            if 0 <= other < len(holders) and holders[other] != rank:
-                around[holders[other]] += 1
-                if other < stage:
-                    receiving.append(at)
-    most_sent = sum(min(SENDS_KEPT, count * microbatches) for count in around.values())
-    # Receives that are posted, and what an action has taken (`pipeline.transport`).
-    posted = sum(min(RECEIVES_AHEAD, count * few) for count in around.values())
-    progress = [StageProgress()] * len(own)
-    numbers = [0] * len(StageProgress._fields) * len(own)
-    found = []
-    sent = 0
-    most_held = 0
+    lasts = {action.stage: action for action in actions if action.kind is not Kind.FORWARD}
+    progress = {stage: StageProgress() for stage in own}
+    found: dict[BeforeAction, dict[tuple[int, ...], None]] = {}
     for action in actions:
-        at = own.index(action.stage)
-        is_last = action in lasts
-        held = sum(progress[stage].alive for stage in receiving)
-        most_held = max(most_held, held)
-        before = progress[at]._replace(alive=0, delayed=0)
-        in_flight = min(sent, most_sent) - held
-        found.append((action.kind, at, is_last, before, tuple(numbers), in_flight))
-        progress[at] = progress[at].after(action.kind, is_last=is_last, frees_each=frees_each)
-        numbers[at * len(before) : (at + 1) * len(before)] = progress[at]
-        target = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-        is_inside = 0 <= target < len(holders)
-        if action.kind is not Kind.WEIGHT and is_inside and holders[target] != rank:
-            sent += 1
-    pool = most_held + posted
-    groups: dict[tuple[object, ...], list[BeforeAction]] = {}
-    for kind, at, is_last, before, counts, in_flight in dict.fromkeys(found):
-        moment = BeforeAction(kind, at, is_last, before, counts, in_flight + pool)
-        groups.setdefault((kind, at, is_last, before), []).append(moment)
-    return tuple(map(tuple, groups.values())), pool
+        stage = action.stage
+        is_last = lasts[stage] == action
+        before = progress[stage]
+        counts = tuple(number for each in progress.values() for number in each)
+        moment = BeforeAction(
+            action.kind,
+            own.index(stage),
+            is_last,
+            bool(before.gradients),
+            bool(before.gathered),
+        )
+        found.setdefault(moment, {})[counts] = None
+        progress[stage] = before.after(action.kind, is_last=is_last, frees_each=frees_each)
+    groups = []
+    for moment, every in found.items():
+        groups.append(tuple(moment._replace(counts=counts) for counts in every))
+    return tuple(groups), _in_flight(rank, holders, microbatches)
+
+
+def _in_flight(rank: int, holders: tuple[int, ...], microbatches: int) -> int:
+    """Returns how many activations and gradients are sent and received at once, at most."""
+    neighbours: dict[int, int] = {}  # stages next to those of each other rank
+    for stage, holder in enumerate(holders):
+        for other in holders[max(0, stage - 1) : stage + 2]:
+            if holder == rank != other:
+                neighbours[other] = neighbours.get(other, 0) + 1
+    return sum(
+        min(SENDS_KEPT, count * microbatches) + min(RECEIVES_AHEAD, count * microbatches)
+        for count in neighbours.values()
+    )
 
 
 def _enough_microbatches(

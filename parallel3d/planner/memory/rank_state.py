@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import ceil
 
 from parallel3d.config.recipe import Recompute
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.optimizers.step_bytes import muon_step_bytes
 from parallel3d.planner.memory.block_work import WeightGradients, block_tensors
-from parallel3d.planner.memory.buckets import buckets_of, under_way
 from parallel3d.planner.memory.model_ends import EndTensors
 from parallel3d.planner.model.parameters import (
     Table,
@@ -67,18 +67,14 @@ class RankStage:
     # what is reduced when the stage's backward is done: the embedding, and a head that shares its
     # table
     rest: Unit
-    last_reduced: Unit  # the unit that is reduced last
     # parameters that stay gathered from a forward to its backward, and are gathered for one
     needed_by_loss: float
     kept: float  # by a microbatch between forward and backward, the logits aside
     logits: float
     delayed: float  # by a microbatch between the two halves of a split backward
     gathered: float  # parameters, from a forward on
-    half_gradients: float  # after first halves of backwards alone: of what no block holds
     whole_gradients: float  # after a backward that is not the stage's last
     reduced_gradients: float  # after that
-    under_way: float  # the last buckets of gradients, after that
-    published: float  # the first bucket of stepped parameters, which is on its way until a forward
 
     @property
     def blocks(self) -> int:
@@ -94,11 +90,10 @@ class RankStage:
         """The bytes that each number of `StageProgress` counts, of gradients, activations, logits
         and buffers."""
         return (
-            (0, 0, 0, 0, self.half_gradients, self.whole_gradients, self.reduced_gradients),
-            (self.kept, self.delayed, 0, 0, 0, 0, 0),
-            (self.logits, 0, 0, 0, 0, 0, 0),
-            # What was published has come with the first forward.
-            (0, 0, self.gathered - self.published, 0, 0, 0, self.under_way - self.published),
+            (0, 0, 0, self.whole_gradients),
+            (self.kept, self.delayed, 0, 0),
+            (self.logits, 0, 0, 0),
+            (0, 0, self.gathered, 0),
         )
 
 
@@ -199,6 +194,25 @@ class RankState:
         muon = muon_step_bytes(matrices, ranks=ranks, step=optimizer.muon, is_narrow=is_narrow)
         return max(optimizer.step_bytes * ends, muon)
 
+    @cached_property
+    def sending_bytes(self) -> float:
+        """The copies of two buckets of whole gradients on their way over the data ranks, or of
+        their parameters when these come back."""
+        layout = self.layout
+        if not self.whole or layout.dp == 1:
+            return 0.0
+        block = self.block_unit
+        bytes_ = float(layout.reduce_bytes * (layout.reduce_bytes != self.master))
+        if self.shards > 1:  # packed first
+            bytes_ = layout.reduce_bytes * (1 + 1 / self.shards) + self.master * bool(bytes_) / 2
+        bucket = self.run.bucket_bytes / self.master * block.padded / block.numel
+        bucket = block.padded * ceil(bucket / block.padded)  # of whole blocks
+        packed = 0.0
+        for stage in self.stages:
+            most = bucket + max(bucket, stage.ends.padded)
+            packed += min(block.padded * stage.blocks + stage.ends.padded, most)
+        return bytes_ * packed
+
     def weights(self, *, has_gradients: bool) -> WeightGradients:
         """What a backward does with the gradients that products make: it drops them where they are
         added to others."""
@@ -207,16 +221,12 @@ class RankState:
         )
         return "kept" if is_kept and not self.whole else "dropped"
 
-    def sent(self, unit: Unit) -> int:
-        """Returns the bytes of a unit's gradients on their way over the data ranks."""
-        return self.layout.reduce_bytes * unit.padded
-
     def reducing(self, unit: Unit, *, is_whole: bool) -> float:
         """A unit's gradients while they are reduced: what is sent, and the new gradients that it is
         made of, beside what arrives; on one shard, where nothing is sent, torch makes copies.
         `is_whole`: they are counted already."""
-        sent = self.sent(unit)
         reduce = self.layout.reduce_bytes
+        sent = reduce * unit.padded
         if is_whole or self.shards == 1:
             return sent * (1 + (self.shards == 1) * (1 if is_whole else 2))
         arrived = (reduce + self.master * (reduce != self.master)) * unit.shard
@@ -281,10 +291,9 @@ class RankState:
         )
         is_counted = not self.whole  # others are at rest
         whole = self.sum_bytes * numel
-        last_reduced = rest if rest.numel else block if part.layers else head
-        # the last unit's are on their way for as long as nobody waits for them
-        if self.reduces_each:
-            whole = self.partial_bytes * shard + self.sent(last_reduced)
+        if self.reduces_each:  # the last unit's are on their way for as long as nobody waits
+            last = rest if rest.numel else block if part.layers else head
+            whole = self.partial_bytes * shard + self.layout.reduce_bytes * last.padded
         splits = schedule_traits(self.layout.schedule).splits_backward
         return RankStage(
             part=part,
@@ -292,7 +301,6 @@ class RankState:
             ends=ends,
             head=head,
             rest=rest,
-            last_reduced=last_reduced,
             needed_by_loss=needed,
             kept=self.kept_by_stage(
                 part, first, self.layout.recompute, self.layout.recompute_every
@@ -300,13 +308,8 @@ class RankState:
             logits=part.head * self.ends.logits,
             delayed=splits * (part.layers * self.block.delayed + part.head * self.ends.delayed),
             gathered=needed + kept_gathered * (self.sharded and not self.frees_forward),
-            half_gradients=self.sum_bytes
-            * (ends.numel - part.head * self.ends.delayed_table)
-            * is_counted,
             whole_gradients=whole * is_counted,
             reduced_gradients=self.master * shard * is_counted,
-            under_way=under_way(run, part) if self.whole and self.layout.dp > 1 else 0.0,
-            published=buckets_of(run, part)[-1].publishing if self.whole else 0.0,
         )
 
 
