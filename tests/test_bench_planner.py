@@ -109,11 +109,6 @@ def test_without_the_peer_one_line_says_what_to_install(
         assert advice in said and said.count("\n") == 1
 
 
-def test_options_that_mean_nothing_here_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["planner", "--rounds", "3"]) == 2
-    assert "--rounds" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(find_spec("llm_analysis") is None, reason="llm-analysis is not installed")
 @pytest.mark.filterwarnings("ignore")  # its own
 def test_llm_analysis_is_told_the_whole_job(published: CaseFile) -> None:

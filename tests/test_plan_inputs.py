@@ -89,10 +89,6 @@ BAD_INPUTS = [
     (f"{ASKED} --fix dp=8", (
         "--fix dp=8: the data ranks are those that tp and pp leave; fix dp_shard"
     )),
-    (f"{ASKED} --full", "--full: is about a recipe; add --emit-recipe plan.yaml"),
-    (f"--model h100 {ON}", (
-        "--model h100: unknown, and the name of another thing; try --gpu h100-80gb"
-    )),
     (f"{ASKED} --fix tp=8 tp=4", "--fix tp=4: tp is given twice"),
     (f"{ASKED} --fix tp=-1", "--fix tp=-1: must be a whole number from 1 on"),
     (f"{ASKED} --fix recompute=some", "--fix recompute=some: must be one of none, selective, full"),

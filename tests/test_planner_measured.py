@@ -195,16 +195,6 @@ def test_parts_of_a_calibrated_step_are_not_negative_and_add_up(host: Cluster) -
         assert cost.parts.total == pytest.approx(cost.step_time_s)
 
 
-def test_recompute_and_microbatches_cost_what_they_were_measured_to(host: Cluster) -> None:
-    plain, full = (predicted_s(host, ParallelConfig(recompute=kind)) for kind in ("none", "full"))
-    # 16 microbatches, 8 blocks, a millisecond each, and the forward again
-    assert full - plain > 16 * 8 * 1e-3
-    fewer = predicted_s(host, ParallelConfig(microbatch_size=4))
-    dispatched = 12 * (8 * TRUE.block + TRUE.microbatch)
-    # there are as many gradients less to accumulate
-    assert dispatched < plain - fewer < 1.5 * dispatched
-
-
 def test_a_file_whose_measurements_are_incomplete_is_refused() -> None:
     tree = yaml.safe_load(hardware_text(worlds(cores=2), date="2026-01-02"))
     del tree["measured"]["processes"][1]["byte_s"]

@@ -20,7 +20,7 @@ from parallel3d.planner.model.spread import Spread, safe_share, spread_of
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.programs import programs
 from parallel3d.planner.published.score import Score
-from parallel3d.planner.search.fastest import rank
+from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.question import Question
 from parallel3d.planner.search.ties import TIE, settle_ties, tied
 from parallel3d.tools.arguments import HARDWARE
@@ -100,7 +100,7 @@ def test_a_layout_that_fills_the_safe_share_fits_with_the_chance_that_was_asked_
 def test_equal_layouts_come_with_less_memory_first() -> None:
     shape, cluster = named_shape("llama3-8b", shape_cards()), load_cluster("h100-80gb", [HARDWARE])
     asked = Question(shape=shape, cluster=cluster, gpus=64, seq_len=8192, global_batch_size=512)
-    found = rank(asked, "throughput", top=10)
+    found = search(asked, top=10)
     settled = settle_ties(found)
     speeds = [each.cost.tokens_per_s_per_gpu for each in settled.strategies]
     equal = tied(settled.strategies)

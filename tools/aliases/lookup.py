@@ -67,11 +67,6 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
     """Returns the error for a name that `find_name` does not find, which offers the nearest, or the
     option that the name belongs to."""
     place = f"hardware {text}" if kind == "hardware" else f"{_OPTIONS[kind]} {text}"
-    for other, option in _OPTIONS.items():
-        if other != kind and (found := find_name(other, text)) is not None:
-            return ConfigError(
-                f"{place}: unknown, and the name of another thing; try {option} {found}"
-            )
     table = _by_plain_name(kind)
     close = [table[each] for each in get_close_matches(_plain(text), table, n=6, cutoff=0.55)]
     near = [*dict.fromkeys(close)][:3]

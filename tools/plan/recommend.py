@@ -15,7 +15,7 @@ from parallel3d.config.rules import validate
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
 from parallel3d.planner.report.page import Plan, page
-from parallel3d.planner.search.fastest import compare, fastest, rank
+from parallel3d.planner.search.fastest import compare, fastest, search
 from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
 from parallel3d.planner.search.space import check_fixed
@@ -65,7 +65,7 @@ def _plan(options: argparse.Namespace, asked: ParsedQuestion) -> Plan:
     # its time
     gc.disable()
     try:
-        found = rank(question, options.objective, top=options.top or _TOP)
+        found = search(question, objective=options.objective, top=options.top or _TOP)
     finally:
         gc.enable()
     if options.objective == "throughput":

@@ -60,7 +60,7 @@ def moments(rank: RankState) -> Iterator[MemorySnapshot]:
     layout = rank.layout
     pipeline = (layout.pp, rank.rank, layout.microbatches, layout.virtual_stages)
     groups, count = moments_of_schedule(layout.schedule, *pipeline, frees_each=rank.frees_each)
-    in_flight = count * rank.block.hidden_local
+    in_flight = float(count * rank.block.hidden_local)
     if schedule_traits(layout.schedule).splits_backward and len(rank.stages) > 1:
         in_flight += rank.sending_bytes  # stages end long before the last one does
     # Bytes of each kind that the numbers of all stages count, and of all kinds together.
@@ -150,9 +150,9 @@ def _backward(
         table = rank.item * ends.table * (of_head == "kept")
         adds = has_some and not rank.reduces_each and (rank.alone or rank.item == 4)
         has_sum = rank.sum_bytes == 4 and (rank.whole or adds)
-        work = ends.head_backward(of_head, has_sum=has_sum)
+        made = ends.head_backward(of_head, has_sum=has_sum)
         gathered = stage.needed_by_loss * (not action.is_gathered)
-        loss = before.plus(buffers=gathered, temporary=max(ends.loss, work + arriving))
+        loss = before.plus(buffers=gathered, temporary=max(ends.loss, made + arriving))
         yield loss._replace(moment="loss")
     before = before._replace(logits=before.logits - stage.logits)
     places = [
@@ -172,7 +172,7 @@ def _backward(
             gathered = in_use + arriving * min(rank.layout.prefetch, max(at, 0))
             if stage.is_tied or at == 0:
                 gathered += rank.item * stage.rest.padded * rank.sharded
-        sent = 0.0  # gradients of the unit before that are on their way
+        sent = 0  # gradients of the unit before that are on their way
         done = 0.0  # the most while the gradients of the unit are reduced or widened
         if reduces:
             done = rank.reducing(unit, is_whole=has_some and not rank.reduces_each) - in_use * frees
@@ -182,7 +182,7 @@ def _backward(
             largest = unit.last if 0 <= at < blocks else min(unit.numel, ends.table)
             done = rank.sum_bytes * unit.numel + rank.item * largest
         if at == blocks:
-            work = table
+            work: float = table
         elif at >= 0:
             made = block.backward(weights, is_recomputed=rank.recomputes)
             work = block.kept + max(made, arriving)

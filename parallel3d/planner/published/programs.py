@@ -165,8 +165,6 @@ def with_options(program: TrainingProgram, said: Callable[[str], bool | None]) -
             "attention_speed": 0.6 * program.attention_speed,
             "fused_weight_gradient": False,
         }
-    if said("launch_blocking"):
-        changes["blocking"] = True
     if (writes_scores := said("softmax_attention")) is not None:
         changes["attention"] = "softmax" if writes_scores else "flash"
     if (dropout := said("dropout")) is not None:

@@ -33,7 +33,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         ],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
         "search": {
-            **{key: getattr(plan.answer, key) for key in ("checked", "fitting")},
+            "checked": plan.answer.checked,
             "seconds": plan.seconds,
         },
         "advice": {

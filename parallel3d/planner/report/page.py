@@ -39,7 +39,6 @@ _MOST_SHOWN = 5
 _RANKED = {
     "throughput": "ranked by tokens per second",
     "memory": "ranked by memory, the leanest layout of each tp and pp, whatever its speed",
-    "cost": "ranked by GPU-hours a token, halves of the cluster among them",
 }
 
 

@@ -1,4 +1,4 @@
-"""The best layouts for a model on a cluster, the fastest, the leanest or the cheapest per token:
+"""The best layouts for a model on a cluster, the fastest or those with the lowest memory:
 the whole space of `ParallelConfig` (`space`), each tp x pp in the order of predicted step time
 (`tp_pp_search`): by a closed form first, the finalists by simulating their schedule."""
 
@@ -20,26 +20,22 @@ from parallel3d.planner.search.ties import settled
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
 
-Objective = Literal["throughput", "memory", "cost"]
+Objective = Literal["throughput", "memory"]
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 _FINALISTS = 20
 _TIED = 4  # ways of cutting a model that may be as fast as the fastest
 _FROM_EACH_WAY = 2
 _SPARE_WAYS = 2
-_FROM_THE_WHOLE = 2
 
 
-def search(question: Question, *, top: int = 10) -> Answer:
+def search(question: Question, *, top: int = 10, objective: Objective = "throughput") -> Answer:
     """The best `top` strategies, each another way of cutting the model: of every tp x pp the best
     that there is in microbatch, virtual stages, split of the data ranks and recompute, which a run
     can change without changing what its ranks hold. Where the question fixes both tp and pp, those
     are what differs.
 
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
-    return _answer(question, _searches(question), top)
-
-
-def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
+    searches = _searches(question)
     found, best = _fastest(question, searches, top)
     rejected = []
     for each in searches:
@@ -50,11 +46,12 @@ def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
             needs = f"{short / GIB:.1f}" if short >= 0.05 * GIB else "under 0.1"
             why = f"needs {needs} GiB more on rank {memory.rank}, most for {largest}"
             rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
+    if objective == "memory" and found:
+        found = _leanest(question, searches, top)
     return Answer(
         strategies=tuple(found),
         rejected=tuple(sorted(rejected, key=lambda each: each.short_bytes)),
         checked=sum(each.checked for each in searches),
-        fitting=sum(each.fitting for each in searches),
     )
 
 
@@ -63,13 +60,8 @@ def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
     return _fastest(question, _searches(question), top)[0]
 
 
-def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
-    """Returns the leanest layout of each tp x pp that fits, the leanest first. Raises ConfigError
-    as `search` does."""
-    return _leanest(question, _searches(question), top)
-
-
 def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[Strategy]:
+    """Returns the layout of each tp x pp that fits with the lowest memory, the lowest first."""
     found: list[Candidate] = []
     # the layouts that are split most are often lean
     for each in sorted(searches, key=lambda each: -each.tp * each.pp):
@@ -106,35 +98,6 @@ def _states_bytes(question: Question) -> float:
     if program.is_parallel3d:
         each = master_bytes(question.precision) + training.state_bytes
     return ROUNDED * each * total_parameters(question.shape)
-
-
-def rank(question: Question, objective: Objective, *, top: int) -> Answer:
-    """Returns the answer with its strategies in the order of an objective. By cost `question.gpus`
-    is the most, and its halves compete, down to the first that is less efficient than its double:
-    with fewer devices the bubble and the traffic of data parallelism shrink, until memory forces
-    what is slower."""
-    searches = _searches(question)
-    answer = _answer(question, searches, top)
-    if objective == "memory" and answer.strategies:
-        return replace(answer, strategies=tuple(_leanest(question, searches, top)))
-    if objective != "cost":
-        return answer
-    found = list(answer.strategies[:_FROM_THE_WHOLE])
-    gpus = question.gpus
-    best = found[0].cost.tokens_per_s_per_gpu if found else 0.0
-    while gpus % 2 == 0:
-        gpus //= 2
-        try:
-            smaller = fastest(replace(question, gpus=gpus))
-        except ConfigError:  # what is fixed, or the batch, does not divide so few
-            continue
-        found.extend(smaller)
-        efficiency = smaller[0].cost.tokens_per_s_per_gpu if smaller else 0.0
-        if efficiency < best:
-            break
-        best = efficiency
-    found.sort(key=lambda each: -each.cost.tokens_per_s_per_gpu)
-    return replace(answer, strategies=tuple(found[:top]))
 
 
 def compare(question: Question, wanted: Fixed) -> Answer | str:

@@ -173,10 +173,9 @@ class Rejected:
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """`strategies`, best first; tp x pp that do not fit are in `rejected`, nearest to fitting
-    first. `checked`, `fitting`: the layouts whose memory was computed, and that fit; all others are
+    first. `checked`: the layouts whose memory was computed; all others are
     slower, or hold too much by a lower bound."""
 
     strategies: tuple[Strategy, ...]
     rejected: tuple[Rejected, ...]
     checked: int
-    fitting: int
