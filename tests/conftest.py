@@ -41,12 +41,23 @@ _PRELOAD = [
 
 
 # A runner that begins one of these last keeps the other one waiting.
-_LONGEST_FIRST = (
-    "distributed.test_parity test_plan_verify distributed.test_local_sgd test_run test_faults "
-    "distributed.test_compiled_training distributed.test_models distributed.test_optimizers "
-    "distributed.test_custom_model test_fake_cuda distributed.test_precision test_layers_dropout "
-    "distributed.test_loss_chunks distributed.test_sharding distributed.test_check_layout"
-).split()
+_LONGEST_FIRST = [
+    "distributed.test_parity",
+    "test_plan_verify",
+    "distributed.test_local_sgd",
+    "test_run",
+    "test_faults",
+    "distributed.test_compiled_training",
+    "distributed.test_models",
+    "distributed.test_optimizers",
+    "distributed.test_custom_model",
+    "test_fake_cuda",
+    "distributed.test_precision",
+    "test_layers_dropout",
+    "distributed.test_loss_chunks",
+    "distributed.test_sharding",
+    "distributed.test_check_layout",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

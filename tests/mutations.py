@@ -1,5 +1,5 @@
 """Plants small faults in a copy of the tree, one after the other, and runs the tests that should
-find each: `python tests/mutations.py [NAME ...]`. Without a name it plants all of them. It exits with 1
+find each: `python tests/mutations.py [NAME ...]`. Without a name it plants all. It exits with 1
 if a fault is not found, and stops with an error if the text that a fault replaces is not there
 exactly once."""
 

@@ -16,7 +16,6 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import Parallel3dError, RankError
 from parallel3d.tools.bench import __main__ as bench
 from parallel3d.tools.bench import converted, data_loading
-from parallel3d.tools.bench import step as step_bench
 from parallel3d.tools.bench.harness import check_agreement
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 from parallel3d.tools.bench.plain_torch.stack import cut_stage
@@ -157,21 +156,15 @@ def test_the_clock_of_a_gpu_reads_events_when_the_last_has_passed(
     assert told == ["record", "work", "work", "record", "synchronize"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_converted_block_and_its_peers_agree(world: Callable, family: str) -> None:
+def test_a_converted_block_and_its_peers_agree(world: Callable) -> None:
     pytest.importorskip(
         "transformers", reason="its blocks are converted: pip install 'parallel3d[dev]'"
     )
-    size = step_bench.StepSize(
-        name="tiny", model=replace(TINY, layers=1), seq_len=8, rounds=1, steps=1
-    )
-    for split, alone in world(2).run(converted.measure_beside_layers, size, family, 1, 1):
-        assert all(
-            timing.cpu_s > 0.0 for each in (*split, *alone) for timing in (each.ours, each.peer)
-        )
-    if family == "llama":
-        for rounds in world(2).run(converted.measure_beside_dtensor, size, 1, 1):
-            assert all(timing.cpu_s > 0.0 for each in rounds for timing in (each.ours, each.peer))
+    size = replace(TINY_SIZE, model=replace(TINY, layers=1), seq_len=8)
+    for split, alone in world(2).run(converted.measure_beside_layers, size, 1, 1):
+        assert min(each.ours.cpu_s for each in (*split, *alone)) > 0
+    for rounds in world(2).run(converted.measure_beside_dtensor, size, 1, 1):
+        assert min(each.ours.cpu_s for each in rounds) > 0
 
 
 def test_ranks_share_a_gpu_each_as_if_on_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
