@@ -5,6 +5,8 @@ VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 PYTHON ?= python3
 RUN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,--constraint constraints-cpu.txt)
+# the longest modules first, as tests/conftest.py orders them
+IN_TWO := -n 2 --dist loadscope --no-loadscope-reorder
 OLDEST_TORCH := 2.11.0
 NEWEST_TORCH := 2.15.0
 INSTALLED := $(VENV)/.parallel3d-installed
@@ -23,24 +25,24 @@ quickstart: $(INSTALLED) ## train a small model on eight local processes: tensor
 
 test: lint ## lint, then every test
 	@echo "==> pytest"
-	@$(RUN)/python -m pytest -n 2 --dist loadscope --durations=10
+	@$(RUN)/python -m pytest $(IN_TWO) --durations=10
 
 test-long: test ## the tests, then what takes long: tests marked so, properties with ten times the examples, the oldest and newest torch
 	@echo "==> pytest -m long"
-	@$(RUN)/python -m pytest -n 2 --dist loadscope -m long
+	@$(RUN)/python -m pytest $(IN_TWO) -m long
 	@echo "==> pytest -m hypothesis, 1000 examples a property"
-	@HYPOTHESIS_PROFILE=long $(RUN)/python -m pytest -n 2 --dist loadscope -m hypothesis
+	@HYPOTHESIS_PROFILE=long $(RUN)/python -m pytest $(IN_TWO) -m hypothesis
 	@$(MAKE) test-torch-$(OLDEST_TORCH) test-torch-$(NEWEST_TORCH)
 
-test-gpu: $(INSTALLED_DEV) ## the acceptance on one GPU; its report goes into docs/gpu.md
+test-gpu: $(INSTALLED_DEV) ## the acceptance on one GPU; what it measures is in build/gpu.xml
 	@echo "==> pytest tests/gpu"
-	@$(RUN)/python -m pytest tests/gpu -m gpu -rs --gpu-report docs/gpu.md -o faulthandler_timeout=300
+	@$(RUN)/python -m pytest tests/gpu -m gpu -rs --junitxml build/gpu.xml -o faulthandler_timeout=300
 
 test-torch-%: # every test on another torch, such as test-torch-2.12.1, in an environment of its own (gigabytes)
 	@echo "==> pytest on torch $* in .venv-torch-$*"
 	@$(PYTHON) -m venv .venv-torch-$*
 	@.venv-torch-$*/bin/python -m pip install --quiet --editable '.[dev]' torch==$*
-	@.venv-torch-$*/bin/python -m pytest -n 2 --dist loadscope
+	@.venv-torch-$*/bin/python -m pytest $(IN_TWO)
 
 docs: $(INSTALLED_DOCS) ## the pages of docs/ as a site with search, in build/docs
 	@echo "==> sphinx"

@@ -1,5 +1,5 @@
-"""Settings of all tests: the profiles of hypothesis, and the fixture `world`. Two runners take one
-file after the other, each with pools of its own."""
+"""Settings of all tests: the profiles of hypothesis, the order of the modules, and the fixture
+`world`. Two runners take one file after the other, each with pools of its own."""
 
 from __future__ import annotations
 
@@ -38,6 +38,35 @@ _PRELOAD = [
     "tests.distributed.world",
     "tests.distributed.training_cases",
 ]
+
+
+# A runner that begins one of these last keeps the other one waiting.
+_LONGEST_FIRST = [
+    "distributed.test_parity",
+    "test_plan_verify",
+    "distributed.test_local_sgd",
+    "test_run",
+    "test_faults",
+    "distributed.test_compiled_training",
+    "distributed.test_models",
+    "distributed.test_optimizers",
+    "distributed.test_custom_model",
+    "test_fake_cuda",
+    "distributed.test_precision",
+    "test_layers_dropout",
+    "distributed.test_loss_chunks",
+    "distributed.test_sharding",
+    "distributed.test_check_layout",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        module = item.nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+        name = module.replace("/", ".")
+        return _LONGEST_FIRST.index(name) if name in _LONGEST_FIRST else len(_LONGEST_FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

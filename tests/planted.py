@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from parallel3d.checkpoint import saver
 from parallel3d.checkpoint.files import PlannedSave
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.positions import PackedDocuments
-from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training import update
@@ -114,13 +114,13 @@ def spoil_a_gradient(model: nn.Module) -> None:
     """Makes one element of the summed gradient of this step NaN on this rank."""
     measure = update.squared_norm
 
-    def spoiled(parameters: Sequence[LocalParameter], axes: Mapping[str, Axis]) -> Tensor:
+    def spoiled(parameters: Sequence[LocalParameter], *rest: Any) -> Tensor:
         update.squared_norm = measure
         own = [p for p in parameters if not p.is_copy]
         gradient = max(own, key=lambda p: (p.name.endswith("mlp.up.weight"), p.name)).local.grad
         assert gradient is not None
         gradient.view(-1)[0] = float("nan")
-        return measure(parameters, axes)
+        return measure(parameters, *rest)
 
     update.squared_norm = spoiled
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,10 +14,8 @@ from torch import Tensor
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import Parallel3dError, RankError
-from parallel3d.tools import clock as clock_module
 from parallel3d.tools.bench import __main__ as bench
 from parallel3d.tools.bench import converted, data_loading
-from parallel3d.tools.bench import step as step_bench
 from parallel3d.tools.bench.harness import check_agreement
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 from parallel3d.tools.bench.plain_torch.stack import cut_stage
@@ -97,28 +93,6 @@ def test_json_has_exactly_the_agreed_fields() -> None:
     assert report["results"][2]["bar"] is None
 
 
-def test_json_output_is_one_object_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        step_bench,
-        "bench_step",
-        lambda options: rows_against_peer(options.case, rounds_of((1.0, 2.0)), 0.4),
-    )
-    assert bench.main(["step", "--json", "--case", "x", "--rounds", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["results"][0]["case"] == "x"
-
-
-def test_help_does_not_import_torch() -> None:
-    program = (
-        "import sys\nfrom parallel3d.tools.bench.__main__ import main\n"
-        "try: main(['--help'])\nexcept SystemExit: sys.exit('torch' in sys.modules)"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
-    )
-
-
 def test_shares_of_the_data_ranks_make_up_the_batch_of_one_process() -> None:
     whole = random_batch(recipe(OVERHEAD, ParallelConfig()), 0, seed=3)
     cut = recipe(OVERHEAD, ParallelConfig(dp_replicate=2, dp_shard=2, tp=2))
@@ -136,16 +110,11 @@ def test_contestants_that_disagree_are_not_timed(wrong: float) -> None:
 
 
 def test_ours_and_torch_agree_and_are_timed_on_two_ranks() -> None:
-    (round_,) = run_ranks(
-        measure, TINY_SIZE, ParallelConfig(tp=2, sequence_parallel=True), 1, 1, world_size=2
-    )
+    parallel = ParallelConfig(tp=2, sequence_parallel=True)
+    (round_,) = run_ranks(measure, TINY_SIZE, parallel, 1, 1, world_size=2)
     assert min(round_.ours.wall_s, round_.ours.cpu_s, round_.peer.wall_s, round_.peer.cpu_s) > 0
-
-
-def test_an_error_of_a_rank_reaches_the_caller() -> None:
-    no_such_peer = ParallelConfig(tp=2, recompute="full")
     with pytest.raises(Parallel3dError, match="without recompute"):
-        run_ranks(measure, TINY_SIZE, no_such_peer, 1, 1, world_size=2)
+        run_ranks(measure, TINY_SIZE, replace(parallel, recompute="full"), 1, 1, world_size=2)
 
 
 def test_stages_one_after_the_other_are_the_whole_model() -> None:
@@ -160,20 +129,6 @@ def test_stages_one_after_the_other_are_the_whole_model() -> None:
     )
     tokens = torch.randint(TINY.vocab, (2, 5))
     assert torch.equal(stages[1](stages[0](tokens)), whole(tokens))
-
-
-def test_the_clock_of_a_cpu_is_read_around_the_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
-    calls: list[str] = []
-
-    def takes(seconds: float, what: str) -> None:
-        now[0] += seconds
-        calls.append(what)
-
-    clock = DeviceClock(torch.device("cpu"))
-    assert clock.seconds(lambda: takes(2.0, "work"), 3, ahead=lambda: takes(50.0, "ahead")) == 2.0
-    assert calls == ["ahead", "work", "work", "work"]
 
 
 def test_the_clock_of_a_gpu_reads_events_when_the_last_has_passed(
@@ -201,21 +156,15 @@ def test_the_clock_of_a_gpu_reads_events_when_the_last_has_passed(
     assert told == ["record", "work", "work", "record", "synchronize"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_converted_block_and_its_peers_agree(world: Callable, family: str) -> None:
+def test_a_converted_block_and_its_peers_agree(world: Callable) -> None:
     pytest.importorskip(
         "transformers", reason="its blocks are converted: pip install 'parallel3d[dev]'"
     )
-    size = step_bench.StepSize(
-        name="tiny", model=replace(TINY, layers=1), seq_len=8, rounds=1, steps=1
-    )
-    for split, alone in world(2).run(converted.measure_beside_layers, size, family, 1, 1):
-        assert all(
-            timing.cpu_s > 0.0 for each in (*split, *alone) for timing in (each.ours, each.peer)
-        )
-    if family == "llama":
-        for rounds in world(2).run(converted.measure_beside_dtensor, size, 1, 1):
-            assert all(timing.cpu_s > 0.0 for each in rounds for timing in (each.ours, each.peer))
+    size = replace(TINY_SIZE, model=replace(TINY, layers=1), seq_len=8)
+    for split, alone in world(2).run(converted.measure_beside_layers, size, 1, 1):
+        assert min(each.ours.cpu_s for each in (*split, *alone)) > 0
+    for rounds in world(2).run(converted.measure_beside_dtensor, size, 1, 1):
+        assert min(each.ours.cpu_s for each in rounds) > 0
 
 
 def test_ranks_share_a_gpu_each_as_if_on_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +194,3 @@ def test_gpus_that_cannot_be_used_are_refused(
         pytest.skip("this machine has a GPU")
     assert bench.main([name, "--device", "cuda"]) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_peer_in_bf16_trains_like_ours_in_bf16() -> None:
-    """The peer computes by autocast in one process, and by `fully_shard`'s own policy on data
-    ranks, as on GPUs."""
-    size = replace(TINY_SIZE, precision="bf16")
-    for parallel in (ParallelConfig(), ParallelConfig(dp_shard=2)):
-        (round_,) = run_ranks(measure, size, parallel, 1, 1, world_size=parallel.world_size)
-        assert round_.ours.wall_s > 0 and round_.peer.wall_s > 0

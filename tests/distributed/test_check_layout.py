@@ -103,10 +103,10 @@ def whole_gradient(
     return ParameterSpec(*args, **kwargs)  # type: ignore[arg-type]
 
 
-def replicated_twice(parameters: list[LocalParameter], axes: dict[str, Axis]) -> Tensor:
+def replicated_twice(parameters: list[LocalParameter], axes: dict[str, Axis], *rest: Any) -> Tensor:
     again = [p for p in parameters if p.spec.dim is None and p.local.grad is not None]
     extra = sum(p.local.grad.double().square().sum() for p in again) / axes["tp"].size  # type: ignore[union-attr]
-    return SQUARED_NORM(parameters, axes) + extra / axes["dp_replicate"].size
+    return SQUARED_NORM(parameters, axes, *rest) + extra / axes["dp_replicate"].size
 
 
 def completed_twice(self: update.GradientSync) -> None:

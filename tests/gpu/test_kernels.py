@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,7 +14,6 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.gradients import add_product
 from parallel3d.layers.parameter import ParallelContext, set_fused_gradients
-from parallel3d.layers.positions import PackedDocuments
 from parallel3d.layers.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -51,8 +43,8 @@ def hidden_states(dtype: torch.dtype) -> Tensor:
     return torch.randn(1, SEQ, HIDDEN, device=GPU, dtype=dtype, requires_grad=True)
 
 
-def step(layer: ParallelAttention, x: Tensor, documents: PackedDocuments | None = None) -> None:
-    layer(x, documents=documents).sum().backward()
+def step(layer: ParallelAttention, x: Tensor) -> None:
+    layer(x).sum().backward()
     for tensor in (x, *layer.parameters()):
         tensor.grad = None
 
@@ -76,25 +68,6 @@ def test_attention_never_writes_the_scores(
     assert measured("peak GiB", peak_gib(work)) <= 0.6 * dtype.itemsize
     names = {kernel.name for kernel in kernels_of(work)}
     assert not [name for name in names if "softmax" in name.lower()]
-
-
-def test_new_lengths_of_packed_sequences_cost_no_compilation(measured: Measure) -> None:
-    layer, x = attention(torch.bfloat16), hidden_states(torch.bfloat16)
-    draw = random.Random(0)
-    first: list[float] = []
-    again: list[float] = []
-    for number in range(21):
-        ids = torch.zeros(1, SEQ)
-        ids[0, draw.sample(range(SEQ), 15)] = 1
-        documents = PackedDocuments.ended_by(1, ids).moved(Tensor.cuda)
-        for times in (first, again):
-            torch.cuda.synchronize()
-            start_s = time.perf_counter()
-            step(layer, x, documents)
-            torch.cuda.synchronize()
-            if number > 0:  # the first one loads kernels
-                times.append(time.perf_counter() - start_s)
-    assert measured("more ms", (median(first) - median(again)) * 1e3) <= 25.0
 
 
 @pytest.mark.parametrize("size", GPU_SIZES, ids=lambda size: size.name)
@@ -161,19 +134,3 @@ def test_gradients_are_summed_in_float32(measured: Measure) -> None:
     assert embedding.weight.grad is not None
     row = embedding.weight.grad[3]
     assert measured("embedding", error(row, gradient[0].double().sum(0))) <= 2.0**-8
-
-
-def test_calibration_finds_the_speed_of_attention(tmp_path: Path, measured: Measure) -> None:
-    path = tmp_path / "measured.yaml"
-    options = ["--quick", "--ranks", "1", "--device", "cuda", "-o", str(path)]
-    subprocess.run(
-        [sys.executable, "-m", "parallel3d.tools.plan", "calibrate", *options], check=True
-    )
-    process = yaml.safe_load(path.read_text())["measured"]["processes"][1]
-    rates = {tuple(sizes): rate for *sizes, rate in process["attention"]["bf16"]["forward"]}
-    for length in (2048, 8192):
-        q, k, v = torch.randn(3, 1, HEADS, length, 128, device=GPU, dtype=torch.bfloat16)
-        work = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        work()
-        rate = 0.5 * 4 * HEADS * length**2 * 128 / CLOCK.seconds(work, 10)
-        assert measured(f"{length} keys", rates[length, 128] / rate) >= 0.6

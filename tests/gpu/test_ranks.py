@@ -4,11 +4,9 @@ own: the communicators, streams and kernels of NCCL are real, and its speed says
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +18,7 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
 from parallel3d.errors import RankError
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous, process_group
-from parallel3d.recipes import pretrain
 from parallel3d.tools.bench.step import random_batch
-from parallel3d.tools.clock import DeviceClock
 from parallel3d.tools.local_ranks import device_of_rank, own_device, run_ranks
 from tests.gpu.conftest import Measure
 from tests.gpu.training import (
@@ -49,18 +45,6 @@ LAYOUTS = {
     "1f1b, pp 3": ParallelConfig(pp=3),
     "1f1b, tp 2 x pp 2": ParallelConfig(tp=2, pp=2),
 }
-
-
-def uses_cuda() -> tuple[bool, float]:
-    return torch.cuda.is_initialized(), float(torch.ones(8, device="cuda").sum())
-
-
-def test_the_fork_server_does_not_touch_cuda() -> None:
-    """A process forked after CUDA has started could not use it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*pretrain._PRELOAD, __name__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        assert pool.submit(uses_cuda).result() == (False, 8.0)
 
 
 def sum_of_ranks() -> float:
@@ -151,41 +135,3 @@ def test_a_rank_that_fails_ends_all(
     assert status == RankError.exit_status
     assert outcome["rank"] == 1 and cause in outcome["reason"]
     assert measured("s to the end", took_s) <= 20.0
-
-
-def beside_a_receive(done: Path) -> tuple[float, float, float]:
-    """Returns, on rank 0, the seconds of a matmul without and with a posted receive, and those of a
-    small kernel with it. Rank 1 sends after that, or after some seconds."""
-    device, clock = own_device("cuda"), DeviceClock(own_device("cuda"))
-    x, message = torch.randn(8192, 8192, device=device), torch.ones(4, device=device)
-    if dist.get_rank() == 1:
-        dist.send(message, 0)  # the first message makes the communicator
-        for _ in range(300):
-            if not done.exists():
-                time.sleep(0.02)
-        dist.send(message, 0)
-        return 0.0, 0.0, 0.0
-    dist.recv(message, 1)
-    for _ in range(2):
-        x @ x
-        float(torch.tanh(x[:8, :8]).sum())
-    alone_s = clock.seconds(lambda: x @ x, 3)
-    receive = dist.irecv(message, 1)
-    assert receive is not None
-    beside_s = clock.seconds(lambda: x @ x, 3)
-    start = time.perf_counter()
-    float(torch.tanh(x[:8, :8]).sum())
-    small_s = time.perf_counter() - start
-    done.touch()
-    receive.wait()
-    return alone_s, beside_s, small_s
-
-
-@pytest.mark.usefixtures("nccl")
-def test_kernels_run_while_a_receive_waits_for_its_sender(
-    tmp_path: Path, measured: Measure
-) -> None:
-    done = tmp_path / "done"
-    alone_s, beside_s, small_s = run_ranks(beside_a_receive, done, world_size=2, device="cuda")
-    measured("matmul beside a receive / alone", beside_s / alone_s)
-    assert measured("s of a small kernel", small_s) <= 1.0

@@ -40,7 +40,7 @@ benchmarks:
   local_sgd  two replicas that synchronise every 20 steps, against two that sum gradients in every step, on the
          quickstart's model, data and tokens: the validation loss at the end, and what crosses between replicas
   pipeline  the pipeline's runtime alone, against torch.distributed.pipelining on the same stages and schedule; the
-         bubble as measured, against the simulated one; the memory of 200 steps
+         bubble as measured, against the simulated one
   planner  the planner's errors on published runs, against those of two other planners on the same runs
   step   a training step in several layouts, against torch's own stack in the same layout (parallelize_module,
          fully_shard, torch.distributed.pipelining) and against a plain torch loop in one process

@@ -1,6 +1,6 @@
-"""Blocks of transformers' Llama and GPT-2, made tensor-parallel by their tables, beside the same
-blocks of this library's layers; and Llama's beside DTensor's plan of the same block of
-transformers. All start from the same weights; outputs and input gradients must agree before
+"""A block of transformers' Llama, made tensor-parallel by its table, beside the same block of this
+library's layers, and beside DTensor's plan of the same block of transformers. All start from the
+same weights; outputs and input gradients must agree before
 anything is timed. The converted blocks and the layers add gradients in place
 (`set_fused_gradients`), which DTensor's plan has no setting for."""
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +26,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallel3d.config.recipe import ModelConfig
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import named_specs, set_fused_gradients
 from parallel3d.mesh import Axis
-from parallel3d.models.gpt import GPT
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut
 from parallel3d.tools.bench.harness import Case, Step, TimedCase, check_agreement, time_in_turn
@@ -40,21 +37,14 @@ from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of, row
 from parallel3d.tools.bench.step import StepSize
 from parallel3d.tools.local_ranks import run_ranks
 
-Family = Literal["llama", "gpt2"]
 Forward = Callable[[Tensor], Tensor]
 LAYERS_BAR = 1.05  # processor time, converted / this library's layers
 _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)
-_NAMES: dict[Family, dict[str, str]] = {  # a name of transformers by that of this library's
-    "llama": {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
-        **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
-    },
-    "gpt2": {
-        **{"attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.o": "attn.c_proj"},
-        **{"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
-    },
+_NAMES = {  # a name of transformers by that of this library's
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 
 
@@ -66,10 +56,8 @@ def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -
         return {}
     cases: dict[str, Case] = {}
     for size in sizes:
-        families: tuple[Family, ...] = ("llama", "gpt2")
-        for family in families:
-            name = f"converted {family} block of {size.name}: tp 2, beside the layers"
-            cases[name] = partial(bench_beside_layers, name, size, family)
+        name = f"converted llama block of {size.name}: tp 2, beside the layers"
+        cases[name] = partial(bench_beside_layers, name, size)
         name = (
             f"converted llama block of {size.name}: tp 2, gradients in place, beside DTensor's plan"
         )
@@ -84,14 +72,12 @@ def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -
     return cases
 
 
-def bench_beside_layers(
-    name: str, size: StepSize, family: Family, options: Options
-) -> list[ResultRow]:
+def bench_beside_layers(name: str, size: StepSize, options: Options) -> list[ResultRow]:
     """Compares the processor time of both at tp 2, and what tp 2 costs each of them beside its own
     block on one process: transformers' forward is not that of the layers, and splitting a block
     leaves it as slow as it was."""
     rounds, steps = options.rounds or size.rounds, options.steps or size.steps
-    split, alone = run_ranks(measure_beside_layers, size, family, rounds, steps, world_size=2)
+    split, alone = run_ranks(measure_beside_layers, size, rounds, steps, world_size=2)
     on_one_process = [(one.ours.cpu_s, one.peer.cpu_s) for one in alone]
     costs = [
         (tp.ours.cpu_s / ours, tp.peer.cpu_s / peer)
@@ -105,20 +91,18 @@ def bench_beside_layers(
 
 
 def measure_beside_layers(
-    size: StepSize, family: Family, rounds: int, steps: int
+    size: StepSize, rounds: int, steps: int
 ) -> tuple[list[Round], list[Round]]:
     """Runs on every rank, and times four blocks in turn: a converted one and that of the layers, at
     tp 2, and both unsplit on rank 0 alone, for which the other waits."""
     tp = init_device_mesh("cpu", (2,))
-    whole, converted = foreign(size, family), foreign(size, family)
-    weights = weights_of(whole, family)
+    whole, converted = foreign(size), foreign(size)
+    weights = weights_of(whole)
     tensor_parallelize(converted, tp, check=False)
     set_fused_gradients(converted, True)
-    at_tp = steps_of(
-        size, forward_of(converted, family, size.seq_len), own_layers(size, family, tp, weights)
-    )
-    alone = steps_of(
-        size, forward_of(whole, family, size.seq_len), own_layers(size, family, None, weights)
+    at_tp, alone = (
+        steps_of(size, forward_of(block, size.seq_len), own_layers(size, mesh, weights))
+        for block, mesh in ((converted, tp), (whole, None))
     )
     if dist.get_rank() > 0:
         alone = (lambda _: None, lambda _: None)
@@ -133,10 +117,10 @@ def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Roun
     """Runs on every rank, and times a converted Llama block and the one that DTensor lays out,
     whose gradients go through autograd, in turn."""
     tp = init_device_mesh("cpu", (2,))
-    peer, converted = by_dtensor(foreign(size, "llama"), tp), foreign(size, "llama")
+    peer, converted = by_dtensor(foreign(size), tp), foreign(size)
     tensor_parallelize(converted, tp, check=False)
     set_fused_gradients(converted, True)
-    ours, theirs = (forward_of(each, "llama", size.seq_len) for each in (converted, peer))
+    ours, theirs = (forward_of(each, size.seq_len) for each in (converted, peer))
     return time_in_turn(*steps_of(size, ours, theirs), rounds=rounds, steps=steps)
 
 
@@ -160,92 +144,45 @@ def steps_of(size: StepSize, ours: Forward, peer: Forward) -> tuple[Step, Step]:
     return lambda _: step(ours), lambda _: step(peer)
 
 
-def foreign(size: StepSize, family: Family) -> nn.Module:
-    """Returns a model of transformers with one block and no dropout, the same on every rank."""
+def foreign(size: StepSize) -> nn.Module:
+    """Returns a Llama of transformers with one block, the same on every rank."""
     transformers: Any = import_module("transformers")
     model = size.model
     torch.manual_seed(0)
-    if family == "llama":
-        llama = transformers.LlamaConfig(
-            **{
-                "hidden_size": model.hidden,
-                "intermediate_size": model.ffn_hidden,
-                "num_hidden_layers": 1,
-            },
-            **{"num_attention_heads": model.heads, "num_key_value_heads": model.key_value_heads},
-            **{
-                "vocab_size": model.vocab,
-                "rms_norm_eps": model.norm_eps,
-                "max_position_embeddings": size.seq_len,
-            },
-            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-        )
-        whole: nn.Module = transformers.LlamaForCausalLM(llama)
-        return whole
-    gpt2 = transformers.GPT2Config(
-        **{
-            "n_embd": model.hidden,
-            "n_inner": model.ffn_hidden,
-            "n_layer": 1,
-            "n_head": model.heads,
-        },
-        **{
-            "vocab_size": model.vocab,
-            "n_positions": size.seq_len,
-            "layer_norm_epsilon": model.norm_eps,
-        },
-        **{
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
+    config = transformers.LlamaConfig(
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn_hidden,
+        num_hidden_layers=1,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.key_value_heads,
+        vocab_size=model.vocab,
+        rms_norm_eps=model.norm_eps,
+        max_position_embeddings=size.seq_len,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
     )
-    other: nn.Module = transformers.GPT2LMHeadModel(gpt2)
-    return other
+    llama: nn.Module = transformers.LlamaForCausalLM(config)
+    return llama
 
 
-def forward_of(model: Any, family: Family, seq_len: int) -> Forward:
+def forward_of(model: Any, seq_len: int) -> Forward:
     """Returns the forward of the model's block, with its rotary positions made beforehand."""
-    if family == "gpt2":
-        return model.transformer.h[0]
     positions = model.model.rotary_emb(torch.zeros(1), torch.arange(seq_len).unsqueeze(0))
     block: nn.Module = model.model.layers[0]
     return lambda x: block(x, position_embeddings=positions)
 
 
-def weights_of(model: nn.Module, family: Family) -> dict[str, Tensor]:
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns copies of the block's weights under this library's names."""
-    block = model.get_submodule("model.layers.0" if family == "llama" else "transformer.h.0")
-    found = {name: tensor.detach().clone() for name, tensor in block.named_parameters()}
-    if family == "gpt2":  # Conv1D's weights are [in, out], and q, k and v are one
-        found = {name: tensor.t() if tensor.ndim == 2 else tensor for name, tensor in found.items()}
-    weights = {
-        f"layers.0.{ours}.{kind}": found[f"{theirs}.{kind}"]
-        for ours, theirs in _NAMES[family].items()
-        for kind in ("weight", "bias")
-        if f"{theirs}.{kind}" in found
+    block = model.get_submodule("model.layers.0")
+    return {
+        f"layers.0.{ours}.weight": block.get_parameter(f"{theirs}.weight").detach().clone()
+        for ours, theirs in _NAMES.items()
     }
-    for kind in ("weight", "bias") if family == "gpt2" else ():
-        parts = found[f"attn.c_attn.{kind}"].chunk(3)
-        weights |= {
-            f"layers.0.attention.{name}.{kind}": part
-            for name, part in zip("qkv", parts, strict=True)
-        }
-    return weights
 
 
-def own_layers(
-    size: StepSize, family: Family, tp: DeviceMesh | None, weights: dict[str, Tensor]
-) -> nn.Module:
+def own_layers(size: StepSize, tp: DeviceMesh | None, weights: dict[str, Tensor]) -> nn.Module:
     """Returns the same block of this library's layers."""
-    config: ModelConfig = size.model
-    if family == "gpt2":
-        config = replace(
-            config, architecture="gpt", kv_heads=config.heads, max_positions=size.seq_len
-        )
-    block = cut((Llama if family == "llama" else GPT)(config, tp=tp), _MIDDLE)
+    block = cut(Llama(size.model, tp=tp), _MIDDLE)
     set_fused_gradients(block, True)
     with torch.no_grad():
         for name, spec in named_specs(block):

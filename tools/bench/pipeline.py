@@ -5,16 +5,14 @@ optimizer.
 Losses and gradients must agree before anything is timed. Two sizes: `overhead`, whose stages have
 next to nothing to compute, and `compute`, where matrix products rule. Then the bubble, in % of all
 rank-time: ours is the measured share, and the peer what the simulator says of the same schedule
-with the actions' own median times. Last the memory of 200 steps, which must not grow.
+with the actions' own median times.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -49,9 +47,6 @@ from parallel3d.tools.local_ranks import own_device, run_ranks
 
 BUBBLE_STEPS = 7
 BUBBLE_POINTS = 5.0  # by which the measured bubble may differ
-MEMORY_STEPS = 200
-MEMORY_BAR = 1.01  # resident memory after the steps, over that before them
-_PAGE_MIB = 4096 / 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +130,6 @@ def bench_pipeline(options: Options) -> list[ResultRow]:
         case = PipelineCase(size=compute, schedule=schedule, pp=2, virtual_stages=stages)
         name = f"bubble: {schedule}, pp {case.pp}, measured against simulated"
         cases[name] = partial(_bubble, name, case)
-    case = PipelineCase(size=overhead, schedule="1f1b", pp=2)
-    name = f"memory: {MEMORY_STEPS} steps of {case.name}, after against before"
-    cases[name] = partial(_memory, name, case)
     return run_cases(cases, options)
 
 
@@ -147,22 +139,6 @@ def _bubble(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
     steps, device = options.steps or BUBBLE_STEPS, case.size.device
     found = run_ranks(measure_bubble, case, steps, world_size=case.pp, device=device)
     return [row_of(name, "bubble_percent", [found], bar=(found[1] + BUBBLE_POINTS) / found[1])]
-
-
-def _memory(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
-    if lacks_devices(case.size.device, case.pp):
-        return []
-    after_and_before = run_ranks(
-        measure_memory, case, MEMORY_STEPS, world_size=case.pp, device=case.size.device
-    )
-    return [
-        row_of(
-            name,
-            "rss_mib" if case.size.device == "cpu" else "allocated_mib",
-            [after_and_before],
-            bar=MEMORY_BAR,
-        )
-    ]
 
 
 def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
@@ -198,24 +174,6 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
         pairs.append((100 * measured.bubble_fraction, 100 * simulated.bubble_fraction))
     pairs.sort(key=lambda pair: pair[0] - pair[1])
     return pairs[len(pairs) // 2]
-
-
-def measure_memory(case: PipelineCase, steps: int) -> tuple[float, float]:
-    """Returns the memory of both ranks together, in MiB, after and before so many steps: what is
-    resident, or allocated on a GPU. Some steps go before, to warm up."""
-    stages, device = own_stages(case), own_device(case.size.device)
-    step, resident = _from_no_gradients(build_ours(case, stages), stages), []
-    for count in (20, steps):
-        for index in range(count):
-            step(index)
-        gc.collect()
-        mib = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_MIB
-        if device.type == "cuda":
-            mib = torch.cuda.memory_allocated(device) / 2**20
-        total = torch.tensor(mib, device=device)
-        dist.all_reduce(total)
-        resident.append(total.item())
-    return resident[1], resident[0]
 
 
 def own_stages(case: PipelineCase) -> list[nn.Module]:

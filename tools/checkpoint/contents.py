@@ -66,8 +66,8 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
 
 def _no_checkpoint(path: Path) -> ConfigError:
     return ConfigError(
-        f"CKPT = {path}: has no whole checkpoint; try a .../step_00000100 folder, or the folder of a run that has "
-        "saved"
+        f"CKPT = {path}: has no whole checkpoint; try a .../step_00000100 folder, or the folder of "
+        "a run that has saved"
     )
 
 
