@@ -84,34 +84,6 @@ def test_a_run_that_the_peer_cannot_express_is_left_out_of_both(published: CaseF
     assert (memory.case, memory.bar) == ("m (3 of 4 runs)", 1.0)
 
 
-def test_runs_that_are_counted_apart_and_duplicates_are_no_runs(published: CaseFile) -> None:
-    one = published.cases[0]
-    apart, twice = replace(one, id="a", apart="float8"), replace(one, id="b", tags=("duplicate",))
-    both, left_out = same_runs(CaseFile(cases=(one, apart, twice), skipped=()), StandIn())
-    assert [case.id for case in both.cases] == [one.id] and not left_out
-
-
-def test_a_peer_to_whom_everything_fits_is_wrong_of_half(published: CaseFile) -> None:
-    ran = [
-        measured(case, step=1.0, memory=1.0)
-        for case in published.cases[:3]
-        if predict_case(case).fits
-    ]
-    too_large = next(
-        case for case in published.cases if case.measured.status == "oom" and not case.apart
-    )
-    file = CaseFile(cases=(*ran, too_large), skipped=())
-    told = row(
-        "f",
-        MEMORY[1],
-        score(file, lambda case: predict_case(case)),
-        score(file, StandIn().predict),
-        of=4,
-    )
-    assert not predict_case(too_large).fits and len(ran) == 3
-    assert (told.ours, told.peer, told.unit) == (0.0, 50.0, "balanced_error_percent")
-
-
 def test_a_case_that_a_peer_cannot_answer_after_all_is_an_error(published: CaseFile) -> None:
     """A peer that answers fewer cases would be judged by fewer runs than ours."""
 
@@ -135,11 +107,6 @@ def test_without_the_peer_one_line_says_what_to_install(
         assert bench.main(["planner", "--case", case]) == 2
         said = capsys.readouterr().err
         assert advice in said and said.count("\n") == 1
-
-
-def test_options_that_mean_nothing_here_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["planner", "--rounds", "3"]) == 2
-    assert "--rounds" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_spec("llm_analysis") is None, reason="llm-analysis is not installed")

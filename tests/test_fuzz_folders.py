@@ -93,7 +93,7 @@ def command(draw: random.Random, here: Path) -> tuple[Main, list[str]]:
     if kind == "merge":
         return data_command.main, ["merge", word(), "tokens", "--out", word()]
     asked = ["--model", "tiny.yaml", "--gpu", "cpu", "--gpus", "1"]
-    return plan_command.main, [*asked, "--emit-recipe", word(), "--html", word()]
+    return plan_command.main, [*asked, "--emit-recipe", word()]
 
 
 def snapshot(top: Path) -> dict[Path, bytes]:

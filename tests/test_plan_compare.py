@@ -68,15 +68,6 @@ def test_the_median_without_the_first_line_is_compared_with_the_plan(tmp_path: P
     assert predicted < worst_rank(found.run).total / 2**30 - 0.5
 
 
-def test_steps_of_a_growing_batch_do_not_count(tmp_path: Path) -> None:
-    grows = replace(
-        RECIPE.train, batch_warmup_start=4, batch_warmup_increment=4, batch_warmup_steps=25
-    )
-    run = run_of(tmp_path, [9.0, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5], replace(RECIPE, train=grows))
-    assert compare(run, find_cluster("a100")).measured.lines == 3
-    assert compare(run, find_cluster("a100")).measured.step_time_s == 0.5
-
-
 def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) -> None:
     """The MFU of a run is the share of its own device's peak: here of an A100's 312 TFLOP/s, or of
     none known."""

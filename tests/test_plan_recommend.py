@@ -32,9 +32,9 @@ PAGES = {
         "--model llama3-70b --gpu h100 --gpus 512 --seq-len 8192 --global-batch 1024 --tokens 2T "
         "--price 2.5 --why tp=8,pp=2"
     ),
-    "gpt2_padded_cost": (
+    "gpt2_padded": (
         "--model gpt2-large --gpu a100 --gpus 16 --seq-len 1024 --global-batch 256 --fix tp=4 "
-        "--objective cost --why tp=3"
+        "--why tp=3"
     ),
     "nothing_fits": TOO_LARGE,
     "recompute_memory": (
@@ -110,19 +110,6 @@ def test_the_page_is_what_it_was(name: str, capsys: Said) -> None:
     assert max(len(line) for line in lines if not line.startswith("next ")) <= 100
 
 
-def test_a_terminal_shows_the_winner_in_bold_unless_colours_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: Said
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert run(SMALL) == 0
-    assert "\033[1m> 1" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert run(SMALL) == 0
-    assert "\033" not in capsys.readouterr().out
-
-
 def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
     said = answer(
         f"{SMALL} --fix tp=2 --max-pp 4 --tokens 300B --price 2 --gpu-memory 80GB", capsys
@@ -168,20 +155,13 @@ def test_where_nothing_fits_it_says_what_would_and_ends_with_3(capsys: Said) -> 
     assert any("b200" in line for line in said["advice"]["remedies"])
 
 
-@pytest.mark.parametrize("objective", ["memory", "cost"])
-def test_an_objective_changes_the_order(objective: str, capsys: Said) -> None:
+def test_an_objective_changes_the_order(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --gpus 128 --seq-len 4096 --global-batch 128"
-    usual = answer(asked, capsys)["strategies"]
-    other = answer(f"{asked} --objective {objective}", capsys)["strategies"]
-    if objective == "memory":
-        sizes = [each["memory_gib"]["total"] for each in other]
-        assert sizes == sorted(sizes) and sizes[0] < min(
-            each["memory_gib"]["total"] for each in usual
-        )
-    else:
-        speeds = [each["tokens_per_s_per_gpu"] for each in other]
-        assert speeds == sorted(speeds, reverse=True) and other[0]["gpus"] < 128
-        assert speeds[0] > usual[0]["tokens_per_s_per_gpu"]
+    usual, other = (
+        [each["memory_gib"]["total"] for each in answer(words, capsys)["strategies"]]
+        for words in (asked, f"{asked} --objective memory")
+    )
+    assert other == sorted(other) and other[0] < min(usual)
 
 
 def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
@@ -200,18 +180,6 @@ def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
     best = slower["strategies"][0]["parallel"]
     assert run(f"{asked} --why tp={best['tp']} pp={best['pp']} dp_shard={best['dp_shard']}") == 0
     assert "it is layout 1" in capsys.readouterr().out
-
-
-def test_a_recipe_gives_what_is_not_said(capsys: Said) -> None:
-    asked = answer("--model quickstart --gpu cpu", capsys)["input"]
-    assert (asked["gpus"], asked["seq_len"], asked["global_batch_size"], asked["precision"]) == (
-        8,
-        128,
-        16,
-        "fp32",
-    )
-    assert run("--model quickstart --gpu cpu --gpus 2 --seq-len 64") == 0
-    assert "train.seq_len=64" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_it_answers_without_torch_or_numpy() -> None:

@@ -30,13 +30,6 @@ def test_each_size_is_what_recommend_says_of_it(capsys: Said) -> None:
         assert size["none"] is None
 
 
-def test_a_size_without_an_answer_says_why_and_stops_no_other(capsys: Said) -> None:
-    sizes = tree(f"sweep {ASKED} --gpus 1,16,131 --fix recompute=none", capsys)["sizes"]
-    assert [size["strategy"] is None for size in sizes] == [True, False, True]
-    assert "GiB are missing in the leanest layout" in sizes[0]["none"]
-    assert "131" in sizes[2]["none"]
-
-
 def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
     asked = f"sweep {ASKED} --gpus 8-64 --tokens 300B --price 2"
     sizes = tree(asked, capsys)["sizes"]

@@ -12,9 +12,7 @@ from parallel3d.models import shape_cards
 from parallel3d.optimizers.step_bytes import MuonCosts
 from parallel3d.planner.hardware.cluster import Cluster, axis_group, load_cluster
 from parallel3d.planner.hardware.program import PARALLEL3D
-from parallel3d.planner.memory.ranks import memory_by_rank, quick_worst_bytes, worst_rank
 from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.published.programs import programs
@@ -113,30 +111,3 @@ def test_the_causes_add_up_to_the_step(a100: Cluster) -> None:
         cost.step_time_s
     )
     assert all(getattr(cost.parts, part.name) >= 0 for part in fields(cost.parts))
-
-
-def test_mfu_is_the_stated_definition(a100: Cluster) -> None:
-    work = run(a100, dp_shard=8, microbatches=4)
-    cost = step_cost(work)
-    flops = work.tokens_per_step * model_flops_per_token(work.shape, work.seq_len)
-    assert cost.mfu == pytest.approx(flops / cost.step_time_s / 8 / 312e12)
-
-
-def test_recompute_trades_time_for_memory(a100: Cluster) -> None:
-    none = run(
-        a100, dp_shard=8, microbatches=2, parameter_shards=8, gradient_shards=8, optimizer_shards=8
-    )
-    full = replace(none, layout=replace(none.layout, recompute="full"))
-    assert worst_rank(full).activations < 0.2 * worst_rank(none).activations
-    assert 1.2 < step_cost(full).step_time_s / step_cost(none).step_time_s < 1.4
-
-
-def test_the_quick_worst_rank_is_the_worst_rank(a100: Cluster) -> None:
-    for pp, virtual in ((1, 1), (3, 1), (4, 2), (8, 4), (5, 1)):
-        work = run(
-            a100, pp=pp, virtual_stages=virtual, schedule="interleaved_1f1b" if virtual > 1 else (
-                "1f1b"
-            ),
-            microbatches=4 * pp,
-        )  # fmt: skip
-        assert quick_worst_bytes(work) == max(memory.total for memory in memory_by_rank(work))

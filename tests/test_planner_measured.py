@@ -19,9 +19,7 @@ from parallel3d.planner.hardware.calibration import (
 )
 from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
 from parallel3d.planner.time.block import block_times
-from parallel3d.planner.time.pipeline import pipeline_s
 from parallel3d.planner.time.roofline import Kernels
-from parallel3d.timeline.simulate import StageTimes
 from parallel3d.tools.calibrate import check as check
 from parallel3d.tools.calibrate.fit import ANY, Times, larger_job, overheads, process_tree
 from parallel3d.tools.calibrate.hardware_file import hardware_text
@@ -29,7 +27,6 @@ from parallel3d.tools.calibrate.probes import (
     LAYERS,
     MICROBATCHES,
     ON_CPU,
-    ON_GPU,
     TINY,
     LargerRuns,
     Probe,
@@ -156,21 +153,6 @@ def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
     assert measured.ranks[2].action_s == pytest.approx(1e-4, rel=1e-3)
 
 
-def test_a_device_that_hides_its_dispatch_is_not_paid_for_it_twice() -> None:
-    """On a GPU a block takes the longer of its kernels and their dispatch: nothing is subtracted
-    from the kernels'."""
-    times = times_alone(ON_GPU, ON_GPU.parameters)
-    tree = process_tree(kernels(ON_GPU), times, ON_GPU)
-    assert tree["byte_s"] == pytest.approx(BYTE_S, rel=1e-6)
-    assert tree["gradient_s"] == pytest.approx(GRADIENT_S, rel=1e-6)
-    assert tree["overhead"]["block"] == pytest.approx(TRUE.block, rel=1e-6)
-    assert (
-        process_tree(kernels(ON_GPU), times, replace(ON_GPU, synchronous=True))["gradient_s"]
-        < 0.999 * GRADIENT_S
-    )
-    assert {recipe.train.precision for recipe in probes(1, ON_GPU).values()} == {"bf16"}
-
-
 def test_more_ranks_than_cores_take_longer_and_two_do_not(host: Cluster) -> None:
     """Twice the ranks on the same cores do the same work in about the same time, twice over per
     rank."""
@@ -187,25 +169,6 @@ def test_parts_of_a_calibrated_step_are_not_negative_and_add_up(host: Cluster) -
         cost = check.Strategy(question, parallel).cost
         assert all(value >= 0 for value in vars(cost.parts).values()), parallel
         assert cost.parts.total == pytest.approx(cost.step_time_s)
-
-
-def test_recompute_and_microbatches_cost_what_they_were_measured_to(host: Cluster) -> None:
-    plain, full = (
-        check.predicted_s(host, ParallelConfig(recompute=kind)) for kind in ("none", "full")
-    )
-    # 16 microbatches, 8 blocks, a millisecond each, and the forward again
-    assert full - plain > 16 * 8 * 1e-3
-    fewer = check.predicted_s(host, ParallelConfig(microbatch_size=4))
-    dispatched = 12 * (8 * TRUE.block + TRUE.microbatch)
-    # there are as many gradients less to accumulate
-    assert dispatched < plain - fewer < 1.5 * dispatched
-
-
-def test_half_the_processors_take_between_the_work_and_twice_as_long() -> None:
-    times = [StageTimes(forward=1.0, input=1.0, weight=1.0)] * 4
-    alone, shared = (pipeline_s("1f1b", 4, 16, times, at_once=at_once) for at_once in (4.0, 2.0))
-    assert max(alone, 16 * 4 * 3.0 / 2) <= shared <= 2 * alone
-    assert pipeline_s("1f1b", 4, 16, times, at_once=1.0) == pytest.approx(16 * 4 * 3.0)
 
 
 def test_a_file_whose_measurements_are_incomplete_is_refused() -> None:

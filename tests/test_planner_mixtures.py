@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.memory.ranks import memory_by_rank, worst_rank
-from parallel3d.planner.model.experts import Experts
-from parallel3d.planner.model.foreign import foreign_notes, foreign_shape
+from parallel3d.planner.model.foreign import foreign_shape
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import (
     active_parameters,
@@ -27,7 +25,6 @@ from parallel3d.planner.published.programs import named_program
 from parallel3d.planner.published.score import score
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.question import Fixed, Question
-from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 
 CASES = Path(__file__).parents[1] / "tools/cases/mixtures.json"
@@ -143,16 +140,6 @@ def test_a_config_json_gives_the_shape_with_that_name(name: str) -> None:
     assert foreign_shape(FILES[name], name, Path("config.json")) == expected
 
 
-def test_what_a_config_json_says_and_a_shape_cannot_is_told() -> None:
-    assert [*foreign_notes(MIXTRAL)] == []
-    assert [note.split()[0] for note in foreign_notes(DEEPSEEK)] == ["num_nextn_predict_layers"]
-    assert "images" in next(foreign_notes(GEMMA3)) and "softcapping" in next(foreign_notes(GEMMA2))
-    with pytest.raises(ConfigError, match="mlp_only_layers"):
-        foreign_shape({**QWEN3_MOE, "mlp_only_layers": [3]}, "x", Path("config.json"))
-    with pytest.raises(ConfigError, match='c.json: num_experts = "many": must be a whole number'):
-        foreign_shape({**QWEN3_MOE, "num_experts": "many"}, "x", Path("c.json"))
-
-
 def test_flops_count_the_experts_of_a_token_alone_and_keys_within_a_window() -> None:
     shape = named_shape("mixtral-8x7b", {})
     dense = replace(shape, experts=None)  # one feed-forward part of the same width as each expert
@@ -178,22 +165,6 @@ def test_experts_are_divided_over_ep_and_their_states_over_those_that_have_the_s
     assert whole.parameters - divided.parameters == 2 * experts * 7 / 8
     assert whole.optimizer == divided.optimizer  # 64 ranks share all, 8 of them share each eighth
     assert whole.activations == divided.activations
-
-
-def test_the_exchange_takes_longer_across_nodes_and_less_where_a_token_is_sent_once(
-    h100: Cluster,
-) -> None:
-    def exchange(ep: int, engine: str = "megatron-core", shape: str = "qwen3-30b-a3b") -> float:
-        return step_cost(run(h100, shape, engine, dp_shard=64, optimizer_shards=64, ep=ep)).parts.ep
-
-    assert exchange(1) == 0.0
-    assert 3 * exchange(8) < exchange(64)
-    assert exchange(64, "megatron-bridge") < 0.8 * exchange(64)
-    limited = Experts(count=256, per_token=8, hidden=1, most_groups=4)
-    assert replace(limited, most_groups=None).nodes_of_token(8) == pytest.approx(
-        8 * (1 - (7 / 8) ** 8)
-    )
-    assert limited.nodes_of_token(8) == 4 and limited.nodes_of_token(1) == 1
 
 
 @pytest.mark.parametrize("seq_len", [8192, 131072])

@@ -90,31 +90,6 @@ def test_no_layout_left_out_is_better_than_the_best(
             assert best.cost.step_time_s <= other.cost.step_time_s * 1.02, tried
 
 
-def test_what_the_last_gib_is_missing_for_recomputes_some_blocks_and_not_all() -> None:
-    """Meta trained 405B on 16,384 H100 with tp 8 x pp 16: without recompute it misses by a few
-    GiB."""
-    asked = replace(
-        question(
-            shape=named_shape("llama3.1-405b", shape_cards()),
-            gpus=16384,
-            seq_len=8192,
-            global_batch_size=2048,
-        ),
-        cluster=load_cluster("h100-80gb", [HARDWARE]),
-    )
-    best, none, full = (
-        search(replace(asked, fixed=Fixed(tp=8, pp=16, recompute=recompute)), top=1)
-        for recompute in (None, "none", "full")
-    )
-    chosen, whole = best.strategies[0], full.strategies[0]
-    assert not none.strategies or none.strategies[0].cost.step_time_s > chosen.cost.step_time_s
-    assert (
-        chosen.parallel.recompute == "every_n" and 2 <= (chosen.parallel.recompute_every or 0) <= 4
-    )
-    assert chosen.memory.total <= asked.usable_bytes
-    assert chosen.cost.step_time_s < 0.9 * whole.cost.step_time_s
-
-
 def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
     """Each rank has keys and values whole then, which its memory and its traffic count."""
     asked = question(fixed=Fixed(tp=8))  # the model has 4 key-value heads
@@ -151,9 +126,7 @@ def test_where_nothing_fits_the_nearest_are_told_first() -> None:
 def test_an_impossible_question_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="no layout"):
         search(question(gpus=7))
-    with pytest.raises(
-        ConfigError, match="try --gpus 8 or 16, or a batch that is a multiple of 11"
-    ):
+    with pytest.raises(ConfigError, match="a batch that is a multiple of 11"):
         search(question(gpus=11))
     with pytest.raises(ConfigError, match="gpus = 0"):
         search(question(gpus=0))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
 from parallel3d.schedules.build import (
     build_schedule,
-    first_forwards,
     live_microbatches,
     live_with_all_gradients,
 )
@@ -59,24 +58,6 @@ def test_live_microbatches_are_those_of_the_schedule(
     assert told == list(schedule.peak_live_microbatches)
 
 
-@pytest.mark.parametrize(
-    ("name", "virtual"), [("zb_h1", 1), ("interleaved_zb", 2), ("zb_v", 2), ("dualpipe_v", 2)]
-)
-def test_a_rank_begins_with_as_many_forwards_however_long_a_step_is(
-    name: ScheduleName, virtual: int
-) -> None:
-    for pp, rounds in ((2, 1), (4, 2), (4, 9)):
-        schedule = build_schedule(name, pp=pp, microbatches=pp * rounds, virtual_stages=virtual)
-        for rank, actions in enumerate(schedule.ranks):
-            begins = next(
-                at for at, action in enumerate(actions) if action.kind is not Kind.FORWARD
-            )
-            told = first_forwards(
-                name, pp=pp, rank=rank, microbatches=pp * rounds, virtual_stages=virtual
-            )
-            assert told == begins
-
-
 @pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
 @settings(deadline=None)
 @given(pp=st.integers(2, 6), microbatches=st.integers(1, 30))
@@ -97,15 +78,6 @@ def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
             name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=virtual
         )
         assert told == max(found, default=None)
-
-
-@pytest.mark.parametrize(
-    ("name", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zb_v", 2)]
-)
-def test_the_makespan_is_that_of_the_simulator(name: ScheduleName, virtual: int) -> None:
-    schedule = build_schedule(name, pp=4, microbatches=8, virtual_stages=virtual)
-    simulated = simulate(schedule, ActionTimes.uniform(schedule.stages, transfer=0.25))
-    assert pipeline_s(name, 4, 8, [EVEN] * schedule.stages, 0.25) == simulated.makespan_s
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 12, 64])

@@ -67,7 +67,7 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
     assert seen > 100
 
 
-@pytest.mark.parametrize("memory_fraction", [0.9, 0.3, 0.2, 0.12])
+@pytest.mark.parametrize("memory_fraction", [0.9, 0.2])
 def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
     """The fastest and the leanest are compared with those among all layouts, each priced and
     weighed."""
@@ -90,4 +90,3 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: flo
         assert told[:1] == sorted(times)[:1]
         leanest = cut.leanest()
         assert leanest is not None and leanest.bytes == pytest.approx(min(held.values()))
-        assert cut.size == len(held)

@@ -40,9 +40,8 @@ def launch_file(options: argparse.Namespace) -> Path | None:
     ConfigError for what can be refused before the search is made."""
     file = None
     check_free("--emit-recipe", options.emit_recipe)
-    if options.emit_recipe is None and (options.full or options.emit_launch is not None):
-        said = "--full" if options.full else "--emit-launch"
-        raise ConfigError(f"{said}: is about a recipe; add --emit-recipe plan.yaml")
+    if options.emit_recipe is None and options.emit_launch is not None:
+        raise ConfigError("--emit-launch: is about a recipe; add --emit-recipe plan.yaml")
     if options.emit_launch is not None:
         kind, *said = options.emit_launch
         if kind not in LAUNCHERS or len(said) > 1:
@@ -50,7 +49,7 @@ def launch_file(options: argparse.Namespace) -> Path | None:
             known = ", ".join(LAUNCHERS)
             raise ConfigError(f"--emit-launch {words}: must be one of {known}, then a file or none")
         file = Path(said[0]) if said else options.emit_recipe.with_name(LAUNCHERS[kind][0])
-    outputs = {"emit-recipe": options.emit_recipe, "html": options.html, "emit-launch": file}
+    outputs = {"emit-recipe": options.emit_recipe, "emit-launch": file}
     named = set()
     for option, path in outputs.items():
         check_free(f"--{option}", path)
@@ -79,7 +78,7 @@ def emit(
         return
     recipe = recipe_of_plan(asked, plan, best, run=path.stem)
     validate(recipe)
-    lines = _lines(recipe, asked, plan, best, is_full=options.full)
+    lines = _lines(recipe, asked, plan, best)
     write_output("--emit-recipe", path, "".join(f"{line}\n" for line in lines))
     if recipe.data == DataConfig():
         yield f"# set data: in {path} to your corpus; its stand-in is Python's own source"
@@ -142,11 +141,9 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
     )
 
 
-def _lines(
-    recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy, *, is_full: bool
-) -> Iterator[str]:
+def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[str]:
     """Yields the recipe's YAML below a comment that says what the plan expects of it: what differs
-    from the defaults and what a comment explains, or every key where it `is_full`."""
+    from the defaults and what a comment explains."""
     q = plan.question
     cost = best.cost
     model = shown(q.shape.name)
@@ -159,8 +156,7 @@ def _lines(
     yield f"#   memory  GiB on pipeline rank {best.memory.rank}: {memory_text(best.memory)}"
     comments = _comments(asked, plan, best)
     section = ""
-    tree = asdict(recipe) if is_full else _differing(recipe, comments)
-    for line in dump_yaml(tree).splitlines():
+    for line in dump_yaml(_differing(recipe, comments)).splitlines():
         key = line.partition(":")[0]
         if not line.startswith(" "):
             section = key

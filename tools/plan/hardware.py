@@ -11,8 +11,8 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.report.json import hardware_tree
+from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.names.lookup import known_name
 from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import Reply
 

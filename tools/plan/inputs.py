@@ -14,11 +14,11 @@ from parallel3d.planner.hardware.cluster import Cluster, with_links
 from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D, TrainingProgram
 from parallel3d.planner.model.spread import memory_spread, safe_share
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
-from parallel3d.planner.published.programs import asked_program
+from parallel3d.planner.published.programs import in_precision, named_program
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.question import Fixed, Question
-from parallel3d.tools.names.layout import read_layout
-from parallel3d.tools.names.lookup import known_name
+from parallel3d.tools.aliases.layout import read_layout
+from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.measured import anchored
 from parallel3d.tools.plan.models import Model, find_model
@@ -157,13 +157,9 @@ def _program(
     """Returns the program, with what the user knows of the allocator and of CUDA's own memory on
     that machine."""
     if options.engine == PARALLEL3D.name:  # which needs no table read
-        if options.engine_options:
-            rule = "parallel3d is what its recipe says; leave it out, or name an --engine"
-            raise ConfigError(f"--engine-options: {rule}")
         program = COMPILED_PARALLEL3D if compiled else PARALLEL3D
     else:
-        name = known_name("engine", options.engine)
-        program = asked_program(name, options.engine_options, precision)
+        program = in_precision(named_program(known_name("engine", options.engine)), precision)
     said = {"fragmentation": options.fragmentation, "context_bytes": options.context_memory}
     said = {field: value for field, value in said.items() if value is not None}
     if cluster.device.is_cpu and said:

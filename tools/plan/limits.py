@@ -5,14 +5,12 @@ clusters of several sizes, and the cheapest that is done in time."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.spread import spread_of
 from parallel3d.planner.report.json import model_tree, question_tree, strategy_tree
 from parallel3d.planner.report.page import header, how_sure, three_digits
@@ -32,31 +30,17 @@ from parallel3d.planner.search.fastest import fastest, sweep
 from parallel3d.planner.search.limits import (
     largest_batch,
     largest_model,
-    largest_named,
     longest_sequence,
     smallest_cluster,
 )
-from parallel3d.planner.search.question import Question, RunLength, Strategy
+from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import NOTHING_FITS, Reply
 
-# The limits that are found for a word of the command line, where that is more than the one of its
-# name.
-_NAMES = {"all": ("cluster", "sequence", "batch", "model", "named"), "model": ("model", "named")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limit:
-    """One of the limits: what is told of it, and a layout that fits the question at its limit, the
-    best one for a cluster; or the reason why there is no such question."""
-
-    name: str
-    told: str
-    strategy: Strategy | None = None
-    length: RunLength | None = None  # the whole run, for a cluster and a known number of tokens
+_NONE = {"cluster": "no number of devices holds one sequence"}  # else nothing fits
 
 
 def answer(options: argparse.Namespace) -> Reply:
@@ -67,76 +51,59 @@ def answer(options: argparse.Namespace) -> Reply:
     needed = prod(axis or 1 for axis in axes) if options.what == "cluster" else None
     asked = read_question(options, gpus=options.gpus or needed, fixed=fixed)
     check_fixed(asked.question)
-    limits = [
-        _limit(name, asked.question, options.tokens)
-        for name in _NAMES.get(options.what, (options.what,))
-    ]
+    limits = dict(_limits(asked.question, options.what))
     return Reply(
         page=lambda: _page(asked, options, limits),
         tree=lambda: _tree(asked, options, limits),
-        status=0 if all(limit.strategy for limit in limits) else NOTHING_FITS,
+        status=0 if all(limits.values()) else NOTHING_FITS,
     )
 
 
-def _limit(name: str, question: Question, run_tokens: float | None) -> Limit:
-    none = f"nothing fits on {question.gpus} devices"
-    if name == "cluster":
+def _limits(question: Question, what: str) -> Iterator[tuple[str, Strategy | None]]:
+    """Yields each limit with a layout that fits the question at its limit, the best one for a
+    cluster; None if there is no such question."""
+    if what in ("all", "cluster"):
         found = smallest_cluster(question)
-        none = "no number of devices holds one sequence"
-    elif name == "sequence":
-        found = longest_sequence(question)
-    elif name == "batch":
-        found = largest_batch(question)
-    elif name == "model":
-        found = largest_model(question)
-    else:
-        found = largest_named(question, _planned_shapes(question))
-    if found is None:
-        return Limit(name=name, told=none)
-    q = found.question
-    shape = found.question.shape
-    length = None
-    if name == "cluster":
-        (found,) = fastest(q, top=1)
-        told = f"devices that hold it: {q.gpus}"
-        length = None if run_tokens is None else found.length(run_tokens)
-    elif name == "sequence":
-        told = f"sequences of up to {q.seq_len:,} tokens"
-    elif name == "batch":
-        told = f"{q.global_batch_size:,} sequences at once; more by accumulation"
-    else:
-        width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads"
-        told = f"{si(total_parameters(shape))} parameters, {shape.name} ({width})"
-    return Limit(name=name, told=told, strategy=found, length=length)
+        yield "cluster", None if found is None else fastest(found.question)[0]
+    if what in ("all", "sequence"):
+        yield "sequence", longest_sequence(question)
+    if what in ("all", "batch"):
+        yield "batch", largest_batch(question)
+    if what in ("all", "model"):
+        has_experts = "ep" in question.program.axes
+        shapes = [shape for shape in all_named() if shape.experts is None or has_experts]
+        yield "model", largest_model(question, shapes)
 
 
-def _planned_shapes(question: Question) -> list[ModelShape]:
-    """Returns the named models that the program can train; mixtures are of those that have their
-    axis."""
-    return [
-        shape for shape in all_named() if shape.experts is None or "ep" in question.program.axes
-    ]
+def _told(name: str, question: Question) -> str:
+    shape = question.shape
+    width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads"
+    return {
+        "cluster": f"devices that hold it: {question.gpus}",
+        "sequence": f"sequences of up to {question.seq_len:,} tokens",
+        "batch": f"{question.global_batch_size:,} sequences at once; more by accumulation",
+        "model": f"{si(total_parameters(shape))} parameters, {shape.name} ({width})",
+    }[name]
 
 
-def _page(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> Iterator[str]:
+def _page(
+    asked: ParsedQuestion, options: argparse.Namespace, limits: Mapping[str, Strategy | None]
+) -> Iterator[str]:
     question = asked.question
     yield from header(question, has_size=options.what != "cluster")
     yield ""
-    for limit in limits:
-        yield from wrapped(limit.name, limit.told)
-        if limit.strategy is None:
+    for name, found in limits.items():
+        if found is None:
+            nothing = f"nothing fits on {question.gpus} devices"
+            yield from wrapped(name, _NONE.get(name, nothing))
             continue
-        total = limit.strategy.memory.total
-        cost = limit.strategy.cost
+        yield from wrapped(name, _told(name, found.question))
+        total = found.memory.total
         share = total / question.usable_bytes
         held = f"{gib(total)} GiB of {question.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
-        yield from wrapped("", f"{held}  {layout_text(limit.strategy.parallel)}")
-        kind = "the best layout" if limit.name == "cluster" else "a layout that fits"
-        speed = f"{kind}: {_speed_text(limit.strategy)}, MFU {cost.mfu:.1%}"
-        if limit.length is not None:
-            price = "" if limit.length.price is None else f", {money(limit.length.price)}"
-            speed += f"; {si(options.tokens)} tokens: {limit.length.days:,.1f} days{price}"
-        yield from wrapped("", speed)
+        yield from wrapped("", f"{held}  {layout_text(found.parallel)}")
+        kind = "the best layout" if name == "cluster" else "a layout that fits"
+        yield from wrapped("", f"{kind}: {_speed_text(found)}, MFU {found.cost.mfu:.1%}")
     yield from asked.note_lines()
     yield from wrapped("how sure", how_sure(recorded_accuracy(), question))
 
@@ -149,36 +116,30 @@ def _speed_text(found: Strategy) -> str:
     return f"{three_digits(speed)} tokens/s a device ({low} to {high}, 8 in 10)"
 
 
-def _tree(asked: ParsedQuestion, options: argparse.Namespace, limits: list[Limit]) -> object:
+def _tree(
+    asked: ParsedQuestion, options: argparse.Namespace, limits: Mapping[str, Strategy | None]
+) -> object:
     said = question_tree(asked.question)
-    found = {}
-    none = {}
     if options.what == "cluster":
         del said["gpus"]
-    for limit in limits:
-        found[limit.name] = None if limit.strategy is None else _limit_tree(limit, limit.strategy)
-        if limit.strategy is None:
-            none[limit.name] = limit.told
     tree = {
         "schema": "parallel3d.limits/1",
-        "input": {**said, "tokens": options.tokens},
-        "limits": found,
-        "none": none,
+        "input": said,
+        "limits": {name: found and _limit_tree(name, found) for name, found in limits.items()},
         "notes": asked.model.notes,
     }
     return rounded(tree)
 
 
-def _limit_tree(limit: Limit, strategy: Strategy) -> dict[str, object]:
-    q = strategy.question
-    spread = spread_of(strategy.run, recorded_accuracy())
+def _limit_tree(name: str, found: Strategy) -> dict[str, object]:
+    q = found.question
     return {
         "gpus": q.gpus,
         "seq_len": q.seq_len,
         "global_batch_size": q.global_batch_size,
         "model": model_tree(q.shape),
-        "strategy": strategy_tree(strategy, limit.length, spread),
-        "told": limit.told,
+        "strategy": strategy_tree(found, None, spread_of(found.run, recorded_accuracy())),
+        "told": _told(name, q),
     }
 
 

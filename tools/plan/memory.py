@@ -4,7 +4,6 @@ line."""
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules import refuse
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.planner.memory.explain import explain
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.spread import LEVEL, spread_of
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
-from parallel3d.planner.report.page import header, how_sure, limits
+from parallel3d.planner.report.page import header, how_sure
 from parallel3d.planner.report.text import (
     MEMORY_KINDS,
-    WIDTH,
     bar,
     gib,
     layout_text,
@@ -28,7 +25,7 @@ from parallel3d.planner.report.text import (
 )
 from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.search.space import layout_errors
-from parallel3d.tools.names.layout import read_parallel
+from parallel3d.tools.aliases.layout import read_parallel
 from parallel3d.tools.plan.inputs import read_question
 from parallel3d.tools.plan.score import recorded_accuracy
 from parallel3d.tools.reply import NOTHING_FITS, Reply
@@ -79,11 +76,8 @@ def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
         return
     yield ""
     yield f"pipeline rank {worst.rank}, the fullest, in GiB:"
-    for kind, bytes_, text in explain(run, worst):
-        lead = f"  {kind:<14}{_cell(bytes_):>7}  "
-        yield from textwrap.wrap(
-            f"{lead}{text}", WIDTH, subsequent_indent=" " * len(lead), drop_whitespace=True
-        )
+    for kind in MEMORY_KINDS:
+        yield f"  {kind:<14}{_cell(getattr(worst, kind)):>7}"
     yield f"  {'total':<14}{_cell(worst.total):>7}  of {usable_bytes / GIB:.2f} usable"
 
 
@@ -108,7 +102,6 @@ def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
         yield f"does not fit: {(total - usable) / GIB:.1f} GiB more than {limit}"
     else:
         yield f"fits: {total / usable:.0%} of {limit}"
-        yield from textwrap.wrap("; ".join(limits(found)), WIDTH)
     around = spread_of(found.run, recorded_accuracy()).around("memory", total)
     low = gib(around.low)
     high = gib(around.high)
@@ -130,10 +123,6 @@ def _tree(found: Strategy) -> dict[str, Any]:
         }
         for memory in memory_by_rank(run)
     ]
-    lines = [
-        {"kind": kind, "gib": bytes_ / GIB, "because": text}
-        for kind, bytes_, text in explain(run, worst)
-    ]
     tree = {
         "schema": "parallel3d.memory/1",
         "model": model_tree(question.shape),
@@ -149,6 +138,5 @@ def _tree(found: Strategy) -> dict[str, Any]:
         "ranges": {"memory_gib": asdict(spread.around("memory", worst.total / GIB))},
         "chance_to_fit": spread.chance_to_fit(worst.total, question.cluster.device.memory_bytes),
         "ranks": ranks,
-        "explain": lines,
     }
     return rounded(tree)

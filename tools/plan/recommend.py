@@ -15,18 +15,18 @@ from parallel3d.config.rules import validate
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
 from parallel3d.planner.report.page import Plan, page
-from parallel3d.planner.search.fastest import compare, fastest, rank
+from parallel3d.planner.search.fastest import compare, fastest, search
 from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.planner.search.ties import settle_ties
-from parallel3d.tools.names.layout import read_layout
+from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
 from parallel3d.tools.plan.memory import explained
 from parallel3d.tools.plan.score import recorded_accuracy
-from parallel3d.tools.reply import NOTHING_FITS, Reply, write_output
+from parallel3d.tools.reply import NOTHING_FITS, Reply
 
 _TOP = 10
 
@@ -40,10 +40,6 @@ def answer(options: argparse.Namespace) -> Reply:
     if options.verify:
         plan = _verified(asked, plan)
     plan = replace(plan, commands=tuple(emit(options, asked, plan, launch)))
-    if options.html is not None:
-        from parallel3d.planner.report.html import html_page  # what only --html needs
-
-        write_output("--html", options.html, html_page(plan))
 
     def lines() -> Iterator[str]:
         has_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -69,7 +65,7 @@ def _plan(options: argparse.Namespace, asked: ParsedQuestion) -> Plan:
     # its time
     gc.disable()
     try:
-        found = rank(question, options.objective, top=options.top or _TOP)
+        found = search(question, objective=options.objective, top=options.top or _TOP)
     finally:
         gc.enable()
     if options.objective == "throughput":

@@ -7,17 +7,14 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.spread import Spread, spread_of
-from parallel3d.planner.published.anchor import anchored_cases
-from parallel3d.planner.published.cases import CaseFile, PublishedCase, read_cases
-from parallel3d.planner.published.knowledge import LeaveOut
+from parallel3d.planner.model.spread import spread_of
+from parallel3d.planner.published.cases import CaseFile, read_cases
 from parallel3d.planner.published.programs import named_program
 from parallel3d.planner.published.score import Errors, Score, score
 from parallel3d.planner.published.spread import recorded_spread
@@ -33,30 +30,17 @@ def answer(options: argparse.Namespace) -> Reply:
         raise ConfigError(f"--hardware {options.hardware}: must be a folder of hardware files")
     if options.engine is not None:
         named_program(options.engine)
-    if options.anchored and options.leave_out != "source":
-        raise ConfigError("--anchored: is about sources left out; add --leave-out source")
     folders = [HARDWARE, *([options.hardware] if options.hardware else [])]
-    read = partial(read_cases, options.cases, folders)
-    file = read(engine=options.engine)
+    read = partial(read_cases, options.cases, folders, engine=options.engine)
+    file = read()
     if not file.cases:
         name, why = file.skipped[0]
         raise ConfigError(f"{options.cases}: no case can be predicted; {name}, the first: {why}")
-    columns = {"fitted": file}
-    if options.leave_out is not None:
-        columns[f"{options.leave_out} left out"] = read(
-            leave_out=options.leave_out, engine=options.engine
-        )
-    if options.anchored:
-        rest, anchored = anchored_cases(columns["source left out"])
-        told = {case.id for case in rest.cases}
-        of_rest = replace(file, cases=tuple(case for case in file.cases if case.id in told))
-        columns = {"fitted": of_rest, "source left out": rest, "and anchored by a run": anchored}
-    scores = {
-        name: with_ranges(each, leave_out=None if name == "fitted" else options.leave_out)
-        for name, each in columns.items()
-    }
+    scores = {"fitted": with_ranges(file)}
+    if options.leave_out is not None or options.record is not None:
+        scores["source left out"] = with_ranges(read(leave_out_source=True))
     if options.record is not None:
-        figures = accuracy_of(file, *(read(leave_out=kind) for kind in ("source", "device")))
+        figures = accuracy_of(file, *scores.values())
         if options.record.resolve() == RECORDED.resolve():
             RECORDED.unlink()  # the figures that these replace
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
@@ -64,30 +48,16 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _tree(scores: Mapping[str, Score]) -> Any:
-    """Returns the fitted score, with the others by their names."""
+    """Returns the fitted score, with the other by its name."""
     trees = {name.replace(" ", "_"): each.to_json() for name, each in scores.items()}
-    if "and_anchored_by_a_run" in trees:
-        trees["anchored"] = trees.pop("and_anchored_by_a_run")
     return trees.pop("fitted") | trees
 
 
-def score_file(cases: Path, *, leave_out: LeaveOut | None = None) -> Score:
-    """Returns the score of a file of cases on the shipped hardware."""
-    return with_ranges(read_cases(cases, [HARDWARE], leave_out=leave_out), leave_out=leave_out)
-
-
-def with_ranges(file: CaseFile, *, leave_out: LeaveOut | None = None) -> Score:
-    """Returns the score of cases whose predictions have the ranges that the recorded spread gives,
-    or where sources are left out that of all other sources."""
+def with_ranges(file: CaseFile) -> Score:
+    """Returns the score of cases whose predictions have the ranges that the recorded spread
+    gives."""
     recorded = recorded_accuracy()
-    others = recorded["spread_without"] if leave_out == "source" else {}
-
-    def spread_of_case(case: PublishedCase) -> Spread:
-        return spread_of(
-            case.run, recorded | {"spread": others.get(case.source, recorded["spread"])}
-        )
-
-    return score(file, spread_of_case=spread_of_case)
+    return score(file, spread_of_case=lambda case: spread_of(case.run, recorded))
 
 
 def recorded_accuracy() -> dict[str, Any]:
@@ -96,16 +66,10 @@ def recorded_accuracy() -> dict[str, Any]:
     return found
 
 
-def accuracy_of(
-    file: CaseFile, blind_file: CaseFile, device_blind_file: CaseFile
-) -> dict[str, Any]:
-    """Returns the figures that a plan quotes, dated today: of cases as they are, with each run's
-    source left out, and with what was set on its device left out."""
-    fitted, blind, device_blind = (score(each) for each in (file, blind_file, device_blind_file))
-    rest, anchored_file = anchored_cases(blind_file)
-    anchored = score(anchored_file)
+def accuracy_of(file: CaseFile, fitted: Score, blind: Score) -> dict[str, Any]:
+    """Returns the figures that a plan quotes, dated today: of cases as they are, and with each
+    run's source left out."""
     counted = {case.id for case in fitted.cases if not case.apart and case.errors_pct}
-    spread = partial(recorded_spread, fitted, blind, device_blind, anchored)
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     return dict(
         date=datetime.now(UTC).date().isoformat(),
@@ -114,10 +78,7 @@ def accuracy_of(
         fit_runs=fitted.fit.cases,
         blind=_figures(blind),
         fitted=_figures(fitted),
-        not_anchored=_figures(score(rest)),
-        anchored=_figures(anchored),
-        spread=spread(),
-        spread_without={name: spread(without=name) for name in fitted.by_source},
+        spread=recorded_spread(fitted, blind),
         runs_by_hardware=dict(sorted(by_hardware.items())),
     )
 

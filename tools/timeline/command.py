@@ -7,12 +7,11 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator
-from difflib import get_close_matches
 
 from parallel3d.errors import ConfigError, ScheduleError
-from parallel3d.schedules.build import build_schedule, forward_only
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.csv_file import load_schedule, to_csv
-from parallel3d.schedules.registry import SCHEDULES, schedule_traits
+from parallel3d.schedules.registry import schedule_traits
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.draw import draw_trace
 from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
@@ -23,7 +22,6 @@ from parallel3d.tools.reply import Reply, check_free, write_output
 
 _MOST_ACTIONS = 5_000_000  # about a minute and some gigabytes
 _WIDTH_WHERE_PIPED = 200
-_FORWARD_ONLY = "forward_only"
 
 
 def answer(options: argparse.Namespace) -> Reply:
@@ -64,31 +62,23 @@ def _load(options: argparse.Namespace) -> Schedule:
 def _build(options: argparse.Namespace) -> Schedule:
     """Returns the schedule of the options. Raises ConfigError or ScheduleError where they do not
     make one."""
-    known = [*SCHEDULES, _FORWARD_ONLY]
     if options.schedule is None:
         raise ConfigError("--schedule: required, or --schedule-file; try --schedule 1f1b")
-    if options.schedule not in known:
-        near = get_close_matches(options.schedule, known, 1)
-        advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-        raise ConfigError(f"--schedule {options.schedule}: no such schedule; {advice}")
     for option, value in (("--pp", options.pp), ("--microbatches", options.microbatches)):
         if value is None:
             raise ConfigError(f"{option}: required with --schedule; try {option} 8")
-    is_forward = options.schedule == _FORWARD_ONLY
-    usual = 1 if is_forward else schedule_traits(options.schedule).stages.usual
-    virtual_stages = options.virtual_stages or usual
+    virtual_stages = options.virtual_stages or schedule_traits(options.schedule).stages.usual
     actions = 3 * options.pp * virtual_stages * options.microbatches
     if actions > _MOST_ACTIONS:
         rule = f"up to {actions:,} actions, and at most {_MOST_ACTIONS:,} are simulated"
         raise ConfigError(f"--microbatches {options.microbatches}: {rule}; try --microbatches 32")
-    numbers = {
-        "pp": options.pp,
-        "microbatches": options.microbatches,
-        "virtual_stages": virtual_stages,
-    }
-    if is_forward:
-        return forward_only(**numbers)
-    return build_schedule(options.schedule, **numbers, check=False)
+    return build_schedule(
+        options.schedule,
+        pp=options.pp,
+        microbatches=options.microbatches,
+        virtual_stages=virtual_stages,
+        check=False,
+    )
 
 
 def _figures(schedule: Schedule, timeline: Timeline) -> dict[str, object]:

@@ -31,7 +31,6 @@ class TrainingProgram:
     launches: int = 30  # kernels of one block's forward
     # more of them in a mixture's layer: router, order of the experts, their exchange
     expert_launches: int = 60
-    blocking: bool = False  # each launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1)
     dropout: bool = False
     pads_vocab: bool = True
     loss_passes: float = 8.0  # bytes read and written per logit, forward and backward

@@ -14,125 +14,65 @@ and norms that keep float32 copies. Per block, t tokens of a microbatch, 16-bit 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 
-from parallel3d.planner.hardware.units import ROUNDED
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.schedules.build import live_microbatches
 
 
-class PublishedRank:
-    """What a rank of a published program holds, whatever is recomputed: a search asks for many
-    kinds of recompute."""
+def published_memory(run: PlannedRun, rank: int) -> RankMemory:
+    """Returns what a pipeline rank of a published program holds."""
+    layout = run.layout
+    program = run.program
+    part = run.ranks[rank]
+    parameters = rank_parameters(run, part)
+    experts = run.stage_experts(part)
 
-    def __init__(self, run: PlannedRun, rank: int, blocks: BlockBytes) -> None:
-        self.run = run
-        self.rank = rank
-        self.part = run.ranks[rank]
-        self.blocks = blocks
-        layout = run.layout
-        program = run.program
-        part = self.part
-        self.own_parameters = rank_parameters(run, part)
-        experts = run.stage_experts(part)
+    def split(shards: int) -> float:
+        """Returns the numbers that a rank has if so many ranks share what they have in common."""
+        return parameters / shards + experts / layout.expert_shards(shards)
 
-        def split(shards: int) -> float:
-            """Returns the numbers that a rank has where so many ranks share what they have in
-            common."""
-            return self.own_parameters / shards + experts / layout.expert_shards(shards)
+    own = split(layout.optimizer_shards)
+    activations = _activations(run, rank)
+    logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
+    buffers = _buffers(run, part, parameters)
+    one_block = 0.0
+    if layout.recompute in ("full", "every_n", "op"):
+        one_block = _whole_block_bytes(run, is_selective=False, dense=False) - logits
+    # A block under recompute and the logits are not alive at once, nor is the optimizer's step
+    # beside either. Beside the latter there are no buffers either: they are free, in pieces that
+    # the allocator keeps.
+    step = program.step_bytes * own - activations - logits
+    temporary = max(one_block, step - buffers, 0.0)
+    at_most = max(one_block, step, 0.0)
+    reserved = program.fragmentation * (activations + logits + buffers + at_most)
+    return RankMemory(
+        rank=rank,
+        parameters=program.weight_bytes * split(layout.parameter_shards),
+        gradients=program.gradient_bytes * split(layout.gradient_shards),
+        optimizer=program.optimizer_bytes * own,
+        activations=activations,
+        logits=logits,
+        buffers=buffers,
+        temporary=temporary,
+        fragmentation=reserved + program.cache_bytes + at_most - temporary,
+        context=program.context_bytes,
+    )
 
-        self.own = split(layout.optimizer_shards)
-        self.live = live_on(run, rank)
-        self.parameters = program.weight_bytes * split(layout.parameter_shards)
-        self.gradients = program.gradient_bytes * split(layout.gradient_shards)
-        self.optimizer = program.optimizer_bytes * self.own
-        self.logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
 
-    @cached_property
-    def buffers(self) -> float:
-        """What is gathered and on its way, which a lower bound does without."""
-        return _buffers(self.run, self.part, self.own_parameters)
-
-    def memory(self, recompute: str, every: int) -> RankMemory:
-        """Returns the rank's memory with this recompute in the place of the run's own."""
-        program = self.run.program
-        activations, temporary, fragmentation = self._at_work(recompute, every)
-        return RankMemory(
-            rank=self.rank,
-            parameters=self.parameters,
-            gradients=self.gradients,
-            optimizer=self.optimizer,
-            activations=activations,
-            logits=self.logits,
-            buffers=self.buffers,
-            temporary=temporary,
-            fragmentation=fragmentation,
-            context=program.context_bytes,
-        )
-
-    def total(self, recompute: str, every: int) -> float:
-        """Returns the bytes of `memory` in all, sooner."""
-        return self._total(*self._at_work(recompute, every))
-
-    def least(self, recompute: str, every: int) -> float:
-        """Returns a lower bound of `total`, also of the layouts that split fewer states over the
-        data ranks and differ in nothing else: buffers and what is temporary, which may be less
-        there, are left out."""
-        program = self.run.program
-        scale = self.run.cluster.scales.memory
-        at_work = (1 + program.fragmentation) * (self._activations(recompute, every) + self.logits)
-        beside = scale * (at_work + program.cache_bytes + program.context_bytes)
-        return ROUNDED * (self.parameters + self.gradients + self.optimizer + beside)
-
-    def _total(self, activations: float, temporary: float, fragmentation: float) -> float:
-        states = self.parameters + self.gradients + self.optimizer
-        allocated = states + activations + self.logits + self.buffers + temporary
-        return allocated + fragmentation + self.run.program.context_bytes
-
-    def _at_work(self, recompute: str, every: int) -> tuple[float, float, float]:
-        """Returns the bytes of activations, of what is temporary and of what is reserved for
-        nothing."""
-        _run = self.run
-        program = self.run.program
-        logits = self.logits
-        activations = self._activations(recompute, every)
-        one_block = self.blocks.whole(recompute) if recompute in ("full", "every_n", "op") else 0.0
-        # A block under recompute and the logits are not alive at once, nor is the optimizer's step
-        # beside either. Beside the latter there are no buffers either: they are free, in pieces
-        # that the allocator keeps.
-        step = program.step_bytes * self.own - activations - logits
-        temporary, at_most = (
-            max(one_block - logits, each, 0.0) for each in (step - self.buffers, step)
-        )
-        reserved = (
-            program.fragmentation * (activations + logits + self.buffers + at_most)
-            + program.cache_bytes
-        )
-        reserved += at_most - temporary
-        return activations, temporary, reserved
-
-    def _activations(self, recompute: str, every: int) -> float:
-        run = self.run
-        part = self.part
-        live = self.live
-        stages = self.run.layout.virtual_stages
-        each = self.blocks.kept(recompute, every)
-        bytes_ = live * part.layers / stages * each
-        if part.dense:
-            bytes_ += (
-                live * part.dense / stages * (self.blocks.kept(recompute, every, dense=True) - each)
-            )
-        if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
-            bytes_ += (
-                live
-                / stages
-                * (_outside(run) * (1.0 if run.program.dropout else 0.0) + 8.0 * run.tokens)
-            )
-        if part.head:  # the last norm's input and output
-            bytes_ += 4.0 * _outside(run)
-        return bytes_
+def _activations(run: PlannedRun, rank: int) -> float:
+    part = run.ranks[rank]
+    live = live_on(run, rank) / run.layout.virtual_stages
+    bytes_ = live * (part.layers - part.dense) * _kept_bytes(run, dense=False)
+    if part.dense:
+        bytes_ += live * part.dense * _kept_bytes(run, dense=True)
+    if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
+        mask = _outside(run) if run.program.dropout else 0.0
+        bytes_ += live * (mask + 8.0 * run.tokens)
+    if part.head:  # the last norm's input and output
+        bytes_ += 4.0 * _outside(run)
+    return bytes_
 
 
 def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
@@ -192,51 +132,24 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     return bytes_ + (4 * run.item_bytes * _outside(run) if layout.pp > 1 else 0.0)
 
 
-class BlockBytes:
-    """What one block keeps of a microbatch, by recompute; of a mixture one with experts, or a
-    `dense` one. Runs that differ in nothing but the schedule and the use of the data ranks have it
-    in common."""
-
-    def __init__(self, run: PlannedRun) -> None:
-        self._run = run
-        self._kept: dict[tuple[str, int, bool], float] = {}
-        self._whole: dict[tuple[bool, bool], float] = {}
-
-    def kept(self, recompute: str, every: int, *, dense: bool = False) -> float:
-        """Returns what the block keeps until its backward."""
-        key = recompute, every, dense
-        if key not in self._kept:
-            self._kept[key] = self._kept_bytes(recompute, every, dense=dense)
-        return self._kept[key]
-
-    def whole(self, recompute: str, *, dense: bool = False) -> float:
-        """Returns what the block keeps where no block is recomputed: also what is alive while one
-        is."""
-        key = recompute == "selective", dense
-        if key not in self._whole:
-            self._whole[key] = _whole_block_bytes(self._run, is_selective=key[0], dense=dense)
-        return self._whole[key]
-
-    def _kept_bytes(self, recompute: str, every: int, *, dense: bool) -> float:
-        run = self._run
-        inputs = _outside(self._run) * self._run.item_bytes
-        shape = run.shape
-        tp = run.layout.tp
-        if recompute in ("full", "every_n"):
-            share = 1.0 if recompute == "full" else 1 / every
-            return share * inputs + (1 - share) * self.whole(recompute, dense=dense)
-        if recompute == "op":
-            # What torchtitan's per-operator recompute keeps (Liang et al. 2024, arXiv 2410.06511,
-            # and its parallelisms/parallelize_llama.py): the block's input, attention's output, and
-            # of wq, wk, wv, wo, w1, w3, w2 every second one's output: k, the projection's output,
-            # one of the MLP's inputs.
-            kept = run.tokens * (shape.kv_hidden + shape.hidden) / tp + _inner(run, dense=dense)
-            return (
-                2.0 * inputs
-                + kept * run.item_bytes
-                + 2.0 * shape.heads / tp * run.tokens * run.item_bytes
-            )
-        return self.whole(recompute, dense=dense)
+def _kept_bytes(run: PlannedRun, *, dense: bool) -> float:
+    """Returns what a block keeps of a microbatch until its backward, by recompute; of a mixture one
+    with experts, or a `dense` one."""
+    layout = run.layout
+    shape = run.shape
+    inputs = _outside(run) * run.item_bytes
+    whole = _whole_block_bytes(run, is_selective=layout.recompute == "selective", dense=dense)
+    if layout.recompute in ("full", "every_n"):
+        share = 1.0 if layout.recompute == "full" else 1 / layout.recompute_every
+        return share * inputs + (1 - share) * whole
+    if str(layout.recompute) == "op":
+        # What torchtitan's per-operator recompute keeps (Liang et al. 2024, arXiv 2410.06511,
+        # and its parallelisms/parallelize_llama.py): the block's input, attention's output, and
+        # of wq, wk, wv, wo, w1, w3, w2 every second one's output: k, the projection's output,
+        # one of the MLP's inputs.
+        kept = run.tokens * (shape.kv_hidden + shape.hidden + 2.0 * shape.heads) / layout.tp
+        return 2.0 * inputs + (kept + _inner(run, dense=dense)) * run.item_bytes
+    return whole
 
 
 def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import inf
 
 from parallel3d.planner.memory.moments import moments
-from parallel3d.planner.memory.published import BlockBytes, PublishedRank
+from parallel3d.planner.memory.published import published_memory
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.planned_run import PlannedRun
@@ -34,47 +34,9 @@ def worst_rank(run: PlannedRun) -> RankMemory:
 def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
     """Returns `worst_rank(run).total` of the few ranks that usually hold most; where one of them
     holds more than `enough`, that rank's."""
-    totals = (_rank_memory(run, rank).total for rank in _candidates(run))
-    return _most(totals, enough)
-
-
-class PublishedBytes:
-    """`quick_worst_bytes` of a published program's run under any recompute; `blocks` are those of
-    all runs that have its microbatches."""
-
-    def __init__(self, run: PlannedRun, blocks: BlockBytes) -> None:
-        self._run = run
-        self._blocks = blocks
-        self._usual = _usual_candidates(run)
-        self._ranks: dict[int, PublishedRank] = {}
-
-    def worst(self, recompute: str, every: int, *, enough: float) -> float:
-        """Returns the bytes with this recompute in the place of the run's own."""
-        ranks = dict.fromkeys((*self._usual, *_next_candidates(self._run, every)))
-        return _most((self._total(rank, recompute, every) for rank in ranks), enough)
-
-    def least(self, recompute: str, every: int) -> float:
-        """Returns what the layout holds at least with this recompute, and each that splits fewer
-        states."""
-        return max(self._rank(rank).least(recompute, every) for rank in {*self._usual[:2]})
-
-    def _rank(self, rank: int) -> PublishedRank:
-        if rank not in self._ranks:
-            self._ranks[rank] = PublishedRank(self._run, rank, self._blocks)
-        return self._ranks[rank]
-
-    def _total(self, rank: int, recompute: str, every: int) -> float:
-        found = self._rank(rank)
-        scale = self._run.cluster.scales.memory
-        if scale == 1:
-            return found.total(recompute, every)
-        return found.memory(recompute, every).with_beside_states(scale).total
-
-
-def _most(totals: Iterable[float], enough: float) -> float:
     most = 0.0
-    for total in totals:
-        most = max(most, total)
+    for rank in _candidates(run):
+        most = max(most, _rank_memory(run, rank).total)
         if most > enough:
             break
     return most
@@ -107,13 +69,7 @@ def _next_candidates(run: PlannedRun, every: int) -> range:
 
 def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:
     """A rank's memory, with what was measured of it on the cluster."""
-    layout = run.layout
-    if run.runs_parallel3d:
-        counted = parallel3d_memory(run, rank)
-    else:
-        counted = PublishedRank(run, rank, BlockBytes(run)).memory(
-            layout.recompute, layout.recompute_every
-        )
+    counted = parallel3d_memory(run, rank) if run.runs_parallel3d else published_memory(run, rank)
     scale = run.cluster.scales.memory
     return counted if scale == 1 else counted.with_beside_states(scale)
 

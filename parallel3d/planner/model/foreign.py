@@ -132,40 +132,24 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 Numbers = Callable[[str], int]
 
 
-def _routed(number: Numbers, *, count: str, hidden: str) -> Experts:
-    return Experts(
-        count=number(count), per_token=number("num_experts_per_tok"), hidden=number(hidden)
-    )
+def _routed(
+    count: str, hidden: str, **shape: Any
+) -> Callable[[Mapping[str, Any], Numbers], dict[str, Any]]:
+    """Returns the reader of a family whose config.json calls the number of experts, and the
+    features within one, so; `shape` is what its attention has."""
 
+    def read(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
+        shared = said.get("shared_expert_intermediate_size")
+        experts = Experts(
+            count=number(count),
+            per_token=number("num_experts_per_tok"),
+            hidden=number(hidden),
+            shared_hidden=number("shared_expert_intermediate_size") if shared else 0,
+            shared_gate=bool(shared),
+        )
+        return {"experts": experts, **shape}
 
-def _mixtral(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    return {"experts": _routed(number, count="num_local_experts", hidden="intermediate_size")}
-
-
-def _qwen2(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    shared = number("shared_expert_intermediate_size")
-    experts = Experts(
-        count=number("num_experts"),
-        per_token=number("num_experts_per_tok"),
-        hidden=number("moe_intermediate_size"),
-        shared_hidden=shared,
-        shared_gate=True,
-    )
-    return {"experts": experts, "qkv_biases": True}
-
-
-def _qwen3(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    return {
-        "experts": _routed(number, count="num_experts", hidden="moe_intermediate_size"),
-        "qk_norm": True,
-    }
-
-
-def _olmoe(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    return {
-        "experts": _routed(number, count="num_experts", hidden="intermediate_size"),
-        "qk_norm_whole": True,
-    }
+    return read
 
 
 def _deepseek(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
@@ -204,10 +188,10 @@ def _gemma(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
 
 # by `model_type`
 FOREIGN_FAMILIES: dict[str, Callable[[Mapping[str, Any], Numbers], dict[str, Any]]] = {
-    "mixtral": _mixtral,
-    "qwen2_moe": _qwen2,
-    "qwen3_moe": _qwen3,
-    "olmoe": _olmoe,
+    "mixtral": _routed("num_local_experts", "intermediate_size"),
+    "qwen2_moe": _routed("num_experts", "moe_intermediate_size", qkv_biases=True),
+    "qwen3_moe": _routed("num_experts", "moe_intermediate_size", qk_norm=True),
+    "olmoe": _routed("num_experts", "intermediate_size", qk_norm_whole=True),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,

@@ -233,27 +233,6 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
     )
 
 
-def computed_share(shape: ModelShape, seq_len: int) -> float:
-    """Returns the share of those operations that are computed: of causal attention, which is
-    counted whole, half."""
-    return reported_flops_per_token(shape, seq_len, "causal") / model_flops_per_token(
-        shape, seq_len
-    )
-
-
-def hardware_flops_per_token(
-    shape: ModelShape, seq_len: int, recompute: str, every: int = 1
-) -> float:
-    """Returns the operations of the model and of the forward that recompute repeats: of the blocks
-    (of one of `every` for "every_n", half of their matrices for "op"), or of attention's products
-    alone (Chowdhery et al. 2022, arXiv 2204.02311, appendix B: hardware FLOPs utilisation)."""
-    matrices = 2 * shape.layers * shape.block_weights
-    attention = 4 * shape.layers * shape.attention_hidden * shape.attended(seq_len)
-    whole = matrices + attention
-    again = {"full": whole, "every_n": whole / every, "op": matrices / 2, "selective": attention}
-    return model_flops_per_token(shape, seq_len) + again.get(recompute, 0.0)
-
-
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
     """Returns the operations per token by another definition than the plan's own."""
     attention = 12 * shape.layers * shape.attention_hidden * shape.attended(seq_len)

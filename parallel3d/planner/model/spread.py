@@ -23,6 +23,11 @@ MANY = 128
 # there has corrected it to a factor of 2, because its ranks share cores that nothing here counts.
 ANY_CPU = log(10)
 ANCHORED_CPU = log(2)
+# What a device adds whose efficiency is from its data sheet, and what is left where a run of the
+# same program on the same cluster has corrected the prediction.
+DATA_SHEET = 0.093
+ANCHORED = 0.095
+ANCHORED_MEMORY = 0.138
 LEVEL = 0.8  # the share of predictions whose truth lies within its range
 
 
@@ -67,9 +72,9 @@ def spread_of(run: PlannedRun, recorded: Mapping[str, Any]) -> Spread:
     if is_any_cpu:
         speed = ANY_CPU
     elif cluster.device_file not in recorded["runs_by_hardware"] and not is_calibrated:
-        speed = hypot(speed, recorded["spread"]["data_sheet"])
+        speed = hypot(speed, DATA_SHEET)
     if program.name in cluster.scales.timed:
-        speed = min(speed, ANCHORED_CPU if is_any_cpu else errors["anchored"])
+        speed = min(speed, ANCHORED_CPU if is_any_cpu else ANCHORED)
     if is_mixture:
         speed = max(speed, MIXTURES)
     if run.layout.parameter_shards > MANY:
@@ -97,7 +102,7 @@ def memory_spread(
     elif program.is_measured and not is_mixture:
         kind = "known"
     width: float = errors[kind]
-    return min(width, errors["anchored"]) if is_anchored else width
+    return min(width, ANCHORED_MEMORY) if is_anchored else width
 
 
 def safe_share(memory: float, risk: float) -> float:

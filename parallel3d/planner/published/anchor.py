@@ -10,18 +10,14 @@ linear.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
 from parallel3d.planner.hardware.cluster import Scales, with_scales
-from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import MemoryKind
-from parallel3d.planner.memory.ranks import memory_by_rank
+from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.published.cases import CaseFile, MeasuredRank, PublishedCase
-from parallel3d.planner.published.score import measured_bytes, predict_case
 from parallel3d.planner.time.step import step_cost
 
 # Weights of a scale of 1 and of a run: one over the variance of a logarithm (docs/planner.md,
@@ -43,7 +39,6 @@ class MeasuredRun:
     step_time_s: float | None = None
     memory_bytes: float | None = None
     memory_kind: MemoryKind = "device"
-    memory_rank: MeasuredRank = "worst"
 
 
 def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
@@ -107,53 +102,4 @@ def _memory_scale(weighed: Sequence[MeasuredRun]) -> float:
 
 def _log_memory(each: MeasuredRun, memory: float) -> float:
     cluster = with_scales(each.run.cluster, Scales(memory=exp(memory)))
-    ranks = memory_by_rank(replace(each.run, cluster=cluster))
-    return log(measured_bytes(ranks, each.memory_rank, each.memory_kind))
-
-
-def anchored_cases(file: CaseFile) -> tuple[CaseFile, CaseFile]:
-    """Returns the cases without those that anchor the others, as they are and on anchored clusters.
-    One run of each source on each device anchors: the median by devices of those whose speed and
-    memory are both measured, or one for each of the two where no run has both."""
-    clusters: dict[tuple[str, str], list[PublishedCase]] = defaultdict(list)
-    for case in file.cases:
-        clusters[case.source, case.run.cluster.device_file].append(case)
-    rest: list[PublishedCase] = []
-    anchored: list[PublishedCase] = []
-    for cases in clusters.values():
-        anchors = _anchors(cases)
-        scales = scales_of([_measured(case) for case in anchors])
-        for case in cases:
-            if case not in anchors:
-                cluster = with_scales(case.run.cluster, scales)
-                rest.append(case)
-                anchored.append(replace(case, run=replace(case.run, cluster=cluster)))
-    return replace(file, cases=tuple(rest)), replace(file, cases=tuple(anchored))
-
-
-def _anchors(cases: Iterable[PublishedCase]) -> list[PublishedCase]:
-    """Returns the runs that anchor a source's cluster."""
-    usable = [case for case in cases if not case.apart and "duplicate" not in case.tags]
-    usable.sort(key=lambda case: case.run.layout.world_size)
-    timed = [case for case in usable if case.measured.metric is not None]
-    weighed = [case for case in usable if case.measured.memory_gib is not None]
-    both = [case for case in timed if case in weighed]
-    return [each[len(each) // 2] for each in ([both] if both else [timed, weighed]) if each]
-
-
-def _measured(case: PublishedCase) -> MeasuredRun:
-    said = case.measured
-    step_s = None
-    if said.metric is not None:
-        predicted = predict_case(case)
-        step_s = said.step_time_s
-        if said.metric != "step_time_s":
-            slower = getattr(predicted, said.metric) / getattr(said, said.metric)
-            step_s = predicted.step_time_s * slower
-    return MeasuredRun(
-        run=case.run,
-        step_time_s=step_s,
-        memory_bytes=None if said.memory_gib is None else said.memory_gib * GIB,
-        memory_kind=said.memory_kind or "device",
-        memory_rank=case.memory_rank,
-    )
+    return log(worst_rank(replace(each.run, cluster=cluster)).of_kind(each.memory_kind))

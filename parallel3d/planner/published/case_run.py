@@ -3,7 +3,6 @@ infer, and defaults."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import cast
 
@@ -27,7 +26,6 @@ from parallel3d.schedules.registry import ScheduleName
 
 _DEFAULT_DEVICE = "a100-80gb"
 _DEFAULT_VOCAB = 50257  # GPT-2's
-_NVLINK_GB_PER_S = 25.0  # one NVLink 3 or 4, a direction
 _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
     ("none", 2),
     ("every_n", 4),
@@ -35,12 +33,10 @@ _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
     ("full", 2),
 )
 _POSITIONS_OPEN = "model.positional (default)"
-# The year of a run that does not state one: the last that its source names, or by its device.
+# The year of a run that does not state one, by its device.
 _OLD_DEVICES = ("v100", "a100", "a800")
 _OLD_YEAR = 2022
 _YEAR = 2024
-_GBIT = r"(?:(\d+) ?x )?\b(\d+) ?(?:gbps|gb/s)"  # of a node's network, unless per GPU
-_YEARS = r"(?:\b20|arxiv:? *)(2\d)"
 
 
 def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
@@ -61,14 +57,9 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
         boundaries = tuple(each * stage - 1 for stage in range(1, layout.stages))
         layout = replace(layout, stage_boundaries=boundaries)
     per_node = fields.number("hardware", "gpus_per_node", cluster.gpus_per_node)
-    network = fields.speed("network_gb_per_s")
-    words = str(fields.stated("hardware", "inter_bw") or "").lower()
-    if network is None and (found := re.search(_GBIT, words)) is not None:
-        network = int(found[1] or 1) * int(found[2]) / 8
-        network /= 1 if "per gpu" in words else per_node
     cluster = with_links(
         cluster,
-        network_gb_per_s=network,
+        network_gb_per_s=fields.speed("network_gb_per_s"),
         node_gb_per_s=fields.speed("node_gb_per_s"),
         gpus_per_node=per_node,
     )
@@ -104,8 +95,7 @@ def _program(
     is_sharded = (
         f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
     )
-    named = [2000 + int(year) for year in re.findall(_YEARS, f.text("source").lower())]
-    year = f.tree.get("year", max(named, default=None))
+    year = f.tree.get("year")
     is_old = any(name in gpu.lower() for name in _OLD_DEVICES)
     is_gpt = shape.feed_forward == "gelu" and shape.positions == "learned"
     may_write = f.said("softmax_attention") is not False and _POSITIONS_OPEN not in f.filled

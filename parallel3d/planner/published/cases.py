@@ -18,7 +18,7 @@ from parallel3d.planner.model.parameters import FlopsDefinition
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields, meaning
-from parallel3d.planner.published.knowledge import Knowledge, LeaveOut
+from parallel3d.planner.published.knowledge import Knowledge
 
 MeasuredRank = Literal["worst", "first", "last"]
 
@@ -65,13 +65,13 @@ def read_cases(
     path: Path,
     hardware: list[Path],
     *,
-    leave_out: LeaveOut | None = None,
+    leave_out_source: bool = False,
     engine: str | None = None,
 ) -> CaseFile:
     """Reads the cases of a file: a list, or one object a line. Raises ConfigError where it is
     neither. A case that misses what no default can fill, or says what cannot be, is skipped, and
-    said so. `leave_out`: each case is read without what was set while its own source's runs, or any
-    runs on its device, were looked at. `engine`: the program of all cases, whatever they name."""
+    said so. `leave_out_source`: each case is read without what was set while its own source's runs
+    were looked at. `engine`: the program of all cases, whatever they name."""
     known: dict[str, Knowledge] = {}
     cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
@@ -80,10 +80,9 @@ def read_cases(
         name = f"row {number}" if name is None else str(name)
         try:
             fields = Fields(tree)
-            source = fields.text("source_key") if leave_out == "source" else ""
+            source = fields.text("source_key") if leave_out_source else ""
             if source not in known:
-                measured = leave_out != "device"
-                known[source] = Knowledge(hardware, frozenset({source} - {""}), measured, engine)
+                known[source] = Knowledge(hardware, frozenset({source} - {""}), engine)
             cases.append(_case(name, fields, known[source]))
         except (
             ConfigError,

@@ -16,9 +16,6 @@ from typing import Any
 
 import yaml
 
-_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")  # "about 128,000"
-_UNTRUE = ("false", "no", "0", "off", "none", "")
-
 
 class Fields:
     """A case's sections, with null fields filled from `inferred` and defaults, and a note of each
@@ -47,8 +44,7 @@ class Fields:
         return str(self.tree.get(key) or "")
 
     def said(self, name: str) -> bool | None:
-        """Whether a run had an option, which its case or else its notes say; None if neither
-        does."""
+        """Returns whether a run had an option; None if its case does not say."""
         value = self.section("options").get(name, meaning(name, self.text("notes")))
         return None if value is None else bool(value)
 
@@ -78,8 +74,7 @@ class Fields:
         return int(number)
 
     def flag(self, section: str, key: str, default: bool) -> bool:
-        value = self.get(section, key, default)
-        return value.strip().lower() not in _UNTRUE if isinstance(value, str) else bool(value)
+        return bool(self.get(section, key, default))
 
     def figure(self, key: str) -> float | None:
         """Returns a figure of the section `measured`; one that is not a number above 0 is left
@@ -98,10 +93,7 @@ class Fields:
 
 
 def _number(value: object) -> float | None:
-    """Reads a number, also the first one of a text; returns None for what is not a finite one."""
-    if isinstance(value, str):
-        found = _NUMBER.search(value)
-        value = float(found[0].replace(",", "")) if found and "-" not in value else None
+    """Returns a number as a float; None for what is not a finite one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return None
     return float(value)

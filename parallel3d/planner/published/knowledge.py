@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -18,7 +18,6 @@ from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.published.programs import RunTraits, named_program, program_of
 
-LeaveOut = Literal["source", "device"]
 _FILLERS = (
     "",
     "nvidia",
@@ -37,13 +36,11 @@ _GB = re.compile(r"(\d+)gb")
 
 @dataclass
 class Knowledge:
-    """Programs and devices as they are known. `left_out`: sources whose runs nothing was set on;
-    `measured_devices`: whether devices have what was set on runs with them. `engine`: the program
-    of every case, whatever it names."""
+    """Programs and devices as they are known without the runs of the sources `left_out`. `engine`:
+    the program of every case, whatever it names."""
 
     folders: list[Path]
     left_out: frozenset[str] = frozenset()
-    measured_devices: bool = True
     engine: str | None = None
     # the clusters read before, by hardware.gpu
     clusters: dict[str, Cluster] = field(default_factory=dict)
@@ -68,7 +65,7 @@ class Knowledge:
                 raise ValueError(f"hardware.gpu = {gpu.lower()}: no hardware file; {told}")
             cluster = load_cluster(name, self.folders)
             figures = _register()["devices"].get(cluster.device_file, {})
-            changes = _unseen(figures, self.left_out if self.measured_devices else None)
+            changes = _unseen(figures, self.left_out)
             said = _GB.search(gpu.lower())
             usual = cluster.device.memory_bytes
             bytes_ = 0.99 * float(said[1]) * GIB if said else usual
@@ -78,13 +75,12 @@ class Knowledge:
         return self.clusters[gpu]
 
 
-def _unseen(figures: Mapping[str, Any], left_out: frozenset[str] | None) -> dict[str, Any]:
-    """Returns the figures that one of the sources was looked at for (None: any source), as they are
-    without it."""
+def _unseen(figures: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, Any]:
+    """Returns the figures that one of the sources was looked at for, as they are without it."""
     return {
         name: figure["unseen"]
         for name, figure in figures.items()
-        if left_out is None or not left_out.isdisjoint(figure["seen"])
+        if not left_out.isdisjoint(figure["seen"])
     }
 
 

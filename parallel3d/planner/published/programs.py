@@ -18,17 +18,6 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
 
 TYPICAL = "unknown"  # the program that stands for one without an entry
-# What a run may say of its program: a case in `options` or in words, a person by --engine-options.
-OPTIONS = (
-    "softmax_attention",
-    "dropout",
-    "float32_sum",
-    "pure_bf16",
-    "async_tp",
-    "framework_norms",
-    "deterministic",
-    "launch_blocking",
-)
 # What a program does where a run does not say stands in its code and is no figure of a run.
 _CONVENTIONS = ("default_schedule", "default_recompute", "default_sequence_parallel")
 # the year of a typical program whose run has no date, where its device is not newer
@@ -176,8 +165,6 @@ def with_options(program: TrainingProgram, said: Callable[[str], bool | None]) -
             "attention_speed": 0.6 * program.attention_speed,
             "fused_weight_gradient": False,
         }
-    if said("launch_blocking"):
-        changes["blocking"] = True
     if (writes_scores := said("softmax_attention")) is not None:
         changes["attention"] = "softmax" if writes_scores else "flash"
     if (dropout := said("dropout")) is not None:
@@ -215,28 +202,3 @@ def with_states(
         return replace(program, **pure, optimizer_bytes=states)
     masters = program.optimizer_bytes - program.state_bytes
     return replace(program, state_bytes=states, optimizer_bytes=masters + states)
-
-
-def asked_program(name: str, options: Iterable[str], precision: str) -> TrainingProgram:
-    """Returns a program of the table with what a person knows of it, `softmax_attention` or
-    `dropout=false`. Its name says so. Raises ConfigError with the options that there are."""
-    program = in_precision(named_program(name), precision)
-    said = dict[str, bool]()
-    for text in (part.strip() for words in options for part in words.split(",")):
-        key, _, value = text.partition("=")
-        if key not in OPTIONS:
-            near = get_close_matches(key, OPTIONS, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(OPTIONS)}"
-            raise ConfigError(f"--engine-options {text}: unknown; {advice}")
-        if value not in ("", "true", "false"):
-            raise ConfigError(f"--engine-options {text}: must be true or false; try {key}=true")
-        said[key] = value != "false"
-    if not said:
-        return program
-    program = with_options(program, said.get)
-    if said.get("float32_sum"):
-        program = with_float32_sum(program)
-    if said.get("pure_bf16"):
-        program = with_states(program, None, pure_bf16=True)
-    told = ", ".join(key if value else f"no {key}" for key, value in said.items()).replace("_", " ")
-    return replace(program, name=f"{name} ({told})")

@@ -13,7 +13,7 @@ from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.spread import Spread
-from parallel3d.planner.report.page import Plan, limits, reasons
+from parallel3d.planner.report.page import Plan, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
 from parallel3d.planner.search.question import Answer, Question, Rejected, RunLength, Strategy
 
@@ -32,14 +32,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
             for each in plan.answer.strategies
         ],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
-        "left_out": [asdict(each) for each in plan.answer.left_out],
         "search": {
-            **{key: getattr(plan.answer, key) for key in ("considered", "checked", "fitting")},
+            "checked": plan.answer.checked,
             "seconds": plan.seconds,
         },
         "advice": {
             "reasons": list(reasons(best)) if best else [],
-            "limits": list(limits(best)) if best else [],
             "remedies": list(plan.remedies),
         },
         "notes": list(plan.notes),
@@ -178,7 +176,6 @@ def strategy_tree(
         "tokens_per_s_per_gpu": cost.tokens_per_s_per_gpu,
         "tflops_per_gpu": cost.model_flops_per_gpu / 1e12,
         "mfu": cost.mfu,
-        "hfu": cost.hfu,
         "run": asdict(length) if length else None,
         "ranges": ranges or None,
         "chance_to_fit": spread

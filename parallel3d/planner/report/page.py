@@ -39,7 +39,6 @@ _MOST_SHOWN = 5
 _RANKED = {
     "throughput": "ranked by tokens per second",
     "memory": "ranked by memory, the leanest layout of each tp and pp, whatever its speed",
-    "cost": "ranked by GPU-hours a token, halves of the cluster among them",
 }
 
 
@@ -118,7 +117,7 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _one_label("would do", plan.remedies or nothing)
         yield from _verified(plan)
     else:
-        looked = f"{answer.considered:,} layouts, with the memory of {answer.checked:,} of them"
+        looked = f"the memory of {answer.checked:,} layouts, all others by bounds"
         yield "searched", f"{looked}; {_RANKED[plan.objective]}"
         microbatches = best.run.layout.microbatches
         yield "layout 1", f"{layout_text(best.parallel)}; microbatches: {microbatches}"
@@ -135,7 +134,8 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "run", _run(plan, best)
         if (spread := plan.spread(best)) is not None:
             yield "range", _ranges(best, plan.length(best), spread)
-        yield "limits", "; ".join(limits(best))
+        left = (q.usable_bytes - memory.total) / GIB
+        yield "limits", f"{left:.1f} GiB are left under {q.memory_rule}"
     if plan.why is not None:
         asked, other = plan.why
         yield "why not", f"{asked}: {_why_not(other, best)}"
@@ -168,22 +168,16 @@ def _engine_notes(question: Question) -> Iterator[str]:
 
 
 def how_sure(known: Mapping[str, Any], about: Question | PlannedRun) -> str:
-    """Returns the recorded errors on sources that nothing was set on; for a program that a run of
-    the same cluster has corrected, those of runs that were corrected likewise."""
-    scales = about.cluster.scales
+    """Returns the recorded errors on sources that nothing was set on."""
     own = ""
-    kind = "blind"
-    which = "whose source was left out"
-    if about.program.name in (*scales.timed, *scales.weighed):
-        kind = "anchored"
-        which = "that one run of the same source has corrected"
-    elif about.shape.experts is not None:
+    if about.shape.experts is not None:
         own = "mixtures were never fitted to a run (25 published ones: 13% off, most too fast); "
     elif about.program.is_parallel3d:
         own = "parallel3d itself was never measured on a GPU; "
-    errors = known[kind]
+    errors = known["blind"]
     return (
-        f"{own}median error on published runs {which} {errors['throughput_median']:.1f}% of speed "
+        f"{own}median error on published runs whose source was left out "
+        f"{errors['throughput_median']:.1f}% of speed "
         f"(90% within {errors['throughput_p90']:.0f}%) and {errors['memory_median']:.1f}% of memory"
         f" ({errors['memory_p90']:.0f}%); scored {known['date']}"
     )
@@ -242,24 +236,6 @@ def reasons(best: Strategy) -> Iterator[str]:
             yield f"{share}; without it {without / GIB:.1f} GiB are missing"
         else:
             yield f"{share}; it would fit without, and faster"
-
-
-def limits(best: Strategy) -> Iterator[str]:
-    """Yields what breaks first: how much memory is left, and what twice as long or as many
-    sequences would need."""
-    question = best.question
-    left = question.usable_bytes - best.memory.total
-    yield f"{left / GIB:.1f} GiB are left under {question.memory_rule}"
-    longer = Strategy(replace(question, seq_len=2 * question.seq_len), best.parallel).memory.total
-    yield f"sequences of {2 * question.seq_len} {_fits(longer - question.usable_bytes)}"
-    twice = replace(best.parallel, microbatch_size=2 * best.parallel.microbatch_size)
-    if question.global_batch_size % (twice.dp * twice.microbatch_size) == 0:
-        more = Strategy(question, twice).memory.total
-        yield f"microbatches of {twice.microbatch_size} {_fits(more - question.usable_bytes)}"
-
-
-def _fits(short: float) -> str:
-    return f"need {short / GIB:.1f} GiB more" if short > 0 else "fit too"
 
 
 def _one_label(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The best layouts for a model on a cluster, the fastest, the leanest or the cheapest per token:
+"""The best layouts for a model on a cluster, the fastest or those with the lowest memory:
 the whole space of `ParallelConfig` (`space`), each tp x pp in the order of predicted step time
 (`tp_pp_search`): by a closed form first, the finalists by simulating their schedule."""
 
@@ -14,37 +14,30 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, ROUNDED
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.training import master_bytes
-from parallel3d.planner.search.question import Answer, Fixed, NotShown, Question, Rejected, Strategy
-from parallel3d.planner.search.space import check_fixed, families, size_error
+from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
+from parallel3d.planner.search.space import check_fixed, families
 from parallel3d.planner.search.ties import settled
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
-from parallel3d.shard_sizes import divisors
 
-Objective = Literal["throughput", "memory", "cost"]
+Objective = Literal["throughput", "memory"]
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 _FINALISTS = 20
 _TIED = 4  # ways of cutting a model that may be as fast as the fastest
-_NEAR = 64  # other numbers of devices that are tried, each way
 _FROM_EACH_WAY = 2
 _SPARE_WAYS = 2
-_FROM_THE_WHOLE = 2
 
 
-def search(question: Question, *, top: int = 10) -> Answer:
+def search(question: Question, *, top: int = 10, objective: Objective = "throughput") -> Answer:
     """The best `top` strategies, each another way of cutting the model: of every tp x pp the best
     that there is in microbatch, virtual stages, split of the data ranks and recompute, which a run
     can change without changing what its ranks hold. Where the question fixes both tp and pp, those
     are what differs.
 
     Raises ConfigError where the question allows no layout at all, whatever the memory."""
-    return _answer(question, _searches(question), top)
-
-
-def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
+    searches = _searches(question)
     found, best = _fastest(question, searches, top)
     rejected = []
-    left_out = []
     for each in searches:
         if each not in best and each.beyond_s is None and (least := each.leanest()) is not None:
             memory = Strategy(question, least.parallel).memory
@@ -53,30 +46,12 @@ def _answer(question: Question, searches: list[TpPpSearch], top: int) -> Answer:
             needs = f"{short / GIB:.1f}" if short >= 0.05 * GIB else "under 0.1"
             why = f"needs {needs} GiB more on rank {memory.rank}, most for {largest}"
             rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
-    told = {(each.parallel.tp, each.parallel.pp) for each in found}
-    by_size = {(each.tp, each.pp): each for each in searches}
-    least_s = min((priced.step_time_s for priced in best.values()), default=0.0)
-    sizes = [(tp, pp) for tp in divisors(question.gpus) for pp in divisors(question.gpus // tp)]
-    for tp, pp in sizes:
-        reason = None
-        way = by_size.get((tp, pp))
-        if way is None:  # the first rule that it breaks
-            reason = size_error(question, tp, pp) or "none of its layouts has what else is fixed"
-        elif way in best and (tp, pp) not in told:
-            slower = best[way].step_time_s / least_s - 1
-            reason = f"slower: {slower:.0%} more time at its best"
-        elif way.beyond_s is not None:
-            slower = way.beyond_s / least_s - 1
-            reason = f"slower: at least {slower:.0%} more time, if it fits"
-        if reason is not None:
-            left_out.append(NotShown(tp=tp, pp=pp, reason=reason))
+    if objective == "memory" and found:
+        found = _leanest(question, searches, top)
     return Answer(
         strategies=tuple(found),
         rejected=tuple(sorted(rejected, key=lambda each: each.short_bytes)),
-        left_out=tuple(left_out),
-        considered=sum(each.size for each in searches),
         checked=sum(each.checked for each in searches),
-        fitting=sum(each.fitting for each in searches),
     )
 
 
@@ -85,13 +60,8 @@ def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
     return _fastest(question, _searches(question), top)[0]
 
 
-def leanest(question: Question, *, top: int = 10) -> list[Strategy]:
-    """Returns the leanest layout of each tp x pp that fits, the leanest first. Raises ConfigError
-    as `search` does."""
-    return _leanest(question, _searches(question), top)
-
-
 def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[Strategy]:
+    """Returns the layout of each tp x pp that fits with the lowest memory, the lowest first."""
     found: list[Candidate] = []
     # the layouts that are split most are often lean
     for each in sorted(searches, key=lambda each: -each.tp * each.pp):
@@ -128,35 +98,6 @@ def _states_bytes(question: Question) -> float:
     if program.is_parallel3d:
         each = master_bytes(question.precision) + training.state_bytes
     return ROUNDED * each * total_parameters(question.shape)
-
-
-def rank(question: Question, objective: Objective, *, top: int) -> Answer:
-    """Returns the answer with its strategies in the order of an objective. By cost `question.gpus`
-    is the most, and its halves compete, down to the first that is less efficient than its double:
-    with fewer devices the bubble and the traffic of data parallelism shrink, until memory forces
-    what is slower."""
-    searches = _searches(question)
-    answer = _answer(question, searches, top)
-    if objective == "memory" and answer.strategies:
-        return replace(answer, strategies=tuple(_leanest(question, searches, top)))
-    if objective != "cost":
-        return answer
-    found = list(answer.strategies[:_FROM_THE_WHOLE])
-    gpus = question.gpus
-    best = found[0].cost.tokens_per_s_per_gpu if found else 0.0
-    while gpus % 2 == 0:
-        gpus //= 2
-        try:
-            smaller = fastest(replace(question, gpus=gpus))
-        except ConfigError:  # what is fixed, or the batch, does not divide so few
-            continue
-        found.extend(smaller)
-        efficiency = smaller[0].cost.tokens_per_s_per_gpu if smaller else 0.0
-        if efficiency < best:
-            break
-        best = efficiency
-    found.sort(key=lambda each: -each.cost.tokens_per_s_per_gpu)
-    return replace(answer, strategies=tuple(found[:top]))
 
 
 def compare(question: Question, wanted: Fixed) -> Answer | str:
@@ -204,7 +145,7 @@ def _searches(question: Question) -> list[TpPpSearch]:
     found = []
     for (tp, pp), own in families(question).items():
         each = TpPpSearch(question, tp, pp, own, blocks)
-        if each.size:
+        if each.has_layouts:
             found.append(each)
     if not found:
         shape = question.shape
@@ -213,27 +154,10 @@ def _searches(question: Question) -> list[TpPpSearch]:
         raise ConfigError(
             f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, "
             f"heads {shape.heads}, kv_heads {shape.kv_heads}) and a batch of "
-            f"{question.global_batch_size} sequences ({asked or 'nothing fixed'}); try "
-            f"{_other_sizes(question)} or a batch that is a multiple of {question.gpus}"
+            f"{question.global_batch_size} sequences ({asked or 'nothing fixed'}); try another "
+            f"number of devices, or a batch that is a multiple of {question.gpus}"
         )
     return found
-
-
-def _other_sizes(question: Question) -> str:
-    """Names the nearest numbers of devices, below and above, that some layout divides the model and
-    the batch over; whole nodes, where the devices asked about are more than one."""
-    near = []
-    gpus = question.gpus
-    node = question.cluster.gpus_per_node
-    step = node if gpus > node else 1
-    below = (gpus - 1) // step * step
-    above = (gpus // step + 1) * step
-    for sizes in (range(below, 0, -step), range(above, 2 * gpus, step)):
-        for size in sizes[:_NEAR]:
-            if any(families(replace(question, gpus=size)).values()):
-                near.append(str(size))
-                break
-    return f"--gpus {' or '.join(near)}," if near else "another number of devices"
 
 
 def _fastest(

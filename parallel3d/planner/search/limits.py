@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from math import lcm
 
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
@@ -23,8 +22,6 @@ _STEPS = 16  # between two doublings
 _MOST_DOUBLINGS = 16  # of a node
 _LONGEST = 2**24  # tokens
 _SHORTEST = 128
-_ROUND_HEADS = 8
-_ROUND_LAYERS = 4
 
 
 def smallest_cluster(question: Question) -> Strategy | None:
@@ -88,20 +85,7 @@ def largest_batch(question: Question) -> Strategy | None:
     return best
 
 
-def largest_model(question: Question) -> Strategy | None:
-    """Finds the largest model of the same kind, as `grown` makes it, that fits; None for a
-    mixture."""
-    if question.shape.experts is not None or question.shape.latent is not None:
-        return None
-    step = lcm(_ROUND_HEADS, question.shape.heads // question.shape.kv_heads)
-
-    def tried(steps: int) -> Strategy | None:
-        return one_that_fits(replace(question, shape=grown(question.shape, steps * step)))
-
-    return _largest(tried, 1)
-
-
-def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Strategy | None:
+def largest_model(question: Question, shapes: Iterable[ModelShape]) -> Strategy | None:
     """Finds the largest of these models that fits and has the positions for the sequence."""
     enough = (
         shape
@@ -111,26 +95,6 @@ def largest_named(question: Question, shapes: Iterable[ModelShape]) -> Strategy 
     largest_first = sorted(enough, key=total_parameters, reverse=True)
     tried = (one_that_fits(replace(question, shape=shape)) for shape in largest_first)
     return next((found for found in tried if found is not None), None)
-
-
-def grown(shape: ModelShape, heads: int) -> ModelShape:
-    """A model of the same kind with so many heads: as in the families of GPT-3 and Llama layers
-    grow with the width, and heads keep their size and their number to the width, queries of a key
-    their number, the feed-forward its ratio to the width (to multiples of 256), the vocabulary its
-    size."""
-    hidden = heads * shape.hidden // shape.heads
-    layers = max(
-        _ROUND_LAYERS, round(shape.layers * heads / shape.heads / _ROUND_LAYERS) * _ROUND_LAYERS
-    )
-    return replace(
-        shape,
-        name=f"a model like {shape.name}",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads * shape.kv_heads // shape.heads,
-        ffn_hidden=max(1, round(shape.ffn_hidden * hidden / shape.hidden / 256)) * 256,
-    )
 
 
 def remedies(question: Question) -> Iterator[str]:

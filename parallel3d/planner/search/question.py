@@ -171,25 +171,11 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotShown:
-    """A tp x pp of which the answer has no strategy although memory is not the reason, and what
-    is."""
-
-    tp: int
-    pp: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`strategies`, best first; every other tp x pp is in `rejected`, nearest to fitting first, or
-    in `left_out`; `considered`: how many layouts there are; `checked`, `fitting`: those whose
-    memory was computed, and that fit. The others are slower than what is told, or hold too much by
-    a lower bound."""
+    """`strategies`, best first; tp x pp that do not fit are in `rejected`, nearest to fitting
+    first. `checked`: the layouts whose memory was computed; all others are
+    slower, or hold too much by a lower bound."""
 
     strategies: tuple[Strategy, ...]
     rejected: tuple[Rejected, ...]
-    left_out: tuple[NotShown, ...]
-    considered: int
     checked: int
-    fitting: int

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.memory.floor import MemoryFloor, RunFloors, floor_bytes
-from parallel3d.planner.memory.published import BlockBytes
-from parallel3d.planner.memory.ranks import PublishedBytes, quick_worst_bytes
+from parallel3d.planner.memory.ranks import quick_worst_bytes
 from parallel3d.planner.model.planned_run import PlannedRun, other_axes, varied
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.search.question import Question
@@ -61,16 +60,13 @@ class _Family:
     ends: tuple[StageSlice, ...] = ()  # what the first and the last rank have of the model
     floors: RunFloors | None = None
     ways: tuple[ParallelConfig, ...] = ()  # every use of its data ranks
-    # What layouts of a published program hold, by their use of the data ranks, and with a
-    # recompute.
-    published: dict[object, PublishedBytes] = field(default_factory=dict)
+    # what layouts of a published program hold, by their use of the data ranks and recompute
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
-    least: dict[RecomputeChoice, float] = field(default_factory=dict)
 
 
 class TpPpSearch:
     """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far,
-    `fitting` what fits, and `beyond_s` is set where a search for the fastest was ended: the least
+    and `beyond_s` is set where a search for the fastest was ended: the least
     seconds of a step that was not looked at."""
 
     def __init__(
@@ -86,28 +82,21 @@ class TpPpSearch:
         self.tp = tp
         self.pp = pp
         self.checked = 0
-        self.fitting = 0
         self.beyond_s: float | None = None
         self._question = question
         self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
         self._recompute_choices = recompute_choices(question, pp)
         self._states: dict[object, tuple[MemoryFloor, ...]] = {}
-        self._blocks: dict[object, BlockBytes] = {}  # a published program's, by microbatch and axes
         self._groups: dict[object, list[_Family]] = {}  # whose microbatches take equally long
         for family in self._families:
             key = family.parallel.microbatch_size, other_axes(family.parallel)
             self._groups.setdefault(key, []).append(family)
 
-    @cached_property
-    def size(self) -> int:
-        """How many layouts it has, each with every recompute."""
-        families = [family.parallel for family in self._families]
-        used_alike = {
-            (each.microbatch_size, each.schedule, other_axes(each)): each for each in families
-        }
-        counts = {key: sum(1 for _ in self._uses(each)) for key, each in used_alike.items()}
-        keys = ((each.microbatch_size, each.schedule, other_axes(each)) for each in families)
-        return len(self._recompute_choices) * sum(counts[key] for key in keys)
+    @property
+    def has_layouts(self) -> bool:
+        return any(self._ways(family) for family in self._families) and bool(
+            self._recompute_choices
+        )
 
     @cached_property
     def least_s(self) -> float:
@@ -177,7 +166,6 @@ class TpPpSearch:
             if parallel is not None:
                 bytes_ = self._layout_bytes(family, parallel, kind)
                 if bytes_ <= usable:
-                    self.fitting += 1
                     ready.append(Candidate(parallel, least_s, bytes_))
                 else:
                     push_leaner(family, parallel, kind)
@@ -210,7 +198,7 @@ class TpPpSearch:
                 if self._floor(family, way, kind) > most:
                     continue
                 parallel = kind.of(way)
-                bytes_ = self._bytes(family, parallel, kind, enough=most)
+                bytes_ = self._bytes(parallel, enough=most)
                 if bytes_ < most or (found is None and bytes_ == most):
                     found = Candidate(parallel, inf, bytes_)
                     most = bytes_
@@ -234,25 +222,10 @@ class TpPpSearch:
             if (leaner := per_microbatch_variant(self._question, way)) is not None:
                 yield leaner
 
-    def _bytes(
-        self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice, *, enough: float
-    ) -> float:
-        """Returns what a layout with this recompute holds, or more than `enough`."""
+    def _bytes(self, parallel: ParallelConfig, *, enough: float) -> float:
+        """Returns what a layout holds, or more than `enough`."""
         self.checked += 1
-        if self._question.program.is_parallel3d:
-            return quick_worst_bytes(self._question.planned_run(parallel), enough=enough)
-        return self._published(family, parallel).worst(
-            kind.recompute, kind.recompute_every or 1, enough=enough
-        )
-
-    def _published(self, family: _Family, parallel: ParallelConfig) -> PublishedBytes:
-        way = parallel.dp_shard, parallel.sharding
-        if way not in family.published:
-            alike = family.parallel.microbatch_size, other_axes(parallel)
-            run = self._question.planned_run(parallel)
-            blocks = self._blocks.setdefault(alike, BlockBytes(run))
-            family.published[way] = PublishedBytes(run, blocks)
-        return family.published[way]
+        return quick_worst_bytes(self._question.planned_run(parallel), enough=enough)
 
     def _layout_bytes(
         self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
@@ -261,10 +234,10 @@ class TpPpSearch:
         that."""
         usable = self._question.usable_bytes
         if self._question.program.is_parallel3d:
-            return self._bytes(family, parallel, kind, enough=usable)
+            return self._bytes(kind.of(parallel), enough=usable)
         key = (parallel.dp_shard, parallel.sharding), kind
         if key not in family.bytes:
-            family.bytes[key] = self._bytes(family, parallel, kind, enough=usable)
+            family.bytes[key] = self._bytes(kind.of(parallel), enough=usable)
         return family.bytes[key]
 
     def _least_work_s(self, group: list[_Family]) -> float:
@@ -300,12 +273,7 @@ class TpPpSearch:
     def _family_floor(self, family: _Family, kind: RecomputeChoice) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
         if not self._question.program.is_parallel3d:
-            if kind not in family.least:
-                all_split = max(self._ways(family), key=lambda way: way.dp_shard)
-                family.least[kind] = self._published(family, all_split).least(
-                    kind.recompute, kind.recompute_every or 1
-                )
-            return family.least[kind]
+            return 0.0
         least = self._work(family, kind)
         return floor_bytes(self._any_run, least, least)
 

@@ -181,10 +181,6 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
         0 if run.shape.experts is None or dense else program.expert_launches
     )
     launches = count * kernels.device.launch_s
-    if program.blocking:
-        forward = forward + launches
-        backward = backward + 2 * launches
-        again += launches if recompute == "full" else 0.0
     return BlockTimes(
         forward_s=max(forward, launches),
         backward_s=max(backward, 2 * launches - again),

@@ -10,7 +10,6 @@ from parallel3d.optimizers.step_bytes import MuonCosts, busiest_shapes
 from parallel3d.planner.hardware.cluster import Scales
 from parallel3d.planner.hardware.units import ROUNDED
 from parallel3d.planner.model.parameters import (
-    hardware_flops_per_token,
     hidden_tables,
     model_flops_per_token,
     muon_matrices,
@@ -86,7 +85,6 @@ class Cost:
     tokens_per_s_per_gpu: float
     model_flops_per_gpu: float  # per second
     mfu: float  # model FLOPs (`parameters.model_flops_per_token`) over the device's dense peak
-    hfu: float  # the same with what recompute repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +157,12 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
         parts = _scaled(parts, run.cluster.scales)
     tokens = run.tokens_per_step / parts.total / layout.world_size
     flops = tokens * model_flops_per_token(run.shape, run.seq_len)
-    hardware = hardware_flops_per_token(
-        run.shape, run.seq_len, layout.recompute, layout.recompute_every
-    )
     return Cost(
         parts=parts,
         step_time_s=parts.total,
         tokens_per_s_per_gpu=tokens,
         model_flops_per_gpu=flops,
         mfu=flops / run.cluster.device.peak(run.precision),
-        hfu=tokens * hardware / run.cluster.device.peak(run.precision),
     )
 
 
@@ -179,13 +173,6 @@ def _scaled(parts: TimeParts, scales: Scales) -> TimeParts:
         is_sent = kind in ("tp", "cp", "pp_p2p", "dp", "ep")
         found[kind] = seconds * (scales.network if is_sent else scales.arithmetic)
     return TimeParts(**found)
-
-
-def stage_times(run: PlannedRun) -> tuple[list[StageTimes], float]:
-    """Returns what the schedule is simulated with: each stage's seconds for a microbatch, and those
-    of a transfer."""
-    pipeline = _pipeline(run, _calibrated_host(run), exact=False, known=None)
-    return pipeline.stages, pipeline.send_s
 
 
 def least_step_s(run: PlannedRun, *, known: CostCache) -> float:

@@ -1,4 +1,4 @@
-"""Names as people write them: what names.toml has beside the names of models, hardware files and
+"""Names as people write them: what aliases.toml has beside the names of models, hardware files and
 engines, and for a name that nobody knows the nearest ones. A name is found as a whole, never by a
 part of it."""
 
@@ -25,7 +25,7 @@ _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "engine": 
 # the same shape, trained otherwise
 _TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)
 _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
-    Path(__file__).with_name("names.toml").read_text()
+    Path(__file__).with_name("aliases.toml").read_text()
 )
 
 
@@ -67,11 +67,6 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
     """Returns the error for a name that `find_name` does not find, which offers the nearest, or the
     option that the name belongs to."""
     place = f"hardware {text}" if kind == "hardware" else f"{_OPTIONS[kind]} {text}"
-    for other, option in _OPTIONS.items():
-        if other != kind and (found := find_name(other, text)) is not None:
-            return ConfigError(
-                f"{place}: unknown, and the name of another thing; try {option} {found}"
-            )
     table = _by_plain_name(kind)
     close = [table[each] for each in get_close_matches(_plain(text), table, n=6, cutoff=0.55)]
     near = [*dict.fromkeys(close)][:3]
