@@ -45,7 +45,7 @@ class Fields:
 
     def said(self, name: str) -> bool | None:
         """Returns whether a run had an option; None if its case does not say."""
-        value = self.section("options").get(name)
+        value = self.section("options").get(name, meaning(name, self.text("notes")))
         return None if value is None else bool(value)
 
     def get(self, section: str, key: str, default: Any) -> Any:
