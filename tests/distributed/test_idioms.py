@@ -17,6 +17,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.layers.attention import ParallelAttention
@@ -26,6 +27,7 @@ from parallel3d.layers.norm import LayerNorm
 from parallel3d.layers.parameter import draw
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
+from parallel3d.sharding.apply import shard
 
 PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
 VOCAB, HIDDEN, S = 101, 32, 12
@@ -101,15 +103,6 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
-def copy_it(kind: str) -> None:
-    model = build(kind, mesh())
-    other = copy.deepcopy(model)
-    for parameter in other.parameters():
-        parameter.detach().fill_(2.0)
-    assert torch.equal(logits(model(IDS)), logits(build(kind, mesh())(IDS)))
-    assert not torch.equal(logits(other(IDS)), logits(model(IDS)))
-
-
 def reset_it(kind: str) -> None:
     """Without memory, then with some, then reset: the layers start as from their constructors,
     torch's own as a whole model that is reset likewise."""
@@ -183,10 +176,28 @@ def autocast_it(kind: str) -> None:
         assert float((ours - theirs).abs().max()) <= 0.03 * float(theirs.abs().max())
 
 
+def copy_after_backward(kind: str) -> None:
+    """Copies models with gradients: their own tensors, or views into the buckets of data
+    parallelism."""
+    axes = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    for strategy in (None, "NO_SHARD"):
+        model = build(kind, axes["tp"])
+        if strategy is not None:
+            shard(model, axes, strategy)
+        before = logits(model(IDS))
+        before.sum().backward()
+        for other in (copy.deepcopy(model), AveragedModel(model).module):
+            assert torch.equal(logits(other(IDS)), before)
+            for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                assert torch.equal(whole(ours.grad), whole(theirs.grad))
+                theirs.detach().fill_(2.0)
+        assert torch.equal(logits(model(IDS)), before)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "idiom",
-    [copy_it, reset_it, apply_it, exchange_states, autocast_it],
+    [copy_after_backward, reset_it, apply_it, exchange_states, autocast_it],
     ids=lambda idiom: idiom.__name__,
 )
 def test_it_gives_what_it_gives_on_one_process(

@@ -1,15 +1,21 @@
-"""Marks the tests of this folder, and skips them without a GPU. What they measure is in the report
-of `--junitxml FILE`."""
+"""Marks the tests of this folder, skips them without a GPU, and writes their report into
+docs/gpu.md (`--gpu-report FILE`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
 
+HEADING = "## The last report"
 Measure = Callable[[str, float], float]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-report", type=Path, metavar="FILE", help="the report goes into FILE")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,3 +37,31 @@ def measured(record_property: Callable[[str, object], None]) -> Measure:
         return value
 
     return measure
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    path: Path | None = config.getoption("--gpu-report", default=None)
+    if path is None or not torch.cuda.is_available():
+        return
+    rows = []
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.getreports(outcome):
+            values = "; ".join(f"{name} {value}" for name, value in report.user_properties)
+            name = report.nodeid.partition("::")[2].replace("|", "/")
+            rows.append(f"| {name} | {outcome} | {report.duration:.0f} | {values} |")
+    text = path.read_text() if path.exists() else ""
+    text = text.partition(HEADING)[0]
+    table = ["| test | outcome | s | measured |", "|---|---|---|---|", *sorted(rows)]
+    path.write_text("\n".join([f"{text}{HEADING}", "", machine(), "", *table, ""]))
+
+
+def machine() -> str:
+    gpu = torch.cuda.get_device_name(0)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    cudnn = torch.backends.cudnn.version()
+    return (
+        f"{date.today()}: {torch.cuda.device_count()} x {gpu}, torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {cudnn}."
+    )
