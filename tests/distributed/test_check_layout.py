@@ -109,20 +109,20 @@ def replicated_twice(parameters: list[LocalParameter], axes: dict[str, Axis], *r
     return SQUARED_NORM(parameters, axes, *rest) + extra / axes["dp_replicate"].size
 
 
-def completed_twice(self: update.GradientSync) -> None:
-    COMPLETE(self)
-    COMPLETE(self)
+def completed_twice(self: update.Update, observe: Any = None) -> None:
+    COMPLETE(self, observe)
+    COMPLETE(self, observe)
 
 
 LAYER_NORM, BOX = nn.LayerNorm.forward, ParameterSpec.box
-SQUARED_NORM, COMPLETE = update.squared_norm, update.GradientSync.complete
+SQUARED_NORM, COMPLETE = update.squared_norm, update.Update.complete
 PATCHES: dict[str, tuple[object, str, object]] = {
     "norm gradient not reduced": (norm, "ParameterSpec", whole_gradient),
     "output doubled": (nn.LayerNorm, "forward", doubled_norm),
     "replicated twice in the norm": (update, "squared_norm", replicated_twice),
     "weights cut in the wrong order": (ParameterSpec, "box", cut_backwards),
     "dp averaging forgotten": (sys.modules[__name__], "divisor", lambda mesh: 1),
-    "tied summed twice": (update.GradientSync, "complete", completed_twice),
+    "tied summed twice": (update.Update, "complete", completed_twice),
 }
 
 

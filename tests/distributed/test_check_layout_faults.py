@@ -40,7 +40,7 @@ from parallel3d.training import loss as training_loss
 from parallel3d.training import update
 
 CUT, INITIAL = parallelize.cut, parallelize.initial_part
-TOKEN_LOSSES, COMPLETE = layers_loss.token_losses, update.GradientSync.complete
+TOKEN_LOSSES, COMPLETE = layers_loss.token_losses, update.Update.complete
 
 
 def overwrite_all(*args: Any, overwrite_logits: bool) -> Tensor:
@@ -54,10 +54,10 @@ def into_a_copy(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return logits, None, None, None
 
 
-def sum_crosswise(self: update.GradientSync) -> None:
+def sum_crosswise(self: update.Update, observe: Any = None) -> None:
     tied = self._tied
     self._tied = tied[::-1] if dist.get_rank() == 0 else tied
-    COMPLETE(self)
+    COMPLETE(self, observe)
     self._tied = tied
 
 
@@ -107,7 +107,7 @@ FAULTS = {
         "Saturated", patches=(OVERWRITE,)
     ),
     "two tied weights are summed crosswise": Fault(
-        "TwoTies", {"pp": 2}, ((update.GradientSync, "complete", sum_crosswise),)
+        "TwoTies", {"pp": 2}, ((update.Update, "complete", sum_crosswise),)
     ),
     "a weight that two of four stages share is not summed": Fault(
         "SharedNorms",
