@@ -57,13 +57,16 @@ def shard(
             sent = values.to(mesh.device_type).contiguous()
             dist.broadcast(sent, group=axes.every.group, group_src=0)
             values.copy_(sent)
-    units = units_of(model, wrap)
+    split = axes.shard.size > 1 and strategy != "NO_SHARD"
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if split and scalars:
+        raise ValueError(f"{scalars[0]}: a scalar has no rows to split; give it the shape [1]")
+    reduction = Reduction(axes, dtypes, split, average)
     if strategy in REPLICATED or axes.every.size == 1:
-        split = strategy == "SHARD_OPTIMIZER" and axes.shard.size > 1
-        return ReplicatedData(model, units, Reduction(axes, dtypes, split, average), options)
+        return ReplicatedData(model, wrap, reduction, options)
     frees_forward = frees_after_forward(strategy, options.gather, options.microbatches)
     return FullyShardedData(
-        model, units, Reduction(axes, dtypes, True, average), options, frees_forward=frees_forward
+        model, units_of(model, wrap), reduction, options, frees_forward=frees_forward
     )
 
 

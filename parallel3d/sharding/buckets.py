@@ -7,7 +7,7 @@ stands between a backward and its all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -19,47 +19,40 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d.layers.collectives import after
 from parallel3d.layers.gradients import as_dtensor, like_parameter, local_tensor
 from parallel3d.mesh import DATA_ROLES, Axis, Role
+from parallel3d.sharding.optimizer_parts import OptimizerPart
 from parallel3d.sharding.rows import Packing, start_row_gather, start_row_reduction
 from parallel3d.sharding.settings import Reduction
-from parallel3d.sharding.units import Uses
+from parallel3d.torch_private import foreach_copy_
 
 
-class ReplicatedPart:
-    """A parameter that is whole on this rank, and the part of it that the optimizer steps (see
-    `OptimizerPart`): this rank's rows or all, of the parameter itself or of its master copy. Its
-    gradient lies in `memory`, a part of its bucket's. All `uses` of the parameter get its new
-    dtype."""
+class ReplicatedPart(OptimizerPart):
+    """A parameter that is whole on this rank, and the part of it that the optimizer steps: this
+    rank's rows or all, of the parameter itself or of its master copy, which begins as `value`. Its
+    gradient lies in `memory`, a part of its bucket's."""
 
-    def __init__(self, uses: Uses, memory: Tensor, reduction: Reduction) -> None:
-        self._reduction = reduction
-        value, dtypes = local_tensor(uses[0].parameter.detach()), reduction.dtypes
-        if reduction.split and value.ndim == 0:
-            raise ValueError(
-                f"{uses[0].attribute}: a scalar has no rows to split; give it the shape [1]"
-            )
-        if value.dtype != dtypes.compute:
-            replace_parameter(uses, uses[0].parameter.to(dtypes.compute))
-        self.parameter = uses[0].parameter
-        self.has_master = dtypes.master != dtypes.compute
-        own = reduction.own(value if self.has_master else local_tensor(self.parameter.detach()))
-        own = own.to(dtypes.master, copy=True) if self.has_master else own
-        self.local = nn.Parameter(own, requires_grad=self.parameter.requires_grad)
-        self.repeated_over: frozenset[str] = frozenset(
-            {Role.REPLICATE} if reduction.split else DATA_ROLES
-        )
-        self.gradient = memory.view(value.shape)
+    def __init__(
+        self, parameter: nn.Parameter, value: Tensor, memory: Tensor, reduction: Reduction
+    ) -> None:
+        self._reduction, self.parameter = reduction, parameter
+        master = reduction.dtypes.master
+        self.has_master = master != reduction.dtypes.compute
+        own = reduction.own(local_tensor(value))
+        own = own.to(master, copy=True) if self.has_master else own
+        self.local = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        self.repeated_over = frozenset({Role.REPLICATE} if reduction.split else DATA_ROLES)
+        self.gradient = memory.view(local_tensor(value).shape)
         self.own_gradient = reduction.own(self.gradient)
         # the gradient as the parameter's `.grad`, if it is a view of the bucket
         self.attached: Tensor | None = None
-        if not self.local.requires_grad:
+        if not parameter.requires_grad:
             return
         # Every backward adds to the bucket. A gradient of another dtype is moved there.
-        self.parameter.main_grad = self.gradient  # type: ignore[attr-defined]
-        if self.parameter.dtype == self.gradient.dtype:
-            self.attached = like_parameter(self.parameter, self.gradient)
-            self.parameter.grad = self.attached
+        parameter.main_grad = self.gradient  # type: ignore[attr-defined]
+        if parameter.dtype == self.gradient.dtype:
+            self.attached = like_parameter(parameter, self.gradient)
+            parameter.grad = self.attached
         else:
-            self.parameter.register_post_accumulate_grad_hook(self._move)
+            parameter.register_post_accumulate_grad_hook(self._move)
 
     def _move(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -97,12 +90,14 @@ class Bucket:
     """The gradients of `parts`, which lie in `memory` one after the other. Those of frozen
     parameters are zeros."""
 
-    def __init__(self, parameters: Sequence[Uses], memory: Tensor, reduction: Reduction) -> None:
+    def __init__(
+        self, values: Mapping[nn.Parameter, Tensor], memory: Tensor, reduction: Reduction
+    ) -> None:
         self.memory, self._reduction = memory, reduction
         self._pending: Callable[[], Tensor] | None = None
-        sizes = [local_tensor(uses[0].parameter.detach()).numel() for uses in parameters]
-        pieces = zip(parameters, memory.split(sizes), strict=True)
-        self.parts = [ReplicatedPart(uses, piece, reduction) for uses, piece in pieces]
+        sizes = [local_tensor(value).numel() for value in values.values()]
+        pieces = zip(values.items(), memory.split(sizes), strict=True)
+        self.parts = [ReplicatedPart(*held, piece, reduction) for held, piece in pieces]
         if reduction.split:
             self._packing = Packing(
                 [part.gradient.shape for part in self.parts], reduction.axes.shard.size
@@ -123,16 +118,15 @@ class Bucket:
         """Waits until `own_gradient` of every part is the sum."""
         if self._pending is None:
             return
-        axes = self._reduction.axes
+        axes, is_split = self._reduction.axes, self._reduction.split
         total, self._pending = self._pending(), None  # which frees what was sent
-        if self._reduction.split:
-            if axes.replicate.size > 1:
-                dist.all_reduce(total, group=axes.replicate.group)
-        elif total is not self.memory:
-            total = self.memory.copy_(total)
+        if not is_split:
+            total = self.memory.copy_(total)  # nothing if it is the memory itself
+        elif axes.replicate.size > 1:
+            dist.all_reduce(total, group=axes.replicate.group)
         if self._reduction.average:
             total.mul_(1.0 / axes.every.size)
-        if self._reduction.split:
+        if is_split:
             self._packing.unpack_own(total, [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
@@ -150,14 +144,5 @@ class Bucket:
         wholes = [local_tensor(part.parameter) for part in self.parts]
         if rows is not None:
             self._packing.unpack(rows, wholes)
-            return
-        for whole, part in zip(wholes, self.parts, strict=True):
-            if part.has_master:
-                whole.copy_(part.local)
-
-
-def replace_parameter(uses: Uses, tensor: Tensor) -> None:
-    """Puts a new parameter in all the places that use one."""
-    new = nn.Parameter(tensor.detach(), requires_grad=uses[0].parameter.requires_grad)
-    for use in uses:
-        setattr(use.module, use.attribute, new)
+        elif self.parts[0].has_master:
+            foreach_copy_(wholes, [part.local for part in self.parts])
