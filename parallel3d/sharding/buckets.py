@@ -3,11 +3,16 @@
 Gradients are views into a bucket (`.grad`, and `main_grad` for those that a backward adds itself),
 so that a microbatch adds where the collective will read, one call clears a bucket, and no copy
 stands between a backward and its all-reduce.
+
+[Note: gloo] gloo's own reduce-scatter takes more processor time than its all-reduce, and its
+all-gather twice that of broadcasts. Between CPUs rows therefore travel by an all-to-all and are
+summed here, in the order of the ranks, and parameters travel by a broadcast from each rank: the
+same bytes in less than half of the time (docs/sharding.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,13 +21,15 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel3d.layers.collectives import after
+from parallel3d.layers.collectives import after, start_gather, start_reduce_scatter
 from parallel3d.layers.gradients import as_dtensor, like_parameter, local_tensor
 from parallel3d.mesh import DATA_ROLES, Axis, Role
+from parallel3d.shard_sizes import largest_shard
 from parallel3d.sharding.optimizer_parts import OptimizerPart
-from parallel3d.sharding.rows import Packing, start_row_gather, start_row_reduction
 from parallel3d.sharding.settings import Reduction
 from parallel3d.torch_private import foreach_copy_
+
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
 
 class ReplicatedPart(OptimizerPart):
@@ -64,7 +71,7 @@ class ReplicatedPart(OptimizerPart):
             self.local.grad = self.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
-        parameter, mesh, shards = self.parameter, self._reduction.axes.mesh, Role.SHARD_PARAMETERS
+        parameter, mesh, shards = self.parameter, self._reduction.mesh, Role.SHARD_PARAMETERS
         if not self._reduction.split:
             return like_parameter(parameter, local)
         if not isinstance(parameter, DTensor):
@@ -100,32 +107,32 @@ class Bucket:
         self.parts = [ReplicatedPart(*held, piece, reduction) for held, piece in pieces]
         if reduction.split:
             self._packing = Packing(
-                [part.gradient.shape for part in self.parts], reduction.axes.shard.size
+                [part.gradient.shape for part in self.parts], reduction.shard.size
             )
 
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
-        axes, dtype = self._reduction.axes, self._reduction.dtypes.reduce
+        over, dtype = self._reduction, self._reduction.dtypes.reduce
         if self._reduction.split:
             rows = self._packing.pack([part.gradient for part in self.parts], dtype)
-            self._pending = start_row_reduction(rows, axes.shard)
-        elif axes.every.size > 1:
+            self._pending = start_row_reduction(rows, over.shard)
+        elif over.every.size > 1:
             sent = self.memory.to(dtype)
-            work = dist.all_reduce(sent, group=axes.every.group, async_op=True)
+            work = dist.all_reduce(sent, group=over.every.group, async_op=True)
             self._pending = partial(after, work, sent)
 
     def finish_reduction(self) -> None:
         """Waits until `own_gradient` of every part is the sum."""
         if self._pending is None:
             return
-        axes, is_split = self._reduction.axes, self._reduction.split
+        over, is_split = self._reduction, self._reduction.split
         total, self._pending = self._pending(), None  # which frees what was sent
         if not is_split:
             total = self.memory.copy_(total)  # nothing if it is the memory itself
-        elif axes.replicate.size > 1:
-            dist.all_reduce(total, group=axes.replicate.group)
-        if self._reduction.average:
-            total.mul_(1.0 / axes.every.size)
+        elif over.replicate.size > 1:
+            dist.all_reduce(total, group=over.replicate.group)
+        if over.average:
+            total.mul_(1.0 / over.every.size)
         if is_split:
             self._packing.unpack_own(total, [part.own_gradient for part in self.parts])
 
@@ -137,7 +144,7 @@ class Bucket:
         sent = self._packing.pack_own(
             [part.local for part in self.parts], self.parts[0].parameter.dtype
         )
-        return start_row_gather(sent, self._reduction.axes.shard)
+        return start_row_gather(sent, self._reduction.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
         """Makes the parameters what was stepped: all ranks' `rows`, or this rank's own."""
@@ -146,3 +153,90 @@ class Bucket:
             self._packing.unpack(rows, wholes)
         elif self.parts[0].has_master:
             foreach_copy_(wholes, [part.local for part in self.parts])
+
+
+class Packing:
+    """The layout of tensors of some shapes, each cut by rows over `ranks`, in one tensor [ranks,
+    width]. A rank that has fewer rows than rank 0 has a gap, which is never read."""
+
+    def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
+        self.ranks = ranks
+        self._widths = [largest_shard(shape[0], ranks) * shape[1:].numel() for shape in shapes]
+        self.width = sum(self._widths)
+
+    def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Writes whole tensors into a new tensor [ranks, width]."""
+        packed = torch.empty(self.ranks, self.width, dtype=dtype, device=tensors[0].device)
+        for part, place in self._blocks(tensors, packed):
+            place.copy_(part)
+        return packed
+
+    def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Writes [ranks, width] back into whole tensors."""
+        for part, place in self._blocks(tensors, packed):
+            part.copy_(place)
+
+    def pack_own(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Writes this rank's rows of each tensor into a new tensor [width]."""
+        packed = torch.empty(self.width, dtype=dtype, device=parts[0].device)
+        for part, place in zip(parts, packed.split(self._widths), strict=True):
+            place[: part.numel()].copy_(part.flatten())
+        return packed
+
+    def unpack_own(self, packed: Tensor, parts: Sequence[Tensor]) -> None:
+        """Writes [width] back into this rank's rows of each tensor."""
+        for part, place in zip(parts, packed.split(self._widths), strict=True):
+            part.copy_(place[: part.numel()].view_as(part))
+
+    def _blocks(self, tensors: Sequence[Tensor], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields parts of each tensor [rows, ...] with their places in its columns of `packed`:
+        first all ranks that have a full share of rows, in one piece, then the rank that has fewer.
+        A copy for each rank would take seconds at hundreds of ranks."""
+        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
+            row_shape = tensor.shape[1:]
+            each = columns.shape[1] // row_shape.numel()
+            full, few = divmod(tensor.shape[0], each)
+            if full:
+                shape = (each, *row_shape)
+                whole = tensor[: full * each].view(full, *shape)
+                yield whole, columns[:full].unflatten(1, shape)
+            if few:
+                last = columns[full, : few * row_shape.numel()]
+                yield tensor[full * each :], last.unflatten(0, (few, *row_shape))
+
+
+def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Starts to sum `rows` [ranks, width] over the axis. Returns a function that waits for this
+    rank's row [width] of the sum."""
+    if dist.get_backend(axis.group) != "gloo":
+        pending = start_reduce_scatter(rows, axis, 0)
+        return lambda: pending()[0]
+    received = torch.empty_like(rows)
+    work = dist.all_to_all_single(received, rows, group=axis.group, async_op=True)
+
+    def add() -> Tensor:
+        total, *others = after(work, received, rows).unbind(0)
+        for other in others:
+            total += other
+        return total
+
+    return add
+
+
+def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Starts to gather the rows of all ranks, of which this rank has `own` [width]. Returns a
+    function that waits for [ranks, width]."""
+    if dist.get_backend(axis.group) != "gloo":
+        return start_gather(own[None], axis, 0)
+    rows = own.new_empty(axis.size, len(own))
+    rows[axis.rank] = own
+    works = []
+    for rank, row in enumerate(rows.unbind(0)):
+        works.append(dist.broadcast(row, group=axis.group, group_src=rank, async_op=True))
+
+    def finish() -> Tensor:
+        for work in works:
+            after(work, rows)
+        return rows
+
+    return finish

@@ -60,8 +60,8 @@ class FullyShardedData(ShardedData):
         frees_forward: bool,
     ) -> None:
         super().__init__(model)
-        axes, dtypes = reduction.axes, reduction.dtypes
-        self._shards = axes.shard
+        dtypes = reduction.dtypes
+        self._shards = reduction.shard
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
         self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
@@ -71,12 +71,12 @@ class FullyShardedData(ShardedData):
         summed = torch.promote_types(dtypes.master, dtypes.reduce)
         if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
             model.to(dtypes.master)
-        names = DATA_ROLES if axes.replicate.size > 1 else Role.SHARD_PARAMETERS
+        names = DATA_ROLES if reduction.replicate.size > 1 else Role.SHARD_PARAMETERS
         policy = MixedPrecisionPolicy(
             param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
             reduce_dtype=summed if summed != dtypes.compute else None,
         )
-        split = partial(fully_shard, mesh=axes.mesh[names], mp_policy=policy)
+        split = partial(fully_shard, mesh=reduction.mesh[names], mp_policy=policy)
         travelling = [unit for unit in units if unit.modules]
         for unit in reversed(travelling):  # inner ones first
             modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)

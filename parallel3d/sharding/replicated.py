@@ -83,7 +83,7 @@ class ReplicatedData(ShardedData):
             is_watched = all(unit.modules for unit in group)
             hook = self._hook(index, is_watched=is_watched)
             for module in chain.from_iterable(unit.modules or (self._model,) for unit in group):
-                if reduction.axes.every.size > 1:
+                if reduction.every.size > 1:
                     module.register_forward_pre_hook(hook, with_kwargs=True)
         parts = chain.from_iterable(bucket.parts for bucket in self._buckets)
         self._parts = {id(part.parameter): part for part in parts}
