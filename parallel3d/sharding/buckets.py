@@ -43,7 +43,7 @@ class ReplicatedPart(OptimizerPart):
         self._reduction, self.parameter = reduction, parameter
         master = reduction.dtypes.master
         self.has_master = master != reduction.dtypes.compute
-        own = reduction.own(local_tensor(value))
+        own = reduction.own(local_tensor(value if self.has_master else parameter.detach()))
         own = own.to(master, copy=True) if self.has_master else own
         self.local = nn.Parameter(own, requires_grad=parameter.requires_grad)
         self.repeated_over = frozenset({Role.REPLICATE} if reduction.split else DATA_ROLES)
@@ -71,18 +71,16 @@ class ReplicatedPart(OptimizerPart):
             self.local.grad = self.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
-        parameter, mesh, shards = self.parameter, self._reduction.mesh, Role.SHARD_PARAMETERS
+        parameter, mesh = self.parameter, self._reduction.mesh
         if not self._reduction.split:
             return like_parameter(parameter, local)
         if not isinstance(parameter, DTensor):
-            return as_dtensor(local, mesh[shards], [Shard(0)], parameter)
+            return as_dtensor(local, mesh[Role.SHARD_PARAMETERS], [Shard(0)], parameter)
         # Rows are cut over tp first, and a tp rank's rows over dp_shard.
-        tensors = Role.SPLIT_TENSORS
-        both, device_type = mesh[shards, tensors], parameter.device_mesh.device_type
-        groups, ranks = [both.get_group(role) for role in (tensors, shards)], both.mesh.t()
-        joined = DeviceMesh.from_group(
-            groups, device_type, ranks.contiguous(), mesh_dim_names=(tensors, shards)
-        )
+        names = (Role.SPLIT_TENSORS, Role.SHARD_PARAMETERS)
+        both = mesh[names[::-1]]
+        groups, ranks = [both.get_group(name) for name in names], both.mesh.t().contiguous()
+        joined = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)
         return as_dtensor(local, joined, [*parameter.placements, Shard(0)], parameter)
 
     @torch.no_grad()
@@ -113,7 +111,7 @@ class Bucket:
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
         over, dtype = self._reduction, self._reduction.dtypes.reduce
-        if self._reduction.split:
+        if over.split:
             rows = self._packing.pack([part.gradient for part in self.parts], dtype)
             self._pending = start_row_reduction(rows, over.shard)
         elif over.every.size > 1:
@@ -125,26 +123,25 @@ class Bucket:
         """Waits until `own_gradient` of every part is the sum."""
         if self._pending is None:
             return
-        over, is_split = self._reduction, self._reduction.split
+        over = self._reduction
         total, self._pending = self._pending(), None  # which frees what was sent
-        if not is_split:
+        if not over.split:
             total = self.memory.copy_(total)  # nothing if it is the memory itself
         elif over.replicate.size > 1:
             dist.all_reduce(total, group=over.replicate.group)
         if over.average:
             total.mul_(1.0 / over.every.size)
-        if is_split:
+        if over.split:
             self._packing.unpack_own(total, [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
         """Starts to give every rank the rows that the optimizer has stepped; returns a function
         that waits for them."""
-        if not self._reduction.split:
+        over = self._reduction
+        if not over.split:
             return lambda: None
-        sent = self._packing.pack_own(
-            [part.local for part in self.parts], self.parts[0].parameter.dtype
-        )
-        return start_row_gather(sent, self._reduction.shard)
+        sent = self._packing.pack_own([part.local for part in self.parts], over.dtypes.compute)
+        return start_row_gather(sent, over.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
         """Makes the parameters what was stepped: all ranks' `rows`, or this rank's own."""
