@@ -146,7 +146,7 @@ class ScheduleExecutor:
                 return None
             labels = self.batch.labels
             loss = self.loss_fn(output, None if labels is None else labels[microbatch])
-            self.total_loss += loss.detach()
+            self.total_loss += loss.detach().reshape(())
             if trains:
                 self._alive[stage, microbatch] = kept, [loss]
             return None
