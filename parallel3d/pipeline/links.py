@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,5 @@ def _noticing_loss(peer: int, call: Callable[..., Any], *args: Any, **options: A
 
 def _ways(schedule: Schedule) -> list[Way]:
     """Returns both ways between the ranks of each two stages in a row."""
-    stages = schedule.placement
-    pairs = {pair for pair in zip(stages[:-1], stages[1:], strict=True) if pair[0] != pair[1]}
+    pairs = {(one, other) for one, other in pairwise(schedule.placement) if one != other}
     return sorted(pairs | {(target, source) for source, target in pairs})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,7 @@ class Transport:
         """Lists what is to come, and posts what can come by the backend before this rank has done
         anything."""
         links = self.links
-        gaps = zip(schedule.placement[:-1], schedule.placement[1:], self.crossings, strict=True)
-        for one, other, crossing in gaps:
+        for (one, other), crossing in zip(pairwise(self._placement), self.crossings, strict=True):
             # all ranks come to need the groups at once
             if one != other and not links.shares(one, other, crossing.forward.nbytes):
                 links.open_groups()

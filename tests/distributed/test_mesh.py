@@ -35,4 +35,4 @@ def test_a_rank_may_have_made_more_groups_than_its_peers(world: Callable) -> Non
 def test_ranks_stand_where_the_config_says(world: Callable) -> None:
     for rank, (place, axes) in enumerate(world(8).run(coordinates_on_the_mesh)):
         assert axes == ["pp", "dp_replicate", "dp_shard", "tp"]
-        assert place == LAYOUT.coordinates(rank).__dict__
+        assert place == LAYOUT.coordinates(rank)._asdict()
