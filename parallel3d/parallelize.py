@@ -3,7 +3,7 @@ pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -16,7 +16,6 @@ from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import (
-    ParameterSpec,
     Pointwise,
     initial_part,
     named_specs,
@@ -65,8 +64,7 @@ class Parallelized:
     parameters: list[LocalParameter]  # frozen ones, too
     pipeline: PipelineRuntime
     parameter_count: int  # in the whole model
-    tied: frozenset[str]  # the names of the parameters that the model uses more than once
-    tied_ends: tuple[str, ...]  # of these, the ones that the first and the last stage share
+    tied_ends: tuple[str, ...]  # the parameters that the first and the last stage share
 
     @property
     def trained(self) -> list[LocalParameter]:
@@ -89,28 +87,38 @@ def parallelize(
     A stage is built on the meta device, split over tp, compiled, sharded over the data axes, and
     filled with weights that depend only on the seed and their names. Without `initialize` it holds
     what the memory held."""
-    parallel, pp, dtypes = recipe.parallel, mesh[Role.SPLIT_LAYERS], dtypes_of(recipe)
+    parallel, pp, tp = recipe.parallel, mesh[Role.SPLIT_LAYERS], mesh[Role.SPLIT_TENSORS]
     build = partial(
         model_class,
         recipe.model,
-        tp=mesh[Role.SPLIT_TENSORS],
+        tp=tp,
         sequence_parallel=parallel.sequence_parallel,
         recompute="full" if parallel.recompute == "every_n" else parallel.recompute,
         recompute_every=parallel.recompute_every or 1,
         device="meta",
     )
-    reference, ranges = build(), stage_ranges(recipe, schedule)
-    refuse_missing_documents(reference, recipe)
-    names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
-    check_nothing_lost(names, ranges)
+    reference, ranges, dtypes = build(), stage_ranges(recipe, schedule), dtypes_of(recipe)
+    masks = recipe.data.documents == "mask"
+    if masks and "documents" not in signature(reference.forward).parameters:
+        raise ConfigError(
+            f"data.documents = mask: the forward of model.architecture = "
+            f"{recipe.model.architecture} takes no documents; try data.documents=join, or "
+            "documents=None among its arguments, which attention is to stay within"
+        )
+    named = reference.named_parameters(remove_duplicate=False)
+    check_nothing_lost({name for name, _ in named}, ranges)
     tied_ends = tuple(sorted(shared_by_ends(reference, ranges)))
     aliases = tied_names(reference)
+    # Collectives of tp, a split backward, selective recompute and documents, whose lengths change,
+    # stay outside of graphs.
+    is_cut = schedule.splits or parallel.recompute == "selective"
+    compiles_pieces = parallel.tp > 1 or is_cut or masks
     stages, data, parameters = [], [], []
     for index in schedule.stages_of(pp.get_local_rank()):
         module = cut(build(), ranges[index])
         set_fused_gradients(module, True)
         if recipe.train.compile:
-            compile_stage(module, recipe, schedule)
+            (compile_pieces if compiles_pieces else compile_blocks)(module)
         if device.type == "cuda":
             align_logits(module)
         sharded = shard_stage(module, mesh, recipe, dtypes)
@@ -122,14 +130,19 @@ def parallelize(
         data.append(sharded)
         parameters += local_parameters(module, aliases, sharded)
     if initialize:
-        specs = {aliases.get(name, name): spec for name, spec in named_specs(reference)}
-        draw_initial_weights(parameters, specs, recipe, mesh, device)
+        specs = dict(named_specs(reference))
+        for own in parameters:
+            draw = partial(initial_part, specs[own.name], own.name, recipe.train.seed, Axis.of(tp))
+            own.part.initialize(draw)
+        # Copies differ if a user's initializer has drawn from another generator.
+        advice = "an initializer must draw from the generator that it is given, and from no other"
+        copies = copies_of(parameters, {}, axes_of(mesh))
+        refuse_differences(copies, parallel, device, when="the initial weights", advice=advice)
     # "seq" is this rank's part of the sequence under sequence parallelism.
     boundary = TensorSpec(("batch", "seq", recipe.model.hidden), dtypes.compute)
     pipeline = PipelineRuntime(stages, schedule, pp, loss_fn, boundaries=boundary, device=device)
     count = sum(parameter.numel() for parameter in reference.parameters())
-    tied = frozenset(aliases.values())
-    return Parallelized(stages, data, parameters, pipeline, count, tied, tied_ends)
+    return Parallelized(stages, data, parameters, pipeline, count, tied_ends)
 
 
 def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
@@ -141,17 +154,6 @@ def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
     return block_ranges(balanced_cut(model.layers, schedule.stages, costs))
 
 
-def refuse_missing_documents(model: nn.Module, recipe: Recipe) -> None:
-    """Raises ConfigError if a recipe masks documents and the model's forward does not take them."""
-    masks = recipe.data.documents == "mask"
-    if masks and "documents" not in signature(model.forward).parameters:
-        raise ConfigError(
-            f"data.documents = mask: the forward of model.architecture = "
-            f"{recipe.model.architecture} takes no documents; try data.documents=join, or "
-            "documents=None among its arguments, which attention is to stay within"
-        )
-
-
 def dtypes_of(recipe: Recipe) -> Dtypes:
     """Returns the dtypes of compute, master weights and gradient reduction."""
     named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -159,35 +161,6 @@ def dtypes_of(recipe: Recipe) -> Dtypes:
     compute = named[precision]
     master = compute if is_pure else torch.float32
     return Dtypes(compute=compute, master=master, reduce=named[recipe.parallel.reduce_dtype])
-
-
-def compile_stage(module: nn.Module, recipe: Recipe, schedule: Schedule) -> None:
-    """Compiles full blocks if a graph may hold them, or else pieces of them. Collectives of tp, a
-    split backward, selective recompute and documents, whose lengths change, stay outside."""
-    parallel = recipe.parallel
-    is_cut = schedule.splits or parallel.recompute == "selective"
-    if parallel.tp > 1 or is_cut or recipe.data.documents == "mask":
-        compile_pieces(module)
-    else:
-        compile_blocks(module)
-
-
-def draw_initial_weights(
-    parameters: list[LocalParameter],
-    specs: Mapping[str, ParameterSpec],
-    recipe: Recipe,
-    mesh: DeviceMesh,
-    device: torch.device,
-) -> None:
-    """Fills this rank's parameters. Raises ReplicaError if copies on other ranks differ, because a
-    user's initializer has drawn from another generator."""
-    tp = Axis.of(mesh[Role.SPLIT_TENSORS])
-    for own in parameters:
-        draw = partial(initial_part, specs[own.name], own.name, recipe.train.seed, tp)
-        own.part.initialize(draw)
-    advice = "an initializer must draw from the generator that it is given, and from no other"
-    copies = copies_of(parameters, {}, axes_of(mesh))
-    refuse_differences(copies, recipe.parallel, device, when="the initial weights", advice=advice)
 
 
 def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:
@@ -256,7 +229,6 @@ def compile_blocks(model: nn.Module) -> None:
         method = "compute" if hasattr(block, "compute") else "forward"
         # this instance's own
         setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))
-        block.is_compiled = True  # type: ignore[assignment]
 
 
 def compile_pieces(model: nn.Module) -> None:
@@ -272,11 +244,3 @@ def compile_pieces(model: nn.Module) -> None:
             if piece not in compiled:
                 compiled[piece] = torch.compile(piece)
             part.pointwise = compiled[piece]  # type: ignore[assignment]
-
-
-def inside_compiled(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a compiled block is made of. Their hooks are not called, or break its
-    graph."""
-    for module in model.modules():
-        if "is_compiled" in vars(module):
-            yield from (part for part in module.modules() if part is not module)

@@ -9,7 +9,7 @@ from torch import nn
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules_layout import sharding_errors
 from parallel3d.mesh import Axis
-from parallel3d.sharding.rows import Packing
+from parallel3d.sharding.buckets import Packing
 from parallel3d.sharding.settings import own_rows
 from parallel3d.sharding.units import units_of
 

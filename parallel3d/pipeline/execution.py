@@ -4,6 +4,7 @@ the schedule."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -68,11 +69,13 @@ class ScheduleExecutor:
     batch: Batch
     loss_fn: LossFunction | None
     recorder: Recorder | None
-    loss: Tensor | None = None  # the sum over microbatches, on the last stage's rank
     outputs: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rank, self._last_stage = self.transport.links.rank, self.schedule.stages - 1
+        links = self.transport.links
+        self._rank, self._last_stage = links.rank, self.schedule.stages - 1
+        # the sum over microbatches; 0 without the last stage
+        self.total_loss = torch.zeros((), dtype=torch.float64, device=links.device)
         # What a forward leaves for its backward, by (stage, microbatch): the inputs that get a
         # gradient, and the outputs' places in the graph (the last stage's is the loss). The outputs
         # themselves are not kept.
@@ -113,13 +116,6 @@ class ScheduleExecutor:
         except Exception as error:
             self._fail(error, actions, at)
 
-    @property
-    def total_loss(self) -> Tensor:
-        """The sum of the microbatches' losses, float64; 0 without the last stage."""
-        if self.loss is not None:
-            return self.loss
-        return torch.zeros((), dtype=torch.float64, device=self.transport.links.device)
-
     def _take(self, action: Action) -> Tensors:
         """What another stage has made for the action; for the first stage's forward, the
         microbatch."""
@@ -150,19 +146,21 @@ class ScheduleExecutor:
                 return None
             labels = self.batch.labels
             loss = self.loss_fn(output, None if labels is None else labels[microbatch])
-            own = loss.detach().double()  # a dtype that ranks without the last stage know, too
-            self.loss = own if self.loss is None else self.loss + own
+            self.total_loss += loss.detach().reshape(())
             if trains:
                 self._alive[stage, microbatch] = kept, [loss]
             return None
         outputs, message = _as_tuple(output), self.transport.crossings[stage].forward
         specs = message.specs
-        fit = [spec.fits(y) for spec, y in zip(specs, outputs, strict=False)]
-        if not all(fit) or len(outputs) != len(specs):
-            given = " and ".join(_described(y) for y in outputs)
+        if len(outputs) != len(specs) or not all(map(TensorSpec.fits, specs, outputs)):
+            given = []
+            for y in outputs:
+                gradient = ", which needs a gradient" if y.requires_grad else ""
+                given.append(f"{TensorSpec(tuple(y.shape), y.dtype)}{gradient}")
             raise ValueError(
-                f"the stage gives {given}, and its boundary declares {message}; an output that "
-                "needs a gradient must be detached, or declared with requires_grad=True"
+                f"the stage gives {' and '.join(given)}, and its boundary declares {message}; an "
+                "output that needs a gradient must be detached, or declared with "
+                "requires_grad=True"
             )
         if trains:
             returning = [y for y, spec in zip(outputs, specs, strict=True) if spec.has_gradient]
@@ -175,16 +173,19 @@ class ScheduleExecutor:
         of the inputs for the stage before, or None from the first stage."""
         stage, kind, microbatch = action
         inputs, roots = self._alive.pop((stage, microbatch))
-        is_split = kind is Kind.INPUT
-        self.stages[stage].before_backward(not is_split and action in self.schedule.last_backwards)
+        is_split, own = kind is Kind.INPUT, self.stages[stage]
+        own.before_backward(not is_split and action in self.schedule.last_backwards)
+        # A root is None if it needs no gradient. `grads` are empty if the root is a loss.
+        pairs = zip(roots, grads or (None,) * len(roots), strict=True)
+        starts: list[Any] = [pair for pair in pairs if pair[0] is not None]
+        collecting: AbstractContextManager[list[Work]] = nullcontext([])
+        if is_split and own.delayed is not None:
+            collecting = own.delayed.collecting()
+        with collecting as works:
+            if starts:
+                torch.autograd.backward([root for root, _ in starts], [grad for _, grad in starts])
         if is_split:
-            delayed = self.stages[stage].delayed
-            assert delayed is not None, "the runtime's own schedule splits the backward"
-            with delayed.collecting() as works:
-                _differentiate(roots, grads)
             self._weights[stage, microbatch] = works
-        else:
-            _differentiate(roots, grads)
         if stage == 0:
             return None
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
@@ -215,24 +216,6 @@ class ScheduleExecutor:
         if isinstance(error, Parallel3dError):  # its message says all that its reader needs
             raise error
         raise StageError(f"{place}: {type(error).__name__}: {error}") from error
-
-
-def _differentiate(roots: Sequence[GradientEdge | Tensor | None], grads: Tensors) -> None:
-    """Adds to `.grad` of parameters and inputs. `grads` are the gradients of the roots, empty where
-    the root is a loss. A root that needs no gradient is None."""
-    starts: list[Any] = []  # torch takes tensors and edges mixed, and declares one kind
-    gradients: list[Tensor | None] = []
-    for root, grad in zip(roots, grads or (None,) * len(roots), strict=True):
-        if root is not None:
-            starts.append(root)
-            gradients.append(grad)
-    if starts:
-        torch.autograd.backward(starts, gradients)
-
-
-def _described(y: Tensor) -> str:
-    gradient = ", which needs a gradient" if y.requires_grad else ""
-    return f"{TensorSpec(tuple(y.shape), y.dtype)}{gradient}"
 
 
 def _as_tuple(value: Any) -> Tensors:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class Links:
         # In torch's "fake" process group (a dry run) there are no other processes to meet: all
         # messages go through the groups, as on GPUs.
         if self._pipeline is not None and dist.get_backend(self._pipeline) != "fake":
-            self._meet(self._pipeline, schedule, device)
+            self._meet(self._pipeline, schedule)
         if not self._shared.issuperset(self._ways):
             self.open_groups()
 
@@ -69,12 +70,12 @@ class Links:
         """Returns whether a message of this size goes through shared memory, not the backend."""
         return nbytes <= LARGEST_BYTES and (source, target) in self._shared
 
-    def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
+    def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule) -> None:
         """Every target makes the memory of its links and tells all ranks where it is; then both
         ends open it."""
         # which changes after the first step
-        self._timeout = partial(timeout_of, pipeline, device)
-        with own_folder(device.type) as folder:
+        self._timeout = partial(timeout_of, pipeline, self.device)
+        with own_folder(self.device.type) as folder:
             mine: dict[Way, Path] = {}
             for source, target in self._ways:
                 if target == self.rank and folder is not None:
@@ -207,6 +208,5 @@ def _noticing_loss(peer: int, call: Callable[..., Any], *args: Any, **options: A
 
 def _ways(schedule: Schedule) -> list[Way]:
     """Returns both ways between the ranks of each two stages in a row."""
-    stages = schedule.placement
-    pairs = {pair for pair in zip(stages[:-1], stages[1:], strict=True) if pair[0] != pair[1]}
+    pairs = {(one, other) for one, other in pairwise(schedule.placement) if one != other}
     return sorted(pairs | {(target, source) for source, target in pairs})

@@ -177,8 +177,7 @@ class PipelineRuntime:
         """Executes a schedule on a batch, after the warm-up. Raises ValueError if the batch does
         not suit the schedule."""
         self.links.check_open()
-        is_missing = batch.inputs is None and 0 in self.stages
-        inputs = () if is_missing else batch.inputs
+        inputs = () if batch.inputs is None and 0 in self.stages else batch.inputs
         given = {"inputs": inputs, "labels": batch.labels, "keywords": batch.keywords}
         for what, each in given.items():
             if each is not None and len(each) != schedule.microbatches:
@@ -213,10 +212,8 @@ class PipelineRuntime:
         executor = ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, None)
         stages = self.stages.values()
         buffers = {x: x.clone() for stage in stages for x in stage.module.buffers()}
-        gradients: dict[nn.Parameter, Tensor | None] = {}
-        for stage in stages:
-            if stage.drop_gradients is None:
-                gradients |= {parameter: parameter.grad for parameter in stage.module.parameters()}
+        kept = [stage.module.parameters() for stage in stages if stage.drop_gradients is None]
+        gradients = {parameter: parameter.grad for parameter in chain.from_iterable(kept)}
         for parameter in gradients:
             parameter.grad = None
         devices = [self.links.device] if torch.cuda.is_initialized() else []
@@ -227,6 +224,5 @@ class PipelineRuntime:
                 stage.drop_gradients()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
+        for buffer, before in buffers.items():
+            buffer.detach().copy_(before)

@@ -43,11 +43,10 @@ class BlockRange:
 def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
     """Returns the blocks of each stage, from how many blocks each stage has
     (`schedules.balance`)."""
-    starts = (0, *cut_points(sizes))
     last = len(sizes) - 1
     return [
-        BlockRange(start, start + size, is_first_stage=stage == 0, is_last_stage=stage == last)
-        for stage, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        BlockRange(first, end, is_first_stage=stage == 0, is_last_stage=stage == last)
+        for stage, (first, end) in enumerate(pairwise((0, *cut_points(sizes), sum(sizes))))
     ]
 
 

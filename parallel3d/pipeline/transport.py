@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,7 @@ class Transport:
         """Lists what is to come, and posts what can come by the backend before this rank has done
         anything."""
         links = self.links
-        gaps = zip(schedule.placement[:-1], schedule.placement[1:], self.crossings, strict=True)
-        for one, other, crossing in gaps:
+        for (one, other), crossing in zip(pairwise(self._placement), self.crossings, strict=True):
             # all ranks come to need the groups at once
             if one != other and not links.shares(one, other, crossing.forward.nbytes):
                 links.open_groups()
@@ -91,14 +91,11 @@ class Transport:
             outbox.append((links.isend(tensor, target), tensor))
 
     def receive(self, taker: Action) -> Tensors:
-        if taker in self._arrived:
-            return self._arrived.pop(taker)
         source = self._placement[taker.stage + (-1 if taker.kind is Kind.FORWARD else 1)]
         is_shared = self.links.shares(source, self.links.rank, self._message(taker).nbytes)
         take_next = self._read if is_shared else self._complete
         while taker not in self._arrived:
-            arrived, tensors = take_next(source)
-            self._arrived[arrived] = tensors
+            take_next(source)
         return self._arrived.pop(taker)
 
     def finish(self) -> None:
@@ -108,9 +105,8 @@ class Transport:
             while outbox:
                 self.links.complete(outbox.popleft()[0], target)
 
-    def _read(self, source: int) -> tuple[Action, Tensors]:
-        """Waits for the next message in the memory shared with `source`, and returns it with the
-        action that takes it."""
+    def _read(self, source: int) -> None:
+        """Waits for the next message in the memory shared with `source`."""
         taker, link = self._in_memory[source].popleft(), self.links.incoming[source]
         message = self._message(taker)
         if self.links.wait(link) != message.digest:
@@ -118,18 +114,16 @@ class Transport:
                 f"{taker} takes {message} ({message.nbytes} bytes), and pipeline rank {source} has "
                 "sent something else: the ranks have declared other shapes or sizes"
             )
-        tensors = self._empty(message)
-        link.read(tensors)
-        return taker, tensors
+        self._arrived[taker] = self._empty(message)
+        link.read(self._arrived[taker])
 
-    def _complete(self, source: int) -> tuple[Action, Tensors]:
-        """Waits for the next message that `source` sends by the backend, and returns it with the
-        action that takes it."""
+    def _complete(self, source: int) -> None:
+        """Waits for the next message that `source` sends by the backend."""
         taker, works, tensors = self._posted[source].popleft()
         self._post()
         for work in works:
             self.links.complete(work, source)
-        return taker, tensors
+        self._arrived[taker] = tensors
 
     def _post(self) -> None:
         for source, unposted in self._unposted.items():

@@ -15,7 +15,7 @@ from parallel3d.sharding.bytes import frees_after_forward
 from parallel3d.sharding.fully_sharded import FullyShardedData
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.replicated import ReplicatedData
-from parallel3d.sharding.settings import DataAxes, Dtypes, Reduction, ShardingOptions
+from parallel3d.sharding.settings import Dtypes, Reduction, ShardingOptions
 from parallel3d.sharding.units import Wrap, units_of
 
 
@@ -44,26 +44,28 @@ def shard(
         raise ValueError(
             f"strategy = {strategy!r}: must be one of {', '.join(get_args(ShardingName))}"
         )
-    axes = DataAxes.of(mesh)
-    if (error := replication_error(strategy, axes.replicate.size)) is not None:
-        raise ValueError(error)
     options, dtypes = options or ShardingOptions(), dtypes or Dtypes.of(model)
-    if axes.every.size == 1 and dtypes.compute == dtypes.master:
+    reduction = Reduction.over(mesh, strategy, dtypes, average=average)
+    every = reduction.every
+    if (error := replication_error(strategy, reduction.replicate.size)) is not None:
+        raise ValueError(error)
+    if every.size == 1 and dtypes.compute == dtypes.master:
         model.to(dtypes.master)
         return ShardedData(model)
-    for parameter in model.parameters() if axes.every.size > 1 else ():
+    for parameter in model.parameters() if every.size > 1 else ():
         if not parameter.is_meta:
             values = local_tensor(parameter.detach())
             sent = values.to(mesh.device_type).contiguous()
-            dist.broadcast(sent, group=axes.every.group, group_src=0)
+            dist.broadcast(sent, group=every.group, group_src=0)
             values.copy_(sent)
-    units = units_of(model, wrap)
-    if strategy in REPLICATED or axes.every.size == 1:
-        split = strategy == "SHARD_OPTIMIZER" and axes.shard.size > 1
-        return ReplicatedData(model, units, Reduction(axes, dtypes, split, average), options)
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if reduction.split and scalars:
+        raise ValueError(f"{scalars[0]}: a scalar has no rows to split; give it the shape [1]")
+    if strategy in REPLICATED or every.size == 1:
+        return ReplicatedData(model, wrap, reduction, options)
     frees_forward = frees_after_forward(strategy, options.gather, options.microbatches)
     return FullyShardedData(
-        model, units, Reduction(axes, dtypes, True, average), options, frees_forward=frees_forward
+        model, units_of(model, wrap), reduction, options, frees_forward=frees_forward
     )
 
 

@@ -3,11 +3,16 @@
 Gradients are views into a bucket (`.grad`, and `main_grad` for those that a backward adds itself),
 so that a microbatch adds where the collective will read, one call clears a bucket, and no copy
 stands between a backward and its all-reduce.
+
+[Note: gloo] gloo's own reduce-scatter takes more processor time than its all-reduce, and its
+all-gather twice that of broadcasts. Between CPUs rows therefore travel by an all-to-all and are
+summed here, in the order of the ranks, and parameters travel by a broadcast from each rank: the
+same bytes in less than half of the time (docs/sharding.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,50 +21,45 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel3d.layers.collectives import after
+from parallel3d.layers.collectives import after, start_gather, start_reduce_scatter
 from parallel3d.layers.gradients import as_dtensor, like_parameter, local_tensor
 from parallel3d.mesh import DATA_ROLES, Axis, Role
-from parallel3d.sharding.rows import Packing, start_row_gather, start_row_reduction
+from parallel3d.shard_sizes import largest_shard
+from parallel3d.sharding.optimizer_parts import OptimizerPart
 from parallel3d.sharding.settings import Reduction
-from parallel3d.sharding.units import Uses
+from parallel3d.torch_private import foreach_copy_
+
+WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
 
-class ReplicatedPart:
-    """A parameter that is whole on this rank, and the part of it that the optimizer steps (see
-    `OptimizerPart`): this rank's rows or all, of the parameter itself or of its master copy. Its
-    gradient lies in `memory`, a part of its bucket's. All `uses` of the parameter get its new
-    dtype."""
+class ReplicatedPart(OptimizerPart):
+    """A parameter that is whole on this rank, and the part of it that the optimizer steps: this
+    rank's rows or all, of the parameter itself or of its master copy, which begins as `value`. Its
+    gradient lies in `memory`, a part of its bucket's."""
 
-    def __init__(self, uses: Uses, memory: Tensor, reduction: Reduction) -> None:
-        self._reduction = reduction
-        value, dtypes = local_tensor(uses[0].parameter.detach()), reduction.dtypes
-        if reduction.split and value.ndim == 0:
-            raise ValueError(
-                f"{uses[0].attribute}: a scalar has no rows to split; give it the shape [1]"
-            )
-        if value.dtype != dtypes.compute:
-            replace_parameter(uses, uses[0].parameter.to(dtypes.compute))
-        self.parameter = uses[0].parameter
-        self.has_master = dtypes.master != dtypes.compute
-        own = reduction.own(value if self.has_master else local_tensor(self.parameter.detach()))
-        own = own.to(dtypes.master, copy=True) if self.has_master else own
-        self.local = nn.Parameter(own, requires_grad=self.parameter.requires_grad)
-        self.repeated_over: frozenset[str] = frozenset(
-            {Role.REPLICATE} if reduction.split else DATA_ROLES
-        )
-        self.gradient = memory.view(value.shape)
+    def __init__(
+        self, parameter: nn.Parameter, value: Tensor, memory: Tensor, reduction: Reduction
+    ) -> None:
+        self._reduction, self.parameter = reduction, parameter
+        master = reduction.dtypes.master
+        self.has_master = master != reduction.dtypes.compute
+        own = reduction.own(local_tensor(value if self.has_master else parameter.detach()))
+        own = own.to(master, copy=True) if self.has_master else own
+        self.local = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        self.repeated_over = frozenset({Role.REPLICATE} if reduction.split else DATA_ROLES)
+        self.gradient = memory.view(local_tensor(value).shape)
         self.own_gradient = reduction.own(self.gradient)
         # the gradient as the parameter's `.grad`, if it is a view of the bucket
         self.attached: Tensor | None = None
-        if not self.local.requires_grad:
+        if not parameter.requires_grad:
             return
         # Every backward adds to the bucket. A gradient of another dtype is moved there.
-        self.parameter.main_grad = self.gradient  # type: ignore[attr-defined]
-        if self.parameter.dtype == self.gradient.dtype:
-            self.attached = like_parameter(self.parameter, self.gradient)
-            self.parameter.grad = self.attached
+        parameter.main_grad = self.gradient  # type: ignore[attr-defined]
+        if parameter.dtype == self.gradient.dtype:
+            self.attached = like_parameter(parameter, self.gradient)
+            parameter.grad = self.attached
         else:
-            self.parameter.register_post_accumulate_grad_hook(self._move)
+            parameter.register_post_accumulate_grad_hook(self._move)
 
     def _move(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -71,18 +71,16 @@ class ReplicatedPart:
             self.local.grad = self.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
-        parameter, mesh, shards = self.parameter, self._reduction.axes.mesh, Role.SHARD_PARAMETERS
+        parameter, mesh = self.parameter, self._reduction.mesh
         if not self._reduction.split:
             return like_parameter(parameter, local)
         if not isinstance(parameter, DTensor):
-            return as_dtensor(local, mesh[shards], [Shard(0)], parameter)
+            return as_dtensor(local, mesh[Role.SHARD_PARAMETERS], [Shard(0)], parameter)
         # Rows are cut over tp first, and a tp rank's rows over dp_shard.
-        tensors = Role.SPLIT_TENSORS
-        both, device_type = mesh[shards, tensors], parameter.device_mesh.device_type
-        groups, ranks = [both.get_group(role) for role in (tensors, shards)], both.mesh.t()
-        joined = DeviceMesh.from_group(
-            groups, device_type, ranks.contiguous(), mesh_dim_names=(tensors, shards)
-        )
+        names = (Role.SPLIT_TENSORS, Role.SHARD_PARAMETERS)
+        both = mesh[names[::-1]]
+        groups, ranks = [both.get_group(name) for name in names], both.mesh.t().contiguous()
+        joined = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)
         return as_dtensor(local, joined, [*parameter.placements, Shard(0)], parameter)
 
     @torch.no_grad()
@@ -97,67 +95,145 @@ class Bucket:
     """The gradients of `parts`, which lie in `memory` one after the other. Those of frozen
     parameters are zeros."""
 
-    def __init__(self, parameters: Sequence[Uses], memory: Tensor, reduction: Reduction) -> None:
+    def __init__(
+        self, values: Mapping[nn.Parameter, Tensor], memory: Tensor, reduction: Reduction
+    ) -> None:
         self.memory, self._reduction = memory, reduction
         self._pending: Callable[[], Tensor] | None = None
-        sizes = [local_tensor(uses[0].parameter.detach()).numel() for uses in parameters]
-        pieces = zip(parameters, memory.split(sizes), strict=True)
-        self.parts = [ReplicatedPart(uses, piece, reduction) for uses, piece in pieces]
+        sizes = [local_tensor(value).numel() for value in values.values()]
+        pieces = zip(values.items(), memory.split(sizes), strict=True)
+        self.parts = [ReplicatedPart(*held, piece, reduction) for held, piece in pieces]
         if reduction.split:
             self._packing = Packing(
-                [part.gradient.shape for part in self.parts], reduction.axes.shard.size
+                [part.gradient.shape for part in self.parts], reduction.shard.size
             )
 
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
-        axes, dtype = self._reduction.axes, self._reduction.dtypes.reduce
-        if self._reduction.split:
+        over, dtype = self._reduction, self._reduction.dtypes.reduce
+        if over.split:
             rows = self._packing.pack([part.gradient for part in self.parts], dtype)
-            self._pending = start_row_reduction(rows, axes.shard)
-        elif axes.every.size > 1:
+            self._pending = start_row_reduction(rows, over.shard)
+        elif over.every.size > 1:
             sent = self.memory.to(dtype)
-            work = dist.all_reduce(sent, group=axes.every.group, async_op=True)
+            work = dist.all_reduce(sent, group=over.every.group, async_op=True)
             self._pending = partial(after, work, sent)
 
     def finish_reduction(self) -> None:
         """Waits until `own_gradient` of every part is the sum."""
         if self._pending is None:
             return
-        axes = self._reduction.axes
+        over = self._reduction
         total, self._pending = self._pending(), None  # which frees what was sent
-        if self._reduction.split:
-            if axes.replicate.size > 1:
-                dist.all_reduce(total, group=axes.replicate.group)
-        elif total is not self.memory:
-            total = self.memory.copy_(total)
-        if self._reduction.average:
-            total.mul_(1.0 / axes.every.size)
-        if self._reduction.split:
+        if not over.split:
+            total = self.memory.copy_(total)  # nothing if it is the memory itself
+        elif over.replicate.size > 1:
+            dist.all_reduce(total, group=over.replicate.group)
+        if over.average:
+            total.mul_(1.0 / over.every.size)
+        if over.split:
             self._packing.unpack_own(total, [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
         """Starts to give every rank the rows that the optimizer has stepped; returns a function
         that waits for them."""
-        if not self._reduction.split:
+        over = self._reduction
+        if not over.split:
             return lambda: None
-        sent = self._packing.pack_own(
-            [part.local for part in self.parts], self.parts[0].parameter.dtype
-        )
-        return start_row_gather(sent, self._reduction.axes.shard)
+        sent = self._packing.pack_own([part.local for part in self.parts], over.dtypes.compute)
+        return start_row_gather(sent, over.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
         """Makes the parameters what was stepped: all ranks' `rows`, or this rank's own."""
         wholes = [local_tensor(part.parameter) for part in self.parts]
         if rows is not None:
             self._packing.unpack(rows, wholes)
-            return
-        for whole, part in zip(wholes, self.parts, strict=True):
-            if part.has_master:
-                whole.copy_(part.local)
+        elif self.parts[0].has_master:
+            foreach_copy_(wholes, [part.local for part in self.parts])
 
 
-def replace_parameter(uses: Uses, tensor: Tensor) -> None:
-    """Puts a new parameter in all the places that use one."""
-    new = nn.Parameter(tensor.detach(), requires_grad=uses[0].parameter.requires_grad)
-    for use in uses:
-        setattr(use.module, use.attribute, new)
+class Packing:
+    """The layout of tensors of some shapes, each cut by rows over `ranks`, in one tensor [ranks,
+    width]. A rank that has fewer rows than rank 0 has a gap, which is never read."""
+
+    def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
+        self.ranks = ranks
+        self._widths = [largest_shard(shape[0], ranks) * shape[1:].numel() for shape in shapes]
+        self.width = sum(self._widths)
+
+    def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Writes whole tensors into a new tensor [ranks, width]."""
+        packed = torch.empty(self.ranks, self.width, dtype=dtype, device=tensors[0].device)
+        for part, place in self._blocks(tensors, packed):
+            place.copy_(part)
+        return packed
+
+    def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Writes [ranks, width] back into whole tensors."""
+        for part, place in self._blocks(tensors, packed):
+            part.copy_(place)
+
+    def pack_own(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Writes this rank's rows of each tensor into a new tensor [width]."""
+        packed = torch.empty(self.width, dtype=dtype, device=parts[0].device)
+        for part, place in zip(parts, packed.split(self._widths), strict=True):
+            place[: part.numel()].copy_(part.flatten())
+        return packed
+
+    def unpack_own(self, packed: Tensor, parts: Sequence[Tensor]) -> None:
+        """Writes [width] back into this rank's rows of each tensor."""
+        for part, place in zip(parts, packed.split(self._widths), strict=True):
+            part.copy_(place[: part.numel()].view_as(part))
+
+    def _blocks(self, tensors: Sequence[Tensor], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields parts of each tensor [rows, ...] with their places in its columns of `packed`:
+        first all ranks that have a full share of rows, in one piece, then the rank that has fewer.
+        A copy for each rank would take seconds at hundreds of ranks."""
+        for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
+            row_shape = tensor.shape[1:]
+            each = columns.shape[1] // row_shape.numel()
+            full, few = divmod(tensor.shape[0], each)
+            if full:
+                shape = (each, *row_shape)
+                whole = tensor[: full * each].view(full, *shape)
+                yield whole, columns[:full].unflatten(1, shape)
+            if few:
+                last = columns[full, : few * row_shape.numel()]
+                yield tensor[full * each :], last.unflatten(0, (few, *row_shape))
+
+
+def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Starts to sum `rows` [ranks, width] over the axis. Returns a function that waits for this
+    rank's row [width] of the sum."""
+    if dist.get_backend(axis.group) != "gloo":
+        pending = start_reduce_scatter(rows, axis, 0)
+        return lambda: pending()[0]
+    received = torch.empty_like(rows)
+    work = dist.all_to_all_single(received, rows, group=axis.group, async_op=True)
+
+    def add() -> Tensor:
+        total, *others = after(work, received, rows).unbind(0)
+        for other in others:
+            total += other
+        return total
+
+    return add
+
+
+def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Starts to gather the rows of all ranks, of which this rank has `own` [width]. Returns a
+    function that waits for [ranks, width]."""
+    if dist.get_backend(axis.group) != "gloo":
+        return start_gather(own[None], axis, 0)
+    rows = own.new_empty(axis.size, len(own))
+    rows[axis.rank] = own
+    works = []
+    for rank, row in enumerate(rows.unbind(0)):
+        works.append(dist.broadcast(row, group=axis.group, group_src=rank, async_op=True))
+
+    def finish() -> Tensor:
+        for work in works:
+            after(work, rows)
+        return rows
+
+    return finish

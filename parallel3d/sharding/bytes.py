@@ -1,9 +1,6 @@
-"""When parameters are freed, and which units share a bucket. The trainer and the planner both use
-it, so it needs no torch."""
+"""When parameters are freed. The trainer and the planner both use it, so it needs no torch."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from parallel3d.config.sharding_strategies import FREED_BETWEEN_USES, Cadence, ShardingName
 
@@ -16,18 +13,3 @@ def frees_after_forward(strategy: ShardingName, gather: Cadence, microbatches: i
     counts at least two.
     """
     return strategy in FREED_BETWEEN_USES and (gather == "microbatch" or microbatches == 1)
-
-
-def bucket_borders(numels: Sequence[int], least: int) -> list[range]:
-    """Returns the neighbouring units of each bucket, in order: counted from the last unit, a bucket
-    is full as soon as its units have `least` parameters together."""
-    borders: list[range] = []
-    end = len(numels)
-    while end:
-        begin, held = end - 1, numels[end - 1]
-        while begin and held < least:
-            begin -= 1
-            held += numels[begin]
-        borders.insert(0, range(begin, end))
-        end = begin
-    return borders

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from parallel3d.layers.collectives import reduce_scatter_single
 from parallel3d.mesh import DATA_ROLES, Role
-from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData, ShardedPart
+from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit
 from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_gradients
@@ -60,8 +60,8 @@ class FullyShardedData(ShardedData):
         frees_forward: bool,
     ) -> None:
         super().__init__(model)
-        axes, dtypes = reduction.axes, reduction.dtypes
-        self._shards = axes.shard
+        dtypes = reduction.dtypes
+        self._shards = reduction.shard
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
         self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
@@ -71,8 +71,17 @@ class FullyShardedData(ShardedData):
         summed = torch.promote_types(dtypes.master, dtypes.reduce)
         if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
             model.to(dtypes.master)
-        self._root = _shard_units(model, units, reduction, summed, frees_forward=frees_forward)
+        names = DATA_ROLES if reduction.replicate.size > 1 else Role.SHARD_PARAMETERS
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
+            reduce_dtype=summed if summed != dtypes.compute else None,
+        )
+        split = partial(fully_shard, mesh=reduction.mesh[names], mp_policy=policy)
         travelling = [unit for unit in units if unit.modules]
+        for unit in reversed(travelling):  # inner ones first
+            modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+            split(modules, reshard_after_forward=frees_forward and not unit.has_head)
+        self._root = split(model, reshard_after_forward=False)
         heads = [unit.modules[0] for unit in travelling if unit.has_head]
         self._heads = [self._root, *_sharded(heads)]
         for module in _sharded(model.modules()):
@@ -82,13 +91,21 @@ class FullyShardedData(ShardedData):
                 # A plain sum, which gloo has too, divided by nothing.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        _set_prefetch(travelling, options.prefetch)
-        for unit in travelling:
-            (module,) = _sharded(unit.modules[:1])
+        # In the backward pass torch finds the next unit to gather ahead in the order of the
+        # forward passes. Before the first unit it would find the last one of another microbatch, so
+        # the first unit names itself.
+        chain, depth = _sharded(unit.modules[0] for unit in travelling), options.prefetch
+        if chain and not travelling[0].has_head:
+            chain[0].set_modules_to_backward_prefetch([chain[0]])
+        for at, (module, unit) in enumerate(zip(chain, travelling, strict=True)):
             module.set_unshard_in_backward(not (frees_forward and unit.is_looked_up))
+            if depth is not None:
+                module.set_modules_to_forward_prefetch(chain[at + 1 : at + 1 + depth])
+                if at > 0:
+                    module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
-        return ShardedPart(
+        return OptimizerPart(
             partial(getattr, module, attribute), self._shards, frozenset({Role.REPLICATE})
         )
 
@@ -122,46 +139,6 @@ class FullyShardedData(ShardedData):
     def free_gathered(self) -> None:
         for module in _sharded(self._model.modules()):
             module.reshard()
-
-
-def _shard_units(
-    model: nn.Module,
-    units: Sequence[CommunicationUnit],
-    reduction: Reduction,
-    summed: torch.dtype,
-    *,
-    frees_forward: bool,
-) -> FSDPModule:
-    """Calls `fully_shard` for each unit, inner ones first, and for the model, which it returns."""
-    axes, dtypes = reduction.axes, reduction.dtypes
-    names = DATA_ROLES if axes.replicate.size > 1 else Role.SHARD_PARAMETERS
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
-        reduce_dtype=summed if summed != dtypes.compute else None,
-    )
-    shard = partial(fully_shard, mesh=axes.mesh[names], mp_policy=policy)
-    for unit in reversed(units):
-        if unit.modules:
-            modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            shard(modules, reshard_after_forward=frees_forward and not unit.has_head)
-    return shard(model, reshard_after_forward=False)
-
-
-def _set_prefetch(units: Sequence[CommunicationUnit], depth: int | None) -> None:
-    """Has each unit gather the next `depth` units ahead, in the forward and the backward pass.
-
-    In the backward pass torch finds the next unit in the order of the forward passes. Before the
-    first unit it would find the last one of another microbatch, so the first unit names itself.
-    """
-    chain = _sharded(unit.modules[0] for unit in units)
-    if chain and not units[0].has_head:
-        chain[0].set_modules_to_backward_prefetch([chain[0]])
-    if depth is None:
-        return
-    for at, module in enumerate(chain):
-        module.set_modules_to_forward_prefetch(chain[at + 1 : at + 1 + depth])
-        if at > 0:
-            module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
 
 
 def _sharded(modules: Iterable[nn.Module]) -> list[FSDPModule]:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,31 +17,15 @@ from parallel3d.layers.parameter import ParallelModule, ParameterSpec
 from parallel3d.mesh import Axis, Role
 
 
-class OptimizerPart(Protocol):
+class OptimizerPart:
     """This rank's part of a parameter. The optimizer steps `local`: all rows or this rank's, of the
     parameter itself or of its master copy where the parameter is kept in fewer bits. A frozen
     parameter's `local` requires no gradient and gets none. `repeated_over` are the names of the
-    data axes on whose ranks this part is the same."""
+    data axes on whose ranks this part is the same.
 
-    local: nn.Parameter
-    repeated_over: frozenset[str]
-
-    def sync_views(self) -> None:
-        """Points `local` and `local.grad` at where they are after a backward."""
-
-    def distributed(self, local: Tensor) -> Tensor:
-        """Returns a tensor of `local`'s shape as the one that all ranks hold together: a DTensor
-        over the axes that split this part, or itself if none does."""
-
-    def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
-        """Fills this part. `draw` returns the rows of one shard of an axis, of what this tp rank
-        has in all."""
-
-
-class ShardedPart:
-    """The part of a parameter that its module itself holds between steps (see `OptimizerPart`):
-    sharded by `fully_shard` over `shards`, or whole. `find` looks the parameter up, because
-    `fully_shard` puts another in its place and back."""
+    Here it is what the parameter's module itself holds between steps: sharded by `fully_shard` over
+    `shards`, or whole. `find` looks the parameter up, because `fully_shard` puts another in its
+    place and back."""
 
     def __init__(
         self, find: Callable[[], Tensor], shards: Axis, repeated_over: frozenset[str]
@@ -51,15 +34,20 @@ class ShardedPart:
         self.local = nn.Parameter(local_tensor(find().detach()), requires_grad=find().requires_grad)
 
     def sync_views(self) -> None:
+        """Points `local` and `local.grad` at where they are after a backward."""
         tensor = self._find()
         self.local.data = local_tensor(tensor.detach())
         self.local.grad = None if tensor.grad is None else local_tensor(tensor.grad)
 
     def distributed(self, local: Tensor) -> Tensor:
+        """Returns a tensor of `local`'s shape as the one that all ranks hold together: a DTensor
+        over the axes that split this part, or itself if none does."""
         return like_parameter(self._find(), local)
 
     @torch.no_grad()
     def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
+        """Fills this part. `draw` returns the rows of one shard of an axis, of what this tp rank
+        has in all."""
         local_tensor(self._find()).copy_(draw(self._shards))
 
 
@@ -76,7 +64,7 @@ class ShardedData:
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         """Returns what the optimizer steps of the parameter that `module` holds as `attribute`."""
-        return ShardedPart(partial(getattr, module, attribute), Axis.of(None), frozenset())
+        return OptimizerPart(partial(getattr, module, attribute), Axis.of(None), frozenset())
 
     def before_backward(self, last: bool) -> None:
         """Is called before each backward and told whether it is the step's last; without a call

@@ -16,19 +16,19 @@ for activation recompute too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.config.sharding_strategies import usual_bucket_mib
-from parallel3d.sharding.buckets import Bucket, replace_parameter
-from parallel3d.sharding.bytes import bucket_borders
+from parallel3d.sharding.buckets import Bucket
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
-from parallel3d.sharding.units import CommunicationUnit
+from parallel3d.sharding.units import CommunicationUnit, Wrap, units_of
 from parallel3d.torch_private import is_in_backward
 
 _UNDER_WAY = 2  # buckets at once, because what is sent may be a copy
@@ -39,14 +39,10 @@ class ReplicatedData(ShardedData):
     All ranks reduce the buckets in one order, the last bucket first."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[CommunicationUnit],
-        reduction: Reduction,
-        options: ShardingOptions,
+        self, model: nn.Module, wrap: Wrap, reduction: Reduction, options: ShardingOptions
     ) -> None:
         super().__init__(model)
-        self._units, self._reduction, self._options = units, reduction, options
+        self._wrap, self._reduction, self._options = wrap, reduction, options
         self._last = True  # whether the backward under way is the step's last
         self._published = 0  # buckets whose parameters are those that were published
         self._arriving: Callable[[], Tensor | None] | None = None  # waits for the next bucket's
@@ -55,40 +51,43 @@ class ReplicatedData(ShardedData):
         if compute != reduction.dtypes.master:
             model.register_forward_pre_hook(partial(_cast_inputs, compute), with_kwargs=True)
         model.register_state_dict_pre_hook(lambda *args: self.finish_publish())
-        parameters = [uses for unit in units for uses in unit.parameters]
-        if any(uses[0].parameter.is_meta for uses in parameters):
-            for uses in parameters:
-                replace_parameter(uses, uses[0].parameter.to(compute))
+        if any(parameter.is_meta for parameter in model.parameters()):
+            _cast_parameters(model, compute)
         else:
             self.allocate()
 
     def allocate(self) -> None:
         """Makes the gradients' memory and the master copies. It is called once a model that was on
         the meta device has got memory; for any other model it has already been done."""
-        options, reduction = self._options, self._reduction
-        device, dtype = self._units[0].parameters[0][0].parameter.device, reduction.dtypes.master
+        options, reduction, dtypes = self._options, self._reduction, self._reduction.dtypes
+        before = _cast_parameters(self._model, dtypes.compute)
+        units = units_of(self._model, self._wrap)
+        device = units[0].parameters[0].device
         usual = usual_bucket_mib(on_gpu=device.type != "cpu")
-        least = int((options.bucket_mib or usual) * 2**20) // dtype.itemsize
-        numels = [unit.numel for unit in self._units]
-        borders = bucket_borders(numels, least)
-        sizes = [sum(numels[border.start : border.stop]) for border in borders]
-        memory = torch.zeros(sum(numels), dtype=dtype, device=device).split(sizes)
+        least = int((options.bucket_mib or usual) * 2**20) // dtypes.master.itemsize
+        groups: list[list[CommunicationUnit]] = []
+        for unit in reversed(units):
+            if not groups or sum(held.numel for held in groups[0]) >= least:
+                groups.insert(0, [])
+            groups[0].insert(0, unit)
+        sizes = [sum(unit.numel for unit in group) for group in groups]
+        memory = torch.zeros(sum(sizes), dtype=dtypes.master, device=device).split(sizes)
         self._buckets: list[Bucket] = []
-        self._begin(len(borders))
-        for index, border in enumerate(borders):
-            units = self._units[border.start : border.stop]
-            parameters = [uses for unit in units for uses in unit.parameters]
-            self._buckets.append(Bucket(parameters, memory[index], reduction))
+        for index, group in enumerate(groups):
+            values = {
+                parameter: before.pop(parameter, parameter.detach())
+                for parameter in chain.from_iterable(unit.parameters for unit in group)
+            }
+            self._buckets.append(Bucket(values, memory[index], reduction))
             # A bucket with what no module holds is reduced at the end.
-            is_watched = reduction.axes.every.size > 1 and all(unit.modules for unit in units)
-            for module in (module for unit in units for module in unit.modules or (self._model,)):
-                if is_watched:
-                    module.register_forward_pre_hook(self._watcher(index), with_kwargs=True)
-                if options.publish_in_forward and reduction.split:
-                    module.register_forward_pre_hook(self._waiter(index))
-        self._parts = {
-            id(part.parameter): part for bucket in self._buckets for part in bucket.parts
-        }
+            is_watched = all(unit.modules for unit in group)
+            hook = self._hook(index, is_watched=is_watched)
+            for module in chain.from_iterable(unit.modules or (self._model,) for unit in group):
+                if reduction.every.size > 1:
+                    module.register_forward_pre_hook(hook, with_kwargs=True)
+        parts = chain.from_iterable(bucket.parts for bucket in self._buckets)
+        self._parts = {id(part.parameter): part for part in parts}
+        self._begin()
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         return self._parts[id(getattr(module, attribute))]
@@ -115,7 +114,7 @@ class ReplicatedData(ShardedData):
         self.after_weights(last=True)
         for bucket in reversed(self._buckets):
             bucket.finish_reduction()
-        self._begin(len(self._buckets))
+        self._begin()
         self._is_reduced = True
 
     def clear_gradients(self) -> None:
@@ -148,10 +147,10 @@ class ReplicatedData(ShardedData):
             self._arriving = rest[0].start_publish() if rest else None
             bucket.finish_publish(rows)
 
-    def _begin(self, buckets: int) -> None:
-        self._open = [0] * buckets  # forwards of a bucket's units that have had no backward
+    def _begin(self) -> None:
+        self._open = [0] * len(self._buckets)  # forwards of its units that have had no backward
         self._ready: set[int] = set()  # buckets whose gradients are complete
-        self._next = buckets - 1  # to be reduced
+        self._next = len(self._buckets) - 1  # to be reduced
 
     def _start_next(self) -> None:
         oldest = self._next + _UNDER_WAY
@@ -160,8 +159,9 @@ class ReplicatedData(ShardedData):
         self._buckets[self._next].start_reduction()
         self._next -= 1
 
-    def _watcher(self, index: int) -> Any:
-        """Makes the hook that notices a module's forward, and by the gradient of its input its
+    def _hook(self, index: int, *, is_watched: bool) -> Any:
+        """Makes the hook of a module's forward. It waits for the bucket's published parameters. In
+        a watched bucket it also notices the forward, and by the gradient of its input the
         backward."""
 
         def after_backward(grad: Tensor) -> None:
@@ -173,9 +173,11 @@ class ReplicatedData(ShardedData):
 
         @torch.compiler.disable
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._arriving is not None:
+                self._publish_until(index + 1)
             # A forward that a checkpoint computes again is left out: its graph is not
             # differentiated by itself.
-            if not torch.is_grad_enabled() or is_in_backward():
+            if not is_watched or not torch.is_grad_enabled() or is_in_backward():
                 return None
             self._open[index] += 1
             for at, x in enumerate(args):
@@ -189,15 +191,18 @@ class ReplicatedData(ShardedData):
 
         return before_forward
 
-    def _waiter(self, index: int) -> Any:
-        """Makes the hook that waits for a bucket's published parameters before a module's
-        forward."""
 
-        @torch.compiler.disable
-        def before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._publish_until(index + 1)
-
-        return before_forward
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+    """Replaces, in all modules that use them, the parameters that have another dtype. Returns what
+    they were by the new ones."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module.named_parameters(recurse=False, remove_duplicate=False):
+            if old.dtype != dtype:
+                if old not in new:
+                    new[old] = nn.Parameter(old.detach().to(dtype), old.requires_grad)
+                setattr(module, name, new[old])
+    return {parameter: old.detach() for old, parameter in new.items()}
 
 
 def _cast_inputs(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.config.sharding_strategies import Cadence
+from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import group_of
@@ -69,16 +69,26 @@ class ShardingOptions:
 
 
 @dataclass(frozen=True)
-class DataAxes:
-    """The axes of the data dimension on `mesh`; `every` is both of them in one group."""
+class Reduction:
+    """How a model lies over the data ranks, and how gradients are summed over them. The axes of the
+    data dimension on `mesh` are `replicate` and `shard`, and `every` is both of them in one group.
+
+    With `split` each rank makes its rows of the sum alone (a reduce-scatter over dp_shard, then an
+    all-reduce of the rows over dp_replicate); otherwise every rank makes all of the sum (one
+    all-reduce). With `average` it is divided by the number of data ranks."""
 
     mesh: DeviceMesh
     replicate: Axis
     shard: Axis
     every: Axis
+    dtypes: Dtypes
+    split: bool
+    average: bool
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> DataAxes:
+    def over(
+        cls, mesh: DeviceMesh, strategy: ShardingName, dtypes: Dtypes, *, average: bool
+    ) -> Reduction:
         """Looks the axes up on a mesh; one that is missing has size 1. All ranks call it: it may
         make a group. Raises ValueError if both axes are missing."""
         names = mesh.mesh_dim_names or ()
@@ -89,24 +99,12 @@ class DataAxes:
                 f"mesh_dim_names=({Role.SHARD_PARAMETERS.value!r},))"
             )
         replicate, shards = (Axis.of(mesh[role] if role in names else None) for role in DATA_ROLES)
-        return cls(mesh, replicate, shards, joined_axis(mesh, DATA_ROLES, "data"))
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How a model lies over the data ranks, and how gradients are summed over them. With `split`
-    each rank makes its rows of the sum alone (a reduce-scatter over dp_shard, then an all-reduce of
-    the rows over dp_replicate); otherwise every rank makes all of the sum (one all-reduce). With
-    `average` it is divided by the number of data ranks."""
-
-    axes: DataAxes
-    dtypes: Dtypes
-    split: bool
-    average: bool
+        every, split = joined_axis(mesh, DATA_ROLES, "data"), strategy != "NO_SHARD"
+        return cls(mesh, replicate, shards, every, dtypes, split and shards.size > 1, average)
 
     def own(self, values: Tensor) -> Tensor:
         """Returns the part of a whole tensor that the optimizer steps on this rank."""
-        return own_rows(values, self.axes.shard) if self.split else values
+        return own_rows(values, self.shard) if self.split else values
 
 
 def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axis:

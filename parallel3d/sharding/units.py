@@ -3,7 +3,7 @@ the first one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -20,45 +20,33 @@ Wrap = Sequence[str | tuple[str, ...]] | None
 
 
 @dataclass(frozen=True)
-class ParameterUse:
-    """A place in a module that holds a parameter; a shared parameter has several."""
-
-    module: nn.Module
-    attribute: str
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.module.get_parameter(self.attribute)
-
-
-Uses = tuple[ParameterUse, ...]  # all uses of one parameter
-
-
-@dataclass(frozen=True)
 class CommunicationUnit:
     """Modules whose parameters travel together: one, or several that share a parameter. The unit of
     what no other unit holds has no modules."""
 
     modules: tuple[nn.Module, ...]
-    parameters: tuple[Uses, ...]
+    parameters: tuple[nn.Parameter, ...]
 
     @property
     def numel(self) -> int:
         """The elements of this tp rank's parts."""
-        return sum(local_tensor(uses[0].parameter.detach()).numel() for uses in self.parameters)
+        return sum(local_tensor(parameter.detach()).numel() for parameter in self.parameters)
 
     @property
     def has_head(self) -> bool:
         """Whether a loss may multiply by a weight of the unit after the unit's forward
         (`head_cross_entropy`)."""
-        parts = chain.from_iterable(module.modules() for module in self.modules)
-        return any(isinstance(part, VocabParallelHead) for part in parts)
+        return any(isinstance(part, VocabParallelHead) for part in self._parts())
 
     @property
     def is_looked_up(self) -> bool:
         """Whether all parameters are tables, whose rows are looked up: no backward reads their
         values."""
-        return all(isinstance(use.module, _LOOKED_UP) for uses in self.parameters for use in uses)
+        holders = [part for part in self._parts() if [*part.parameters(recurse=False)]]
+        return all(isinstance(part, _LOOKED_UP) for part in holders)
+
+    def _parts(self) -> Iterator[nn.Module]:
+        return chain.from_iterable(module.modules() for module in self.modules)
 
 
 def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
@@ -71,64 +59,57 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
     A parameter that two units share makes one unit of both, and one that is used outside of all
     units adds its unit to that of the rest. Raises ValueError if a pattern matches nothing.
     """
-    number = _numbered(model, _block_names(model) if wrap is None else wrap)
-    uses: dict[nn.Parameter, dict[ParameterUse, None]] = {}
+    number = _numbered(model, _block_patterns(model) if wrap is None else wrap)
     holders: dict[nn.Parameter, set[int]] = {}  # the units in which a parameter is used
     innermost: dict[str, int] = {}  # the unit around each place of the model; 0 is the rest
     for place, module in model.named_modules(remove_duplicate=False):  # blocks may share a module
         around = innermost.get(place.rpartition(".")[0], 0)
         innermost[place] = number.get(module, around)
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses.setdefault(parameter, {})[ParameterUse(module, attribute)] = None
+        for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, set()).add(innermost[place])
     first = {index: index for index in (0, *number.values())}  # units that are joined
     for joined in holders.values():
         found = {first[index] for index in joined}
         first |= {index: min(found) for index, own in first.items() if own in found}
-    modules: dict[int, list[nn.Module]] = {index: [] for index in first}
-    for module, index in number.items():
-        modules[first[index]].append(module)
-    modules[0] = []
-    held: dict[int, list[Uses]] = {}
-    for parameter, places in uses.items():
-        held.setdefault(first[min(holders[parameter])], []).append(tuple(places))
-    return [CommunicationUnit(tuple(modules[index]), tuple(held[index])) for index in sorted(held)]
+    held: dict[int, list[nn.Parameter]] = {}
+    for parameter, joined in holders.items():
+        held.setdefault(first[min(joined)], []).append(parameter)
+    units = []
+    for index, parameters in sorted(held.items()):
+        modules = [module for module, own in number.items() if index and first[own] == index]
+        units.append(CommunicationUnit(tuple(modules), tuple(parameters)))
+    return units
 
 
-def _block_names(model: nn.Module) -> list[str]:
-    """Returns the names of the modules in the outermost lists."""
+def _block_patterns(model: nn.Module) -> list[str]:
+    """Returns patterns of the modules in the outermost lists."""
     lists: list[str] = []
-    names: list[str] = []
     for name, part in model.named_modules():
         is_inside = any(name.startswith(f"{other}.") for other in lists)
-        if name and isinstance(part, _LISTS) and not is_inside:
+        if name and isinstance(part, _LISTS) and len(part) and not is_inside:
             lists.append(name)
-            names += [f"{name}.{inner}" for inner, _ in part.named_children()]
-    return names
+    return [f"{name}.*" for name in lists]
 
 
 def _numbered(model: nn.Module, wrap: Sequence[str | tuple[str, ...]]) -> dict[nn.Module, int]:
     """Returns the modules that `wrap` names with the number of their unit, in the order of the
     model."""
+    places = {module: place for place, module in enumerate(model.modules())}
     number: dict[nn.Module, int] = {}
-    missing: set[str] = set()
     for each in wrap:
-        patterns = (each,) if isinstance(each, str) else each
-        missing |= {*patterns}
-        first = 0  # the place of a tuple's first module in the model
-        for at, (name, module) in enumerate(model.named_modules()):
-            hits = [pattern for pattern in patterns if at and _matches(name, pattern)]
-            if hits:
-                missing -= {*hits}
-                first = first or at
-                number[module] = at if isinstance(each, str) else first
-    if missing:
-        children = ", ".join(name for name, _ in model.named_children()) or "none"
-        raise ValueError(
-            f"wrap: {', '.join(sorted(missing))} matches no module; its children are {children}"
-        )
-    return {module: number[module] for module in model.modules() if module in number}
+        together: list[nn.Module] = []
+        for pattern in (each,) if isinstance(each, str) else each:
+            found = [part for name, part in model.named_modules() if _matches(name, pattern)]
+            if not found:
+                children = ", ".join(name for name, _ in model.named_children()) or "none"
+                raise ValueError(f"wrap: {pattern} matches no module; its children are {children}")
+            together += found
+        number |= {part: places[part] for part in together}
+        if not isinstance(each, str):
+            number |= dict.fromkeys(together, min(places[part] for part in together))
+    return {module: number[module] for module in places if module in number}
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
+    is_as_deep = name.count(".") == pattern.count(".")
+    return name != "" and is_as_deep and fnmatchcase(name, pattern)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -34,14 +33,12 @@ def own_folder(device_type: str) -> Iterator[Path | None]:
     of device cannot be shared, and where the memory of this host takes no files: it may be full,
     read-only or missing."""
     folder = None
-    if device_type == "cpu":
-        with suppress(OSError):
-            folder = Path(tempfile.mkdtemp(prefix="parallel3d-", dir=MEMORY_FOLDER))
-    try:
+    with ExitStack() as stack:
+        if device_type == "cpu":
+            with suppress(OSError):
+                made = TemporaryDirectory(prefix="parallel3d-", dir=MEMORY_FOLDER)
+                folder = Path(stack.enter_context(made))
         yield folder
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder)
 
 
 def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:
@@ -60,8 +57,9 @@ class Segment:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pipes: list[int] = []
-        # Not __del__: at the end of the interpreter that may find `os` gone already.
-        self._close = weakref.finalize(self, _close_all, self._pipes)
+        # Closes the pipes: the processes at their other ends then know that this one is gone. Not
+        # __del__: at the end of the interpreter that may find `os` gone already.
+        self.close = weakref.finalize(self, _close_all, self._pipes)
         with (folder / _MEMORY).open("r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -75,10 +73,6 @@ class Segment:
     def view(self, start: int, like: Tensor) -> Tensor:
         """Returns the memory from byte `start` on as a tensor of the shape and dtype of `like`."""
         return self._memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-    def close(self) -> None:
-        """Closes the pipes. The processes at their other ends then know that this one is gone."""
-        self._close()
 
 
 def _close_all(pipes: list[int]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.mesh import axes_of, build_mesh
-from parallel3d.sharding.settings import DataAxes
+from parallel3d.mesh import DATA_ROLES, axes_of, build_mesh
+from parallel3d.sharding.settings import joined_axis
 from parallel3d.torch_private import group_of
 
 LAYOUT = ParallelConfig(pp=2, dp_shard=2, tp=2)
@@ -24,8 +24,8 @@ def coordinates_on_the_mesh() -> tuple[dict[str, int], list[str]]:
 def join_data_axes_after_other_groups() -> int:
     if dist.get_rank() == 0:
         group_of([0], "only on rank 0")
-    axis = DataAxes.of(build_mesh(ParallelConfig(dp_replicate=2, dp_shard=2), "cpu")).every
-    return axis.size
+    mesh = build_mesh(ParallelConfig(dp_replicate=2, dp_shard=2), "cpu")
+    return joined_axis(mesh, DATA_ROLES, "data").size
 
 
 def test_a_rank_may_have_made_more_groups_than_its_peers(world: Callable) -> None:

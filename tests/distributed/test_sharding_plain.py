@@ -64,7 +64,7 @@ def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
     whole = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1))
     for microbatch in whole:
         (alone(microbatch).square().mean() / 4).backward()
-    # gloo's reduce-scatter (sharding.rows)
+    # gloo's reduce-scatter (sharding.buckets)
     kind = "all_reduce" if strategy == "NO_SHARD" else "all_to_all"
     with CollectiveCounter(mesh) as counter:
         backwards(model, data, own_share())
