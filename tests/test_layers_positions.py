@@ -59,7 +59,7 @@ def test_an_end_of_text_belongs_to_the_document_that_it_ends() -> None:
 
 
 def test_a_window_counts_the_query_itself() -> None:
-    mask = own_mask(4, window=2, device=torch.device("cpu"))
+    mask = own_mask(4, causal=True, window=2, device=torch.device("cpu"))
     assert mask.int().tolist() == [
         [1, 0, 0, 0],
         [1, 1, 0, 0],

@@ -62,6 +62,7 @@ class AttentionCall:
     is_bf16: bool = False
     head_dim: int
     is_grouped: bool = False  # fewer key-value heads than query heads
+    has_mask: bool = False  # a mask of S^2 numbers that the caller made
     has_window: bool = False
     has_documents: bool = False
     has_dropout: bool = False
@@ -120,15 +121,17 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
         )
     if device.type != "cuda":
         return AttentionKernel("cpu", in_pieces=call.has_documents)
-    if (call.has_documents or call.has_window) and _has_varlen(call, device):
+    has_mask = call.has_mask or call.has_window  # which SDPA gets as numbers
+    is_cut = call.has_documents or call.has_window
+    if is_cut and not call.has_mask and _has_varlen(call, device):
         return AttentionKernel("varlen")
-    name = _fused(call, device)
-    takes_groups = name == "flash" or (name == "cudnn" and not call.has_window)
+    name = _fused(call, device, has_mask=has_mask)
+    takes_groups = name == "flash" or (name == "cudnn" and not has_mask)
     kernel = AttentionKernel(
         name,
         repeats_heads=call.is_grouped and not takes_groups,
         in_pieces=call.has_documents,
-        mask_bytes=item + 2 if call.has_window else 0,
+        mask_bytes=item + 2 if has_mask else 0,
     )
     if name != "math":
         return kernel
@@ -136,14 +139,14 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
     return replace(kernel, kept_bytes=4, forward_bytes=8, backward_bytes=8)
 
 
-def _fused(call: AttentionCall, device: AttentionDevice) -> KernelName:
+def _fused(call: AttentionCall, device: AttentionDevice, *, has_mask: bool) -> KernelName:
     """Returns the kernel that `scaled_dot_product_attention` takes on CUDA, with repeated heads if
     it needs them."""
     is_half, is_ampere, head = call.item_bytes == 2, device.capability >= (8, 0), call.head_dim
     prefers_cudnn = device.capability[0] in (9, 10) and device.cudnn > 91500 and not device.is_rocm
     if is_half and prefers_cudnn and head <= 128 and head % 8 == 0:
         return "cudnn"
-    if is_half and not call.has_window and _has_flash(call, device):
+    if is_half and not has_mask and _has_flash(call, device):
         return "flash"
     if is_half:
         is_taken = head % 8 == 0 and (is_ampere or not call.is_bf16)

@@ -45,6 +45,7 @@ class AttentionOptions:
     output_bias: bool = False
     qk_norm: bool = False  # an RMSNorm of each head's queries and keys, before rotary (Qwen 3)
     norm_eps: float = 1e-5
+    causal: bool = True
     window: int | None = None  # keys that a query sees at most (`own_mask`)
     dropout: float = 0.0  # of the probabilities
     name: str = "attention"  # the layer's global name, which its dropout depends on
@@ -105,15 +106,27 @@ class ParallelAttention(ParallelModule):
         self,
         x_BSD: Tensor,
         *,
+        mask: Tensor | None = None,
         documents: PackedDocuments | None = None,
         positions: Tensor | None = None,
         key: Tensor | None = None,
     ) -> Tensor:
-        """Returns the attention's output for x. Each of the packed `documents` is attended to
-        alone, and no S^2 numbers exist. `positions` [batch, S]: of the rotation; by default those
-        of the documents. `key` [batch]: of dropout. Raises ValueError if documents are of other
-        sequences than x, or come with dropout, whose key is of the batch."""
+        """Returns the attention's output for x.
+
+        Args:
+            mask: [batch or 1, 1, S, S], bool, True if a query may see a key. The attention's own
+                causality and window hold as well.
+            documents: Each of the packed documents is attended to by itself, and no S^2 numbers
+                exist.
+            positions: [batch, S], of the rotation. Default: those of the documents.
+            key: [batch], of dropout.
+
+        Raises:
+            ValueError: Documents come with a mask, or are of other sequences than x.
+        """
         if documents is not None:
+            if mask is not None:
+                raise ValueError("ParallelAttention: give a mask or documents, not both")
             parts = self.axis.size if self.sequence_parallel else 1
             shape = (x_BSD.shape[0], x_BSD.shape[1] * parts)
             if documents.positions.shape != shape:
@@ -129,7 +142,7 @@ class ParallelAttention(ParallelModule):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, positions), self.rotary(k, positions)
-        inputs = (q, k, v, documents, key)
+        inputs = (q, k, v, mask, documents, key)
         if self.options.recompute and torch.is_grad_enabled() and not is_compiling():
             y = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -141,28 +154,41 @@ class ParallelAttention(ParallelModule):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        mask: Tensor | None,
         documents: PackedDocuments | None,
         key: Tensor | None,
     ) -> Tensor:  # q [B, S, H / n, K], k and v [B, S, G / n, K]
-        window, seq = self.options.window, q.shape[1]
+        causal, window, seq = self.options.causal, self.options.window, q.shape[1]
         dropout = self.dropout if self.training else None
         if window is not None and window >= seq:
             window = None  # a window that hides nothing costs no mask
-        has_window, has_dropout = window is not None, dropout is not None
+        has_mask, has_window, has_dropout = (
+            mask is not None,
+            window is not None,
+            dropout is not None,
+        )
         kernel = kernel_of(
-            q, k, window=has_window, documents=documents is not None, dropout=has_dropout
+            q,
+            k,
+            mask=has_mask,
+            window=has_window,
+            documents=documents is not None,
+            dropout=has_dropout,
         )
         if kernel.name == "varlen":
-            return attend_by_varlen(q, k, v, documents, window=window)
+            return attend_by_varlen(q, k, v, documents, causal=causal, window=window)
         if documents is not None:
             return self._attend_each(q, k, v, documents.lengths)
         if kernel.repeats_heads:
             repeats = q.shape[2] // k.shape[2]
             k, v = (part.repeat_interleave(repeats, dim=2) for part in (k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        mask = own_mask(seq, window=window, device=q.device) if has_window or has_dropout else None
+        if has_mask or has_window or has_dropout:
+            own = own_mask(seq, causal=causal, window=window, device=q.device)
+            mask = own if mask is None else mask & own
+            causal = False
         if dropout is None or mask is None:
-            return attend(q, k, v, mask).transpose(1, 2)
+            return attend(q, k, v, mask, causal=causal).transpose(1, 2)
         # The probabilities [B, H, S, S] are written out: torch's kernels draw their dropout from
         # one generator, which on tp ranks of equal seeds would drop the same elements of different
         # heads.
@@ -174,5 +200,5 @@ class ParallelAttention(ParallelModule):
     def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         """Attends within each document by itself."""
         each = [part.flatten(0, 1).unsqueeze(0).split(lengths, dim=1) for part in (q, k, v)]
-        parts = [self._attend(q, k, v, None, None) for q, k, v in zip(*each, strict=True)]
+        parts = [self._attend(q, k, v, None, None, None) for q, k, v in zip(*each, strict=True)]
         return torch.cat(parts, dim=1).view(*q.shape[:3], -1)

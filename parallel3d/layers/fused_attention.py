@@ -38,6 +38,7 @@ def kernel_of(
     q: Tensor,
     k: Tensor,
     *,
+    mask: bool = False,
     window: bool = False,
     documents: bool = False,
     dropout: bool = False,
@@ -48,6 +49,7 @@ def kernel_of(
         is_bf16=q.dtype == torch.bfloat16,
         head_dim=q.shape[-1],
         is_grouped=q.shape[2] != k.shape[2],
+        has_mask=mask,
         has_window=window,
         has_documents=documents,
         has_dropout=dropout,
@@ -56,10 +58,12 @@ def kernel_of(
     return attention_kernel(call, device_of(q.device))
 
 
-def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns softmax(q k^T / sqrt(K) + mask) v [B, H, S, K] by torch's fastest kernel. Without a
-    mask it is causal."""
-    grouped, causal = q_BHSK.shape[1] != k_BGSK.shape[1], mask is None
+def attend(
+    q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool
+) -> Tensor:
+    """Returns softmax(q k^T / sqrt(K) + mask) v [B, H, S, K] by torch's fastest kernel. `causal`
+    goes without a mask."""
+    grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     return F.scaled_dot_product_attention(
         q_BHSK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, enable_gqa=grouped
     )
@@ -71,6 +75,7 @@ def attend_by_varlen(
     v_BSGK: Tensor,
     documents: PackedDocuments | None,
     *,
+    causal: bool,
     window: int | None,
 ) -> Tensor:
     """Returns the attention [B, S, H, K] by CUDA's kernel for sequences of different lengths, which
@@ -94,17 +99,18 @@ def attend_by_varlen(
         starts,
         longest,
         longest,
-        window_size=(side, 0),
+        window_size=(side, 0 if causal else side),
         enable_gqa=heads != k_BSGK.shape[2],
     )
     assert isinstance(y, Tensor)  # a second result comes where it is asked for
     return y.unflatten(0, (batch, seq))
 
 
-def own_mask(seq: int, *, window: int | None, device: torch.device) -> Tensor:
-    """Returns the causal mask [S, S], True if a query may see a key. With `window` a query sees
-    that many keys at most, itself the last of them (Beltagy et al. 2020, arXiv 2004.05150;
-    Mistral's)."""
+def own_mask(seq: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """Returns the attention's own mask [S, S], True if a query may see a key. With `window` a query
+    sees that many keys up to itself (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and if it
+    is not causal, as many from itself on."""
     place = torch.arange(seq, device=device)
     distance = place.unsqueeze(1) - place
-    return (distance >= 0) & (distance < (window or seq))
+    is_near = distance.abs() < (window or seq)
+    return is_near & (distance >= 0) if causal else is_near

@@ -20,6 +20,7 @@ from tests.distributed.layer_cases import BF16, F32, F64, Case, Weights, check, 
 B, S, D, H, K = 2, 8, 16, 8, 4
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 6, 6, 6, 6, 6, 6]])
 ENDS = F.pad(DOCUMENTS[:, 1:] != DOCUMENTS[:, :-1], (0, 1))
+NOT_THIRD = (torch.arange(S) != 2).expand(B, 1, S, S)  # nobody sees the third token
 PACKED = PackedDocuments.ended_by(1, ENDS.int())
 
 
@@ -38,8 +39,8 @@ def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
 def attention(
     name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None, **options: Any
 ) -> Case:
-    packed = options.pop("packed", False)
-    window = options.get("window")
+    packed, mask = options.pop("packed", False), options.pop("mask", None)
+    window, causal = options.get("window"), options.get("causal", True)
     positions = PACKED.positions if packed else torch.arange(S).expand(B, S)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
@@ -55,15 +56,19 @@ def attention(
         k, v = (part.repeat_interleave(H // kv_heads, dim=1) for part in (k, v))
         scores = (q @ k.transpose(-1, -2) * K**-0.5).to(torch.promote_types(x.dtype, F32))
         i, j = torch.arange(S).unsqueeze(1), torch.arange(scores.shape[-1])
-        hidden = j > i
+        hidden = (j > i) & causal
         if window is not None:
             hidden = hidden | ((i - j).abs() >= window)
+        if mask is not None:
+            hidden = hidden | ~mask
         if packed:
             hidden = hidden | (DOCUMENTS.unsqueeze(2) != DOCUMENTS.unsqueeze(1)).unsqueeze(1)
         y = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(x.dtype) @ v
         return F.linear(y.transpose(1, 2).flatten(-2), w["o.weight"], w.get("o.bias"))
 
-    arguments = {"documents": PACKED} if packed else {}
+    arguments: dict[str, Any] = {"documents": PACKED} if packed else {}
+    if mask is not None:
+        arguments["mask"] = mask
     chosen = AttentionOptions(head_dim=K, **options)
     build = partial(ParallelAttention, D, H, kv_heads, rotary=rotary, options=chosen)
     return Case(
@@ -96,6 +101,10 @@ CASES = {
         attention("sliding window, yarn", 4, rotary=YARN, window=3),
         attention("documents", 2, rotary=PLAIN, packed=True, recompute=True),
         attention("documents, window", 8, packed=True, window=3),
+        attention("bidirectional", 4, rotary=PLAIN, causal=False),
+        attention("bidirectional, window", 2, causal=False, window=3, recompute=True),
+        attention("a mask", 8, mask=NOT_THIRD),
+        attention("a mask, bidirectional", 2, mask=NOT_THIRD, causal=False),
     ],
 }
 

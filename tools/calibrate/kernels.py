@@ -141,7 +141,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[
 
         def forward() -> tuple[tuple[Tensor, ...], Tensor]:
             q, k, v, _ = given = operands()
-            return given, attend(q, k, v, None)
+            return given, attend(q, k, v, None, causal=True)
 
         def forward_and_backward() -> None:
             (*inputs, gradient), output = forward()
