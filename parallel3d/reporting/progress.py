@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import TextIO
 
 from parallel3d.errors import printable
 from parallel3d.reporting.metrics import StepMetrics
@@ -32,12 +31,12 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
 def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
     """Opens the display of a run of `steps` of which `done` are done: none unless this rank
-    `speaks`, and a bar where stderr is a terminal that can redraw it. Rich leaves colours out where
+    `speaks`, and a bar if stderr is a terminal that can redraw it. Rich leaves colours out if
     NO_COLOR is set."""
     if not speaks:
         return ProgressDisplay()
     can_redraw = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return Bar(steps, done, sys.stderr) if can_redraw else Lines(steps, sys.stderr)
+    return Bar(steps, done) if can_redraw else Lines(steps)
 
 
 def describe(metrics: StepMetrics, steps: int) -> str:
@@ -55,20 +54,15 @@ def describe(metrics: StepMetrics, steps: int) -> str:
     if metrics.mfu is not None:
         fields.append(f"mfu {metrics.mfu:.1%}")
     fields.append(f"mem {metrics.peak_memory_bytes / 2**20:,.0f} MiB")
-    fields.append(f"eta {clock((steps - metrics.step) * metrics.step_time_s)}")
-    return "  ".join(fields)
-
-
-def clock(seconds: float) -> str:
-    """Returns a duration as `0:01:23`."""
-    return str(timedelta(seconds=round(seconds)))
+    left_s = round((steps - metrics.step) * metrics.step_time_s)
+    return "  ".join((*fields, f"eta {timedelta(seconds=left_s)}"))
 
 
 class Lines(ProgressDisplay):
-    """Prints a line for each measured step."""
+    """Prints a line on stderr for each measured step."""
 
-    def __init__(self, steps: int, stream: TextIO) -> None:
-        self._steps, self._stream = steps, stream
+    def __init__(self, steps: int) -> None:
+        self._steps, self._stream = steps, sys.stderr
 
     def say(self, text: str) -> None:
         """Prints a text. What cannot be printed, to a file on a full disk or a reader that has
@@ -84,19 +78,20 @@ class Bar(Lines):
     """Shows a live bar below the lines on a terminal. The lines stay and scroll; the bar is gone
     when the run is."""
 
-    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
+    def __init__(self, steps: int, done: int) -> None:
         from rich import progress  # 0.3 s that a run into a file does not pay
         from rich.console import Console
 
-        super().__init__(steps, stream)
+        super().__init__(steps)
         self._bar = progress.Progress(
             progress.BarColumn(bar_width=24),
             progress.TextColumn("step {task.completed}/{task.total}  eta"),
             progress.TimeRemainingColumn(),
-            console=Console(file=stream),
+            console=Console(file=self._stream),
             transient=True,
         )
         self._task = self._bar.add_task("", total=steps, completed=done)
+        self._bar.start()
 
     def say(self, text: str) -> None:
         # Rich would colour numbers, take brackets for its markup, and break long lines itself.
@@ -104,10 +99,6 @@ class Bar(Lines):
 
     def step_done(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
-
-    def __enter__(self) -> Bar:
-        self._bar.start()
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
