@@ -35,7 +35,7 @@ from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
 from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, peak_tokens_per_s, perplexity
-from parallel3d.reporting.progress import open_progress
+from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.reporting.sinks import SinkRun, Sinks
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, callback_classes
@@ -94,7 +94,7 @@ def run_worker(
         seen = SinkRun.of(recipe, run_dir, trainer.step)
         with (
             stop_signals(recipe, checkpoints) as stop,
-            open_progress(train.steps, trainer.step, speaks=speaks) as progress,
+            ProgressDisplay(train.steps, trainer.step, speaks=speaks) as progress,
             Sinks(recipe.logging.sinks if speaks else (), seen, progress.say) as sinks,
         ):
             weights = trainer.block_weights
