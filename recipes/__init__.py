@@ -70,7 +70,7 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
 
 def read_saved(recipe: Recipe, rendezvous: Rendezvous, command: str, as_json: bool) -> None:
     """Runs one rank of `evaluate` or `generate` with the checkpoint that the recipe names."""
-    from parallel3d.training.saved_model import read_saved as read
+    from parallel3d.training.worker import read_saved as read
 
     read(recipe, rendezvous, model_class(recipe.model.architecture), command, as_json=as_json)
 

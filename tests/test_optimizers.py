@@ -71,7 +71,7 @@ def test_states_of_another_dtype_are_stepped_in_float32_as_torch_does(is_sgd: bo
     assert 0 < (narrow[0] - theirs[0]).abs().max() < bound
 
 
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
 def test_a_matrix_is_made_orthogonal_as_torch_does_to_the_bit(
     shape: tuple[int, int], rule: str
@@ -115,7 +115,6 @@ def test_a_matrix_comes_from_the_nearest_replica() -> None:
         ("momentum=0.9", "needs optimizer.name = sgd or muon, and that is adamw; try"),
         ("name=sgd momentum=1.0", "(command line): must be below 1; try 0.5"),
         ("name=sgd momentum=0.0 nesterov=true", "optimizer.nesterov = true: needs momentum"),
-        ("name=muon ns_steps=100", "ns_steps = 100 (command line): must be at most 99; try 99"),
         ("state_dtype=bf16 betas=[0.9,0.999]", "at most 0.99 with optimizer.state_dtype = bf16"),
         ("stochastic_rounding=true", "removed; try train.precision=bf16"),
     ],

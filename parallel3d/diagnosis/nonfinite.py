@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.launch.failure import any_ranks
+from parallel3d.mesh import DATA_ROLES, Role
 from parallel3d.pipeline.stage import FIRST_PARTS
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
@@ -94,8 +95,7 @@ def place_in_model(name: str) -> int:
 
 def _summed_with(rank: int, parallel: ParallelConfig, replicas_train_apart: bool) -> list[int]:
     """Returns the ranks whose gradients are summed with those of `rank`."""
-    varied = {"dp_shard": 0}
-    if not replicas_train_apart:
-        varied["dp_replicate"] = 0
-    places = [parallel.coordinates(each)._replace(**varied) for each in range(parallel.world_size)]
+    roles = (Role.SHARD_PARAMETERS,) if replicas_train_apart else DATA_ROLES
+    first = dict.fromkeys(roles, 0)
+    places = [parallel.coordinates(each)._replace(**first) for each in range(parallel.world_size)]
     return [other for other, place in enumerate(places) if place == places[rank]]

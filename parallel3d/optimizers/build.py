@@ -3,11 +3,10 @@ recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig, OptimizerName
@@ -45,13 +44,6 @@ class LocalOptimizer(torch.optim.Optimizer):
             if "step" in state:
                 state["step"].fill_(float(step))
 
-    def distributed_states(self, parameter: LocalParameter) -> Iterator[tuple[str, Tensor]]:
-        """Yields the states of a parameter, each as the tensor that all ranks hold together, in the
-        state's memory."""
-        for name, state in self.state[parameter.local].items():
-            if name != "step":
-                yield name, parameter.distributed(state)
-
 
 def build_optimizer(
     parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
@@ -70,9 +62,9 @@ def build_optimizer(
 
 def is_hidden_matrix(parameter: LocalParameter) -> bool:
     """Returns whether Muon steps a parameter: the weight of a linear layer other than the head."""
-    if isinstance(parameter.module, VocabParallelHead) or len(parameter.spec.shape) != 2:
-        return False
-    return isinstance(parameter.module, ColumnParallelLinear | RowParallelLinear)
+    is_linear = isinstance(parameter.module, ColumnParallelLinear | RowParallelLinear)
+    is_head = isinstance(parameter.module, VocabParallelHead)
+    return is_linear and not is_head and len(parameter.spec.shape) == 2
 
 
 def _optimizer(

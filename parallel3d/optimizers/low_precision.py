@@ -22,11 +22,9 @@ class _InFloat32(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         groups = self.param_groups
-        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        largest = max((p.numel() for p in parameters), default=0)
+        largest = max(p.numel() for group in groups for p in group["params"])
         for group in groups:
-            stepped = [p for p in group["params"] if p.grad is not None]
-            for some in runs(stepped, Tensor.numel, most=largest):
+            for some in runs(group["params"], Tensor.numel, most=largest):
                 self._step_together(some, group)
         self.param_groups = groups
 
@@ -57,9 +55,3 @@ class LowPrecisionAdamW(_InFloat32, torch.optim.AdamW):
 
 class LowPrecisionSGD(_InFloat32, torch.optim.SGD):
     """SGD with a "momentum_buffer" of any dtype."""
-
-
-def apply_update(parameter: Tensor, change: Tensor, *, decay: float) -> None:
-    """Sets the parameter to parameter * (1 - decay) - change, rounded once."""
-    wide = parameter.float()  # the parameter itself in float32, and a copy otherwise
-    parameter.copy_(wide.mul_(1 - decay).sub_(change))

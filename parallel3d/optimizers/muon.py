@@ -16,7 +16,7 @@ its result to all, so that replicas share the work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,15 +26,14 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig
 from parallel3d.layers.parameter import ParameterSpec
-from parallel3d.mesh import Axis
-from parallel3d.optimizers.low_precision import apply_update
+from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.optimizers.step_bytes import ROUND_ELEMENTS, owners_of, runs
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.sharding.settings import joined_axis
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-STAGE_AXES = ("dp_replicate", "dp_shard", "tp")  # whose ranks hold parts of the same parameters
+STAGE_ROLES = (*DATA_ROLES, Role.SPLIT_TENSORS)  # their ranks hold parts of the same parameters
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at zero, and near one from there on
 _EPSILON = 1e-7
 
@@ -58,11 +57,11 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__([matrix.local for matrix in matrices], defaults)
         self._config, self._dtype = config, DTYPES[config.ns_dtype]
-        stage = joined_axis(mesh, STAGE_AXES, "stage")
-        tp, dp_shard = mesh["tp"].size(), mesh["dp_shard"].size()
+        stage = joined_axis(mesh, STAGE_ROLES, "stage")
+        tp, dp_shard = mesh[Role.SPLIT_TENSORS].size(), mesh[Role.SHARD_PARAMETERS].size()
 
         def shards(matrix: LocalParameter) -> int:
-            return 1 if "dp_shard" in matrix.part.repeated_over else dp_shard
+            return 1 if Role.SHARD_PARAMETERS in matrix.part.repeated_over else dp_shard
 
         def part_elements(matrix: LocalParameter) -> float:
             split = 1 if matrix.spec.dim is None else tp
@@ -86,15 +85,17 @@ class Muon(torch.optim.Optimizer):
         matrix that this rank owns."""
         (group,) = self.param_groups
         full = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
-        for index in range(len(full)):
-            full[index] = orthogonalize(full[index], self._config.ns_steps or 0)
+        for number in full:
+            full[number] = orthogonalize(full[number], self._config.ns_steps or 0)
         like = matrices[0].local.new_empty(0, dtype=self._dtype)
         updates = exchange.scatter(full, like)
         del full
         decay = group["lr"] * group["weight_decay"]
-        for matrix, update in zip(matrices, updates, strict=True):
+        for number, matrix in enumerate(matrices):
             rate = group["lr"] * adjustment(self._config.lr_adjust, matrix.spec.shape)
-            apply_update(matrix.local, update.float().mul_(rate), decay=decay)
+            change = updates[number].float().mul_(rate)
+            wide = matrix.local.float()  # the parameter itself in float32, and a copy otherwise
+            matrix.local.copy_(wide.mul_(1 - decay).sub_(change))  # rounded once
 
     def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
         """Moves the momentum buffer on; returns what is to be made orthogonal, this rank's part of
@@ -166,77 +167,74 @@ def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Seq
     return parts
 
 
-Route = tuple[int, int]  # another rank, the number of a matrix
+class Share(NamedTuple):
+    """The part of the matrix with this number that travels between its owner and a holder, of which
+    `rank` is the other one. It travels both ways if `is_given`, and back alone otherwise."""
+
+    rank: int
+    matrix: int
+    part: SubMatrix
+    is_given: bool
 
 
 class MatrixExchange:
     """Sends parts of some matrices to their owners, and results back. `parts[matrix][rank]` is the
-    part that a rank of `stage` holds. The givers of a matrix are the ranks that send their part."""
+    part that a rank of `stage` holds."""
 
     def __init__(
         self, stage: Axis, parts: Sequence[Sequence[SubMatrix]], shapes: Sequence[tuple[int, ...]]
     ) -> None:
-        self._stage, self._parts, self._shapes = stage, parts, shapes
-        self._owners = owners_of(shapes, stage.size)
-        self._owned = [m for m, owner in enumerate(self._owners) if owner == stage.rank]
-        self._givers = list(map(nearest_holders, parts, self._owners))
+        self._stage, self._shapes = stage, shapes
+        held, owned = list[Share](), list[Share]()
+        for m, owner in enumerate(owners_of(shapes, stage.size)):
+            givers = nearest_holders(parts[m], owner)
+            shares = [Share(rank, m, part, rank in givers) for rank, part in enumerate(parts[m])]
+            held.append(shares[stage.rank]._replace(rank=owner))
+            if owner == stage.rank:
+                owned += shares
+        # Both ends send and receive by rank, then by matrix.
+        self._held, self._owned = sorted(held), sorted(owned)
 
-    def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Takes this rank's part of each matrix; returns the full matrices that it owns."""
+    def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Takes this rank's part of each matrix; returns the full matrices that it owns by their
+        numbers."""
         if self._stage.group is None:
-            return list(parts)
-        me = self._stage.rank
-        sent = {}
-        for m, owner in enumerate(self._owners):
-            if me in self._givers[m]:
-                sent[owner, m] = parts[m]
-        boxes = {}
-        for m in self._owned:
-            for giver in self._givers[m]:
-                boxes[giver, m] = self._parts[m][giver]
-        full = {m: parts[0].new_empty(self._shapes[m]) for m in self._owned}
-        for (giver, m), part in self._all_to_all(sent, boxes, parts[0]).items():
-            boxes[giver, m].of(full[m]).copy_(part)
-        return list(full.values())
+            return dict(enumerate(parts))
+        sent = [share for share in self._held if share.is_given]
+        received = [share for share in self._owned if share.is_given]
+        pieces = [parts[share.matrix] for share in sent]
+        full = {share.matrix: parts[0].new_empty(self._shapes[share.matrix]) for share in received}
+        for share, piece in self._all_to_all(sent, pieces, received, parts[0]):
+            share.part.of(full[share.matrix]).copy_(piece)
+        return full
 
-    def scatter(self, full: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    def scatter(self, full: Mapping[int, Tensor], like: Tensor) -> Mapping[int, Tensor]:
         """Takes the full matrices that this rank owns; returns its part of each matrix, of the
         dtype and device of `like`."""
         if self._stage.group is None:
-            return list(full)
-        sent = {}
-        for m, matrix in zip(self._owned, full, strict=True):
-            for rank, part in enumerate(self._parts[m]):
-                sent[rank, m] = part.of(matrix)
-        boxes = {}
-        for m, owner in enumerate(self._owners):
-            boxes[owner, m] = self._parts[m][self._stage.rank]
-        received = self._all_to_all(sent, boxes, like)
-        return [received[owner, m] for m, owner in enumerate(self._owners)]
+            return full
+        pieces = [share.part.of(full[share.matrix]) for share in self._owned]
+        arrived = self._all_to_all(self._owned, pieces, self._held, like)
+        return {share.matrix: piece for share, piece in arrived}
 
     def _all_to_all(
-        self, sent: dict[Route, Tensor], boxes: dict[Route, SubMatrix], like: Tensor
-    ) -> dict[Route, Tensor]:
-        """Sends each tensor to the rank of its route, and returns the parts that come. `boxes` are
-        their places."""
-        sent_sizes = [0] * self._stage.size
-        pieces = [like.new_empty(0)]
-        for route in sorted(sent):
-            sent_sizes[route[0]] += sent[route].numel()
-            pieces.append(sent[route].flatten())
-        flat = torch.cat(pieces)
-        del pieces
-        sizes = [0] * self._stage.size
-        routes = sorted(boxes)
-        for route in routes:
-            sizes[route[0]] += boxes[route].elements
+        self, sent: list[Share], pieces: list[Tensor], received: list[Share], like: Tensor
+    ) -> list[tuple[Share, Tensor]]:
+        """Sends the pieces, and returns those that come."""
+        flat = torch.cat([like.new_empty(0), *(piece.flatten() for piece in pieces)])
+        sizes = self._elements_by_rank(received)
         out = flat.new_empty(sum(sizes))
-        dist.all_to_all_single(out, flat, sizes, sent_sizes, group=self._stage.group)
-        arrived = out.split([boxes[route].elements for route in routes])
-        received = {}
-        for route, piece in zip(routes, arrived, strict=True):
-            received[route] = piece.view(boxes[route].shape)
-        return received
+        dist.all_to_all_single(
+            out, flat, sizes, self._elements_by_rank(sent), group=self._stage.group
+        )
+        arrived = out.split([share.part.elements for share in received])
+        return [(s, piece.view(s.part.shape)) for s, piece in zip(received, arrived, strict=True)]
+
+    def _elements_by_rank(self, shares: list[Share]) -> list[int]:
+        elements = [0] * self._stage.size
+        for share in shares:
+            elements[share.rank] += share.part.elements
+        return elements
 
 
 def nearest_holders(parts: Sequence[SubMatrix], owner: int) -> frozenset[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import TypeVar
 
 ROUND_ELEMENTS = 2**25  # in one round, of the parts of one rank
@@ -41,19 +40,15 @@ def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
     """Returns the rank that makes each of these matrices orthogonal. The most costly matrices are
     assigned first, each to the rank with the lowest cost so far (the first of several)."""
     loads = [0.0] * min(ranks, len(shapes))
-    owners = [0] * len(shapes)
-    costs = [orthogonalize_cost(shape) for shape in shapes]
+    owners, costs = [0] * len(shapes), list[float]()
+    for short, long in map(sorted, shapes):
+        # half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short,
+        # long], one of [short, short] by [short, short]
+        costs.append(float(short * short * (2 * long + short)))
     for item in sorted(range(len(shapes)), key=lambda item: -costs[item]):
         owners[item] = loads.index(min(loads))
         loads[owners[item]] += costs[item]
     return owners
-
-
-def orthogonalize_cost(shape: Sequence[int]) -> float:
-    """Returns half the FLOPs of a step of Muon's iteration: two products of [short, short] by
-    [short, long], one of [short, short] by [short, short]."""
-    short, long = sorted(shape)
-    return float(short * short * (2 * long + short))
 
 
 def elementwise_step_bytes(*, is_sgd: bool, state_bytes: int, master_bytes: int) -> float:
@@ -97,10 +92,9 @@ def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonC
     """Bytes at most on the first of the `ranks` of a stage, which owns the most costly matrix of
     each round. It counts all of a rank's parts as sent, and three float32 copies of the largest."""
     item, most = step.item_bytes, 0.0
-    for some in _matrix_rounds(matrices):
+    for some, owned in _rounds_of_first(matrices, ranks):
         sent = item * sum(matrix.own for matrix in some)
         wide = 12 * max(matrix.own for matrix in some)
-        owned = _owned_by_first(some, ranks)
         full = item * sum(matrix.numel for matrix in owned)
         iterating = item * max(2 * (each.numel + min(each.shape) ** 2) for each in owned)
         if ranks == 1:
@@ -117,15 +111,14 @@ def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonC
 def busiest_shapes(matrices: tuple[MuonMatrix, ...], *, ranks: int) -> tuple[tuple[int, int], ...]:
     """The shapes of the matrices that the first rank of a stage makes orthogonal one after the
     other. No rank is much busier."""
-    rounds = _matrix_rounds(matrices)
-    owned = chain.from_iterable(_owned_by_first(some, ranks) for some in rounds)
-    return tuple(matrix.shape for matrix in owned)
+    rounds = _rounds_of_first(matrices, ranks)
+    return tuple(matrix.shape for _, owned in rounds for matrix in owned)
 
 
-def _owned_by_first(matrices: Sequence[MuonMatrix], ranks: int) -> list[MuonMatrix]:
-    owners = owners_of([matrix.shape for matrix in matrices], ranks)
-    return [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == 0]
-
-
-def _matrix_rounds(matrices: Iterable[MuonMatrix]) -> Iterator[list[MuonMatrix]]:
-    return runs(matrices, lambda each: each.numel / each.parts, most=ROUND_ELEMENTS)
+def _rounds_of_first(
+    matrices: Iterable[MuonMatrix], ranks: int
+) -> Iterator[tuple[list[MuonMatrix], list[MuonMatrix]]]:
+    """Yields the matrices of each round, and those of them that the first rank owns."""
+    for some in runs(matrices, lambda each: each.numel / each.parts, most=ROUND_ELEMENTS):
+        owners = owners_of([matrix.shape for matrix in some], ranks)
+        yield some, [matrix for matrix, owner in zip(some, owners, strict=True) if owner == 0]

@@ -7,37 +7,61 @@ import os
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import TextIO
+from typing import TYPE_CHECKING
 
 from parallel3d.errors import printable
 from parallel3d.reporting.metrics import StepMetrics
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows the progress of a run; this one shows nothing, on the ranks that do not speak. Close it
-    before anything else is printed."""
+    """Shows the progress of a run of `steps`, of which `done` are done: nothing unless this rank
+    `speaks`. Where stderr is a terminal that can redraw it, a bar stays below the lines; it is gone
+    when the run is. Close the display before anything else is printed."""
+
+    def __init__(self, steps: int = 0, done: int = 0, *, speaks: bool = False) -> None:
+        self._steps, self._speaks = steps, speaks
+        self._bar: Progress | None = None
+        if not (speaks and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"):
+            return
+        from rich import progress  # 0.3 s that a run into a file does not pay
+        from rich.console import Console
+
+        self._bar = progress.Progress(
+            progress.BarColumn(bar_width=24),
+            progress.TextColumn("step {task.completed}/{task.total}  eta"),
+            progress.TimeRemainingColumn(),
+            console=Console(file=sys.stderr),
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done)
+        self._bar.start()
 
     def say(self, text: str) -> None:
-        """Shows a line."""
+        """Shows a line. What cannot be printed, to a file on a full disk or a reader that has gone,
+        ends no run."""
+        if self._bar is not None:
+            # Rich would colour numbers, take brackets for its markup, and break lines itself.
+            self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+        elif self._speaks:
+            with suppress(OSError):
+                print(printable(text), file=sys.stderr, flush=True)
 
     def step_done(self, step: int) -> None:
         """Shows that `step` is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
 
     def measured(self, metrics: StepMetrics) -> None:
         """Shows the metrics of a step."""
+        if self._speaks:
+            self.say(describe(metrics, self._steps))
 
     def __exit__(self, *error: object) -> None:
-        """Ends the display."""
-
-
-def open_progress(steps: int, done: int, *, speaks: bool) -> ProgressDisplay:
-    """Opens the display of a run of `steps` of which `done` are done: none unless this rank
-    `speaks`, and a bar where stderr is a terminal that can redraw it. Rich leaves colours out where
-    NO_COLOR is set."""
-    if not speaks:
-        return ProgressDisplay()
-    can_redraw = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return Bar(steps, done, sys.stderr) if can_redraw else Lines(steps, sys.stderr)
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def describe(metrics: StepMetrics, steps: int) -> str:
@@ -55,59 +79,5 @@ def describe(metrics: StepMetrics, steps: int) -> str:
     if metrics.mfu is not None:
         fields.append(f"mfu {metrics.mfu:.1%}")
     fields.append(f"mem {metrics.peak_memory_bytes / 2**20:,.0f} MiB")
-    fields.append(f"eta {clock((steps - metrics.step) * metrics.step_time_s)}")
-    return "  ".join(fields)
-
-
-def clock(seconds: float) -> str:
-    """Returns a duration as `0:01:23`."""
-    return str(timedelta(seconds=round(seconds)))
-
-
-class Lines(ProgressDisplay):
-    """Prints a line for each measured step."""
-
-    def __init__(self, steps: int, stream: TextIO) -> None:
-        self._steps, self._stream = steps, stream
-
-    def say(self, text: str) -> None:
-        """Prints a text. What cannot be printed, to a file on a full disk or a reader that has
-        gone, ends no run."""
-        with suppress(OSError):
-            print(printable(text), file=self._stream, flush=True)
-
-    def measured(self, metrics: StepMetrics) -> None:
-        self.say(describe(metrics, self._steps))
-
-
-class Bar(Lines):
-    """Shows a live bar below the lines on a terminal. The lines stay and scroll; the bar is gone
-    when the run is."""
-
-    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
-        from rich import progress  # 0.3 s that a run into a file does not pay
-        from rich.console import Console
-
-        super().__init__(steps, stream)
-        self._bar = progress.Progress(
-            progress.BarColumn(bar_width=24),
-            progress.TextColumn("step {task.completed}/{task.total}  eta"),
-            progress.TimeRemainingColumn(),
-            console=Console(file=stream),
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=done)
-
-    def say(self, text: str) -> None:
-        # Rich would colour numbers, take brackets for its markup, and break long lines itself.
-        self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
-
-    def step_done(self, step: int) -> None:
-        self._bar.update(self._task, completed=step)
-
-    def __enter__(self) -> Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+    left_s = round((steps - metrics.step) * metrics.step_time_s)
+    return "  ".join((*fields, f"eta {timedelta(seconds=left_s)}"))

@@ -135,12 +135,9 @@ class MLflow:
             self._id = own_id.read_text()
             self._client.update_run(self._id, status="RUNNING")
             return
-        experiment = self._client.get_experiment_by_name(run.project)
-        if experiment is None:
-            self._client.create_experiment(run.project)
-            experiment = self._client.get_experiment_by_name(run.project)
-        created = self._client.create_run(experiment.experiment_id, run_name=run.name)
-        self._id = created.info.run_id
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
         own_id.write_text(self._id)
         params = []
         for section, keys in run.settings.items():

@@ -90,14 +90,12 @@ class Callbacks:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Tells the callbacks how the run has ended, after this context."""
-        error: BaseException | None = None
         try:
             yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
+        except BaseException as error:
             self.tell("ended", None, error)
+            raise
+        self.tell("ended", None, None)
 
     def tell(self, hook: str, step: int | None, *seen: object) -> None:
         """Calls the method `hook` of each callback with what it sees after `step`; None: no step

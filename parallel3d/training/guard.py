@@ -53,25 +53,23 @@ class Guard:
         if result.is_finite:
             self._nonfinite_in_a_row = 0
             return self._check_spike(step, result, progress)
-        scale = ""
+        found = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
         if progress.loss_scale is not None:
             if progress.loss_scale >= SMALLEST_SCALE:
                 return result, progress  # the next step tries a smaller scale
             progress = replace(progress, loss_scale=SMALLEST_SCALE)
-            scale = f" even at a loss scale of {result.loss_scale:g}"
-        found = (
-            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}{scale}; "
-            f"{describe_nonfinite()}"
-        )
+            found += f" even at a loss scale of {result.loss_scale:g}"
+        found += f"; {describe_nonfinite()}"
         self._nonfinite_in_a_row += 1
+        in_a_row = self._nonfinite_in_a_row
         most = self._train.nonfinite_in_a_row if self._train.on_nonfinite == "skip" else 0
-        count = f"{self._nonfinite_in_a_row} in a row of {most} at most"
-        if self._nonfinite_in_a_row > most:
+        if in_a_row > most:
             raise NonFiniteError(
-                f"{found}; weights are those of step {step - self._nonfinite_in_a_row}. A lower "
-                "optimizer.lr or more optimizer.warmup_steps may do"
+                f"{found}; weights are those of step {step - in_a_row}. A lower optimizer.lr or "
+                "more optimizer.warmup_steps may do"
             )
-        return replace(result, left_out=f"{found}; the step is left out, {count}"), progress
+        found += f"; the step is left out, {in_a_row} in a row of {most} at most"
+        return replace(result, left_out=found), progress
 
     def _check_spike(
         self, step: int, result: StepResult, progress: Progress
@@ -137,9 +135,7 @@ def _exceeds(
     if len(past) < rule.spike_window / 2:
         return None
     middle = median(past)
-    if value <= ratio * middle:  # the usual case, which needs no deviation
-        return None
     deviation = _NORMAL * median(abs(each - middle) for each in past)
-    if value <= middle + rule.spike_deviations * deviation:
+    if value <= max(ratio * middle, middle + rule.spike_deviations * deviation):
         return None
     return f"{name} {value:.4f} against a median of {middle:.4f} in the {len(past)} steps before"

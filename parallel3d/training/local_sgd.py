@@ -31,7 +31,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.diagnosis.replicas import Copies
 from parallel3d.layers.collectives import all_reduce, all_to_all, gather
 from parallel3d.mesh import Axis
-from parallel3d.training.outer_loop import BuildOuterLoop, Tensors
+from parallel3d.training.outer_loop import BuildOuterLoop, OuterLoop, Tensors
 from parallel3d.training.step_result import StepTotals
 from parallel3d.training.trainer import Trainer
 
@@ -41,7 +41,7 @@ def outer_loop_of(recipe: Recipe) -> BuildOuterLoop | None:
     return None if recipe.local_sgd.sync_every is None else LocalSgd
 
 
-class LocalSgd:
+class LocalSgd(OuterLoop):
     """The outer loop. All ranks build it at once, when the parameters of `trainer` have their
     initial weights."""
 
@@ -72,14 +72,13 @@ class LocalSgd:
         """Takes the outer step, as `torch.optim.SGD` does."""
         config = self._config
         for name, own in {p.name: p.local for p in self._parameters}.items():
-            value, momentum = self.values[name], self.momenta[name]
-            step = mean_over(value - own, self._replicas)
-            momentum.mul_(config.outer_momentum).add_(step)
+            momentum = self.momenta[name]
+            gradient = mean_over(self.values[name] - own, self._replicas)
+            momentum.mul_(config.outer_momentum).add_(gradient)
+            step = momentum
             if config.nesterov:
-                step.add_(momentum, alpha=config.outer_momentum)
-            else:
-                step = momentum
-            value.sub_(step, alpha=config.outer_lr)
+                step = gradient.add_(momentum, alpha=config.outer_momentum)
+            self.values[name].sub_(step, alpha=config.outer_lr)
         self._give()
 
     @torch.no_grad()
@@ -102,11 +101,11 @@ class LocalSgd:
                 parameter.local.detach().copy_(value)
             publish()
 
-    def copies(self) -> Copies:
+    def copies(self) -> list[Copies]:
         """Returns the outer parameters and their momentum, which all replicas hold alike."""
         momenta = {f"optimizer.outer.{name}": tensor for name, tensor in self.momenta.items()}
         values = {f"outer {name}": tensor for name, tensor in self.values.items()}
-        return Copies(self._replicas, values | momenta)
+        return [Copies(self._replicas, values | momenta)]
 
     def begin(self) -> None:
         for parameter in self._parameters:

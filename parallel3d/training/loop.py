@@ -57,10 +57,13 @@ class TrainingLoop:
         self.run_dir = self.checkpoints.parent
         self.start_clocks()
         self.is_first_step = True  # of this process
-        self.profiler = ProfilerWindow(
-            self.recipe.logging, self.run_dir / "profile", dist.get_rank()
-        )
-        self.saver = Saver(self.recipe.checkpoint, saved=self._tell_saved, say=self.progress.say)
+        folder = self.run_dir / "profile"
+        self.profiler = ProfilerWindow(self.recipe.logging, folder, dist.get_rank())
+
+        def saved(path: Path) -> None:
+            self.callbacks.tell("saved", self.trainer.step, path)
+
+        self.saver = Saver(self.recipe.checkpoint, saved=saved, say=self.progress.say)
 
     def fit(self) -> None:
         """Trains from the trainer's step to the recipe's last, or until a callback asks to stop.
@@ -74,20 +77,21 @@ class TrainingLoop:
     def train(self) -> bool:
         """Trains to the run's last step and returns True, or until the run goes back to a
         checkpoint."""
-        steps = range(self.trainer.step, self.recipe.train.steps)
+        train = self.recipe.train
+        steps = range(self.trainer.step, train.steps)
         loader = replace(self.loaders[0], left_out=self.trainer.left_out)
-        rolls_back = self.recipe.train.on_spike == "rollback"
+        is_done = False
         with closing(batches_ahead(loader, steps, self.trainer.device)) as batches:
-            while True:
+            while not is_done:
                 result = self.train_step(batches)
-                if rolls_back and result.spike and self.roll_back():
-                    return False
-                if self.step_done(result):
-                    return True
+                if train.on_spike == "rollback" and result.spike and self.roll_back():
+                    break
+                is_done = self.step_done(result)
+        return is_done
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Trains the next step, timed and profiled, and checks the ranks after it."""
-        step, train, report = self.trainer.step + 1, self.recipe.train, ""
+        step, report = self.trainer.step + 1, ""
         with self.profiler.step(step), self.step_clock.timing():
             with phase("data"), self.data_clock.timing():
                 batch = next(batches)
@@ -99,9 +103,9 @@ class TrainingLoop:
                     is_asked_to_stop = self.stop.is_made or is_stopped or self.saver.has_failed
                     result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
         if self.is_first_step:  # kernels are loaded and ranks are connected
-            limit_waits(train.timeout_s)
+            limit_waits(self.recipe.train.timeout_s)
             self.is_first_step = False
-        if is_due(train.compare_replicas_every, step):
+        if is_due(self.recipe.train.compare_replicas_every, step):
             self.trainer.compare_replicas(f"step {step}")
         heartbeat.step_done(step)
         if report:
@@ -116,8 +120,9 @@ class TrainingLoop:
         step, steps = self.trainer.step, self.recipe.train.steps
         signum, wants_save, is_stopped = self.receive_requests(result)
         self.saver.step_done()
-        is_last = step == steps or (is_stopped and not signum)
-        if is_last and step < steps:
+        is_early = is_stopped and not signum and step < steps
+        is_last = step == steps or is_early
+        if is_early:
             self.trainer.end_early()
         self.progress.step_done(step)
         self.callbacks.tell("step_done", step, result)
@@ -133,21 +138,21 @@ class TrainingLoop:
         if is_on_time or signum or wants_save:
             exports = is_last or (is_on_time and not signum)
             with phase("save"):
-                val_loss, ends = losses.get(VALIDATION), is_last or signum != 0
-                self.save(val_loss, is_last=ends, exports=exports)
+                is_end = is_last or signum > 0
+                self.save(losses.get(VALIDATION), is_last=is_end, exports=exports)
         if signum:
             self.stop.is_answered()
-        if signum and not is_last:
+        if is_early:
+            self.progress.say(f"stopped after step {step}: {self.callbacks.stop_reason}")
+        elif signum and not is_last:
             error = CtrlCError if signum == signal.SIGINT else PreemptedError
             path = checkpoint_path(self.checkpoints, step)
             raise error(
                 f"stopped by {signal_name(signum)} after step {step}, saved: {path}; "
                 "checkpoint.resume=auto goes on"
             )
-        if wants_save and not is_last:
+        elif wants_save and not is_last:
             self.progress.say(f"SIGUSR1: saves after step {step}, and goes on")
-        if is_last and step < steps:
-            self.progress.say(f"stopped after step {step}: {self.callbacks.stop_reason}")
         return is_last
 
     def receive_requests(self, result: StepResult) -> tuple[int, bool, bool]:
@@ -160,10 +165,10 @@ class TrainingLoop:
         wants_end = self.callbacks.stop_reason is not None
         # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
         own = self.stop.signum, wants_save, wants_end, self.saver.has_failed
-        signum, saves, is_stopped, any_failed = self.largest(own)
+        signum, saves, is_stopped, any_failed = map(round, self.largest(own))
         if any_failed:
             self.saver.finish()  # raises the error, on all ranks
-        return round(signum), bool(saves), bool(is_stopped)
+        return signum, bool(saves), bool(is_stopped)
 
     def largest(self, own: Sequence[float]) -> list[float]:
         """Returns the largest of each number over all ranks. Every rank calls it."""
@@ -173,10 +178,9 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, float]:
         """Returns the loss of each evaluation set by its name."""
+        evaluate = self.trainer.evaluate_all
         with phase("evaluation"):
-            losses = {
-                each.name: self.trainer.evaluate_all(each.batches) for each in self.loaders[1]
-            }
+            losses = {each.name: evaluate(each.batches) for each in self.loaders[1]}
         self.callbacks.tell("evaluated", self.trainer.step, losses)
         return losses
 
@@ -192,7 +196,7 @@ class TrainingLoop:
         steps, seconds = trainer.step - self.reported_step, self.step_clock.seconds
         tokens_per_s = (trainer.tokens - self.reported_tokens) / seconds
         per_device = tokens_per_s / self.recipe.parallel.world_size
-        own = *peak_memory_bytes(trainer.device), self.data_clock.seconds / steps
+        own = *peak_memory_bytes(trainer.device), self.data_clock.seconds
         peak_bytes, reserved_bytes, wait_s = self.largest(own)
         line = StepMetrics(
             step=trainer.step,
@@ -201,7 +205,7 @@ class TrainingLoop:
             grad_norm=result.grad_norm,
             tokens=trainer.tokens,
             step_time_s=seconds / steps,
-            data_wait_s=wait_s,
+            data_wait_s=wait_s / steps,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=per_device,
             mfu=None if self.peak_tokens_per_s is None else per_device / self.peak_tokens_per_s,
@@ -257,16 +261,12 @@ class TrainingLoop:
         told = f"goes back, and leaves out the sequences {suspects.first} to {suspects.last}"
         for line in (told, *lines):
             self.progress.say(line)
-        step = trainer.step
         self.save(loaded.val_loss, is_last=False, exports=False)
         self.start_clocks()
         if self.metrics_file is not None:
-            self.metrics_file.go_back(step)
-        self.progress.step_done(step)
+            self.metrics_file.go_back(trainer.step)
+        self.progress.step_done(trainer.step)
         return True
-
-    def _tell_saved(self, path: Path) -> None:
-        self.callbacks.tell("saved", self.trainer.step, path)
 
 
 def export_saved(
@@ -282,13 +282,10 @@ def export_saved(
             set_aside(to, "abandoned")
         written = export(checkpoint, to, form)
 
-    def write_next() -> bool:
-        return next(written, None) is not None
-
-    def reply(everyone: list[bool]) -> list[bool]:
+    def any_of(everyone: list[bool]) -> list[bool]:
         return [any(everyone)] * len(everyone)
 
-    while collect_from_all(write_next, reply, group):
+    while collect_from_all(lambda: next(written, None) is not None, any_of, group):
         pass
     return "; ".join((f"exported: {to}", *form.notes))
 

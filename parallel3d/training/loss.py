@@ -87,11 +87,9 @@ class MeanLoss:
         if the model gathers them."""
         if self._head is not None and self._head.is_deferred:
             output = self._head.logits(output)
-        return (
-            output[..., : largest_shard(self._vocab, self._tp.size)]
-            if self._is_split(output)
-            else output
-        )
+        if self._is_split(output):
+            output = output[..., : largest_shard(self._vocab, self._tp.size)]
+        return output
 
     def _is_split(self, logits: Tensor) -> bool:
         """Returns False if each tp rank has the logits of the full vocabulary."""

@@ -40,16 +40,14 @@ def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str,
     """Returns what a checkpoint of the trainer's step holds, whose validation loss is `val_loss`:
     tensors by their global names, which share the trainer's memory, and the progress. Every rank
     calls it."""
-    recipe, outer_loop = trainer.recipe, trainer.outer_loop
-    tensors, outer = tensors_of(trainer.parameters, trainer.optimizer), None
-    if outer_loop is not None:
-        tensors, outer = outer_loop.save(tensors)
+    recipe = trainer.recipe
+    tensors, replicas = trainer.outer_loop.save(tensors_of(trainer.parameters, trainer.optimizer))
     progress = replace(
         trainer.progress,
         sequences=recipe.batch_sizes.before(trainer.step),
         drawn=drawn_by_source(recipe, trainer.step, trainer.left_out),
         val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
-        local_sgd=outer,
+        local_sgd=replicas,
     )
     return tensors, progress
 
@@ -61,30 +59,20 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
     which must mean the same. Returns the progress of that run."""
     for parameter in trainer.parameters:
         parameter.sync_views()
-    state, outer_loop = tensors_of(trainer.parameters, trainer.optimizer), trainer.outer_loop
+    state = tensors_of(trainer.parameters, trainer.optimizer)
 
     def choose(saved: Progress) -> dict[str, Tensor]:
         _check_same_run(trainer, path, saved)
-        check_data(trainer, path, saved)
-        if outer_loop is not None:
-            return outer_loop.tensors_to_load(state, saved.local_sgd)
-        if saved.local_sgd is None:
-            return state
-        # A synchronous run reads the outer parameters, and all else of the first replica.
-        return {
-            name if name.startswith(MODEL) else f"replica.0.{name}": tensor
-            for name, tensor in state.items()
-        }
+        return trainer.outer_loop.tensors_to_load(state, saved.local_sgd)
 
     saved = load_tensors(state, path, choose)
     _copy_to_twins(trainer)
     trainer.optimizer.set_step(saved.step - saved.skipped_steps)
-    if outer_loop is not None:
-        outer_loop.after_loading(saved.local_sgd)
+    trainer.outer_loop.after_loading(saved.local_sgd)
     trainer.publish()
-    own = trainer.progress
-    both_are_scaled = own.loss_scale is not None and saved.loss_scale is not None
-    scaled = saved if both_are_scaled else own
+    scaled = trainer.progress
+    if scaled.loss_scale is not None and saved.loss_scale is not None:
+        scaled = saved
     trainer.update_progress(
         step=saved.step,
         tokens=saved.tokens,
@@ -119,10 +107,10 @@ def resume_from(
                 folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)]
             )
     begun = trainer.recipe.checkpoint.start_from
-    words = f"goes on from step {trainer.step} of {path}"
+    lines.append(f"goes on from step {trainer.step} of {path}")
     if begun is not None:
-        words += f"; it does not start again from checkpoint.start_from = {begun}"
-    return progress, [*lines, words]
+        lines[-1] += f"; it does not start again from checkpoint.start_from = {begun}"
+    return progress, lines
 
 
 def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
@@ -140,14 +128,12 @@ def first_whole(
     """Loads the first of `checkpoints` that is not damaged. Returns it, what `load` has returned of
     it, and a line for each that was passed over."""
     lines: list[str] = []
-    for path in checkpoints:
+    for path in checkpoints[:-1]:
         try:
             return path, load(path), lines
         except DamagedCheckpointError as error:
-            if path == checkpoints[-1]:
-                raise
             lines.append(f"passed over: {error}")
-    raise AssertionError("no checkpoint")
+    return checkpoints[-1], load(checkpoints[-1]), lines
 
 
 def load_start(trainer: Trainer, path: Path) -> None:
@@ -157,10 +143,10 @@ def load_start(trainer: Trainer, path: Path) -> None:
     if not is_pretrained(path):
         load_model(trainer, path)
         return
-    load_pretrained(
-        trainer.parameters, trainer.recipe.model, trainer.axes[Role.SPLIT_TENSORS], path
-    )
-    _begin(trainer)
+    tp = trainer.axes[Role.SPLIT_TENSORS]
+    load_pretrained(trainer.parameters, trainer.recipe.model, tp, path)
+    trainer.outer_loop.begin()
+    trainer.publish()
 
 
 def load_model(trainer: Trainer, path: Path) -> Progress:
@@ -172,32 +158,12 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
     for parameter in trainer.parameters:
         parameter.sync_views()
     tensors = tensors_of(trainer.parameters, trainer.optimizer)
-    progress = load_tensors(
-        {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}, path
-    )
+    model = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    progress = load_tensors(model, path)
     _copy_to_twins(trainer)
-    _begin(trainer)
-    return progress
-
-
-def _begin(trainer: Trainer) -> None:
-    """Has the whole trainer begin with the parameters that were loaded."""
-    if trainer.outer_loop is not None:
-        trainer.outer_loop.begin()
+    trainer.outer_loop.begin()
     trainer.publish()
-
-
-def check_data(trainer: Trainer, path: Path, progress: Progress) -> None:
-    """Raises CheckpointError if the checkpoint's run had other data, unless the recipe allows it or
-    either is not known."""
-    then, now = progress.data_fingerprint, trainer.progress.data_fingerprint
-    if then is None or now is None or trainer.recipe.checkpoint.allow_other_data:
-        return
-    if differing := differences(then, now):
-        raise CheckpointError(
-            f"{path}: was trained on other data ({'; '.join(differing)}); resume with the same "
-            "data, or with checkpoint.allow_other_data=true"
-        )
+    return progress
 
 
 def _copy_to_twins(trainer: Trainer) -> None:
@@ -214,7 +180,7 @@ def _copy_to_twins(trainer: Trainer) -> None:
 
 def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
     """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than
-    this one."""
+    this one, or other data, unless the recipe allows that or either is not known."""
     recipe, sequences = trainer.recipe, trainer.recipe.batch_sizes.before(saved.step)
     before, after = (
         SkippedRanges.merge((*skip, *saved.skipped_by_rollbacks))
@@ -252,6 +218,14 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
                 f"{path}: {what} = {then} in its run, and {now} in this recipe; resume with "
                 f"{remedy}"
             )
+    data, own_data = saved.data_fingerprint, trainer.progress.data_fingerprint
+    if data is None or own_data is None or recipe.checkpoint.allow_other_data:
+        return
+    if differing := differences(data, own_data):
+        raise CheckpointError(
+            f"{path}: was trained on other data ({'; '.join(differing)}); resume with the same "
+            "data, or with checkpoint.allow_other_data=true"
+        )
 
 
 def _as_yaml(ranges: Sequence[SequenceRange]) -> str:
@@ -267,11 +241,10 @@ def tensors_of(
     for parameter in parameters:
         name = parameter.name
         # a rank on a V has both ends of the pipeline, and a tied weight twice
-        if f"model.{name}" in state:
+        if f"{MODEL}{name}" in state:
             continue
-        state[f"model.{name}"] = parameter.distributed(parameter.local.detach())
-        state |= {
-            f"optimizer.{kind}.{name}": tensor
-            for kind, tensor in optimizer.distributed_states(parameter)
-        }
+        state[f"{MODEL}{name}"] = parameter.distributed(parameter.local.detach())
+        for kind, tensor in optimizer.state[parameter.local].items():
+            if kind != "step":
+                state[f"optimizer.{kind}.{name}"] = parameter.distributed(tensor)
     return state

@@ -4,7 +4,6 @@ simulation."""
 from __future__ import annotations
 
 import time
-from itertools import chain
 from pathlib import Path
 from statistics import mean
 
@@ -48,7 +47,7 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
         Timeline(name=f"{schedule.name}, measured, {name}", ranks=ranks, spans=tuple(spans))
         for name, spans in by_pipeline.items()
     ]
-    times = measured_times(schedule, [*chain.from_iterable(by_pipeline.values())])
+    times = measured_times(schedule, [span for _, spans in everyone for span in spans])
     simulated = simulate(schedule, times)
     path = folder / f"timeline_step_{trainer.step:08d}.json"
     with writing(path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +19,7 @@ from parallel3d.data.loader import IGNORED, Batch, Documents, WrongId
 from parallel3d.data.order import SkippedRanges
 from parallel3d.diagnosis.nonfinite import describe_nonfinite
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
+from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, Role, axes_of, replica_mesh
@@ -50,7 +52,8 @@ class Trainer:
         gpu_bytes: Memory of a GPU, from which the size of the chunks of the loss follows.
         data_fingerprint: Identifies the training data in checkpoints.
         outer_loop: Builds the loop in which replicas train apart (`local_sgd.outer_loop_of`).
-            `mesh` is still that of all replicas.
+            `mesh` is still that of all replicas. Raises ConfigError if it is missing and the recipe
+            asks for it.
     """
 
     def __init__(
@@ -66,8 +69,15 @@ class Trainer:
         outer_loop: BuildOuterLoop | None = None,
     ) -> None:
         self.recipe, self.device, self.mesh, own_recipe = recipe, device, mesh, recipe
+        self._trains_apart = outer_loop is not None
         if outer_loop is not None:  # each replica is trained like a run of its own
             self.mesh, own_recipe = replica_mesh(mesh), recipe.of_one_replica
+        elif (every := recipe.local_sgd.sync_every) is not None:
+            raise ConfigError(
+                f"local_sgd.sync_every = {every}: needs an outer loop; try Trainer(recipe, ..., "
+                "outer_loop=outer_loop_of(recipe)) of parallel3d.training.local_sgd, or "
+                "local_sgd.sync_every=null"
+            )
         self.axes = axes_of(self.mesh)
         self.loss = MeanLoss(own_recipe, self.mesh[Role.SPLIT_TENSORS], gpu_bytes)
         parts = parallelize(
@@ -86,7 +96,7 @@ class Trainer:
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
         self.update = Update(parts, self.optimizer, self.mesh)
         self.guard = Guard(recipe)
-        self.outer_loop: OuterLoop | None = None
+        self.outer_loop = OuterLoop()
         if outer_loop is not None:
             self.outer_loop = outer_loop(self, Axis.of(mesh[Role.REPLICATE]))
         self.progress = Progress(
@@ -143,17 +153,17 @@ class Trainer:
         nothing changed, if no rank has a label or any has a wrong id.
         """
         step, recipe = self.step + 1, self.recipe
-        inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
+        labels = self._on_device(batch.labels)
         rate = learning_rate(recipe.optimizer, step, recipe.train.steps)
         self.update.begin(rate)
         self.loss.scale = self.progress.loss_scale or 1.0
         loss = self.pipeline.run(
-            inputs,
+            self._on_device(batch.inputs),
             labels,
-            sizes=self._sizes(inputs),
+            sizes=self._sizes(labels),
             recorder=recorder,
-            keywords=self._keywords(batch),
-            schedule=self.schedule_of(len(inputs)),
+            keywords=self._keywords(batch.documents, batch.samples),
+            schedule=self.schedule_of(len(labels)),
         )
         for data in self.data:
             data.finish_gradients()
@@ -168,15 +178,14 @@ class Trainer:
             loss,
             self.update.squares,
             recipe.parallel,
-            replicas_train_apart=self.outer_loop is not None,
+            replicas_train_apart=self._trains_apart,
         )
         result, progress = self.guard.check(step, result, self.progress, name_cause)
         if not result.is_skipped:
-            clip = clip_factor(result.own_norm, recipe.train.grad_clip)
+            limit = recipe.train.grad_clip or math.inf
             with phase("optimizer"):
-                self.update.apply(result.factor * clip)
-        if self.outer_loop is not None:
-            self.outer_loop.after_step(step, is_last=False)
+                self.update.apply(result.factor * min(1.0, limit / (result.own_norm + 1e-6)))
+        self.outer_loop.after_step(step, is_last=False)
         self.publish()
         for data in self.data:
             data.clear_gradients()
@@ -184,23 +193,21 @@ class Trainer:
             progress,
             step=step,
             tokens=progress.tokens + result.tokens,
-            skipped_steps=progress.skipped_steps + int(result.is_skipped),
+            skipped_steps=progress.skipped_steps + result.is_skipped,
         )
         return result
 
     def end_early(self) -> None:
         """Makes the completed step the last of the run. Every rank must call it."""
-        if self.outer_loop is not None:
-            self.outer_loop.after_step(self.step, is_last=True)
-            self.publish()
+        self.outer_loop.after_step(self.step, is_last=True)
+        self.publish()
 
     def compare_replicas(self, when: str) -> None:
         """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
         that must hold the same. Every rank calls it. `when` begins the message."""
         states = self.optimizer.state
         copies = copies_of(self.parameters, states, self.axes) + self.update.copies(states)
-        if self.outer_loop is not None:
-            copies.append(self.outer_loop.copies())
+        copies += self.outer_loop.copies()
         advice = "go on from a checkpoint that is not newer than the last comparison"
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 
@@ -217,10 +224,12 @@ class Trainer:
         results = []
         with self._evaluating():
             for batch in batches:
-                inputs, labels = self._on_device(batch.inputs), self._on_device(batch.labels)
-                keywords = self._documents(batch.documents)
+                labels = self._on_device(batch.labels)
                 loss = self.pipeline.evaluate(
-                    inputs, labels, sizes=self._sizes(inputs), keywords=keywords
+                    self._on_device(batch.inputs),
+                    labels,
+                    sizes=self._sizes(labels),
+                    keywords=self._keywords(batch.documents),
                 )
                 square = loss.new_zeros((), dtype=torch.float64)
                 results.append(self._sum_over_mesh(loss, labels, square, batch.wrong_id))
@@ -233,9 +242,8 @@ class Trainer:
         [microbatches, batch, seq], packed of `documents`, on the ranks of the last stage, and an
         empty list elsewhere."""
         with self._evaluating():
-            keywords = self._documents(documents)
             outputs = self.pipeline.forward(
-                self._on_device(ids), sizes=self._sizes(ids), keywords=keywords
+                self._on_device(ids), sizes=self._sizes(ids), keywords=self._keywords(documents)
             )
             return [self.loss.logits(output) for output in outputs]
 
@@ -254,21 +262,20 @@ class Trainer:
         """Copies a tensor of the host's to a GPU, without waiting if it is in pinned memory."""
         return x.to(self.device, non_blocking=True)
 
-    def _keywords(self, batch: Batch) -> list[dict[str, Any]] | None:
-        """Returns the keyword arguments of the forward pass of each microbatch."""
-        keywords, model = self._documents(batch.documents), self.recipe.model
-        if not (model.dropout or model.attention_dropout):
+    def _keywords(
+        self, documents: Documents, samples: Tensor | None = None
+    ) -> list[dict[str, Any]] | None:
+        """Returns the keyword arguments of each stage's forward of each microbatch: its documents,
+        unless they are joined, and in training, by its `samples`, the key of its dropout."""
+        keywords: list[dict[str, Any]] | None = None
+        if documents is not None:
+            keywords = [{"documents": each.moved(self._on_device)} for each in documents]
+        model = self.recipe.model
+        if samples is None or not (model.dropout or model.attention_dropout):
             return keywords
-        keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, batch.samples))
+        keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, samples))
         keywords = keywords or [{}] * len(keys)
         return [{**each, "key": key} for each, key in zip(keywords, keys, strict=True)]
-
-    def _documents(self, documents: Documents) -> list[dict[str, Any]] | None:
-        """What every stage's forward of each microbatch is told of its documents; None where they
-        are joined."""
-        if documents is None:
-            return None
-        return [{"documents": each.moved(self._on_device)} for each in documents]
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""
@@ -282,10 +289,7 @@ class Trainer:
         self.loss.is_plain = True
         for stage in self.stages:
             stage.module.eval()
-        exchanged: AbstractContextManager[None] = nullcontext()
-        if self.outer_loop is not None:
-            exchanged = self.outer_loop.evaluating(self.publish)
-        with exchanged:
+        with self.outer_loop.evaluating(self.publish):
             try:
                 yield
             finally:
@@ -324,17 +328,15 @@ class Trainer:
         # Below 0, because a dry run on fake tensors reads 1 from each.
         refusal = torch.full_like(counted, -float(wrong_id is not None))
         own = torch.stack((loss.double() / tp.size, square, counted, vote, refusal))
-        summed = all_reduce_over(self.axes, own)
-        nominal_loss, total_square, tokens, votes, refusals = summed.unbind()
+        nominal_loss, total_square, tokens, *votes = all_reduce_over(self.axes, own).unbind()
         # A tensor, not a number: torch would multiply by the reciprocal of the divisor.
         factor = torch.full_like(tokens, self.loss.tokens) / tokens.clamp(min=1.0) / self.loss.scale
         own_norm = total_square.sqrt() * factor
-        totals = StepTotals(nominal_loss * factor, own_norm, tokens, votes, refusals)
-        if self.outer_loop is not None:
-            totals = self.outer_loop.combine(totals)
+        totals = StepTotals(nominal_loss * factor, own_norm, tokens, *votes)
+        totals = self.outer_loop.combine(totals)
         with phase("forward or backward", waits=True):  # for a GPU, and so for other ranks
-            *sums, own_factor, norm = torch.stack((*totals, factor, own_norm)).tolist()
-        mean_loss, grad_norm, labels_seen, stops, refused = sums
+            numbers = torch.stack((*totals, factor, own_norm)).tolist()
+        mean_loss, grad_norm, labels_seen, stops, refused, own_factor, norm = numbers
         if refused < 0:
             refuse_wrong_id(wrong_id, self.recipe.model.vocab)
         return StepResult(
@@ -347,8 +349,3 @@ class Trainer:
             lr=rate,
             loss_scale=None if self.progress.loss_scale is None else self.loss.scale,
         )
-
-
-def clip_factor(norm: float, limit: float | None) -> float:
-    """Returns the factor that clips a gradient of this norm."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

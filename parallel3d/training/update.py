@@ -112,13 +112,11 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     first = config.warmup_steps if config.decay_start is None else config.decay_start
     last = steps if config.decay_steps is None else config.decay_steps
     progress = min(1.0, max(0, step - first) / max(1, last - first))
-    match "cosine" if config.schedule == "cosine" else config.decay_shape:
-        case "cosine":
-            share = 0.5 * (1.0 + math.cos(math.pi * progress))
-        case "sqrt":  # Haegele et al. 2024, arXiv 2405.18392
-            share = 1.0 - math.sqrt(progress)
-        case _:
-            share = 1.0 - progress
+    share = 1.0 - progress
+    if "cosine" in (config.schedule, config.decay_shape):
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif config.decay_shape == "sqrt":  # Haegele et al. 2024, arXiv 2405.18392
+        share = 1.0 - math.sqrt(progress)
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 

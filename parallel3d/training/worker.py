@@ -1,15 +1,17 @@
-"""One worker of a run, from its place in the job to the end of training and a sample of text."""
+"""One worker of a job, from its place in it to the end: it trains a run, or reads the model that
+one has saved (`parallel3d-train evaluate|generate`)."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DeviceMesh
 
 from parallel3d.checkpoint.start import find_start
 from parallel3d.checkpoint.store import find_checkpoints, list_checkpoints, take_back, tidy
@@ -17,7 +19,7 @@ from parallel3d.config.attention_kernels import attention_errors
 from parallel3d.config.flops import PeakOf
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import refuse
-from parallel3d.data.corpus import Corpus, load_corpora
+from parallel3d.data.corpus import Corpus, load_corpora, load_corpus
 from parallel3d.data.evaluation import evaluation_windows
 from parallel3d.data.fingerprint import data_fingerprint
 from parallel3d.data.loader import BatchLoader, EvaluationSet
@@ -32,15 +34,15 @@ from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_na
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
 from parallel3d.parallelize import ModelClass
-from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, peak_tokens_per_s
-from parallel3d.reporting.progress import open_progress
+from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, peak_tokens_per_s, perplexity
+from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.reporting.sinks import SinkRun, Sinks
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunView, callback_classes
 from parallel3d.training.generation import generate
 from parallel3d.training.local_sgd import outer_loop_of
 from parallel3d.training.loop import TrainingLoop
-from parallel3d.training.state import of_rank_0, resume_from, start_from
+from parallel3d.training.state import load_model, of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
 from parallel3d.watch.heartbeat import phase
 
@@ -57,43 +59,58 @@ def run_worker(
     recipe. Raises the errors of `parallel3d.errors`; `process_group` says on which ways out the
     group is closed."""
     assert recipe.run_dir is not None
-    train, run_dir = recipe.train, Path(recipe.run_dir)
+    train, run_dir, speaks = recipe.train, Path(recipe.run_dir), rendezvous.rank == 0
     checkpoints = run_dir / "checkpoints"
-    with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
-        refuse(attention_errors(recipe, device_of(device)))
-        speaks = rendezvous.rank == 0
+    with trainer_builder(recipe, rendezvous, model_class) as build:
         watchers: list[Callback] = []
         if speaks:
             watchers = [*callbacks, *(found() for found in callback_classes(recipe))]
-        mesh = build_mesh(recipe.parallel, device.type)
-        limit_waits(train.start_timeout_s)
         corpora = load_corpora(recipe.data)
         loaders = build_loaders(recipe, corpora, rendezvous.rank)
         if speaks:
             with writing(checkpoints):
                 take_back(checkpoints)
         dist.barrier()
-        trainer, resumed = load_or_initialize(
-            recipe, corpora, checkpoints, mesh=mesh, device=device, model_class=model_class
+        saved = of_rank_0(find_checkpoints(recipe.checkpoint.resume, checkpoints))
+        start = [] if saved else of_rank_0(find_start(recipe.checkpoint.start_from))
+        trainer = build(
+            initialize=not (saved or start),
+            data_fingerprint=data_fingerprint(corpora),
+            outer_loop=outer_loop_of(recipe),
         )
+        limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
+        if saved:
+            _, begun = resume_from(trainer, saved, checkpoints)
+        else:
+            begun = start_from(trainer, start)
         if speaks:  # nothing can refuse the run any more
-            prepare_run_dir(recipe, checkpoints)
+            for note in begin_run(recipe):
+                print(f"warning: {printable(note)}", file=sys.stderr, flush=True)
+            with writing(checkpoints):
+                if recipe.checkpoint.every is not None:
+                    checkpoints.mkdir(exist_ok=True)
+                tidy(checkpoints)
+            record_start()
+        seen = SinkRun.of(recipe, run_dir, trainer.step)
         with (
             stop_signals(recipe, checkpoints) as stop,
-            open_progress(train.steps, trainer.step, speaks=speaks) as progress,
-            open_metrics(recipe, run_dir, trainer.step, progress.say, speaks=speaks) as metrics,
+            ProgressDisplay(train.steps, trainer.step, speaks=speaks) as progress,
+            Sinks(recipe.logging.sinks if speaks else (), seen, progress.say) as sinks,
         ):
-            peak, why_unknown = peak_tokens_per_s(recipe, device, peak_of, trainer.block_weights)
-            lines = [
-                describe_run(trainer, corpora),
-                why_unknown,
-                *resumed,
-            ]
+            weights = trainer.block_weights
+            peak, why_unknown = peak_tokens_per_s(recipe, trainer.device, peak_of, weights)
+            lines = [describe_run(trainer, corpora), why_unknown, *begun]
+            metrics = view = None
+            if speaks:
+                path = run_dir / "metrics.jsonl"
+                metrics = MetricsFile(path, resumed_step=trainer.step, sinks=sinks)
+                if metrics.note:
+                    lines.append(f"warning: {metrics.note}")
+                view = RunView(recipe, run_dir, progress.say, trainer.step)
             if trainer.step >= train.steps:
                 lines.append(f"nothing to do: train.steps = {train.steps} are done")
             for line in filter(None, lines):
                 progress.say(line)
-            view = RunView(recipe, run_dir, progress.say, trainer.step) if speaks else None
             called = Callbacks(watchers, view)
             with called.watching():
                 TrainingLoop(
@@ -106,44 +123,61 @@ def run_worker(
                 print(f"--- sample after step {trainer.step}\n{printable(text)}\n---", flush=True)
 
 
-def load_or_initialize(
+def read_saved(
     recipe: Recipe,
-    corpora: Sequence[Corpus],
-    checkpoints: Path,
-    *,
-    mesh: DeviceMesh,
-    device: torch.device,
+    rendezvous: Rendezvous,
     model_class: ModelClass,
-) -> tuple[Trainer, list[str]]:
-    """Returns the trainer with the weights that the run begins with, and lines for the user about
-    the checkpoint. Every rank calls it."""
-    saved = of_rank_0(find_checkpoints(recipe.checkpoint.resume, checkpoints))
-    start = [] if saved else of_rank_0(find_start(recipe.checkpoint.start_from))
-    trainer = Trainer(
-        recipe,
-        mesh=mesh,
-        device=device,
-        model_class=model_class,
-        initialize=not (saved or start),
-        gpu_bytes=gpu_bytes(device),
-        data_fingerprint=data_fingerprint(corpora),
-        outer_loop=outer_loop_of(recipe),
-    )
-    limit_waits(recipe.train.start_timeout_s)  # also in the groups that the trainer has made
-    if saved:
-        return trainer, resume_from(trainer, saved, checkpoints)[1]
-    return trainer, start_from(trainer, start)
+    command: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Prints on rank 0 what `evaluate` (the loss of each evaluation set, first that of the
+    validation text) or `generate` (a text, as `train.sample_*` say) finds with the model of the
+    checkpoint `checkpoint.resume`, on the ranks of the recipe's layout. Every rank calls it."""
+    path = recipe.checkpoint.resume
+    with trainer_builder(recipe, rendezvous, model_class) as build:
+        trainer = build(initialize=False)
+        limit_waits(recipe.train.start_timeout_s)
+        saved = load_model(trainer, Path(path))
+        answer: dict[str, object] = {"checkpoint": path, "step": saved.step}
+        if command == "evaluate":
+            _, evaluations = build_loaders(recipe, load_corpora(recipe.data), rendezvous.rank)
+            text, answer["tokens"] = f"step {saved.step}", saved.tokens
+            for each in evaluations:
+                loss = trainer.evaluate_all(each.batches)
+                name = "" if each.name == VALIDATION else f"/{each.name}"
+                answer |= {f"loss{name}": loss, f"perplexity{name}": perplexity(loss)}
+                text += f"  loss{name} {loss:.4f}  perplexity{name} {perplexity(loss):.2f}"
+        else:
+            corpus = load_corpus(recipe.data.corpora[0])
+            answer["text"] = text = generate(trainer, corpus.tokenizer, recipe.train)
+    if rendezvous.rank:
+        return
+    if as_json:
+        text = json.dumps(answer)
+    elif sys.stdout.isatty():
+        text = printable(text)
+    print(text, flush=True)
 
 
-def prepare_run_dir(recipe: Recipe, checkpoints: Path) -> None:
-    """Writes the run folder, on rank 0."""
-    for note in begin_run(recipe):
-        print(f"warning: {printable(note)}", file=sys.stderr, flush=True)
-    with writing(checkpoints):
-        if recipe.checkpoint.every is not None:
-            checkpoints.mkdir(exist_ok=True)
-        tidy(checkpoints)
-    record_start()
+@contextmanager
+def trainer_builder(
+    recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass
+) -> Iterator[partial[Trainer]]:
+    """Gives a block the `Trainer` of the recipe on this rank's device and the mesh of its layout,
+    which takes further arguments."""
+    with deterministic(recipe.train.deterministic), process_group(recipe, rendezvous) as device:
+        refuse(attention_errors(recipe, device_of(device)))
+        mesh = build_mesh(recipe.parallel, device.type)
+        limit_waits(recipe.train.start_timeout_s)
+        yield partial(
+            Trainer,
+            recipe,
+            mesh=mesh,
+            device=device,
+            model_class=model_class,
+            gpu_bytes=gpu_bytes(device),
+        )
 
 
 def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[StopRequest]:
@@ -153,10 +187,9 @@ def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[St
 
     def too_late(signum: int) -> NotSavedInTimeError:
         """Returns the error of a save that has outlived `checkpoint.grace_s`."""
-        good = list_checkpoints(checkpoints)[-1:]
         goes_on = "none is whole"
-        if good:
-            goes_on = f"{good[0]} is the last good one, from which checkpoint.resume=auto goes on"
+        for good in list_checkpoints(checkpoints)[-1:]:
+            goes_on = f"{good} is the last good one, from which checkpoint.resume=auto goes on"
         stopped = f"stopped by {signal_name(signum)}, and not saved within checkpoint.grace_s"
         return NotSavedInTimeError(f"{stopped} = {grace_s}: {goes_on}", signum)
 
@@ -171,9 +204,8 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
     axes = [f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1]
     layout = " x ".join(axes) or "one process"
     tokens = sum(len(corpus.train) for corpus in corpora)
-    hardware = "CPU, gloo"
-    if device.type == "cuda":
-        hardware = f"{torch.cuda.get_device_name(device)}, NCCL"
+    is_cuda = device.type == "cuda"
+    hardware = f"{torch.cuda.get_device_name(device)}, NCCL" if is_cuda else "CPU, gloo"
     return (
         f"{trainer.parameter_count:,} parameters on {layout} ({hardware}, "
         f"{recipe.train.precision}), {tokens:,} training tokens, microbatches a step: "
@@ -181,33 +213,13 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
     )
 
 
-@contextmanager
-def open_metrics(
-    recipe: Recipe, run_dir: Path, resumed_step: int, tell: Callable[[str], None], *, speaks: bool
-) -> Iterator[MetricsFile | None]:
-    """Holds the file of metrics, and the sinks that are fed its lines, for a block; None on a rank
-    that does not speak."""
-    if not speaks:
-        yield None
-        return
-    with Sinks(recipe.logging.sinks, SinkRun.of(recipe, run_dir, resumed_step), tell) as sinks:
-        path = run_dir / "metrics.jsonl"
-        metrics = MetricsFile(path, resumed_step=resumed_step, sinks=sinks)
-        if metrics.note:
-            tell(f"warning: {metrics.note}")
-        yield metrics
-
-
 def build_loaders(
     recipe: Recipe, corpora: Sequence[Corpus], rank: int
 ) -> tuple[BatchLoader, list[EvaluationSet]]:
     """Returns the loader for training and the evaluation sets of the data rank that `rank` belongs
     to."""
-    train, end = (
-        training_windows(recipe, [corpus.train for corpus in corpora]),
-        corpora[0].document_end,
-    )
-    loader = training_loader(recipe, train, rank, end)
+    train = training_windows(recipe, [corpus.train for corpus in corpora])
+    loader = training_loader(recipe, train, rank, corpora[0].document_end)
     validation = validation_windows(recipe, [corpus.validation for corpus in corpora])
     sequences = recipe.train.eval_sequences
     # `evaluate` takes any number, which no rule has compared with the layout

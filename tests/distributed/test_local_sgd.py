@@ -165,6 +165,13 @@ def test_replicas_of_a_run_that_a_callback_ends_early_come_together(world: Calla
     assert found[:2] == found[2:]
 
 
+def test_a_trainer_that_would_not_synchronise_is_refused() -> None:
+    recipe = local_sgd_recipe(TIED, ParallelConfig(dp_replicate=2), DILOCO)
+    no: Any = None
+    with pytest.raises(ConfigError, match=r"outer_loop_of\(recipe\)"):
+        Trainer(recipe, mesh=no, device=no, model_class=no)
+
+
 AVERAGING = LocalSgdConfig(sync_every=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
 SGD = OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0)
 AVERAGED = [

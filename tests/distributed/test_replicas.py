@@ -43,7 +43,7 @@ def compared(recipe: Recipe) -> list[str]:
     trainer.compare_replicas("step 3")
     states = trainer.optimizer.state
     copies = copies_of(trainer.parameters, states, trainer.axes) + trainer.update.copies(states)
-    copies += [] if trainer.outer_loop is None else [trainer.outer_loop.copies()]
+    copies += trainer.outer_loop.copies()
     return [name for each in copies for name in each.tensors]
 
 
