@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from parallel3d.checkpoint.integrity import find_damage
 from parallel3d.checkpoint.manifest import (
     CONFIG_FILE,
     FORMAT,
@@ -29,11 +28,11 @@ from parallel3d.checkpoint.manifest import (
     Manifest,
     Progress,
     SavedTensor,
+    find_damage,
     read_manifest,
     save_file,
 )
-from parallel3d.checkpoint.reader import read_box, read_tensor
-from parallel3d.checkpoint.writer import write_shard
+from parallel3d.checkpoint.pieces import read_box, read_tensor, write_shard
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
 PROGRESS = Progress(

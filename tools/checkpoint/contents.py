@@ -11,8 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from parallel3d.checkpoint.difference import by_block
-from parallel3d.checkpoint.integrity import find_damage, missing_files
-from parallel3d.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
+from parallel3d.checkpoint.manifest import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    find_damage,
+    missing_files,
+    read_manifest,
+)
 from parallel3d.checkpoint.store import (
     is_checkpoint,
     list_checkpoints,
