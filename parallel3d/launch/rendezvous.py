@@ -16,9 +16,8 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -28,7 +27,6 @@ from parallel3d.launch.devices import Place, check_places, choose_device, exchan
 from parallel3d.launch.failure import Failure, any_ranks, record_flights
 from parallel3d.launch.peer_monitor import PeerMonitor
 from parallel3d.launch.signals import die_with_the_parent, ignore_stop_signals
-from parallel3d.watch.heartbeat import beats_to_file
 
 if TYPE_CHECKING:
     import torch
@@ -113,23 +111,18 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     rank, size, timeout_s = rendezvous.rank, rendezvous.world_size, recipe.train.start_timeout_s
     coordinates = [str(recipe.parallel.coordinates(each)) for each in range(size)]
     monitor: PeerMonitor | None = None
-    beats: AbstractContextManager[None] = nullcontext()
     try:
         places = _meet(recipe, rendezvous, device, problem)
         if rendezvous.init_method == "env://" and size > 1:
             store = connect_to_store(f"parallel3d/{rendezvous.attempt}")
             monitor = PeerMonitor(store, rank, places, coordinates, recipe.run_dir)
-        elif size > 1:  # `launch_local` monitors the ranks
-            folder = Path(rendezvous.init_method.removeprefix("file://")).parent
-            beats = beats_to_file(folder / f"beat_{rank}")
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
             f"within {timeout_s:.0f} s: {error}"
         ) from error
     try:
-        with beats:
-            yield device
+        yield device
     except PreemptedError:
         ignore_stop_signals()
         _leave(monitor)
