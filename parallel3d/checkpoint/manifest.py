@@ -14,7 +14,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -52,13 +52,11 @@ class SpikeHistory:
 class SavedReplicas:
     """The replicas that train apart (`training.local_sgd`) in the run that wrote a checkpoint."""
 
+    # earlier versions wrote more
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore")
+
     replicas: int
     has_momentum: bool
-    # Earlier versions wrote these; nothing reads them.
-    sync_every: int = 0
-    fragments: int = 1
-    overlap_steps: int = 0
-    on_their_way: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +159,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes and syncs the manifest."""
-        tree = {key.name: getattr(self, key.name) for key in fields(self)}
-        text = json.dumps(tree, default=vars).removesuffix("}").encode()
+        text = json.dumps(self, default=vars).removesuffix("}").encode()
         save_file(folder / MANIFEST_FILE, text + _ending(text))
 
 

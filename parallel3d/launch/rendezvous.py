@@ -242,15 +242,16 @@ def _invite(store: dist.Store, size: int, timeout_s: float, restarts: str) -> di
     started = store.check([_STARTED]) or was_requeued()
     attempt, deadline = uuid4().hex, time.monotonic() + timeout_s
     others, invited = [f"here/{rank}" for rank in range(1, size)], set[str]()
-    invitation: dict[str, Any] = {"attempt": attempt, "is_restart": started}
-    while store.add(f"{attempt}/joined", 0) < len(others) or not invited:
-        if not others or store.check(others):
-            keys = [key.decode() for key in store.multi_get(others)] if others else []
+    is_restart = started or (is_new and restarts != "0")
+    invitation: dict[str, Any] = {"attempt": attempt, "is_restart": is_restart}
+    while store.add(f"{attempt}/joined", 0) < len(others):
+        if store.check(others):
+            keys = {key.decode() for key in store.multi_get(others)}
             counts = {restarts, *(key.split()[1] for key in keys)}
             invitation["is_restart"] = started or (is_new and counts != {"0"})
-            for key in {*keys} - invited:
+            for key in keys - invited:
                 store.set(f"invited/{key}", json.dumps(invitation))
-            invited |= {*keys, "rank 0"}
+            invited |= keys
         if time.monotonic() > deadline:
             missing = [rank for rank in range(1, size) if not store.check([f"here/{rank}"])]
             who = f"{any_ranks(missing)} did not come" if missing else "some ranks did not answer"
