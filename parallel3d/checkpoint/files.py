@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 import parallel3d
 from parallel3d.checkpoint import store
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.difference import differences
 from parallel3d.checkpoint.manifest import (
     CONFIG_FILE,
     FORMAT,
@@ -42,6 +41,7 @@ from parallel3d.checkpoint.manifest import (
     SavedPiece,
     SavedTensor,
     damaged_files,
+    differences,
     missing_files,
     read_manifest,
     save_file,

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, `manifest.json`: the checksums of its files, the place of each part
 of a tensor, and the progress of the run. It is read before any other file of a checkpoint, and the
-others are compared with it. No torch here.
+others are compared with it, as its tensors are with those of a model. No torch here.
 
 A file's checksum is its CRC-32. A piece's is the running CRC-32 of its file up to the end of the
 piece: one pass over a file gives both, and two of them check a single piece. The manifest ends with
@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
@@ -27,6 +28,8 @@ from parallel3d.config.recipe import SequenceRange
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
+_BLOCK = re.compile(r"\.\d+\.")  # the number of a block in a tensor's name
+Shapes = Mapping[str, Sequence[int]]  # by the tensors' names
 FORMAT: Literal[1] = 1
 MANIFEST_FILE, INDEX_FILE, CONFIG_FILE = "manifest.json", ".metadata", "config.yaml"
 Crc32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
@@ -278,3 +281,27 @@ def find_damage(folder: Path) -> Iterator[Damage]:
     yield from missing
     there = manifest.files.keys() - {damage.file for damage in missing}
     yield from damaged_files(folder, manifest, sorted(there))
+
+
+def differences(there: Shapes, here: Shapes) -> list[str]:
+    """Returns a line for each tensor that only one of both has, or has in another shape. Tensors of
+    several blocks with one difference share a line."""
+    found = []
+    for name in there.keys() | here.keys():
+        shapes = [list(each[name]) if name in each else "missing" for each in (there, here)]
+        if shapes[0] != shapes[1]:
+            found.append((name, f"is {shapes[0]} there and {shapes[1]} here"))
+    return by_block(found)
+
+
+def by_block(descriptions: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns a line for each tensor's name and description, in the order of the names. Tensors of
+    several blocks with the same description share a line: `layers.*.mlp.up.weight (4 tensors)`."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, words in sorted(descriptions):
+        groups.setdefault((_BLOCK.sub(".*.", name, count=1), words), []).append(name)
+    lines = []
+    for (pattern, words), names in groups.items():
+        label = names[0] if len(names) == 1 else f"{pattern} ({len(names)} tensors)"
+        lines.append(f"{label} {words}")
+    return lines

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.difference import differences
 from parallel3d.checkpoint.hugging_face import HEAD, NAMES, UNREAD, HfTensor, hf_tensors
+from parallel3d.checkpoint.manifest import differences
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.convert.pretrained import open_safetensors, read_slice

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from parallel3d.checkpoint.difference import by_block
 from parallel3d.checkpoint.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
+    by_block,
     find_damage,
     missing_files,
     read_manifest,
