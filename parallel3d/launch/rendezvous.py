@@ -98,7 +98,6 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     come; the process then ends by `end_process`. If `launch_local` does not monitor the ranks, they
     monitor each other, and the error is a ReportedError."""
     import torch
-    import torch.distributed as dist
 
     device, problem = torch.device("cpu"), ""
     try:
@@ -116,7 +115,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         if rendezvous.init_method == "env://" and size > 1:
             store = connect_to_store(f"parallel3d/{rendezvous.attempt}")
             monitor = PeerMonitor(store, rank, places, coordinates, recipe.run_dir)
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
             f"within {timeout_s:.0f} s: {error}"
