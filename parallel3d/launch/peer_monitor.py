@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 # A rank that learns of a failure may be about to report its own.
 _GRACE_S = 2.5
 _HURRY_S = 0.1  # between two looks at the peers once this rank has failed
-_FAILURE, _TOLD = "failure", "told"  # the number of ranks that know of the failure
+_FAILURE, _TOLD = "failure", "told"  # the number of ranks that know of it, beside rank 0
 
 
 class ReportedError(RankError):
@@ -108,8 +108,9 @@ class PeerMonitor:
             if found is None:
                 continue
             self._found.set_result(found)
-            with suppress(RuntimeError):
-                self._ask(lambda: self._store.add(_TOLD, 1))
+            if self._rank != 0:
+                with suppress(RuntimeError):
+                    self._ask(lambda: self._store.add(_TOLD, 1))
             # A rank that failed by itself gets time to report; one that hangs does not.
             if not self._closed.wait(BEAT_S if found.died else _GRACE_S):
                 self._ending.acquire()
@@ -162,15 +163,16 @@ class PeerMonitor:
         end_process(RankError.exit_status)
 
     def _wait_for_readers(self, cause: Failure) -> None:
-        """Has rank 0, with which the store may end, wait until the others know of the failure."""
-        deadline = time.monotonic() + _GRACE_S
-        told = 0
+        """Has rank 0, with which the store may end, wait until the others know of the failure. If
+        the rank at fault is on another host, all of that may be lost."""
+        readers = {*self._others} - {cause.rank}
+        if cause.rank not in self._neighbours:
+            readers = {each for each in readers if self._places[each].host != cause.host}
+        deadline, told = time.monotonic() + _GRACE_S, 0
         with suppress(RuntimeError):
-            while self._rank == 0 and told < len(self._places) - cause.died:
-                told = self._ask(lambda: self._store.add(_TOLD, 0))
-                if time.monotonic() > deadline:
-                    return
+            while self._rank == 0 and told < len(readers) and time.monotonic() < deadline:
                 time.sleep(_HURRY_S)
+                told = self._ask(lambda: self._store.add(_TOLD, 0))
 
     def _find_cause(self) -> Failure | None:
         """Waits for another rank's report. Without one, names a rank whose heart does not beat."""
