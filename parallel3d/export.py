@@ -17,9 +17,8 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hugging_face import HfTensor, hf_tensors
 from parallel3d.checkpoint.manifest import Manifest, read_manifest, save_file
-from parallel3d.checkpoint.reader import read_box
-from parallel3d.checkpoint.start import CONFIG_JSON
-from parallel3d.checkpoint.store import sync_folder
+from parallel3d.checkpoint.pieces import read_box
+from parallel3d.checkpoint.store import CONFIG_JSON, sync_folder
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.corpus import find_tokenizer

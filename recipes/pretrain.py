@@ -312,8 +312,12 @@ def _check(job: Job, local_ranks: int) -> list[str]:
 
         check_host(recipe, local_ranks)
     # these import pydantic's models or numpy, which --help and a wrong key need not wait for
-    from parallel3d.checkpoint.start import check_start, find_start
-    from parallel3d.checkpoint.store import check_manifests, find_checkpoints
+    from parallel3d.checkpoint.store import (
+        check_manifests,
+        check_start,
+        find_checkpoints,
+        find_start,
+    )
     from parallel3d.data.corpus import check_data
     from parallel3d.data.evaluation import evaluation_windows
     from parallel3d.training.callbacks import callback_classes

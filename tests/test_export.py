@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from parallel3d import recipes
 from parallel3d.checkpoint.manifest import read_manifest
-from parallel3d.checkpoint.reader import read_tensor
+from parallel3d.checkpoint.pieces import read_tensor
 from parallel3d.config.recipe import (
     CheckpointConfig,
     ModelConfig,

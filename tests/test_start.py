@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d import recipes
-from parallel3d.checkpoint.start import check_start, find_start
+from parallel3d.checkpoint.store import check_start, find_start
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import (
     CheckpointConfig,

@@ -12,29 +12,27 @@ from parallel3d.errors import Parallel3dError
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
 Own = TypeVar("Own")
-Reply = TypeVar("Reply")
 
 
 def collect(
     step: Callable[[], Own],
-    reply: Callable[[list[Own]], Sequence[Reply]],
+    reply: Callable[[list[Own]], Sequence[Any] | None] = list,
     group: dist.ProcessGroup | None = None,
-) -> Reply:
+) -> Any:
     """Runs `step` on every rank, and `reply` on rank 0 with the results of all; gives each rank its
-    item of the reply. An error of this project in either is raised on all ranks."""
-    everyone: list[Any] | None = None
+    item of the reply, if that has any. An error of this project in either is raised on all
+    ranks."""
+    size = dist.get_world_size(group)
+    everyone: list[Any] | None = [None] * size if dist.get_rank(group) == 0 else None
     answers: list[Any] | None = None
-    if dist.get_rank(group) == 0:
-        everyone = [None] * dist.get_world_size(group)
     dist.gather_object(_result_or_error(step), everyone, dst=0, group=group)
     if everyone is not None:
-        answers = _result_or_error(lambda: list(reply(_without_errors(everyone))))
-        if isinstance(answers, Parallel3dError):
-            answers = [answers] * len(everyone)
+        answer = _result_or_error(lambda: reply(_without_errors(everyone)))
+        is_for_all = answer is None or isinstance(answer, Parallel3dError)
+        answers = [answer] * size if is_for_all else list(answer)
     own: list[Any] = [None]
     dist.scatter_object_list(own, answers, src=0, group=group)
-    answer: Reply = _without_errors(own)[0]
-    return answer
+    return _without_errors(own)[0]
 
 
 def _result_or_error(step: Callable[[], Any]) -> Any:

@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 import parallel3d
 from parallel3d.checkpoint import store
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.difference import differences
-from parallel3d.checkpoint.integrity import damaged_files, missing_files
 from parallel3d.checkpoint.manifest import (
     CONFIG_FILE,
     FORMAT,
@@ -42,11 +40,13 @@ from parallel3d.checkpoint.manifest import (
     SavedFile,
     SavedPiece,
     SavedTensor,
+    damaged_files,
+    differences,
+    missing_files,
     read_manifest,
     save_file,
 )
-from parallel3d.checkpoint.reader import read_own_part
-from parallel3d.checkpoint.writer import WrittenShard, write_shard
+from parallel3d.checkpoint.pieces import WrittenShard, read_own_part, write_shard
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import CheckpointError, SaveError, writing
 from parallel3d.torch_private import DcpPlace, dcp_index
@@ -61,19 +61,12 @@ class PlannedSave:
     """What this rank writes of a checkpoint, and on rank 0 what it writes for all ranks."""
 
     path: Path
+    partial: Path  # where it is written
     progress: Progress
     config: str
     parts: list[tuple[WriteItem, Tensor]]  # views of the state, or copies of it
     index: Metadata | None  # DCP's, of all ranks; on rank 0
     keep: CheckpointConfig | None = None  # which older checkpoints stay; None: all
-
-    @property
-    def partial(self) -> Path:
-        return _partial_of(self.path)
-
-
-def _partial_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
 
 
 def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, config: str) -> None:
@@ -85,7 +78,7 @@ def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, confi
 def plan_save(state: dict[str, Tensor], progress: Progress, path: Path, config: str) -> PlannedSave:
     """Has the ranks agree who writes which part, a replicated part once, and makes the folder.
     Every rank calls it. Raises SaveError, before anything is written, if the disk is too full."""
-    planner = DefaultSavePlanner()
+    planner, partial = DefaultSavePlanner(), path.with_name(f"{path.name}.partial")
     index: Metadata | None = None
 
     def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
@@ -93,7 +86,6 @@ def plan_save(state: dict[str, Tensor], progress: Progress, path: Path, config: 
         plans, index = planner.create_global_plan(own_plans)
         items = [item for plan in plans for item in plan.items]
         sizes = [_FRAME_BYTES + (item.tensor_storage_size() or 0) for item in items]
-        partial = _partial_of(path)
         with writing(path):  # all ranks write into the one folder
             shutil.rmtree(partial, ignore_errors=True)
             store.check_room(partial.parent, sum(sizes) + len(config))
@@ -104,7 +96,8 @@ def plan_save(state: dict[str, Tensor], progress: Progress, path: Path, config: 
         planner.set_up_planner(dict(state), is_coordinator=dist.get_rank() == 0)
         plan = planner.finish_plan(collect(planner.create_local_plan, all_plans))
         tensors = [cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items]
-    return PlannedSave(path, progress, config, list(zip(plan.items, tensors, strict=True)), index)
+    parts = list(zip(plan.items, tensors, strict=True))
+    return PlannedSave(path, partial, progress, config, parts, index)
 
 
 def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) -> None:
@@ -117,14 +110,13 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
         with writing(save.partial / f"__{rank}_0.distcp"):
             return write_shard(save.partial, rank, save.parts)
 
-    def commit(shards: list[WrittenShard]) -> list[None]:
+    def commit(shards: list[WrittenShard]) -> None:
         with writing(save.path):
             _manifest(save, shards).write(save.partial)
             store.sync_folder(save.partial)
             store.commit(save.partial, save.path)
             if save.keep is not None:
                 store.retain(save.path.parent, save.keep, save.path)
-        return [None] * len(shards)
 
     try:
         collect(own_shard, commit, group)
@@ -169,34 +161,34 @@ def load_tensors(
     DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or
     differs in a bit from what was saved, and CheckpointError where the checkpoint is of another
     model."""
-    found: list[Manifest] = []
-    wanted: dict[str, Tensor] = {}
+    manifest: Manifest
+    wanted: dict[str, Tensor]
 
     def check() -> dict[str, tuple[int, ...]]:
-        found.append(read_manifest(path))
-        for damage in missing_files(path, found[0]):
+        nonlocal manifest, wanted
+        manifest = read_manifest(path)
+        for damage in missing_files(path, manifest):
             raise damage.error(path)
-        wanted.update(state if choose is None else choose(found[0].progress))
+        wanted = state if choose is None else choose(manifest.progress)
         return {name: tuple(tensor.shape) for name, tensor in wanted.items()}
 
-    def compare(everyone: list[dict[str, tuple[int, ...]]]) -> list[None]:
+    def compare(everyone: list[dict[str, tuple[int, ...]]]) -> None:
         here = ChainMap(*everyone)
-        saved = found[0].tensors.items()
+        saved = manifest.tensors.items()
         there = {name: each.shape for name, each in saved if name in here or name.startswith(MODEL)}
         if lines := differences(there, here):
             raise CheckpointError("\n  ".join([f"{path}: is of another model:", *lines]))
-        return [None] * len(everyone)
 
     def check_bytes() -> None:
-        share = sorted(found[0].files)[dist.get_rank() :: dist.get_world_size()]
-        for damage in damaged_files(path, found[0], share):
+        share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+        for damage in damaged_files(path, manifest, share):
             raise damage.error(path)
 
     def read() -> None:
         for name, tensor in wanted.items():
-            read_own_part(path, found[0].tensors[name], tensor)
+            read_own_part(path, manifest.tensors[name], tensor)
 
     collect(check, compare)
-    collect(check_bytes, lambda done: done)
-    collect(read, lambda done: done)
-    return found[0].progress
+    collect(check_bytes)
+    collect(read)
+    return manifest.progress

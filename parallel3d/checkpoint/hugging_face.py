@@ -16,6 +16,7 @@ from parallel3d.config.recipe import ModelConfig
 
 # Buffers that older versions of transformers saved among the weights, and that nobody reads.
 UNREAD = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,6 @@ class HfTensor:
     parameters: tuple[str, ...]
     transposed: bool = False
 
-    def in_block(self, theirs: str, index: int) -> HfTensor:
-        """Returns this tensor of a block, whose names begin with the block's, as that of the block
-        `index`."""
-        ours = tuple(f"layers.{index}.{name}" for name in self.parameters)
-        return replace(self, name=f"{theirs}.{index}.{self.name}", parameters=ours)
-
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of this tensor, from that of one of its parameters."""
         stacked = (parameter[0] * len(self.parameters), *parameter[1:])
@@ -41,25 +36,26 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class NamesTable:
-    """The tensors of a family of transformers. `base` begins the names of all but the head's,
-    except in files that were saved without a head."""
+    """The tensors of a family of transformers: those before the blocks, of a block, and after the
+    blocks. `base` begins the names of all but the head's, except in files that were saved without a
+    head, and `blocks` those of the blocks."""
 
     base: str
     blocks: str
-    first: tuple[HfTensor, ...]
-    block: tuple[HfTensor, ...]
-    last: tuple[HfTensor, ...]
+    first: list[HfTensor]
+    block: list[HfTensor]
+    last: list[HfTensor]
 
 
-def _named(names: dict[str, str], *, transposed: bool = False) -> tuple[HfTensor, ...]:
-    return tuple(HfTensor(theirs, (ours,), transposed) for ours, theirs in names.items())
+def _named(names: dict[str, str], *, transposed: bool = False) -> list[HfTensor]:
+    return [HfTensor(theirs, (ours,), transposed) for ours, theirs in names.items()]
 
 
 _LLAMA = NamesTable(
     base="model.",
     blocks="model.layers",
     first=_named({"embed.weight": "model.embed_tokens.weight"}),
-    last=_named({"norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}),
+    last=_named({"norm.weight": "model.norm.weight", "head.weight": HEAD}),
     block=_named(
         {
             "attention_norm.weight": "input_layernorm.weight",
@@ -69,21 +65,18 @@ _LLAMA = NamesTable(
         }
     ),
 )
-_QWEN2 = replace(
-    _LLAMA,
-    block=_LLAMA.block + _named({f"attention.{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}),
-)
-_QWEN3 = replace(
-    _LLAMA,
-    block=_LLAMA.block
-    + _named({f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}),
-)
+_QWEN2_BIASES = _named({f"attention.{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"})
+_QWEN3_NORMS = _named({f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"})
 _GPT2_LINEAR = {"attention.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-_GPT2_NORMS = {
-    f"{ours}_norm.{leaf}": f"{theirs}.{leaf}"
-    for ours, theirs in (("attention", "ln_1"), ("mlp", "ln_2"))
-    for leaf in ("weight", "bias")
-}
+_GPT2_BLOCK = [
+    *_named({f"attention_norm.{leaf}": f"ln_1.{leaf}" for leaf in ("weight", "bias")}),
+    *_named({f"mlp_norm.{leaf}": f"ln_2.{leaf}" for leaf in ("weight", "bias")}),
+    HfTensor("attn.c_attn.weight", tuple(f"attention.{x}.weight" for x in "qkv"), transposed=True),
+    HfTensor("attn.c_attn.bias", tuple(f"attention.{x}.bias" for x in "qkv")),
+]
+for _ours, _theirs in _GPT2_LINEAR.items():
+    _GPT2_BLOCK += _named({f"{_ours}.weight": f"{_theirs}.weight"}, transposed=True)
+    _GPT2_BLOCK += _named({f"{_ours}.bias": f"{_theirs}.bias"})
 _GPT2 = NamesTable(
     base="transformer.",
     blocks="transformer.h",
@@ -97,24 +90,19 @@ _GPT2 = NamesTable(
         {
             "norm.weight": "transformer.ln_f.weight",
             "norm.bias": "transformer.ln_f.bias",
-            "head.weight": "lm_head.weight",
+            "head.weight": HEAD,
         }
     ),
-    block=(
-        *_named(_GPT2_NORMS),
-        *_named(
-            {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _GPT2_LINEAR.items()},
-            transposed=True,
-        ),
-        *_named({f"{ours}.bias": f"{theirs}.bias" for ours, theirs in _GPT2_LINEAR.items()}),
-        HfTensor(
-            "attn.c_attn.weight", tuple(f"attention.{x}.weight" for x in "qkv"), transposed=True
-        ),
-        HfTensor("attn.c_attn.bias", tuple(f"attention.{x}.bias" for x in "qkv")),
-    ),
+    block=_GPT2_BLOCK,
 )
 # by `model_type`
-NAMES = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _QWEN2, "qwen3": _QWEN3}
+NAMES = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": replace(_LLAMA, block=_LLAMA.block + _QWEN2_BIASES),
+    "qwen3": replace(_LLAMA, block=_LLAMA.block + _QWEN3_NORMS),
+}
 
 
 def hf_tensors(model: ModelConfig) -> Iterator[HfTensor]:
@@ -125,5 +113,6 @@ def hf_tensors(model: ModelConfig) -> Iterator[HfTensor]:
     yield from table.first
     for index in range(model.layers):
         for each in table.block:
-            yield each.in_block(table.blocks, index)
+            ours = tuple(f"layers.{index}.{name}" for name in each.parameters)
+            yield HfTensor(f"{table.blocks}.{index}.{each.name}", ours, each.transposed)
     yield from table.last[:-1] if model.tied_embeddings else table.last

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, `manifest.json`: the checksums of its files, the place of each part
-of a tensor, and the progress of the run. It is read before any other file of a checkpoint. No torch
-here.
+of a tensor, and the progress of the run. It is read before any other file of a checkpoint, and the
+others are compared with it, as its tensors are with those of a model. No torch here.
 
 A file's checksum is its CRC-32. A piece's is the running CRC-32 of its file up to the end of the
 piece: one pass over a file gives both, and two of them check a single piece. The manifest ends with
@@ -10,27 +10,30 @@ the CRC-32 of what stands above it.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import zlib
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic import ConfigDict, NonNegativeInt, StringConstraints, TypeAdapter, ValidationError
 
 from parallel3d import __version__
 from parallel3d.config.recipe import SequenceRange
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
+_BLOCK = re.compile(r"\.\d+\.")  # the number of a block in a tensor's name
+Shapes = Mapping[str, Sequence[int]]  # by the tensors' names
 FORMAT: Literal[1] = 1
 MANIFEST_FILE, INDEX_FILE, CONFIG_FILE = "manifest.json", ".metadata", "config.yaml"
-ITEM_BYTES = {
-    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
-    **{"int64": 8, "int32": 4, "uint8": 1, "bool": 1},
-}
 Crc32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
+DtypeName = Annotated[str, StringConstraints(pattern=r"^(bool|b?float\d+\w*|u?int\d+)$")]
 # the files that a save writes, and no others
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
 
@@ -52,13 +55,11 @@ class SpikeHistory:
 class SavedReplicas:
     """The replicas that train apart (`training.local_sgd`) in the run that wrote a checkpoint."""
 
+    # earlier versions wrote more
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore")
+
     replicas: int
     has_momentum: bool
-    # Earlier versions wrote these; nothing reads them.
-    sync_every: int = 0
-    fragments: int = 1
-    overlap_steps: int = 0
-    on_their_way: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class Progress:
 class SavedFile:
     """The size and the CRC-32, as eight hexadecimal digits, of a file."""
 
-    bytes: int
+    bytes: NonNegativeInt
     crc32: Crc32
 
 
@@ -104,20 +105,20 @@ class SavedPiece:
     `data` on, in row-major order."""
 
     file: FileName
-    at: int
-    bytes: int
-    data: int
+    at: NonNegativeInt
+    bytes: NonNegativeInt
+    data: NonNegativeInt
     crc32: Crc32  # running, of the file up to the end of this piece
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[NonNegativeInt, ...]
+    sizes: tuple[NonNegativeInt, ...]
 
 
 @dataclass(frozen=True)
 class SavedTensor:
     """A global tensor and its pieces."""
 
-    dtype: str  # one of ITEM_BYTES
-    shape: tuple[int, ...]
+    dtype: DtypeName
+    shape: tuple[NonNegativeInt, ...]
     pieces: tuple[SavedPiece, ...]
 
 
@@ -161,8 +162,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes and syncs the manifest."""
-        tree = {key.name: getattr(self, key.name) for key in fields(self)}
-        text = json.dumps(tree, default=vars).removesuffix("}").encode()
+        text = json.dumps(self, default=vars).removesuffix("}").encode()
         save_file(folder / MANIFEST_FILE, text + _ending(text))
 
 
@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> Manifest:
         reason = "is not what was saved: its own checksum is another"
         raise Damage(MANIFEST_FILE, reason).error(folder)
     try:
-        return _MANIFEST.validate_json(text + b"}")
+        manifest = _MANIFEST.validate_json(text + b"}")
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = shown(".".join(map(str, fault["loc"])))
@@ -200,8 +200,108 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: {key}: {fault['msg']}; another version of parallel3d than {__version__} has "
             "written it: use that one or a newer one"
         ) from None
+    for name, tensor in manifest.tensors.items():
+        if not _is_whole(tensor, manifest.files):
+            reason = "has pieces that are not in their file or do not make up their tensor"
+            raise Damage(MANIFEST_FILE, reason, (name,)).error(folder)
+    return manifest
+
+
+def _is_whole(tensor: SavedTensor, files: dict[FileName, SavedFile]) -> bool:
+    """Tells whether the pieces of a tensor lie in it and in their files, and are as large as it.
+    (An element has at least one byte.)"""
+    elements = 0
+    for piece in tensor.pieces:
+        count, dims = math.prod(piece.sizes), len(tensor.shape)
+        if not dims == len(piece.offsets) == len(piece.sizes) or piece.file not in files:
+            return False
+        boxes = zip(piece.offsets, piece.sizes, tensor.shape, strict=True)
+        is_inside = all(offset + size <= whole for offset, size, whole in boxes)
+        if not is_inside or piece.data + count > files[piece.file].bytes:
+            return False
+        elements += count
+    return elements == math.prod(tensor.shape)
 
 
 def _ending(text: bytes) -> bytes:
     """Returns what follows `text` in a manifest: its checksum."""
     return f',\n"crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
+
+
+def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
+    """Yields the files that are missing, added, or of another size. Reads no file."""
+    there = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
+    for name, file in manifest.files.items():
+        size = there.pop(name, None)
+        if size != file.bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            yield Damage(name, f"{found}, and was saved with {file.bytes}")
+    for name in sorted(there.keys() - {MANIFEST_FILE}):
+        yield Damage(name, "is not a file of this checkpoint", advice="remove it")
+
+
+def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Damage]:
+    """Reads files and yields those that are not what was saved, with the tensors that are
+    damaged."""
+    for name in names:
+        crc, tensors = 0, dict[str, None]()
+        try:
+            with (folder / name).open("rb", buffering=0) as file:
+                for piece, tensor in manifest.pieces.get(name, []):
+                    crc, expected = _crc_of(file, piece.bytes, crc), int(piece.crc32, 16)
+                    if crc != expected:
+                        tensors[tensor] = None
+                    crc = expected
+                crc = _crc_of(file, manifest.files[name].bytes, crc)  # a file without pieces
+        except OSError as error:
+            yield Damage(name, f"cannot be read: {error.strerror}")
+            continue
+        if tensors or f"{crc:08x}" != manifest.files[name].crc32:
+            reason = "is not what was saved: its CRC-32 is another"
+            yield Damage(name, reason, tuple(tensors))
+
+
+def _crc_of(file: FileIO, count: int, crc: int) -> int:
+    """Returns the running CRC-32 after the next `count` bytes of a file."""
+    buffer = memoryview(bytearray(min(count, 1 << 19)))
+    while count and (read := file.readinto(buffer[:count])):
+        crc, count = zlib.crc32(buffer[:read], crc), count - read
+    return crc
+
+
+def find_damage(folder: Path) -> Iterator[Damage]:
+    """Reads all files of a checkpoint, and yields those that are not what was saved, with the
+    tensors that are damaged. Raises CheckpointError if the checkpoint is of another format."""
+    try:
+        manifest = read_manifest(folder)
+    except DamagedCheckpointError as error:
+        yield Damage(MANIFEST_FILE, str(error))
+        return
+    missing = list(missing_files(folder, manifest))
+    yield from missing
+    there = manifest.files.keys() - {damage.file for damage in missing}
+    yield from damaged_files(folder, manifest, sorted(there))
+
+
+def differences(there: Shapes, here: Shapes) -> list[str]:
+    """Returns a line for each tensor that only one of both has, or has in another shape. Tensors of
+    several blocks with one difference share a line."""
+    found = []
+    for name in there.keys() | here.keys():
+        shapes = [list(each[name]) if name in each else "missing" for each in (there, here)]
+        if shapes[0] != shapes[1]:
+            found.append((name, f"is {shapes[0]} there and {shapes[1]} here"))
+    return by_block(found)
+
+
+def by_block(descriptions: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns a line for each tensor's name and description, in the order of the names. Tensors of
+    several blocks with the same description share a line: `layers.*.mlp.up.weight (4 tensors)`."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, words in sorted(descriptions):
+        groups.setdefault((_BLOCK.sub(".*.", name, count=1), words), []).append(name)
+    lines = []
+    for (pattern, words), names in groups.items():
+        label = names[0] if len(names) == 1 else f"{pattern} ({len(names)} tensors)"
+        lines.append(f"{label} {words}")
+    return lines

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.difference import differences
-from parallel3d.checkpoint.hugging_face import NAMES, UNREAD, HfTensor, hf_tensors
+from parallel3d.checkpoint.hugging_face import HEAD, NAMES, UNREAD, HfTensor, hf_tensors
+from parallel3d.checkpoint.manifest import differences
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.convert.pretrained import open_safetensors, read_slice
@@ -36,12 +36,10 @@ def load_pretrained(
     same on all ranks and with nothing changed, where tensors are missing, have other shapes, are
     quantized, or belong to another model."""
 
-    def own_shapes() -> dict[str, tuple[int, ...]]:
-        return {own.name: own.spec.shape for own in parameters}
+    shapes = {own.name: own.spec.shape for own in parameters}
 
-    def compare(everyone: list[dict[str, tuple[int, ...]]]) -> list[None]:
+    def compare(everyone: list[dict[str, tuple[int, ...]]]) -> None:
         refuse_another_model(folder, model, ChainMap(*everyone))
-        return [None] * len(everyone)
 
     def read() -> None:
         places: dict[str, tuple[HfTensor, int]] = {}
@@ -58,8 +56,8 @@ def load_pretrained(
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read: {error}") from error
 
-    collect(own_shapes, compare)
-    collect(read, lambda done: done)
+    collect(lambda: shapes, compare)
+    collect(read)
 
 
 def refuse_another_model(
@@ -73,7 +71,7 @@ def refuse_another_model(
         slices = {name: file.get_slice(name_there) for name, (file, name_there) in stored.items()}
         if model.tied_embeddings:
             # some files have it twice; transformers ties it, too
-            slices.pop("lm_head.weight", None)
+            slices.pop(HEAD, None)
         lines = differences({name: each.get_shape() for name, each in slices.items()}, here)
         for name, each in slices.items():
             if each.get_dtype() not in _WEIGHTS:
@@ -87,9 +85,8 @@ def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple
     model that was saved without its head has names without their beginning."""
     stored, table = open_safetensors(folder, files), NAMES[family_of(model)]
     base = "" if any(name.startswith(table.base) for name in stored) else table.base
-    head = table.last[-1].name
     read = {name: file for name, file in stored.items() if not UNREAD.fullmatch(name)}
-    return {name if name == head else base + name: (file, name) for name, file in read.items()}
+    return {name if name == HEAD else base + name: (file, name) for name, file in read.items()}
 
 
 def _part(

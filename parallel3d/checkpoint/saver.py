@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,11 +38,7 @@ class _SaveUnderWay:
     is_in_place: bool = False
     line: str | None = None  # returned by `then`
     error: BaseException | None = None
-    thread: threading.Thread | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
+    end: threading.Event = field(default_factory=threading.Event)
 
 
 class Saver(AbstractContextManager["Saver"]):
@@ -79,46 +75,47 @@ class Saver(AbstractContextManager["Saver"]):
         over which they may agree, and returns a line to show. Raises SaveError, on all ranks,
         unless `on_error` says to go on."""
         before = self._under_way
-        if before is not None and not before.is_done:
+        if before is not None and not before.end.is_set():
             words = f"waits until {before.path.name} is written"
             self._say(f"{path.name} {words}, which takes longer than checkpoint.every")
         self.finish()
         self._under_way = begun = _SaveUnderWay(path, is_last, then)
         try:
             save = plan_save(state, progress, path, config)
-            save.keep = self._rule
-            if self._rule.in_background:
-                self._copy(save)
-                begun.thread = threading.Thread(
-                    target=self._write, args=(begun, save), name="save", daemon=True
-                )
-                begun.thread.start()
-            else:
-                self._write(begun, save)
         except SaveError as error:
             begun.error = error
-        if begun.thread is None or is_last:
+            begun.end.set()
+            self.finish()
+            return
+        save.keep = self._rule
+        if self._rule.in_background:
+            self._copy(save)
+            threading.Thread(target=self._write, args=(begun, save), daemon=True).start()
+        else:
+            self._write(begun, save)
+        if is_last or not self._rule.in_background:
             self.finish()
 
     @property
     def has_failed(self) -> bool:
         """True if the save under way has ended on this rank with an error that ends the run."""
         save = self._under_way
-        return save is not None and save.is_done and self._ends_the_run(save)
+        return save is not None and save.end.is_set() and self._ends_the_run(save)
 
     def step_done(self) -> None:
         """Reports a save that is in place. An error that ends the run waits for `finish`, because
         the ranks do not see it after the same step."""
-        if self._under_way is not None and self._under_way.is_done and not self.has_failed:
+        save = self._under_way
+        if save is not None and save.end.is_set() and not self._ends_the_run(save):
             self.finish()
 
     def finish(self) -> None:
         """Waits for the save under way, and reports its outcome. Every rank calls it; raises as
         `save` does."""
-        done = self._wait()
-        self._under_way = None
+        done, self._under_way = self._under_way, None
         if done is None:
             return
+        done.end.wait()
         if done.is_in_place:
             self._saved(done.path)
         if done.line is not None:
@@ -128,20 +125,14 @@ class Saver(AbstractContextManager["Saver"]):
                 raise done.error
             self._say(f"not saved: {done.error}; the run goes on (checkpoint.on_error = warn)")
 
-    def _wait(self) -> _SaveUnderWay | None:
-        if self._under_way is not None and self._under_way.thread is not None:
-            self._under_way.thread.join()
-        return self._under_way
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits for the save under way at the end of a run, also after an error that all ranks
         have. It does not wait after the loss of a peer, or if the run is out of time."""
+        cannot_wait = isinstance(error, RankError | NotSavedInTimeError)
         if error is None:
             self.finish()
-        elif isinstance(error, Parallel3dError) and not isinstance(
-            error, RankError | NotSavedInTimeError
-        ):
-            self._wait()
+        elif self._under_way is not None and isinstance(error, Parallel3dError) and not cannot_wait:
+            self._under_way.end.wait()
 
     def _ends_the_run(self, done: _SaveUnderWay) -> bool:
         if isinstance(done.error, SaveError) and not isinstance(done.error, NotSavedInTimeError):
@@ -165,7 +156,6 @@ class Saver(AbstractContextManager["Saver"]):
     def _write(self, begun: _SaveUnderWay, save: PlannedSave) -> None:
         """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes
         what came of it."""
-
         try:
             write_and_commit(save, self._group)
             begun.is_in_place = True
@@ -173,3 +163,5 @@ class Saver(AbstractContextManager["Saver"]):
                 begun.line = begun.then(self._group)
         except BaseException as error:  # in a thread nobody else would see it
             begun.error = error
+        finally:
+            begun.end.set()

@@ -48,7 +48,7 @@ from parallel3d.launch.signals import (
     handled,
 )
 from parallel3d.watch.hang_detector import HangDetector, process_state
-from parallel3d.watch.heartbeat import BEAT_S, Beat
+from parallel3d.watch.heartbeat import BEAT_S, Beat, beats_to_file
 
 # timeout(1), terminals and systemd send a signal twice. A second one within this time is the same
 # request; people press Ctrl-C again sooner.
@@ -106,7 +106,8 @@ def launch_local(
                 sender.close()  # the worker has its own copy
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
-            if failures and relay.has_ended(root_cause(failures)):
+            ends = [worker.process.exitcode for worker in workers]
+            if relay.passed_on and -relay.passed_on in ends:  # before that worker could save
                 raise _Stopped(relay.passed_on)
             outcome = _report(failures, world_size, verbose)
         except _Stopped as stop:
@@ -203,15 +204,12 @@ def _find_hanging(
 ) -> Failure | None:
     """Reads the beats of the workers. Returns the failure of one that keeps the others waiting."""
     beats, states = {}, {}
-    for worker in workers:
+    for worker in workers if len(workers) > 1 else ():
         with suppress(OSError):
             beats[worker.rank] = Beat.from_json((folder / f"beat_{worker.rank}").read_text())
             states[worker.rank] = process_state(worker.process.pid or 0)
     found = detector.check(beats, states, time.monotonic())
-    if found is None:
-        return None
-    rank, message = found
-    return workers[rank].failure(message)
+    return workers[found[0]].failure(found[1]) if found else None
 
 
 def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOutcome:
@@ -254,7 +252,8 @@ def _run_worker(
     """The main function of a worker. It sets torchrun's variables and runs the target. It reports
     None if that returns, and a Failure if it raises, even SystemExit. Signals that the launcher
     heeds (`heard`) end the worker until the run catches them."""
-    _die_with_the_launcher(Path(rendezvous.init_method.removeprefix("file://")).parent)
+    folder = Path(rendezvous.init_method.removeprefix("file://")).parent
+    _die_with_the_launcher(folder)
     BESIDE_RECIPES.extend(beside_recipes)
     for each in STOP_SIGNALS:  # the fork server ignores all of them
         signal.signal(each, signal.SIG_DFL if each in heard else signal.SIG_IGN)
@@ -269,7 +268,7 @@ def _run_worker(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve elsewhere
     try:
         module, _, name = target.partition(":")
-        with writing_output():
+        with writing_output(), beats_to_file(folder / f"beat_{rendezvous.rank}"):
             getattr(import_module(module), name)(recipe, rendezvous, *arguments)
         reports.send(None)
     except BaseException as error:
@@ -342,9 +341,3 @@ class SignalRelay:
                 with suppress(ProcessLookupError):
                     os.kill(worker.process.pid, signum)
                     os.kill(worker.process.pid, signal.SIGCONT)
-
-    def has_ended(self, failure: Failure) -> bool:
-        """True if the signal that was passed on ended a worker before it could save."""
-        if not self.passed_on or not failure.died:
-            return False
-        return failure.message.startswith(f"was killed by {signal.Signals(self.passed_on).name}")

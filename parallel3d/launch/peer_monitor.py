@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 # A rank that learns of a failure may be about to report its own.
 _GRACE_S = 2.5
 _HURRY_S = 0.1  # between two looks at the peers once this rank has failed
-_FAILURE = "failure"
+_FAILURE, _TOLD = "failure", "told"  # the number of ranks that know of it, beside rank 0
 
 
 class ReportedError(RankError):
@@ -98,6 +98,7 @@ class PeerMonitor:
         is_ours = cause.reporter == self._rank
         if not is_ours:
             time.sleep(0.5)  # launchers blame the process that ends first
+        self._wait_for_readers(cause)
         self._closed.set()
         return ReportedError(failure if cause.rank == self._rank else cause, is_ours)
 
@@ -107,6 +108,9 @@ class PeerMonitor:
             if found is None:
                 continue
             self._found.set_result(found)
+            if self._rank != 0:
+                with suppress(RuntimeError):
+                    self._ask(lambda: self._store.add(_TOLD, 1))
             # A rank that failed by itself gets time to report; one that hangs does not.
             if not self._closed.wait(BEAT_S if found.died else _GRACE_S):
                 self._ending.acquire()
@@ -157,6 +161,18 @@ class PeerMonitor:
             why = f"has no answer of the store for {LOST_S:.0f} s: its host is cut off"
             print_error(self._failure_of(self._rank, f"{why}, and its ranks end").line())
         end_process(RankError.exit_status)
+
+    def _wait_for_readers(self, cause: Failure) -> None:
+        """Has rank 0, with which the store may end, wait until the others know of the failure. If
+        the rank at fault is on another host, all of that may be lost."""
+        readers = {*self._others} - {cause.rank}
+        if cause.rank not in self._neighbours:
+            readers = {each for each in readers if self._places[each].host != cause.host}
+        deadline, told = time.monotonic() + _GRACE_S, 0
+        with suppress(RuntimeError):
+            while self._rank == 0 and told < len(readers) and time.monotonic() < deadline:
+                time.sleep(_HURRY_S)
+                told = self._ask(lambda: self._store.add(_TOLD, 0))
 
     def _find_cause(self) -> Failure | None:
         """Waits for another rank's report. Without one, names a rank whose heart does not beat."""
@@ -222,6 +238,7 @@ class PeerMonitor:
             print_error(cause.line())
         if self._rank in (0, cause.reporter):
             RunOutcome.of(cause).write(self._run_dir)
+        self._wait_for_readers(cause)
         end_process(cause.exit_status)
 
 

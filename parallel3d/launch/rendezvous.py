@@ -16,9 +16,8 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -28,7 +27,6 @@ from parallel3d.launch.devices import Place, check_places, choose_device, exchan
 from parallel3d.launch.failure import Failure, any_ranks, record_flights
 from parallel3d.launch.peer_monitor import PeerMonitor
 from parallel3d.launch.signals import die_with_the_parent, ignore_stop_signals
-from parallel3d.watch.heartbeat import beats_to_file
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +98,6 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     come; the process then ends by `end_process`. If `launch_local` does not monitor the ranks, they
     monitor each other, and the error is a ReportedError."""
     import torch
-    import torch.distributed as dist
 
     device, problem = torch.device("cpu"), ""
     try:
@@ -113,23 +110,18 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     rank, size, timeout_s = rendezvous.rank, rendezvous.world_size, recipe.train.start_timeout_s
     coordinates = [str(recipe.parallel.coordinates(each)) for each in range(size)]
     monitor: PeerMonitor | None = None
-    beats: AbstractContextManager[None] = nullcontext()
     try:
         places = _meet(recipe, rendezvous, device, problem)
         if rendezvous.init_method == "env://" and size > 1:
             store = connect_to_store(f"parallel3d/{rendezvous.attempt}")
             monitor = PeerMonitor(store, rank, places, coordinates, recipe.run_dir)
-        elif size > 1:  # `launch_local` monitors the ranks
-            folder = Path(rendezvous.init_method.removeprefix("file://")).parent
-            beats = beats_to_file(folder / f"beat_{rank}")
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
             f"within {timeout_s:.0f} s: {error}"
         ) from error
     try:
-        with beats:
-            yield device
+        yield device
     except PreemptedError:
         ignore_stop_signals()
         _leave(monitor)
@@ -249,15 +241,16 @@ def _invite(store: dist.Store, size: int, timeout_s: float, restarts: str) -> di
     started = store.check([_STARTED]) or was_requeued()
     attempt, deadline = uuid4().hex, time.monotonic() + timeout_s
     others, invited = [f"here/{rank}" for rank in range(1, size)], set[str]()
-    invitation: dict[str, Any] = {"attempt": attempt, "is_restart": started}
-    while store.add(f"{attempt}/joined", 0) < len(others) or not invited:
-        if not others or store.check(others):
-            keys = [key.decode() for key in store.multi_get(others)] if others else []
+    is_restart = started or (is_new and restarts != "0")
+    invitation: dict[str, Any] = {"attempt": attempt, "is_restart": is_restart}
+    while store.add(f"{attempt}/joined", 0) < len(others):
+        if store.check(others):
+            keys = {key.decode() for key in store.multi_get(others)}
             counts = {restarts, *(key.split()[1] for key in keys)}
             invitation["is_restart"] = started or (is_new and counts != {"0"})
-            for key in {*keys} - invited:
+            for key in keys - invited:
                 store.set(f"invited/{key}", json.dumps(invitation))
-            invited |= {*keys, "rank 0"}
+            invited |= keys
         if time.monotonic() > deadline:
             missing = [rank for rank in range(1, size) if not store.check([f"here/{rank}"])]
             who = f"{any_ranks(missing)} did not come" if missing else "some ranks did not answer"

@@ -15,8 +15,7 @@ from torch import Tensor
 from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.pretrained import load_pretrained
-from parallel3d.checkpoint.start import is_pretrained
-from parallel3d.checkpoint.store import after_resume
+from parallel3d.checkpoint.store import after_resume, is_pretrained
 from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import SequenceRange
 from parallel3d.data.fingerprint import differences

@@ -13,8 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel3d.checkpoint.start import find_start
-from parallel3d.checkpoint.store import find_checkpoints, list_checkpoints, take_back, tidy
+from parallel3d.checkpoint.store import (
+    find_checkpoints,
+    find_start,
+    list_checkpoints,
+    take_back,
+    tidy,
+)
 from parallel3d.config.attention_kernels import attention_errors
 from parallel3d.config.flops import PeakOf
 from parallel3d.config.recipe import Recipe

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d.checkpoint.files import load_tensors, save_tensors
-from parallel3d.checkpoint.integrity import find_damage
-from parallel3d.checkpoint.manifest import Progress, read_manifest
-from parallel3d.checkpoint.reader import read_tensor
+from parallel3d.checkpoint.manifest import Progress, find_damage, read_manifest
+from parallel3d.checkpoint.pieces import read_tensor
 from parallel3d.errors import DamagedCheckpointError, SaveError
 
 PROGRESS = Progress(
@@ -68,7 +67,7 @@ class Usage:
 def full_disk_of_rank_1():
     error = OSError(28, "No space left on device")
     with patch(
-        "parallel3d.checkpoint.writer.os.fsync", side_effect=error if dist.get_rank() else None
+        "parallel3d.checkpoint.pieces.os.fsync", side_effect=error if dist.get_rank() else None
     ):
         yield
 

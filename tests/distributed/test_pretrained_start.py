@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from parallel3d.checkpoint.start import check_start
+from parallel3d.checkpoint.store import check_start
 from parallel3d.config.hugging_face import from_hugging_face
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, ParallelConfig

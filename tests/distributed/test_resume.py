@@ -20,7 +20,7 @@ from parallel3d.checkpoint.manifest import (
     SavedFile,
     read_manifest,
 )
-from parallel3d.checkpoint.reader import read_tensor
+from parallel3d.checkpoint.pieces import read_tensor
 from parallel3d.checkpoint.store import list_checkpoints
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError

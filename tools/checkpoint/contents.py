@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from parallel3d.checkpoint.difference import by_block
-from parallel3d.checkpoint.integrity import find_damage, missing_files
-from parallel3d.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
+from parallel3d.checkpoint.manifest import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    by_block,
+    find_damage,
+    missing_files,
+    read_manifest,
+)
 from parallel3d.checkpoint.store import (
     is_checkpoint,
     list_checkpoints,

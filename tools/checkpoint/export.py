@@ -6,8 +6,7 @@ import json
 from argparse import Namespace
 from dataclasses import replace
 
-from parallel3d.checkpoint.integrity import find_damage
-from parallel3d.checkpoint.manifest import CONFIG_FILE
+from parallel3d.checkpoint.manifest import CONFIG_FILE, find_damage
 from parallel3d.config.load import load_recipe
 from parallel3d.export import ExportForm, export
 from parallel3d.models import shape_cards

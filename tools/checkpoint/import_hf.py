@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.start import CONFIG_JSON, is_pretrained
+from parallel3d.checkpoint.store import CONFIG_JSON, is_pretrained
 from parallel3d.config.hugging_face import from_hugging_face, left_out, read_config_json
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.yaml_text import dump_yaml

@@ -1,0 +1,156 @@
+"""The pieces of tensors in the files of a checkpoint. A rank writes its parts into one file, in the
+form of torch.distributed.checkpoint, and takes the checksum of every byte on its way to the file:
+what the disk then makes of it cannot become its own proof.
+
+A read needs only the manifest and the elements: the index of DCP and the pickles around each piece,
+which DCP's reader would run, stay unopened."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from parallel3d.checkpoint.manifest import Damage, SavedFile, SavedPiece, SavedTensor
+from parallel3d.torch_private import local_of, offsets_of
+
+_WRITTEN_BYTES = 1 << 19  # are summed and written while they are in the processor's cache
+_READ_BYTES = 64 << 20  # the largest buffer next to the tensor
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """The file that a rank has written, and its pieces."""
+
+    files: dict[str, SavedFile]
+    pieces: list[tuple[MetadataIndex, SavedPiece]]
+
+
+def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor]]) -> WrittenShard:
+    """Writes and syncs the file of a rank, unless it has no part. Raises OSError."""
+    if not parts:
+        return WrittenShard({}, [])
+    name, pieces = f"__{rank}_0.distcp", []
+    # torch's own CRC-32 of each tensor costs time, and its reader never compares it.
+    summed = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        with (folder / name).open("wb") as raw:
+            file = _SummedFile(raw)
+            for item, part in parts:
+                assert item.tensor_data is not None
+                at, chunk = file.position, item.tensor_data.chunk
+                data = file.save(part)
+                place = (name, at, file.position - at, data, f"{file.crc:08x}")
+                piece = SavedPiece(*place, tuple(chunk.offsets), tuple(chunk.sizes))
+                pieces.append((item.index, piece))
+            raw.flush()
+            os.fsync(raw.fileno())
+    finally:
+        set_crc32_options(summed)
+    return WrittenShard({name: SavedFile(file.position, f"{file.crc:08x}")}, pieces)
+
+
+class _SummedFile:
+    """A file for torch.save that takes the checksum of what is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.position = self.crc = 0
+        self._address = self._elements = 0
+
+    def save(self, part: Tensor) -> int:
+        """Writes a tensor as torch.save does, and returns the place of its elements, which are
+        known by their address."""
+        tensor = torch.empty(part.shape, dtype=part.dtype)
+        if part.numel():  # share the part's memory, without the rest of what it is a view of
+            flat = part.cpu().reshape(-1).view(torch.uint8).numpy()
+            tensor = torch.from_numpy(flat).view(part.dtype).view(part.shape)
+        self._address, self._elements = tensor.data_ptr(), -1
+        torch.save(tensor, cast(IO[bytes], self))
+        assert self._elements >= 0 or not part.numel(), "torch.save has copied the elements"
+        return max(self._elements, 0)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
+        if view.ctypes.data == self._address:
+            self._elements = self.position
+        for start in range(0, len(view), _WRITTEN_BYTES):
+            chunk = view[start : start + _WRITTEN_BYTES].data
+            self.crc = zlib.crc32(chunk, self.crc)
+            self._file.write(chunk)
+        self.position += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Does nothing; torch calls it at the end of each tensor."""
+
+
+def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
+    """Returns a full tensor of a checkpoint, on the CPU."""
+    tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+    read_box(folder, saved, [0] * tensor.ndim, tensor)
+    return tensor
+
+
+def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
+    """Reads this rank's part of a DTensor, or a full plain tensor, in place."""
+    if not isinstance(tensor, DTensor):
+        read_box(folder, saved, [0] * tensor.ndim, tensor.detach())
+    elif local_of(tensor).numel():
+        read_box(folder, saved, offsets_of(tensor), local_of(tensor).detach())
+
+
+def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:
+    """Fills `target` with the box of a saved tensor that begins at `offsets`, from all pieces that
+    overlap it. Raises DamagedCheckpointError if a file cannot be read."""
+    for piece in saved.pieces:
+        part, starts = target, []
+        for dim, first in enumerate(piece.offsets):
+            begin = offsets[dim]
+            start = max(first, begin)
+            end = min(first + piece.sizes[dim], begin + target.shape[dim])
+            part = part.narrow(dim, min(start - begin, target.shape[dim]), max(end - start, 0))
+            starts.append(start - first)
+        if not part.numel():
+            continue
+        try:
+            with (folder / piece.file).open("rb", buffering=0) as file:
+                _read_piece(file, piece, getattr(torch, saved.dtype), starts, part)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+            raise Damage(piece.file, reason).error(folder) from error
+        except EOFError:
+            raise Damage(piece.file, "was cut short while it was read").error(folder) from None
+
+
+def _read_piece(
+    file: FileIO, piece: SavedPiece, dtype: torch.dtype, starts: list[int], target: Tensor
+) -> None:
+    """Fills `target` with the elements of a piece from `starts` on, some rows at a time. Raises
+    EOFError."""
+    sizes = list(piece.sizes) or [1]
+    target = target.reshape(-1) if not piece.sizes else target  # a scalar is read as one row
+    row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+    file.seek(piece.data + sum(starts[:1]) * row_bytes)
+    for rows in target.split(max(1, _READ_BYTES // row_bytes)):
+        raw = np.fromfile(file, np.uint8, len(rows) * row_bytes)
+        if raw.nbytes < len(rows) * row_bytes:
+            raise EOFError
+        read = torch.from_numpy(raw).view(dtype).view(len(rows), *sizes[1:])
+        for dim, start in enumerate(starts[1:], start=1):
+            read = read.narrow(dim, start, rows.shape[dim])
+        rows.copy_(read)
