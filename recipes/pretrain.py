@@ -9,6 +9,7 @@ imports torch itself.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -24,6 +25,7 @@ from parallel3d import recipes
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product
+from parallel3d.config.schema import recipe_schema
 from parallel3d.errors import ClusterError, ConfigError, CtrlCError, PreemptedError, printable
 from parallel3d.launch.failure import Failure, end_process, print_error, writing_output
 from parallel3d.launch.local import launch_local
@@ -99,6 +101,9 @@ def _run(arguments: list[str]) -> int:
     options = evaluate.parse(arguments) if is_on_a_run else _parse(arguments)
     if options.command == "replay":
         return evaluate.replay(options)
+    if options.command == "print-schema":
+        print(json.dumps(recipe_schema(), indent=2))
+        return 0
     if options.command == "from-deepspeed":
         return _translate(Path(options.from_deepspeed))
     rendezvous = Rendezvous.from_environment()
@@ -129,6 +134,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--print-config", action="store_true", help="print the resolved recipe as YAML and exit"
     )
     parser.add_argument(
+        "--print-schema",
+        action="store_true",
+        help="print the JSON schema of a recipe, for editors, and exit",
+    )
+    parser.add_argument(
         "--from-deepspeed",
         metavar="DS.JSON",
         help="print a recipe's keys for a DeepSpeed configuration",
@@ -144,6 +154,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         )
         parser.error(f"{unknown[0]}: no such option{meant}")
     options.load, options.command_line = _load, arguments
+    if options.print_schema:
+        options.command = "print-schema"
+        return options
     if options.recipe is None and options.from_deepspeed is None:
         parser.error(
             "no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML "
