@@ -104,31 +104,29 @@ class Schedule:
     @cached_property
     def _first_slots(self) -> dict[tuple[int, Kind], tuple[int, int]]:
         """What `slots` returns for microbatch 0. Rows of one slot a microbatch are the model's own
-        input, what no action takes, the outputs of all stages, and the gradients of their
-        inputs."""
-        count, given, unread = self.microbatches, 0, self.microbatches
+        input, the outputs of all stages, the gradients of their inputs, that of the model's output,
+        and what no action takes."""
+        stages, count = self.stages, self.microbatches
         found = {}
-        for stage in range(self.stages):
-            output = (2 + stage) * count
-            gradient = output + self.stages * count
-            behind = gradient + count if stage + 1 < self.stages else given
-            found[stage, Kind.FORWARD] = (output - count if stage > 0 else given, output)
-            found[stage, Kind.BACKWARD] = found[stage, Kind.INPUT] = (behind, gradient)
+        for stage in range(stages):
+            output, gradient = (1 + stage) * count, (1 + stages + stage) * count
+            found[stage, Kind.FORWARD] = (output - count, output)
+            found[stage, Kind.BACKWARD] = found[stage, Kind.INPUT] = (gradient + count, gradient)
             # its first half is an earlier action of the same rank
-            found[stage, Kind.WEIGHT] = (given, unread)
+            found[stage, Kind.WEIGHT] = (0, (2 + 2 * stages) * count)
         return found
 
     @property
     def slot_count(self) -> int:
-        return (2 + 2 * self.stages) * self.microbatches
+        return (3 + 2 * self.stages) * self.microbatches
 
     def in_order(self) -> Iterator[tuple[int, Action, int, int]]:
         """Yields (rank, action, slot that it takes, slot that it makes) for all actions of a
         complete schedule, each after the actions that it needs. Raises ScheduleError if no such
         order exists, naming where each rank stands and what it waits for."""
         first_slots = self._first_slots
-        there = bytearray(self.slot_count)
-        there[: self.microbatches] = b"\1" * self.microbatches
+        given = b"\1" * self.microbatches
+        there = bytearray(given + bytes(2 * self.stages * self.microbatches) + given + given)
         position = [0] * len(self.ranks)
         waiting: dict[int, int] = {}  # a slot -> the rank that waits for it
         ready = list(reversed(range(len(self.ranks))))
