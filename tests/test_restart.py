@@ -109,4 +109,4 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoints(
     assert len(restarted.notes) == (restarted.recipe != job.recipe)
     assert _restarted(restarted) == restarted
     reading = replace(job, function="read_saved")
-    assert _restarted(reading) is reading
+    assert _restarted(reading).recipe is reading.recipe
