@@ -9,16 +9,21 @@ if __name__ != "parallel3d.recipes":
     raise ImportError("import this as parallel3d.recipes")
 
 import os
+import shlex
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, printable
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import model_class
 from parallel3d.planner.hardware.cluster import cluster_of_cuda
+from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.tools.arguments import HARDWARE
+
+_FEWEST_LINES = 5  # of metrics.jsonl, since its first has the start in it
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -66,6 +71,29 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
     from parallel3d.training.worker import run_worker
 
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
+    if rendezvous.rank == 0 and (command := plan_with(recipe)):
+        said = f"plan with what this run measured: {command}"
+        print(printable(said), file=sys.stderr, flush=True)
+
+
+def plan_with(recipe: Recipe) -> str | None:
+    """Returns the command that plans with what a run that is done has measured of its cluster; None
+    where it has too few lines of steady steps, or the planner does not know its model or its
+    device."""
+    import torch  # which the run has imported
+
+    metrics = Path(recipe.run_dir or "") / "metrics.jsonl"
+    lines = metrics.read_text().count("\n") if metrics.is_file() else 0
+    if lines < _FEWEST_LINES or recipe.model.is_custom or any(unmodeled_settings(recipe)):
+        return None
+    gpu = "cpu"
+    if recipe.train.device != "cpu" and torch.cuda.is_available():
+        cluster = cluster_of_cuda(torch.cuda.get_device_name(), [HARDWARE])
+        if cluster is None:
+            return None
+        gpu = cluster.device_file
+    folder = shlex.quote(str(recipe.run_dir))
+    return f"parallel3d-plan --model {folder}/config.yaml --gpu {gpu} --measured {folder}"
 
 
 def read_saved(recipe: Recipe, rendezvous: Rendezvous, command: str, as_json: bool) -> None:

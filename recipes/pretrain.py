@@ -9,12 +9,13 @@ imports torch itself.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from parallel3d import recipes
 from parallel3d.config.load import load_recipe, to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product
+from parallel3d.config.schema import recipe_schema
 from parallel3d.errors import ClusterError, ConfigError, CtrlCError, PreemptedError, printable
 from parallel3d.launch.failure import Failure, end_process, print_error, writing_output
 from parallel3d.launch.local import launch_local
@@ -99,17 +101,17 @@ def _run(arguments: list[str]) -> int:
     options = evaluate.parse(arguments) if is_on_a_run else _parse(arguments)
     if options.command == "replay":
         return evaluate.replay(options)
+    if options.command == "print-schema":
+        print(json.dumps(recipe_schema(), indent=2))
+        return 0
     if options.command == "from-deepspeed":
         return _translate(Path(options.from_deepspeed))
     rendezvous = Rendezvous.from_environment()
     if options.print_config:
         recipe = options.load(options).recipe
-        print(
-            to_yaml(
-                recipe if rendezvous is None else fit_to_workers(recipe, rendezvous.world_size)
-            ),
-            end="",
-        )
+        if rendezvous is not None:
+            recipe = fit_to_workers(recipe, rendezvous.world_size)
+        print(to_yaml(recipe), end="")
         return 0
     with handled((SAVE_SIGNAL,), signal.SIG_IGN):  # until there is something to save
         return _launch(options) if rendezvous is None else _join(options, rendezvous)
@@ -129,6 +131,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--print-config", action="store_true", help="print the resolved recipe as YAML and exit"
     )
     parser.add_argument(
+        "--print-schema",
+        action="store_true",
+        help="print the JSON schema of a recipe, for editors, and exit",
+    )
+    parser.add_argument(
         "--from-deepspeed",
         metavar="DS.JSON",
         help="print a recipe's keys for a DeepSpeed configuration",
@@ -144,6 +151,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         )
         parser.error(f"{unknown[0]}: no such option{meant}")
     options.load, options.command_line = _load, arguments
+    if options.print_schema:
+        options.command = "print-schema"
+        return options
     if options.recipe is None and options.from_deepspeed is None:
         parser.error(
             "no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML "
@@ -174,7 +184,7 @@ def _translate(path: Path) -> int:
 def _launch(options: argparse.Namespace) -> int:
     """Starts the workers on this machine, even if it is only one. Returns the exit status."""
     job: Job = options.load(options)
-    job = replace(_restarted(job), is_restart=True) if was_requeued() else job
+    job = _restarted(job) if was_requeued() else job
     recipe = job.recipe
     world_size = recipe.parallel.world_size
     if world_size > _MOST_LOCAL_WORKERS:
@@ -185,8 +195,7 @@ def _launch(options: argparse.Namespace) -> int:
         )
     check_model(recipe.model)
     notes = _check(job, world_size)
-    with _folder_of(job) as notice:
-        _warn(notice, notes)
+    with _folder_of(job, notes):
         target = f"parallel3d.recipes:{job.function}"
         status = launch_local(
             target,
@@ -217,7 +226,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         job = replace(job, recipe=fit_to_workers(job.recipe, rendezvous.world_size))
         check_model(job.recipe.model)
         rendezvous = join_attempt(rendezvous, job.recipe.train.start_timeout_s)
-        job = replace(_restarted(job), is_restart=True) if rendezvous.is_restart else job
+        job = _restarted(job) if rendezvous.is_restart else job
         recipe = job.recipe
         if speaks:
             # Where the run is started again it has fitted before, and its last processes may not
@@ -227,9 +236,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         if speaks:
             raise
         return error.exit_status
-    with _folder_of(job) if speaks else nullcontext() as notice:
-        if speaks:
-            _warn(notice, notes)
+    with _folder_of(job, notes) if speaks else nullcontext():
         work = partial(getattr(recipes, job.function), recipe, rendezvous, *job.arguments)
         status, is_left_open = run_rank(work, recipe, rendezvous, verbose=options.verbose)
     if is_left_open:
@@ -276,6 +283,7 @@ def _restarted(job: Job) -> Job:
     recipe names."""
     from parallel3d.checkpoint.store import find_checkpoints
 
+    job = replace(job, is_restart=True)
     recipe, resume = job.recipe, job.recipe.checkpoint.resume
     if not job.trains or resume == "auto":
         return job
@@ -340,20 +348,17 @@ def _check(job: Job, local_ranks: int) -> list[str]:
     return [*job.notes, *notes]
 
 
-def _folder_of(job: Job) -> AbstractContextManager[str | None]:
-    """Holds the folder that a job writes into. Gives a line for the user; None for a job that only
-    reads."""
+@contextmanager
+def _folder_of(job: Job, notes: Sequence[str]) -> Iterator[None]:
+    """Holds the folder that a job writes into, and prints what the user should know before the
+    workers start; does nothing for a job that only reads."""
     if not job.trains or job.recipe.run_dir is None:
-        return nullcontext()
-    return locked(job.recipe.run_dir, is_restart=job.is_restart)
-
-
-def _warn(notice: str | None, notes: Sequence[str]) -> None:
-    """Prints what the user of a job that trains should know before the workers start. `notice` is
-    that of the lock."""
-    for line in [] if notice is None else [*notes, notice]:
-        if line:
+        yield
+        return
+    with locked(job.recipe.run_dir, is_restart=job.is_restart) as notice:
+        for line in filter(None, (*notes, notice)):
             print(f"warning: {printable(line)}", file=sys.stderr, flush=True)
+        yield
 
 
 if __name__ == "__main__":

@@ -22,34 +22,34 @@ _DIVERGED = 1.3  # times the lowest smoothed loss
 # Smith's choice among the rates below that of the lowest loss: an order of magnitude
 _BELOW_LOWEST = 10.0
 _MOST_ROWS = 25
+_SETTINGS = """
+optimizer.schedule=range_test
+optimizer.lr=1.0
+optimizer.min_lr_ratio=1e-6
+optimizer.warmup_steps=0
+optimizer.decay_start=null
+optimizer.decay_shape=null
+optimizer.decay_steps=null
+train.steps=100
+train.batch_warmup_start=null
+train.batch_warmup_increment=null
+train.batch_warmup_steps=null
+train.eval_every=null
+train.sample_tokens=0
+data.evaluation=[]
+train.callbacks=[parallel3d.recipes.range_test:RateRangeTest]
+checkpoint.every=null
+checkpoint.resume=none
+logging.timeline=null
+logging.sinks=[]
+logging.profile_steps=null
+"""
 
 
 def range_test_settings(recipe: str) -> list[str]:
     """Returns the overrides that make a range test of a recipe. The user's own come after them, so
     that `train.steps=200 optimizer.lr=0.1` makes a longer one up to a rate of 0.1."""
-    return [
-        "optimizer.schedule=range_test",
-        "optimizer.lr=1.0",
-        "optimizer.min_lr_ratio=1e-6",
-        "optimizer.warmup_steps=0",
-        "optimizer.decay_start=null",
-        "optimizer.decay_shape=null",
-        "optimizer.decay_steps=null",
-        "train.steps=100",
-        "train.batch_warmup_start=null",
-        "train.batch_warmup_increment=null",
-        "train.batch_warmup_steps=null",
-        "train.eval_every=null",
-        "train.sample_tokens=0",
-        "data.evaluation=[]",
-        "train.callbacks=[parallel3d.recipes.range_test:RateRangeTest]",
-        "checkpoint.every=null",
-        "checkpoint.resume=none",
-        "logging.timeline=null",
-        "logging.sinks=[]",
-        "logging.profile_steps=null",
-        f"run_dir=runs/{Path(recipe).stem}-range-test",
-    ]
+    return [*_SETTINGS.split(), f"run_dir=runs/{Path(recipe).stem}-range-test"]
 
 
 class RateRangeTest(Callback):

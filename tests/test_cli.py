@@ -91,6 +91,8 @@ def test_print_config_prints_a_recipe_that_says_the_same(capsys: Said, tmp_path:
     assert recipe.train.steps == 7
     assert recipe.run_dir == "runs/quickstart"
     assert said.err == ""
+    assert pretrain.main(["--print-schema"]) == 0
+    assert "sequence_parallel" in capsys.readouterr().out
     assert not Path("runs").exists()
 
 

@@ -106,7 +106,7 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoints(
     job = Job(replace(RECIPE, run_dir=str(tmp_path), checkpoint=CheckpointConfig(resume=resume)))
     restarted = _restarted(job)
     assert restarted.recipe.checkpoint.resume == ("auto" if saved else at_first)
-    assert len(restarted.notes) == (restarted != job)
-    assert _restarted(restarted) is restarted
+    assert len(restarted.notes) == (restarted.recipe != job.recipe)
+    assert _restarted(restarted) == restarted
     reading = replace(job, function="read_saved")
-    assert _restarted(reading) is reading
+    assert _restarted(reading).recipe is reading.recipe

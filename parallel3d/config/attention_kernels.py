@@ -93,15 +93,6 @@ class AttentionKernel:
         on a tp rank."""
         return seq**2 * (batch * heads * self.score_bytes + self.mask_bytes)
 
-    @property
-    def why_quadratic(self) -> str:
-        """Words for an error: why the scores or the mask exist."""
-        if self.name == "scores":
-            return "dropout needs the probabilities of attention, S^2 a head, written out"
-        if self.score_bytes:
-            return "no fused kernel takes these heads, so that S^2 scores a head are written out"
-        return "a window is a mask of S^2 numbers here"
-
 
 def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionKernel:
     """Returns the kernel of a call on a device."""
@@ -193,15 +184,18 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     score_bytes = kernel.quadratic_bytes(batch=microbatch, heads=heads, seq=seq)
     if device.type != "cuda" or score_bytes <= MOST_SCORE_BYTES:
         return []
+    key, tries = "train.precision", "fp16"
+    why = "a window is a mask of S^2 numbers here"
     if kernel.name == "scores":
         key, tries = "model.attention_dropout", "0"
-    else:
-        key, tries = "train.precision", "fp16"
-        if train.precision == "fp32" and device.capability >= (8, 0):
-            tries = "bf16"
+        why = "dropout needs the probabilities of attention, S^2 a head, written out"
+    elif kernel.score_bytes:
+        why = "no fused kernel takes these heads, so that S^2 scores a head are written out"
+    if tries == "fp16" and train.precision == "fp32" and device.capability >= (8, 0):
+        tries = "bf16"
     size, most = score_bytes / 2**30, MOST_SCORE_BYTES / 2**30
     return [
-        f"{key} = {attrgetter(key)(recipe)}: {kernel.why_quadratic}, which takes {size:.1f} GiB a "
+        f"{key} = {attrgetter(key)(recipe)}: {why}, which takes {size:.1f} GiB a "
         f"block and microbatch, and may take {most:.0f} on a GPU; try {key}={tries}, or a smaller "
         "parallel.microbatch_size"
     ]

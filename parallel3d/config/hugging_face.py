@@ -80,18 +80,13 @@ def read_config_json(path: Path) -> dict[str, Any]:
     one."""
     try:
         config = json.loads(read_short(path, "a config.json is a short JSON file"))
-    except OSError as problem:
+        if not isinstance(config, dict):
+            raise ValueError("it must hold keys and values")
+    except (OSError, ValueError, RecursionError) as problem:
+        why = getattr(problem, "strerror", problem)
         raise ConfigError(
-            f"{path}: cannot be read ({problem.strerror}); try the path of a config.json"
+            f"{path}: cannot be read as JSON ({why}); try the path of a whole config.json"
         ) from problem
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(
-            f"{path}: cannot be read as JSON ({problem}); copy the whole file anew"
-        ) from problem
-    if not isinstance(config, dict):
-        raise ConfigError(
-            f"{path}: must hold keys and values, as a transformers model's config.json does"
-        )
     for key in _COUNTS:
         if config.get(key) is not None:
             whole_number(config, key, path)
@@ -131,7 +126,7 @@ def model_of(config: Mapping[str, Any], path: Path, *, others: Iterable[str] = (
         "window": sliding_window(config) if windowed_layers(config) else None,
         "rope_theta": rope["rope_theta"],
     }
-    scaling = _rope_type(rope)
+    scaling = rope["rope_type"]
     if scaling in SCALING_KEYS and not is_gpt:
         scaled = {key: rope[key] for key in ("factor", *SCALING_KEYS[scaling]) if key in rope}
         original = rope.get(_ORIGINAL)
@@ -148,7 +143,7 @@ def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     """Yields what a config.json says of the model's computation and a recipe cannot say: with it
     the same weights would compute something else here."""
     rope = _rope(config, path)
-    kind = _rope_type(rope)
+    kind = rope["rope_type"]
     known = {
         "rope_type",
         "type",
@@ -166,12 +161,6 @@ def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
         unknown["sliding_window of some layers only"] = config["sliding_window"]
     for key, value in unknown.items():
         yield f"{key} = {shown(value)} of config.json is left out: a recipe has no key for it"
-
-
-def notes_on(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """Yields what a config.json says and a plan does not count."""
-    yield from left_out(config, path)
-    yield from window_notes(config)
 
 
 def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
@@ -302,12 +291,8 @@ def windowed_layers(config: Mapping[str, Any]) -> int:
 
 
 def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
-    """Returns the number of a key. Raises ConfigError where it is missing or no whole number."""
-    if key not in config:
-        raise ConfigError(
-            f"{path}: {key}: required and not given; set it to the model's whole number"
-        )
-    value = config[key]
+    """Returns the number of a key. Raises ConfigError if it is missing or no whole number."""
+    value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 or value < 0:
         said = f"{path}: {key} = {shown(json.dumps(value))}"
         raise ConfigError(f"{said}: must be a whole number from 0")
@@ -324,8 +309,5 @@ def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     given = {key: value for key, value in said.items() if value is not None}
     given.setdefault("rope_theta", config.get("rope_theta", _DEFAULTS["rope_theta"]))
     given.setdefault(_ORIGINAL, config.get("max_position_embeddings"))
+    given["rope_type"] = str(given.get("rope_type", given.get("type", "default")))
     return given
-
-
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default")))

@@ -5,6 +5,7 @@ only during that import."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from parallel3d.errors import ConfigError
 
 # the folders of the recipes that this process has loaded, and that name a class
 BESIDE_RECIPES: list[str] = []
+_OURS = re.compile(r"config/import_class\.py$|models/custom\.py$|importlib")
 
 
 def import_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
@@ -78,11 +80,7 @@ def naming_user_code(words: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         trace = error.__traceback__
-        while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        while trace is not None and _OURS.search(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
         told = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
         raise ConfigError(f"{words}:\n{told}") from error
-
-
-def _is_ours(file: str) -> bool:
-    return file.endswith(("config/import_class.py", "models/custom.py")) or "importlib" in file

@@ -8,7 +8,7 @@ checks types and ranges.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -46,6 +46,7 @@ _REMOVED = {
     "local_sgd.mixing": None,
     "train.label_smoothing": 0.0,
 }
+_UNREADABLE = r"\$\{|[\ud800-\udfff]"
 _SECTIONS = {key.name for key in fields(Recipe)} - {"run_dir"}
 
 
@@ -66,7 +67,10 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     if not run_dirs or run_dirs[-1] is None:
         default = Setting(key="run_dir", value=f"runs/{path.stem}", origin="its default")
         settings.append(default)
-    refuse([*_unreadable(settings)])
+    # UTF-8 cannot encode surrogates, which stand for bytes that are not UTF-8
+    unreadable = [each for each in settings if re.search(_UNREADABLE, str(each.value))]
+    rule = "must be text in UTF-8 without ${variables}; write the value itself"
+    refuse([f"{setting}: {rule}" for setting in unreadable])
     recipe, errors = read(Recipe, _merge(settings), settings)
     refuse(errors)
     check_rules(recipe)
@@ -140,11 +144,3 @@ def _parse_override(text: str) -> Setting:
     is_plain = value != "null" and not value.startswith(("'", '"'))
     parsed = value if is_text_key and is_plain else parse_value(value, name)
     return Setting(key=name, value=parsed, origin=COMMAND_LINE)
-
-
-def _unreadable(settings: Iterable[Setting]) -> Iterator[str]:
-    """Yields a line for each value that no key can have: UTF-8 cannot encode surrogates, which
-    stand for bytes that are not UTF-8."""
-    for setting in settings:
-        if re.search(r"\$\{|[\ud800-\udfff]", str(setting.value)):
-            yield f"{setting}: must be text in UTF-8 without ${{variables}}; write the value itself"

@@ -6,9 +6,6 @@ from collections.abc import Iterable
 
 from annotated_types import Interval
 
-from parallel3d.shard_sizes import divisors
-
-_LARGEST_DIVISOR = 4096  # the largest divisor that an error line suggests
 _MOST_TRIES = 6
 
 # The range of a key: `scale: Annotated[float, in_range(gt=0, le=1)] = 0.5`.
@@ -24,12 +21,6 @@ def any_of(values: Iterable[object]) -> str:
 def nearest(values: Iterable[int], near: int) -> list[int]:
     """Returns the values that are nearest to `near`, at most six, in ascending order."""
     return sorted(sorted(values, key=lambda value: abs(value - near))[:_MOST_TRIES])
-
-
-def divisors_near(number: int, near: int) -> list[int]:
-    """Returns the divisors of `number` that are nearest to `near`, at most six, in ascending
-    order."""
-    return nearest((d for d in divisors(number) if d <= _LARGEST_DIVISOR), near)
 
 
 def multiple_from(smallest: int, factor: int) -> int:

@@ -18,13 +18,8 @@ from parallel3d.schedules.registry import ScheduleName
 
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 OptimizerName = Literal["adamw", "sgd", "muon"]
-RateSchedule = Literal["constant", "linear", "cosine", "wsd", "range_test"]
-DecayShape = Literal["linear", "cosine", "sqrt"]
 BlockRecompute = Literal["none", "selective", "full"]
 Recompute = Literal["none", "selective", "full", "every_n"]
-OnNonfinite = Literal["stop", "skip"]
-OnSpike = Literal["warn", "skip", "rollback"]
-ReduceDtype = Literal["fp32", "bf16"]
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
 Text = Annotated[str, MinLen(1)]
@@ -173,7 +168,7 @@ class ParallelConfig:
     gather: Cadence = "step"
     # whether gradients are summed over the data ranks once a step, or for each microbatch
     reduce: Cadence = "step"
-    reduce_dtype: ReduceDtype = "fp32"  # the type in which gradients are sent
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # the type in which gradients are sent
     # blocks whose parameters are gathered ahead; None: as torch chooses
     prefetch: Count | None = None
     # The least gradients that are reduced in one go; None: `usual_bucket_mib`.
@@ -207,12 +202,7 @@ class ParallelConfig:
     @property
     def axes(self) -> dict[str, int]:
         """The sizes of the mesh's axes, outermost first."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "tp": self.tp,
-        }
+        return {axis: getattr(self, axis) for axis in Coordinates._fields}
 
     def coordinates(self, rank: int) -> Coordinates:
         """Returns the coordinates of `rank`, which counts row-major over `axes`, tp innermost."""
@@ -246,13 +236,13 @@ class TrainConfig:
     # largest global gradient norm; None: no clipping
     grad_clip: Positive | None = 1.0
     # skip: leave out a step whose loss or gradient is not finite, and go on
-    on_nonfinite: OnNonfinite = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     # the steps that `skip` leaves out one after the other, before it ends the run
     nonfinite_in_a_row: Count = 10
     # What is done about a step whose loss or gradient norm stands out (training/guard.py). skip:
     # its update is left out. rollback: the run goes back to a checkpoint, and leaves out the
     # sequences of the last steps.
-    on_spike: OnSpike = "warn"
+    on_spike: Literal["warn", "skip", "rollback"] = "warn"
     # finite steps that a step is compared with
     spike_window: Annotated[int, in_range(ge=4, le=10000)] = 128
     # a spike is so many above their median, ...
@@ -325,9 +315,10 @@ class OptimizerConfig:
     # the type of moments and momentum; None: the parameters' type
     state_dtype: Literal["fp32", "bf16"] | None = None
     warmup_steps: Index = 0
-    schedule: RateSchedule = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "wsd", "range_test"] = "cosine"
     decay_start: Count | None = None  # wsd: the step up to which the rate stays at its peak
-    decay_shape: DecayShape | None = None  # wsd: how the rate falls from there; None: linear
+    # wsd: how the rate falls from there; None: linear
+    decay_shape: Literal["linear", "cosine", "sqrt"] | None = None
     decay_steps: Count | None = None  # the step at which the rate has come down; None: train.steps
     min_lr_ratio: Annotated[float, in_range(ge=0, le=1)] = 0.1
 

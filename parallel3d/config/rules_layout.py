@@ -11,7 +11,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import TypeVar
 
-from parallel3d.config.ranges import any_of, divisors_near, multiple_from, multiples_near, nearest
+from parallel3d.config.ranges import any_of, multiple_from, multiples_near, nearest
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.config.sharding_strategies import (
     HYBRID_OF,
@@ -64,7 +64,7 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
     model, tp, seq_len = recipe.model, recipe.parallel.tp, recipe.train.seq_len
     if model.head_dim is None and model.hidden % model.heads:
         # A divisor of half the width leaves an even number to each head.
-        tries = any_of(divisors_near(model.hidden // 2, model.heads) or [1])
+        tries = any_of(nearest(divisors(model.hidden // 2), model.heads) or [1])
         yield f"<model.heads>: must divide <model.hidden>; try {tries}"
     elif model.head_size % 2 and model.architecture == "llama":
         yield (
@@ -72,7 +72,7 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
             f"numbers; try model.head_dim={model.head_size + 1}"
         )
     if model.heads % model.key_value_heads:
-        tries = any_of(divisors_near(model.heads, model.key_value_heads))
+        tries = any_of(nearest(divisors(model.heads), model.key_value_heads))
         yield f"<model.kv_heads>: must divide <model.heads>; try {tries}"
     if not shard_rows(model.vocab, tp - 1, tp):
         yield (

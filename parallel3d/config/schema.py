@@ -77,6 +77,13 @@ def adapter(owner: Any) -> TypeAdapter[Any]:
     return TypeAdapter(owner)
 
 
+def recipe_schema() -> dict[str, Any]:
+    """Returns the JSON schema of a recipe file, for editors."""
+    schema = adapter(Recipe).json_schema()
+    del schema["$defs"]["ModelConfig"]["required"]  # a shape card may give these
+    return schema
+
+
 def range_errors(section: Any) -> Iterator[str]:
     """Yields a line for each number of a section, or of a recipe, that is out of its range."""
     yield from read(type(section), asdict(section))[1]

@@ -36,12 +36,8 @@ HYBRID_OF: dict[ShardingName, ShardingName] = {
     "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2",
     "FULL_SHARD": "HYBRID_SHARD",
 }
-OF_ZERO_STAGE: dict[int, ShardingName] = {
-    0: "NO_SHARD",
-    1: "SHARD_OPTIMIZER",
-    2: "SHARD_GRAD_OP",
-    3: "FULL_SHARD",
-}
+# by ZeRO's stage
+_OF_ZERO_STAGE: tuple[ShardingName, ...] = (*REPLICATED, *HYBRID_OF)
 
 
 def usual_bucket_mib(*, on_gpu: bool) -> float:
@@ -57,5 +53,5 @@ def strategy_of(
     it is FULL_SHARD, or HYBRID_SHARD with replicas."""
     if sharding is not None:
         return sharding
-    strategy = OF_ZERO_STAGE[3 if zero_stage is None else zero_stage]
+    strategy = _OF_ZERO_STAGE[3 if zero_stage is None else zero_stage]
     return HYBRID_OF.get(strategy, strategy) if dp_replicate > 1 else strategy

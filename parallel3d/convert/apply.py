@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d.config.ranges import any_of, divisors_near
+from parallel3d.config.ranges import any_of, nearest
 from parallel3d.convert.check import Example, checked
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.parallel_modules import (
@@ -64,7 +64,7 @@ from parallel3d.layers.parameter import (
     refuse_another_draw,
 )
 from parallel3d.mesh import Axis, Role
-from parallel3d.shard_sizes import shard_rows
+from parallel3d.shard_sizes import divisors, shard_rows
 
 
 @dataclass
@@ -104,7 +104,7 @@ class ModulePlan:
     def check_divides(self, size: int, what: str) -> None:
         """Raises ValueError unless tp divides a size."""
         if size % self.tp:
-            tries = any_of(divisors_near(size, self.tp))
+            tries = any_of(nearest(divisors(size), self.tp))
             raise self.error(f"{size} {what} cannot be split over tp = {self.tp}; try tp = {tries}")
 
 

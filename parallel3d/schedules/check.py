@@ -10,13 +10,13 @@ from __future__ import annotations
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
-# (kind, the state of its stage's microbatch) -> the state after it
 _BEGUN, _HALF, _DONE = 1, 2, 3
+# kind -> the state of its stage's microbatch before it -> after it
 _STATE_AFTER = {
-    (Kind.FORWARD, 0): _BEGUN,
-    (Kind.BACKWARD, _BEGUN): _DONE,
-    (Kind.INPUT, _BEGUN): _HALF,
-    (Kind.WEIGHT, _HALF): _DONE,
+    Kind.FORWARD: {0: _BEGUN},
+    Kind.BACKWARD: {_BEGUN: _DONE},
+    Kind.INPUT: {_BEGUN: _HALF},
+    Kind.WEIGHT: {_HALF: _DONE},
 }
 _MISSING = {0: Kind.FORWARD, _BEGUN: Kind.BACKWARD, _HALF: Kind.WEIGHT}
 
@@ -43,12 +43,12 @@ def check_schedule(schedule: Schedule) -> None:
                 fault = "this rank holds no such stage"
             elif not 0 <= microbatch < microbatches:
                 fault = "there is no such microbatch"
-            elif (kind, states[place]) not in _STATE_AFTER:
+            elif (after := _STATE_AFTER[kind].get(states[place])) is None:
                 fault = "comes twice, or before what it needs of its own stage"
             elif kind is not Kind.FORWARD and not schedule.trains:
                 fault = "is not asked for"
             else:
-                states[place] = _STATE_AFTER[kind, states[place]]
+                states[place] = after
                 continue
             raise ScheduleError(f"{said}rank {rank}, {action}: {fault}")
     last = _DONE if schedule.trains else _BEGUN

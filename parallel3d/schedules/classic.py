@@ -1,9 +1,10 @@
 """Schedules whose stages go round the ranks: naive, GPipe, 1F1B, breadth-first and the two ZB-H1.
 
 Each builder is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that
-returns a rank's actions; stage s stands on rank s mod pp. In the formulas p is pp, m the
-microbatches, v the stages per rank, and F and B the time of a rank's whole share of the model for
-one microbatch; the bubble is the idle part of all rank-time.
+returns a rank's actions; 1F1B, interleaved 1F1B and ZB-H1 are given by the warm-ups of `in_turn`.
+Stage s stands on rank s mod pp. In the formulas p is pp, m the microbatches, v the stages per rank,
+and F and B the time of a rank's whole share of the model for one microbatch; the bubble is the idle
+part of all rank-time.
 
 ZB-H1 (Qi et al. 2023, arXiv 2401.10241) splits the backward B: the input's gradient (I) comes at
 once, because the stage before waits for it, and the weights' (W) later, where the rank would be
@@ -13,9 +14,13 @@ ranks hold as many microbatches as 1F1B's first rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from parallel3d.schedules.schedule import Action, Kind
 
 Actions = list[Action]
+# (pp, rank, microbatches, stages per rank) -> forwards before one forward, one backward in turn
+WarmUp = Callable[[int, int, int, int], int]
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
@@ -38,31 +43,18 @@ def gpipe(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions
     return [Action(rank, kind, m) for kind in (F, B) for m in range(microbatches)]
 
 
-def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
+def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
     """Does one forward and one backward in turn once the pipeline is full (Narayanan et al. 2021,
     arXiv 2006.09503). The bubble is GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches
     are alive. With one rank this is gradient accumulation."""
-    return _in_turn(
-        pp, rank, microbatches, 1, warm_up=one_f_one_b_warm_up(pp, rank, microbatches, 1)
-    )
-
-
-def one_f_one_b_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Counts a rank's forwards before 1F1B's first forward-backward pair."""
     return pp - rank - 1
 
 
-def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
+def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
     """Runs 1F1B over virtual stages: idle time over busy time is (p - 1) / (v m), v times less than
     1F1B's, for v times the transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). At
     most 2 (p - rank - 1) + (v - 1) g + 1 forwards are alive, each of a stage that is 1 / v of the
     rank's share; g is the largest of `groups`, which is p where p divides m."""
-    warm_up = interleaved_warm_up(pp, rank, microbatches, virtual_stages)
-    return _in_turn(pp, rank, microbatches, virtual_stages, warm_up=warm_up)
-
-
-def interleaved_warm_up(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Counts a rank's forwards before interleaved 1F1B's first forward-backward pair."""
     return 2 * (pp - rank - 1) + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
 
 
@@ -77,14 +69,13 @@ def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
     return forwards + [Action(stage, B, m) for stage, _, m in reversed(forwards)]
 
 
-def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
+def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
     """Orders ZB-H1 (arXiv 2401.10241, section 2.1 and table 1): 1F1B with W delayed by `rank`
     microbatches. Each rank is idle for (p - 1) (F + I - W) / v if W <= F, a third of 1F1B's (p - 1)
     (F + I + W) / v where the three are equal. At most (v - 1) g + p forwards are alive, with g as
     in `interleaved_1f1b`; over virtual stages it is the order of torch.distributed.pipelining's
     ScheduleInterleavedZeroBubble."""
-    warm_up = pp - rank - 1 + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
-    return _in_turn(pp, rank, microbatches, virtual_stages, warm_up=warm_up, delay=rank)
+    return pp - rank - 1 + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
 
 
 def groups(pp: int, microbatches: int) -> list[int]:
@@ -104,18 +95,19 @@ def group_sizes(pp: int, microbatches: int) -> tuple[int, int]:
     return -(-microbatches // count), microbatches // count
 
 
-def _in_turn(
+def in_turn(
     pp: int,
     rank: int,
     microbatches: int,
     virtual_stages: int,
     *,
-    warm_up: int,
-    delay: int | None = None,
+    warm_up: WarmUp,
+    splits: bool = False,
 ) -> Actions:
-    """Does `warm_up` forwards, then forwards and backwards in turn, then the backwards that are
-    left; groups of microbatches go round the ranks. With `delay` the backwards are split: each I
-    from number `delay` on is followed by the oldest W that is left."""
+    """Does as many forwards as `warm_up` says, then forwards and backwards in turn, then the
+    backwards that are left; groups of microbatches go round the ranks. With `splits` the backwards
+    are split: each I from number `rank` on is followed by the oldest W that is left."""
+    warm, kind = warm_up(pp, rank, microbatches, virtual_stages), I if splits else B
     forwards: Actions = []
     backwards: list[tuple[int, int]] = []  # (stage, microbatch)
     first = 0
@@ -126,11 +118,11 @@ def _in_turn(
                 ((virtual_stages - 1 - turn) * pp + rank, m) for m in range(first, first + size)
             ]
         first += size
-    actions = forwards[:warm_up]
+    actions = forwards[:warm]
     for done, (stage, m) in enumerate(backwards):
-        actions += forwards[warm_up + done : warm_up + done + 1]
-        actions.append(Action(stage, B if delay is None else I, m))
-        if delay is not None and done >= delay:
-            actions.append(Action(backwards[done - delay][0], W, backwards[done - delay][1]))
-    left = backwards[max(0, len(backwards) - delay) :] if delay is not None else []
+        actions += forwards[warm + done : warm + done + 1]
+        actions.append(Action(stage, kind, m))
+        if splits and done >= rank:
+            actions.append(Action(backwards[done - rank][0], W, backwards[done - rank][1]))
+    left = backwards[max(0, len(backwards) - rank) :] if splits else []
     return actions + [Action(stage, W, m) for stage, m in left]

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules import classic
-from parallel3d.schedules.classic import Actions
+from parallel3d.schedules.classic import (
+    Actions,
+    WarmUp,
+    gpipe,
+    in_turn,
+    interleaved_1f1b,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    zb_h1,
+)
 from parallel3d.schedules.v_shaped import dualpipe_v, zb_v
 
 ScheduleName = Literal[
@@ -38,6 +48,7 @@ class StagesPerRank:
         return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
 
 
+_ZB_H1 = partial(in_turn, warm_up=zb_h1, splits=True)
 _LOOPED = StagesPerRank(most=None, usual=2)
 _ON_A_V = StagesPerRank(least=2, most=2, usual=2, v_shaped=True)
 
@@ -51,7 +62,7 @@ class ScheduleTraits:
     builder: Callable[[int, int, int, int], Actions]
     stages: StagesPerRank = StagesPerRank()
     # forwards before one forward, one backward in turn
-    warm_up: Callable[[int, int, int, int], int] | None = None
+    warm_up: WarmUp | None = None
     # idle for (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473, section 2.2)
     ramp_bubble: bool = False
     holds_whole_batch: bool = False  # all forwards of a step come before its first backward
@@ -67,28 +78,26 @@ class ScheduleTraits:
 SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
     traits.name: traits
     for traits in (
-        ScheduleTraits("gpipe", classic.gpipe, ramp_bubble=True, holds_whole_batch=True),
+        ScheduleTraits("gpipe", gpipe, ramp_bubble=True, holds_whole_batch=True),
         ScheduleTraits(
-            "1f1b", classic.one_f_one_b, warm_up=classic.one_f_one_b_warm_up, ramp_bubble=True
+            "1f1b",
+            partial(in_turn, warm_up=one_f_one_b),
+            warm_up=one_f_one_b,
+            ramp_bubble=True,
         ),
         ScheduleTraits(
             "interleaved_1f1b",
-            classic.interleaved_1f1b,
+            partial(in_turn, warm_up=interleaved_1f1b),
             _LOOPED,
-            classic.interleaved_warm_up,
+            interleaved_1f1b,
             ramp_bubble=True,
         ),
-        ScheduleTraits("looped_bfs", classic.looped_bfs, _LOOPED, holds_whole_batch=True),
-        ScheduleTraits("zb_h1", classic.zb_h1, whole_backward="1f1b"),
-        ScheduleTraits(
-            "interleaved_zb",
-            classic.zb_h1,
-            _LOOPED,
-            whole_backward="interleaved_1f1b",
-        ),
+        ScheduleTraits("looped_bfs", looped_bfs, _LOOPED, holds_whole_batch=True),
+        ScheduleTraits("zb_h1", _ZB_H1, whole_backward="1f1b"),
+        ScheduleTraits("interleaved_zb", _ZB_H1, _LOOPED, whole_backward="interleaved_1f1b"),
         ScheduleTraits("zb_v", zb_v, _ON_A_V, whole_backward="interleaved_1f1b"),
         ScheduleTraits("dualpipe_v", dualpipe_v, _ON_A_V, whole_backward="interleaved_1f1b"),
-        ScheduleTraits("naive", classic.naive, StagesPerRank(most=None)),
+        ScheduleTraits("naive", naive, StagesPerRank(most=None)),
     )
 }
 

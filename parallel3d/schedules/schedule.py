@@ -19,8 +19,6 @@ from parallel3d.errors import ScheduleError
 RECEIVES_AHEAD = 2  # receives that the transport posts beyond the one waited for, from each rank
 # sends to each rank before the oldest is waited for; tests/test_nccl_rules.py shows that all end
 SENDS_KEPT = 4
-# slots of results (`Schedule.slots`): the model's own input, and what no action takes
-GIVEN, UNREAD, FIRST_SLOT = 0, 1, 2
 
 
 class Kind(StrEnum):
@@ -99,40 +97,53 @@ class Schedule:
 
     def slots(self, action: Action) -> tuple[int, int]:
         """Returns the slots of two results: the one that `action` takes from another stage, and the
-        one that it makes. Slots number the outputs of all stages, then the gradients of their
-        inputs, by stage and microbatch."""
-        stage, kind, microbatch = action
-        count, stages = self.microbatches, len(self.placement)
-        output = FIRST_SLOT + stage * count + microbatch
-        if kind is Kind.FORWARD:
-            return (output - count if stage > 0 else GIVEN), output
-        if kind is Kind.WEIGHT:  # its first half is an earlier action of the same rank
-            return GIVEN, UNREAD
-        gradient = output + stages * count
-        return (gradient + count if stage + 1 < stages else GIVEN), gradient
+        one that it makes."""
+        takes, makes = self._first_slots[action.stage, action.kind]
+        return takes + action.microbatch, makes + action.microbatch
+
+    @cached_property
+    def _first_slots(self) -> dict[tuple[int, Kind], tuple[int, int]]:
+        """What `slots` returns for microbatch 0. Rows of one slot a microbatch are the model's own
+        input, the outputs of all stages, the gradients of their inputs, that of the model's output,
+        and what no action takes."""
+        stages, count = self.stages, self.microbatches
+        found = {}
+        for stage in range(stages):
+            output, gradient = (1 + stage) * count, (1 + stages + stage) * count
+            found[stage, Kind.FORWARD] = (output - count, output)
+            found[stage, Kind.BACKWARD] = found[stage, Kind.INPUT] = (gradient + count, gradient)
+            # its first half is an earlier action of the same rank
+            found[stage, Kind.WEIGHT] = (0, (2 + 2 * stages) * count)
+        return found
 
     @property
     def slot_count(self) -> int:
-        return FIRST_SLOT + 2 * self.stages * self.microbatches
+        return (3 + 2 * self.stages) * self.microbatches
 
     def in_order(self) -> Iterator[tuple[int, Action, int, int]]:
         """Yields (rank, action, slot that it takes, slot that it makes) for all actions of a
         complete schedule, each after the actions that it needs. Raises ScheduleError if no such
         order exists, naming where each rank stands and what it waits for."""
-        there = bytearray(self.slot_count)
-        there[GIVEN] = 1
+        first_slots = self._first_slots
+        given = b"\1" * self.microbatches
+        there = bytearray(given + bytes(2 * self.stages * self.microbatches) + given + given)
         position = [0] * len(self.ranks)
         waiting: dict[int, int] = {}  # a slot -> the rank that waits for it
         ready = list(reversed(range(len(self.ranks))))
         while ready:
             rank = ready.pop()
-            for action in self.ranks[rank][position[rank] :]:
-                takes, makes = self.slots(action)
+            actions = self.ranks[rank]
+            for at in range(position[rank], len(actions)):
+                action = actions[at]
+                stage, kind, microbatch = action
+                takes, makes = first_slots[stage, kind]
+                takes += microbatch
+                makes += microbatch
                 if not there[takes]:
                     waiting[takes] = rank
                     break
                 yield rank, action, takes, makes
-                position[rank] += 1
+                position[rank] = at + 1
                 there[makes] = 1
                 if makes in waiting:
                     ready.append(waiting.pop(makes))

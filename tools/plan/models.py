@@ -12,8 +12,8 @@ from pathlib import Path
 
 from parallel3d.config.hugging_face import (
     check_model,
+    left_out,
     model_of,
-    notes_on,
     read_config_json,
     window_notes,
     windowed_layers,
@@ -146,7 +146,7 @@ def _of_config_json(path: Path, text: str) -> Model:
         said=text,
         config=config,
         longest=said.get("max_position_embeddings"),
-        notes=tuple(notes_on(plain, path)),
+        notes=(*left_out(plain, path), *window_notes(plain)),
     )
 
 
