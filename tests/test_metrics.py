@@ -51,11 +51,12 @@ LINE = StepMetrics(
 
 def test_a_line_says_what_a_person_asks() -> None:
     line = "step 20/300  loss 3.1235  grad 0.812  lr 1.00e-03  8,192 tok/s  mem 412 MiB"
-    assert describe(LINE, 300) == f"{line}  eta 0:01:10"
-    sets = describe(replace(LINE, val_loss=3.2, set_losses={"wiki": 2.0}, mfu=0.4127), 300)
+    assert describe(LINE, 300, 100) == f"{line}  eta 0:01:10"
+    assert describe(LINE, 300, 80) == line  # 76 characters
+    sets = describe(replace(LINE, val_loss=3.2, set_losses={"wiki": 2.0}, mfu=0.4127), 300, 200)
     assert "loss 3.1235  val 3.2000  wiki 2.0000  grad" in sets and "mfu 41.3%" in sets
     in_float16 = replace(LINE, loss_scale=65536.0, skipped_steps=3)
-    assert "8,192 tok/s  scale 65536  skipped 3  mem 412 MiB" in describe(in_float16, 300)
+    assert "8,192 tok/s  scale 65536  skipped 3  mem 412 MiB" in describe(in_float16, 300, 200)
 
 
 def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> None:

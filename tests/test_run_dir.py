@@ -134,13 +134,21 @@ def test_a_run_in_the_current_folder_works_twice_and_moves_its_own_files_alone(
 
 
 @pytest.mark.parametrize("resume", ["none", "auto"])
-def test_a_recipe_in_the_folder_is_not_overwritten(
-    resume: str, train: Train, tmp_path: Path, capsys: Said
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", to_yaml(RECIPE)),
+        ("metrics.jsonl", '{"accuracy": 0.5}\n'),
+        ("outcome.json", '{"mine": true}'),
+    ],
+)
+def test_a_file_that_no_run_has_written_is_not_overwritten(
+    name: str, text: str, resume: str, train: Train, tmp_path: Path, capsys: Said
 ) -> None:
-    (tmp_path / "config.yaml").write_text(to_yaml(RECIPE))
+    (tmp_path / name).write_text(text)
     before = files(tmp_path)
     assert train(f"run_dir={tmp_path}", f"checkpoint.resume={resume}") == 2
-    assert "would overwrite the config.yaml there, which no run has" in capsys.readouterr().err
+    assert f"would overwrite the {name} there, which no run has" in capsys.readouterr().err
     assert files(tmp_path) == before
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -149,7 +150,28 @@ def tensor_parallelize(
         for plan in plans:  # at last, because two layers of a parent may set the same count
             for (owner, attribute), count in plan.counts.items():
                 _set_count(owner, attribute, count)
+    for plan in plans:
+        if isinstance(plan.style, Column | Row | Vocab):
+            _refuse_additions(module, plan)
     return module
+
+
+def _refuse_additions(root: nn.Module, plan: ModulePlan) -> None:
+    """Lets the first forward pass of a split layer raise RuntimeError if a parameter was added in
+    its place since, as peft does: an adapter would see a part of its input or output."""
+
+    def check(module: nn.Module, inputs: object) -> None:
+        if is_compiling():
+            return
+        added.remove()
+        for own, parameter in root.get_submodule(plan.name).named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise RuntimeError(
+                    f"{plan.name}.{own}: was added after {plan.name} was split over tp; add "
+                    "adapters such as LoRA before tensor_parallelize, with rules for their layers"
+                )
+
+    added = plan.module.register_forward_pre_hook(check)
 
 
 def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[ModulePlan]:

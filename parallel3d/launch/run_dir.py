@@ -36,6 +36,12 @@ _RUN_FILES = (
     "config.yaml",
     "metrics.jsonl*",
 )
+# The files that a run overwrites, and what each has in it if a run has written it.
+_MARKS = {
+    "config.yaml": b"\nlocal_sgd:",
+    "metrics.jsonl": b'"tokens_per_s_per_device"',
+    "outcome.json": b'"exit_status"',
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +103,18 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def check_run_dir(recipe: Recipe) -> None:
-    """Raises ConfigError if `run_dir` has a config.yaml that no run has written, or if it holds
-    another run than the one whose checkpoint `checkpoint.resume` names."""
+    """Raises ConfigError if `run_dir` has a file that a run would overwrite and that no run has
+    written, or if it holds another run than the one whose checkpoint `checkpoint.resume` names."""
     run_dir, resume = Path(recipe.run_dir or "."), recipe.checkpoint.resume
     where, has_run = f"run_dir = {shown(str(run_dir))}", holds_run(run_dir)
+    foreign = [name for name, mark in _MARKS.items() if not _has_mark(run_dir / name, mark)]
     # A run makes metrics.jsonl before config.yaml.
-    is_foreign = not has_run and not (run_dir / "metrics.jsonl").exists()
-    if is_foreign and (run_dir / "config.yaml").exists():
+    has_begun = has_run or (run_dir / "metrics.jsonl").exists()
+    if not has_begun and (run_dir / "config.yaml").exists():
+        foreign.append("config.yaml")
+    if foreign:
         raise ConfigError(
-            f"{where}: a run would overwrite the config.yaml there, which no run has written; try "
+            f"{where}: a run would overwrite the {foreign[0]} there, which no run has written; try "
             "a folder of its own, such as run_dir=runs/mine"
         )
     is_own = Path(resume).resolve().parent == (run_dir / "checkpoints").resolve()
@@ -114,6 +123,15 @@ def check_run_dir(recipe: Recipe) -> None:
             f"checkpoint.resume = {resume}: is of another run than that in {where}; try a new "
             "run_dir, or checkpoint.resume=auto to continue the run that is there"
         )
+
+
+def _has_mark(path: Path, mark: bytes) -> bool:
+    """True if a file does not exist, is empty, or has the mark in its first 64 KiB."""
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        head = file.read(64 << 10)
+    return not head or mark in head
 
 
 def begin_run(recipe: Recipe) -> list[str]:

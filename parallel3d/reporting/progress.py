@@ -4,6 +4,7 @@ below them."""
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -57,15 +58,16 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def measured(self, metrics: StepMetrics) -> None:
         """Shows the metrics of a step."""
         if self._speaks:
-            self.say(describe(metrics, self._steps))
+            self.say(describe(metrics, self._steps, shutil.get_terminal_size().columns))
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
-def describe(metrics: StepMetrics, steps: int) -> str:
-    """Returns the line of a step, such as `step 20/300  loss 3.1234  grad 0.812  eta 0:01:10`."""
+def describe(metrics: StepMetrics, steps: int, columns: int) -> str:
+    """Returns the line of a step, such as `step 20/300  loss 3.1234  grad 0.812  eta 0:01:10`. The
+    last fields are left out if the line is longer than `columns`; metrics.jsonl has all of them."""
     fields = [f"step {metrics.step}/{steps}", f"loss {metrics.loss:.4f}"]
     if metrics.val_loss is not None:
         fields.append(f"val {metrics.val_loss:.4f}")
@@ -80,4 +82,7 @@ def describe(metrics: StepMetrics, steps: int) -> str:
         fields.append(f"mfu {metrics.mfu:.1%}")
     fields.append(f"mem {metrics.peak_memory_bytes / 2**20:,.0f} MiB")
     left_s = round((steps - metrics.step) * metrics.step_time_s)
-    return "  ".join((*fields, f"eta {timedelta(seconds=left_s)}"))
+    fields.append(f"eta {timedelta(seconds=left_s)}")
+    while len("  ".join(fields)) > columns:
+        fields.pop()
+    return "  ".join(fields)

@@ -194,6 +194,29 @@ def copy_after_backward(kind: str) -> None:
         assert torch.equal(logits(model(IDS)), before)
 
 
+class Adapter(nn.Module):
+    """What peft puts in the place of a linear layer."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.down = base_layer, nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base_layer(x)
+
+
+def add_an_adapter() -> str:
+    model = build("gpt2", mesh())
+    block = model.transformer.h[0].attn
+    block.c_attn = Adapter(block.c_attn)
+    return refusal(lambda: model(IDS))
+
+
+def test_an_adapter_that_is_added_after_the_split_is_refused(world: Callable) -> None:
+    for error in world(2).run(add_an_adapter):
+        assert error.startswith("transformer.h.0.attn.c_attn.down.weight: was added after")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "idiom",
