@@ -18,7 +18,6 @@ from parallel3d.tools.bench import __main__ as bench
 from parallel3d.tools.bench import converted, data_loading
 from parallel3d.tools.bench.harness import check_agreement
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
-from parallel3d.tools.bench.plain_torch.stack import cut_stage
 from parallel3d.tools.bench.report import (
     Options,
     Round,
@@ -34,7 +33,6 @@ from parallel3d.tools.bench.step import (
     random_batch,
     recipe,
 )
-from parallel3d.tools.clock import DeviceClock
 from parallel3d.tools.local_ranks import device_of_rank, run_ranks
 
 TINY = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
@@ -115,45 +113,6 @@ def test_ours_and_torch_agree_and_are_timed_on_two_ranks() -> None:
     assert min(round_.ours.wall_s, round_.ours.cpu_s, round_.peer.wall_s, round_.peer.cpu_s) > 0
     with pytest.raises(Parallel3dError, match="without recompute"):
         run_ranks(measure, TINY_SIZE, replace(parallel, recompute="full"), 1, 1, world_size=2)
-
-
-def test_stages_one_after_the_other_are_the_whole_model() -> None:
-    weights = weights_of(TINY)
-    whole = PlainLlama(TINY)
-    whole.load(weights)
-    stages = [cut_stage(TINY, stage, 2).to_empty(device="cpu") for stage in range(2)]
-    for stage in stages:
-        stage.load(weights)
-    assert sorted(name for stage in stages for name, _ in stage.named_parameters()) == sorted(
-        weights
-    )
-    tokens = torch.randint(TINY.vocab, (2, 5))
-    assert torch.equal(stages[1](stages[0](tokens)), whole(tokens))
-
-
-def test_the_clock_of_a_gpu_reads_events_when_the_last_has_passed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told: list[str] = []
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            told.append("record")
-
-        def synchronize(self) -> None:
-            told.append("synchronize")
-
-        def elapsed_time(self, end: Event) -> float:
-            assert told[-1] == "synchronize"
-            return 6.0  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    seconds = DeviceClock(torch.device("cuda")).seconds(lambda: told.append("work"), 2)
-    assert seconds == pytest.approx(0.003)
-    assert told == ["record", "work", "work", "record", "synchronize"]
 
 
 def test_a_converted_block_and_its_peers_agree(world: Callable) -> None:
