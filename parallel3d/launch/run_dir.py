@@ -10,9 +10,10 @@ import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 from parallel3d.config.load import to_yaml
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import Recipe, SinkName
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, PreemptedError, writing
 from parallel3d.launch.failure import Failure
@@ -30,8 +31,7 @@ _RUN_FILES = (
     "range_test.json",
     "nccl_flight_record_rank_*",
     "tensorboard/events.out.tfevents.*",
-    "wandb.id",
-    "mlflow.id",
+    *(f"{name}.id" for name in get_args(SinkName)),
     "outcome.json",
     "config.yaml",
     "metrics.jsonl*",
