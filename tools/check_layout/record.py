@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
-from parallel3d.layers import linear
+from parallel3d.layers import linear, loss
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import shard_like
 from parallel3d.mesh import build_mesh
@@ -74,7 +74,10 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
         result = trainer.train_step(loader.batch(step), observe=keep if is_whole else None)
         return result.loss, result.grad_norm, collect(gradients)
 
-    with mock.patch.object(linear, "FUSED_FROM_ELEMENTS", 0):
+    with (
+        mock.patch.object(linear, "FUSED_FROM_ELEMENTS", 0),
+        mock.patch.object(loss, "PLAIN_BELOW_ELEMENTS", 0),
+    ):
         record_steps(record, modules, tensors, train_step, train.steps, whole_steps)
     return record
 
