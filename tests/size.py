@@ -27,7 +27,7 @@ NOT_COUNTED = {
     tokenize.ENDMARKER,
 }
 BUDGETS = {
-    "core without planner": 117_500,
+    "core without planner": 117_700,
     "planner": 52_000,
     "tools, shipped": 48_000,
     "tools/bench": 22_000,

@@ -56,6 +56,16 @@ MODEL = "model."  # the names of a model's parameters begin so, and no others
 _FRAME_BYTES = 4 << 10
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """Which parts of a state this rank writes. It holds for every state of the same form."""
+
+    form: list[tuple[object, ...]]  # names, shapes, types and placements
+    items: list[WriteItem]
+    index: Metadata | None  # DCP's, of all ranks; on rank 0
+    bytes: int  # of all ranks; on rank 0
+
+
 @dataclass
 class PlannedSave:
     """What this rank writes of a checkpoint, and on rank 0 what it writes for all ranks."""
@@ -65,7 +75,7 @@ class PlannedSave:
     progress: Progress
     config: str
     parts: list[tuple[WriteItem, Tensor]]  # views of the state, or copies of it
-    index: Metadata | None  # DCP's, of all ranks; on rank 0
+    agreed: Agreement
     keep: CheckpointConfig | None = None  # which older checkpoints stay; None: all
 
 
@@ -75,29 +85,52 @@ def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, confi
     write_and_commit(plan_save(state, progress, path, config))
 
 
-def plan_save(state: dict[str, Tensor], progress: Progress, path: Path, config: str) -> PlannedSave:
-    """Has the ranks agree who writes which part, a replicated part once, and makes the folder.
-    Every rank calls it. Raises SaveError, before anything is written, if the disk is too full."""
+def plan_save(
+    state: dict[str, Tensor],
+    progress: Progress,
+    path: Path,
+    config: str,
+    earlier: Agreement | None = None,
+) -> PlannedSave:
+    """Has the ranks agree who writes which part, a replicated part once, and makes the folder. The
+    agreement of an `earlier` save holds if every rank's state has the same form. Every rank calls
+    it. Raises SaveError, before anything is written, if the disk is too full."""
     planner, partial = DefaultSavePlanner(), path.with_name(f"{path.name}.partial")
+    form: list[tuple[object, ...]] = [
+        (name, x.shape, x.dtype, getattr(x, "placements", None)) for name, x in state.items()
+    ]
     index: Metadata | None = None
+    total = 0
 
-    def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal index
-        plans, index = planner.create_global_plan(own_plans)
-        items = [item for plan in plans for item in plan.items]
-        sizes = [_FRAME_BYTES + (item.tensor_storage_size() or 0) for item in items]
+    def make_folder(state_bytes: int) -> None:
         with writing(path):  # all ranks write into the one folder
             shutil.rmtree(partial, ignore_errors=True)
-            store.check_room(partial.parent, sum(sizes) + len(config))
+            store.check_room(partial.parent, state_bytes + len(config))
             partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
+
+    def all_as_before(answers: list[bool]) -> list[bool]:
+        if earlier is not None and all(answers):
+            make_folder(earlier.bytes)
+        return [all(answers)] * len(answers)
+
+    def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal index, total
+        plans, index = planner.create_global_plan(own_plans)
+        items = [item for plan in plans for item in plan.items]
+        total = sum(_FRAME_BYTES + (item.tensor_storage_size() or 0) for item in items)
+        make_folder(total)
         return plans
 
     with warnings.catch_warnings(action="ignore"):  # DCP's own deprecations
         planner.set_up_planner(dict(state), is_coordinator=dist.get_rank() == 0)
-        plan = planner.finish_plan(collect(planner.create_local_plan, all_plans))
-        tensors = [cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items]
-    parts = list(zip(plan.items, tensors, strict=True))
-    return PlannedSave(path, partial, progress, config, parts, index)
+        if earlier is not None and collect(lambda: earlier.form == form, all_as_before):
+            agreed = earlier
+        else:
+            plan = planner.finish_plan(collect(planner.create_local_plan, all_plans))
+            agreed = Agreement(form, plan.items, index, total)
+        tensors = [cast(Tensor, planner.resolve_data(item)).detach() for item in agreed.items]
+    parts = list(zip(agreed.items, tensors, strict=True))
+    return PlannedSave(path, partial, progress, config, parts, agreed)
 
 
 def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) -> None:
@@ -129,7 +162,7 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
 
 def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
     """Writes the index of DCP and the recipe, and returns the manifest of what all ranks wrote."""
-    assert save.index is not None
+    assert save.agreed.index is not None
     files: dict[str, SavedFile] = {}
     places: dict[MetadataIndex, DcpPlace] = {}
     pieces: dict[str, list[SavedPiece]] = {}
@@ -140,10 +173,10 @@ def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
             pieces.setdefault(place.fqn, []).append(piece)
     tensors = {}
     for name, own in pieces.items():
-        saved = cast(TensorStorageMetadata, save.index.state_dict_metadata[name])
+        saved = cast(TensorStorageMetadata, save.agreed.index.state_dict_metadata[name])
         dtype = str(saved.properties.dtype).removeprefix("torch.")
         tensors[name] = SavedTensor(dtype, tuple(saved.size), tuple(own))
-    index = dcp_index(save.index, places)
+    index = dcp_index(save.agreed.index, places)
     files[INDEX_FILE] = save_file(save.partial / INDEX_FILE, index)
     files[CONFIG_FILE] = save_file(save.partial / CONFIG_FILE, save.config.encode())
     versions = parallel3d.__version__, torch.__version__

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from parallel3d.checkpoint.files import PlannedSave, plan_save, write_and_commit
+from parallel3d.checkpoint.files import Agreement, PlannedSave, plan_save, write_and_commit
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import NotSavedInTimeError, Parallel3dError, RankError, SaveError
@@ -59,6 +59,7 @@ class Saver(AbstractContextManager["Saver"]):
         # memory of the host for this rank's parts, pinned if they are on a GPU
         self._buffers: dict[MetadataIndex, Tensor] = {}
         self._under_way: _SaveUnderWay | None = None
+        self._agreed: Agreement | None = None  # of the save before
 
     def save(
         self,
@@ -81,13 +82,13 @@ class Saver(AbstractContextManager["Saver"]):
         self.finish()
         self._under_way = begun = _SaveUnderWay(path, is_last, then)
         try:
-            save = plan_save(state, progress, path, config)
+            save = plan_save(state, progress, path, config, self._agreed)
         except SaveError as error:
             begun.error = error
             begun.end.set()
             self.finish()
             return
-        save.keep = self._rule
+        save.keep, self._agreed = self._rule, save.agreed
         if self._rule.in_background:
             self._copy(save)
             threading.Thread(target=self._write, args=(begun, save), daemon=True).start()
