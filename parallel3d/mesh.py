@@ -74,6 +74,11 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
     )
 
 
+def data_ranks(mesh: DeviceMesh) -> list[int]:
+    """Returns the ranks over which gradients of this rank are summed."""
+    return mesh[DATA_ROLES].mesh.flatten().tolist()
+
+
 def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the part of `mesh` that holds this rank's replica of the model: the same axes, with
     dp_replicate of size 1, so that whatever is given this mesh sends nothing to other replicas.

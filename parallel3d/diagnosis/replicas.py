@@ -79,21 +79,19 @@ def refuse_differences(
     one number over all ranks."""
     if dist.get_world_size() == 1:
         return
-    tensors = {id(tensor): tensor for each in copies for tensor in each.tensors.values()}
-    numbers = {key: fingerprint(tensor).to(device) for key, tensor in tensors.items()}
-    any_differs, differing = torch.zeros((), dtype=torch.int64, device=device), []
+    tensors = {tensor for each in copies for tensor in each.tensors.values()}
+    numbers = {tensor: fingerprint(tensor).to(device) for tensor in tensors}
+    found: dict[str, int] = {}
     for each in copies:
-        own = torch.stack([numbers[id(tensor)] for tensor in each.tensors.values()])
-        differing.append(differ(own, each.axis))
-        any_differs += differing[-1].any()
-    dist.all_reduce(any_differs, op=dist.ReduceOp.MAX)
-    if not any_differs.item():
-        return
-    found = {}
-    for each, which in zip(copies, differing, strict=True):
-        for (name, tensor), differs in zip(each.tensors.items(), which.tolist(), strict=True):
+        own = torch.stack([numbers[tensor] for tensor in each.tensors.values()])
+        differing = differ(own, each.axis).tolist()
+        for name, number, differs in zip(each.tensors, own.tolist(), differing, strict=True):
             if differs:
-                found[name] = int(numbers[id(tensor)])
+                found[name] = number
+    most_found = torch.tensor(len(found), device=device)
+    dist.all_reduce(most_found, op=dist.ReduceOp.MAX)
+    if not most_found.item():
+        return
     everyone: list[Differences] = [(socket.gethostname(), found)] * dist.get_world_size()
     dist.all_gather_object(everyone, everyone[0])
     raise ReplicaError(f"{when}: {_describe(everyone, parallel)}; {advice}")
@@ -109,10 +107,8 @@ def _describe(everyone: Sequence[Differences], parallel: ParallelConfig) -> str:
     is_known = most > second
     same = [rank for rank, number in held.items() if number == usual]
     odd = [rank for rank in held if not is_known or rank not in same]
-    places = "; ".join(
-        f"rank {rank}: {everyone[rank][0]}, {parallel.coordinates(rank)}" for rank in odd[:4]
-    )
-    where = f"is not the same on {any_ranks(odd)} ({places}), and one of them is wrong"
+    places = [f"rank {rank}: {everyone[rank][0]}, {parallel.coordinates(rank)}" for rank in odd[:4]]
+    where = f"{any_ranks(odd)} ({'; '.join(places)})"
     if is_known:
-        where = f"on {any_ranks(odd)} ({places}) is not what it is on {any_ranks(same)}"
-    return f"{name} {where}"
+        return f"{name} on {where} is not what it is on {any_ranks(same)}"
+    return f"{name} is not the same on {where}, and one of them is wrong"

@@ -69,7 +69,6 @@ class Trainer:
         outer_loop: BuildOuterLoop | None = None,
     ) -> None:
         self.recipe, self.device, self.mesh, own_recipe = recipe, device, mesh, recipe
-        self._trains_apart = outer_loop is not None
         if outer_loop is not None:  # each replica is trained like a run of its own
             self.mesh, own_recipe = replica_mesh(mesh), recipe.of_one_replica
         elif (every := recipe.local_sgd.sync_every) is not None:
@@ -174,11 +173,7 @@ class Trainer:
         )
         refuse_no_labels(step, result.tokens, recipe.data.ignore_token_ids)
         name_cause = partial(
-            describe_nonfinite,
-            loss,
-            self.update.squares,
-            recipe.parallel,
-            replicas_train_apart=self._trains_apart,
+            describe_nonfinite, loss, self.update.squares, recipe.parallel, self.mesh
         )
         result, progress = self.guard.check(step, result, self.progress, name_cause)
         if not result.is_skipped:
