@@ -144,7 +144,7 @@ def replay(options: argparse.Namespace) -> int:
     if options.sink not in SINKS:
         raise ConfigError(f"SINK = {options.sink}: no such sink; try {' or '.join(SINKS)}")
     folder = Path(options.run)
-    run = SinkRun.of(_recipe_of(folder, options.overrides), folder, resumed_step=0)
+    run = SinkRun(_recipe_of(folder, options.overrides), folder, resumed_step=0)
     file = folder / "metrics.jsonl"
     if not file.exists():
         raise ConfigError(f"{folder}: has no metrics.jsonl; nothing was trained there")

@@ -60,7 +60,7 @@ def metrics_of(step: int, loss: float) -> StepMetrics:
 def write(folder: Path, name: SinkName, resumed_step: int, losses: list[tuple[int, float]]) -> None:
     """Writes the metrics of some steps as a run does that goes on from `resumed_step`."""
     told: list[str] = []
-    with Sinks([name], SinkRun.of(RECIPE, folder, resumed_step), told.append) as fed:
+    with Sinks([name], SinkRun(RECIPE, folder, resumed_step), told.append) as fed:
         file = MetricsFile(folder / "metrics.jsonl", resumed_step=resumed_step, sinks=fed)
         for step, loss in losses:
             file.write(metrics_of(step, loss))

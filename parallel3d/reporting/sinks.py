@@ -27,29 +27,29 @@ _MOST_LINES_WAITING = 1000  # a sink that is as far behind as this hangs
 _LAST_WAIT_S = 60.0  # for what is still on its way when the run is done
 # ... when it has failed, and its launcher waits for no more than the causes
 _WAIT_OF_A_FAILED_RUN_S = 1.0
-_MOST_PARAMS_AT_ONCE = 100  # MLflow takes no more in one request
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SinkRun:
     """The run as a sink knows it."""
 
+    recipe: Recipe
     folder: Path
-    project: str
-    name: str
-    settings: dict[str, dict[str, Any]]  # the recipe, by section
     resumed_step: int  # the step that the run goes on from; 0: it starts
 
-    @classmethod
-    def of(cls, recipe: Recipe, folder: Path, resumed_step: int) -> SinkRun:
-        sections = asdict(recipe).items()
-        return cls(
-            folder=folder,
-            project=recipe.logging.project,
-            name=recipe.logging.run_name or folder.resolve().name,
-            settings={key: value for key, value in sections if isinstance(value, dict)},
-            resumed_step=resumed_step,
-        )
+    @property
+    def project(self) -> str:
+        return self.recipe.logging.project
+
+    @property
+    def name(self) -> str:
+        return self.recipe.logging.run_name or self.folder.resolve().name
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The recipe, by section."""
+        sections = asdict(self.recipe).items()
+        return {key: value for key, value in sections if isinstance(value, dict)}
 
     def id_file(self, sink: str) -> Path:
         """The file that holds the run's id in a sink, so that a resumed run goes on in the same
@@ -139,11 +139,9 @@ class MLflow:
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
         own_id.write_text(self._id)
-        params = []
-        for section, keys in run.settings.items():
-            params += [Param(f"{section}.{key}", str(value)) for key, value in keys.items()]
-        for first in range(0, len(params), _MOST_PARAMS_AT_ONCE):
-            self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMS_AT_ONCE])
+        for section, keys in run.settings.items():  # MLflow takes 100 in one request
+            params = [Param(f"{section}.{key}", str(value)) for key, value in keys.items()]
+            self._client.log_batch(self._id, params=params)
 
     def log(self, line: Line) -> None:
         now_ms = time.time_ns() // 1_000_000
@@ -158,7 +156,7 @@ class MLflow:
         self._client.set_terminated(self._id, "FINISHED" if succeeded else "FAILED")
 
 
-SINKS: dict[SinkName, Callable[[], Sink]] = {
+SINKS: dict[str, Callable[[], Sink]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
@@ -181,7 +179,8 @@ class Sinks(AbstractContextManager["Sinks"]):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Ends all sinks."""
-        deadline = time.monotonic() + (_LAST_WAIT_S if error is None else _WAIT_OF_A_FAILED_RUN_S)
+        wait_s = _LAST_WAIT_S if error is None else _WAIT_OF_A_FAILED_RUN_S
+        deadline = time.monotonic() + wait_s
         for feeder in self._feeders:
             feeder.offer(error is None)
         for feeder in self._feeders:
@@ -195,7 +194,7 @@ class _Feeder(Thread):
 
     def __init__(self, name: SinkName, run: SinkRun, tell: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)  # a sink that hangs does not keep the process
-        self._sink, self._run, self._tell, self._is_lost = name, run, tell, False
+        self._run, self._tell, self._is_lost = run, tell, False
         self._items: Queue[Line | bool] = Queue(_MOST_LINES_WAITING)
         self.start()
 
@@ -209,7 +208,7 @@ class _Feeder(Thread):
 
     def run(self) -> None:
         try:
-            sink = SINKS[self._sink]()
+            sink = SINKS[self.name]()
             sink.start(self._run)
             while not isinstance(item := self._items.get(), bool):
                 sink.log(item)
@@ -237,6 +236,8 @@ def _numbers(line: Line) -> dict[str, float]:
 def cause_of(error: BaseException, name: str) -> str:
     """Returns the error of a sink in one line, with the command that installs a library that is not
     there."""
-    text = next(iter(str(error).splitlines()), "")
-    install = f"; pip install 'parallel3d[{name}]', in a clone pip install -e '.[{name}]'"
-    return f"{type(error).__name__}: {text}{install if isinstance(error, ImportError) else ''}"
+    first_line = str(error).partition("\n")[0]
+    cause = f"{type(error).__name__}: {first_line}"
+    if isinstance(error, ImportError):
+        cause += f"; pip install 'parallel3d[{name}]', in a clone pip install -e '.[{name}]'"
+    return cause

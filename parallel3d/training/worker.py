@@ -96,7 +96,7 @@ def run_worker(
                     checkpoints.mkdir(exist_ok=True)
                 tidy(checkpoints)
             record_start()
-        seen = SinkRun.of(recipe, run_dir, trainer.step)
+        seen = SinkRun(recipe, run_dir, trainer.step)
         with (
             stop_signals(recipe, checkpoints) as stop,
             ProgressDisplay(train.steps, trainer.step, speaks=speaks) as progress,
