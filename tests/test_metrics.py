@@ -85,22 +85,23 @@ def test_garbage_in_the_metrics_stops_no_resume_and_is_kept_aside(tmp_path: Path
     before = "\n".join([good, "\ufffd garbage", "[1]", '{"step": "x"}', "[" * 100_000, ""])
     path.write_text(before)
     file = MetricsFile(path, resumed_step=20)
-    assert file.note.startswith(f"{path}: line 2 is not a line of metrics; {path}.damaged has")
+    assert file.note.startswith(
+        f"warning: {path}: line 2 is not a line of metrics; {path}.damaged has"
+    )
     assert Path(f"{path}.damaged").read_text() == before
     assert path.read_text() == f"{good}\n"
 
 
 def test_a_profile_holds_its_steps_and_no_others(tmp_path: Path) -> None:
-    notes = []
+    notes: list[str] = []
     config = LoggingConfig(profile_steps=(2, 3), profile_ranks=(1,))
-    with ProfilerWindow(config, tmp_path / "profile", 1) as window:
+    with ProfilerWindow(config, tmp_path / "profile", 1, notes.append) as window:
         for step in range(1, 6):
             with window.step(step):
                 torch.ones(8, 8) @ torch.ones(8, 8)
-            notes.append(window.end_after(step))
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank_1.00000003.pt.trace.json.gz"
-    assert notes == [None, None, f"profile of steps 2 to 3: {path}", None, None]
+    assert notes == [f"profile of steps 2 to 3: {path}"]
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = [event["name"] for event in events]
     assert [name for name in names if name.startswith("step ")] == ["step 2", "step 3"]

@@ -1,4 +1,4 @@
-"""The metrics of a run, clocks, and the file that the metrics are written to."""
+"""The metrics of a run, and the file that they are written to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import math
 import os
 import resource
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,14 +50,15 @@ class StepMetrics:
     def scalars(self) -> dict[str, float | None]:
         """The numbers of the line by their keys, each evaluation with its perplexity. A number that
         is not finite, such as a skipped step's norm, is None, because JSON has no infinity."""
-        own = {name: value for name, value in vars(self).items() if name != "set_losses"}
+        own = dict(vars(self))
+        losses = own.pop("set_losses")
         own["val_perplexity"] = None if self.val_loss is None else perplexity(self.val_loss)
-        for name, loss in self.set_losses.items():
+        for name, loss in losses.items():
             own |= {f"val_loss/{name}": loss, f"val_perplexity/{name}": perplexity(loss)}
-        return {
-            key: value if value is not None and math.isfinite(value) else None
-            for key, value in own.items()
-        }
+        for key, value in own.items():
+            if value is not None and not math.isfinite(value):
+                own[key] = None
+        return own
 
 
 def perplexity(loss: float) -> float:
@@ -88,7 +87,8 @@ class MetricsFile:
             with writing(aside):
                 aside.write_text(before)
             bad = steps.index(None) + 1
-            self.note = f"{path}: line {bad} is not a line of metrics; {aside} has the old file"
+            found = f"{path}: line {bad} is not a line of metrics"
+            self.note = f"warning: {found}; {aside} has the old file"
         kept = [f"{line}\n" for line, at in zip(whole, steps, strict=True) if at and at <= step]
         # a name that no other file may have
         partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -112,19 +112,6 @@ def _step_of(line: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
-@dataclass
-class Stopwatch:
-    """Adds up the time of the blocks that it times."""
-
-    seconds: float = 0.0
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - start
-
-
 def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> float:
     """Returns the operations of a token's forward and backward, as `config.flops` counts them."""
     return training_flops_per_token(
@@ -142,10 +129,10 @@ def peak_tokens_per_s(
 ) -> tuple[float | None, str]:
     """Returns the tokens per second of one device at its peak FLOP/s, of which MFU is the share, or
     None and, for a GPU, a line that says why it is not known."""
-    peak = None if recipe.logging.peak_tflops is None else recipe.logging.peak_tflops * 1e12
-    if peak is None:
-        if device.type != "cuda":
-            return None, ""
+    tflops, peak = recipe.logging.peak_tflops, None
+    if tflops is not None:
+        peak = tflops * 1e12
+    elif device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         peak = peak_of(name, recipe.train.precision)
         if peak is None:
@@ -153,6 +140,8 @@ def peak_tokens_per_s(
                 f"no MFU: no hardware file lists {name!r} in its cuda_names; "
                 "logging.peak_tflops=989.4 would say its peak"
             )
+    if peak is None:
+        return None, ""
     if block_weights is None:
         name = recipe.model.architecture
         return None, f"no MFU: {name} has no static method block_weights(config)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -14,30 +14,30 @@ from parallel3d.errors import writing
 
 class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
     """Records the steps of `logging.profile_steps` on this rank, if it is one of
-    `logging.profile_ranks`. Files go to `folder`."""
+    `logging.profile_ranks`. Files go to `folder`, and `say` shows a line about them."""
 
-    def __init__(self, config: LoggingConfig, folder: Path, rank: int) -> None:
+    def __init__(
+        self, config: LoggingConfig, folder: Path, rank: int, say: Callable[[str], None]
+    ) -> None:
         self._steps = config.profile_steps if rank in config.profile_ranks else None
-        self._folder, self._rank = folder, rank
+        self._folder, self._rank, self._say = folder, rank, say
         self._profile: profile | None = None
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Runs a step in its block, and records it if it is in the window."""
+        """Runs a step in its block, and records it if it is in the window. Writes the trace after
+        the last step of the window."""
         if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             yield
             return
+        first, last = self._steps
         if self._profile is None:
             self._profile = profile()  # of CPU and GPU
             self._profile.start()
         with record_function(f"step {step}"):
             yield
-
-    def end_after(self, step: int) -> str | None:
-        """Writes the trace if `step` was the last of the window, and returns a line about it for
-        the user."""
-        if self._profile is None or self._steps is None or step < self._steps[1]:
-            return None
+        if step < last:
+            return
         self._profile.stop()
         # TensorBoard looks for this ending
         path = self._folder / f"rank_{self._rank}.{step:08d}.pt.trace.json.gz"
@@ -45,7 +45,7 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
             path.parent.mkdir(exist_ok=True)
             self._profile.export_chrome_trace(str(path))
         self._profile = None
-        return f"profile of steps {self._steps[0]} to {step}: {path}"
+        self._say(f"profile of steps {first} to {step}: {path}")
 
     def __exit__(self, *error: object) -> None:
         if self._profile is not None:  # the run ends inside of the window

@@ -8,8 +8,8 @@ next step, as for SIGTERM, and all ranks end after that step.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
@@ -75,36 +75,21 @@ class Callback:
         SIGTERM."""
 
 
-class Callbacks:
-    """Calls callbacks in their order, and reports the first exception of each. Without a `run`,
-    which only the first rank has, nothing is called."""
+class Callbacks(AbstractContextManager["Callbacks"]):
+    """Calls callbacks in their order, and reports the first exception of each. Only rank 0 has any.
+    At the end of its context it tells them how the run has ended."""
 
-    def __init__(self, callbacks: Sequence[Callback] = (), run: RunView | None = None) -> None:
-        self._callbacks, self._run = callbacks, run
+    def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
+        self._callbacks, self.run = callbacks, run
         self._told: set[int] = set()
 
-    @property
-    def stop_reason(self) -> str | None:
-        return None if self._run is None else self._run.stop_reason
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.tell("ended", self.run.step, error)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Tells the callbacks how the run has ended, after this context."""
-        try:
-            yield
-        except BaseException as error:
-            self.tell("ended", None, error)
-            raise
-        self.tell("ended", None, None)
-
-    def tell(self, hook: str, step: int | None, *seen: object) -> None:
-        """Calls the method `hook` of each callback with what it sees after `step`; None: no step
-        was done since the last call."""
-        run = self._run
-        if run is None:
-            return
-        if step is not None:
-            run.step = step
+    def tell(self, hook: str, step: int, *seen: object) -> None:
+        """Calls the method `hook` of each callback with what it sees after `step`."""
+        run = self.run
+        run.step = step
         for index, callback in enumerate(self._callbacks):
             try:
                 with phase("callback"):

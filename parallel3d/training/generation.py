@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.config.recipe import TrainConfig
 from parallel3d.data.loader import documents_ended_by
 from parallel3d.data.tokenizers import Tokenizer
-from parallel3d.layers.collectives import gather
+from parallel3d.layers.collectives import all_reduce, gather
 from parallel3d.mesh import Role
 from parallel3d.training.trainer import Trainer
 
@@ -39,8 +38,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
             logits = gather(outputs[0][0, len(window) - 1], tp, dim=0)
             # Ids beyond the tokenizer's only make the vocabulary divisible.
             token.fill_(draw(logits[: tokenizer.vocab_size].float().cpu(), train, generator))
-        if pp.size > 1:
-            dist.broadcast(token, group=pp.group, group_src=trainer.pipeline.last_rank)
+        token = all_reduce(token, pp)  # the token of the other stages is 0
         ids.append(int(token.item()))
         if ids[-1] == tokenizer.end_of_text:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from parallel3d.data.order import SkippedRanges
 from parallel3d.errors import CtrlCError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest, signal_name
-from parallel3d.reporting.metrics import MetricsFile, StepMetrics, Stopwatch, peak_memory_bytes
+from parallel3d.reporting.metrics import MetricsFile, StepMetrics, peak_memory_bytes
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.torch_private import limit_waits
@@ -55,10 +56,12 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.recipe = self.trainer.recipe
         self.run_dir = self.checkpoints.parent
-        self.start_clocks()
+        self.start_report()
         self.is_first_step = True  # of this process
         folder = self.run_dir / "profile"
-        self.profiler = ProfilerWindow(self.recipe.logging, folder, dist.get_rank())
+        self.profiler = ProfilerWindow(
+            self.recipe.logging, folder, dist.get_rank(), self.progress.say
+        )
 
         def saved(path: Path) -> None:
             self.callbacks.tell("saved", self.trainer.step, path)
@@ -69,7 +72,7 @@ class TrainingLoop:
         """Trains from the trainer's step to the recipe's last, or until a callback asks to stop.
         Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which
         any rank had a `stop`."""
-        with self.profiler, self.saver:
+        with self.callbacks, self.profiler, self.saver:
             is_done = self.trainer.step >= self.recipe.train.steps
             while not is_done:
                 is_done = self.train()
@@ -80,36 +83,36 @@ class TrainingLoop:
         train = self.recipe.train
         steps = range(self.trainer.step, train.steps)
         loader = replace(self.loaders[0], left_out=self.trainer.left_out)
-        is_done = False
         with closing(batches_ahead(loader, steps, self.trainer.device)) as batches:
-            while not is_done:
+            while True:
                 result = self.train_step(batches)
                 if train.on_spike == "rollback" and result.spike and self.roll_back():
-                    break
-                is_done = self.step_done(result)
-        return is_done
+                    return False
+                if self.step_done(result):
+                    return True
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Trains the next step, timed and profiled, and checks the ranks after it."""
-        step, report = self.trainer.step + 1, ""
-        with self.profiler.step(step), self.step_clock.timing():
-            with phase("data"), self.data_clock.timing():
+        step = self.trainer.step + 1
+        start_s = time.perf_counter()
+        with self.profiler.step(step):
+            with phase("data"):
                 batch = next(batches)
+            self.data_s += time.perf_counter() - start_s
             with phase("forward or backward"):
                 if step == self.recipe.logging.timeline:
-                    result, report = traced_step(self.trainer, batch, self.run_dir)
+                    result = traced_step(self.trainer, batch, self.run_dir, self.progress.say)
                 else:
-                    is_stopped = self.callbacks.stop_reason is not None
+                    is_stopped = self.callbacks.run.stop_reason is not None
                     is_asked_to_stop = self.stop.is_made or is_stopped or self.saver.has_failed
                     result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
+            self.steps_s += time.perf_counter() - start_s
         if self.is_first_step:  # kernels are loaded and ranks are connected
             limit_waits(self.recipe.train.timeout_s)
             self.is_first_step = False
         if is_due(self.recipe.train.compare_replicas_every, step):
             self.trainer.compare_replicas(f"step {step}")
         heartbeat.step_done(step)
-        if report:
-            self.progress.say(report)
         if warning := result.left_out or result.spike:
             self.progress.say(f"warning: {warning}")
         return result
@@ -126,8 +129,6 @@ class TrainingLoop:
             self.trainer.end_early()
         self.progress.step_done(step)
         self.callbacks.tell("step_done", step, result)
-        if profiled := self.profiler.end_after(step):
-            self.progress.say(profiled)
         losses: dict[str, float] = {}
         if is_due(self.recipe.train.eval_every, step, is_last):
             losses = self.evaluate()
@@ -143,7 +144,7 @@ class TrainingLoop:
         if signum:
             self.stop.is_answered()
         if is_early:
-            self.progress.say(f"stopped after step {step}: {self.callbacks.stop_reason}")
+            self.progress.say(f"stopped after step {step}: {self.callbacks.run.stop_reason}")
         elif signum and not is_last:
             error = CtrlCError if signum == signal.SIGINT else PreemptedError
             path = checkpoint_path(self.checkpoints, step)
@@ -162,7 +163,7 @@ class TrainingLoop:
         if not result.is_asked_to_stop:
             return 0, False, False
         wants_save, self.stop.wants_save = self.stop.wants_save, False
-        wants_end = self.callbacks.stop_reason is not None
+        wants_end = self.callbacks.run.stop_reason is not None
         # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
         own = self.stop.signum, wants_save, wants_end, self.saver.has_failed
         signum, saves, is_stopped, any_failed = map(round, self.largest(own))
@@ -184,19 +185,20 @@ class TrainingLoop:
         self.callbacks.tell("evaluated", self.trainer.step, losses)
         return losses
 
-    def start_clocks(self) -> None:
-        """Starts the time of the next line of metrics, without validation and checkpoints."""
+    def start_report(self) -> None:
+        """Starts the next line of metrics. Its time is that of steps, without validation and
+        checkpoints."""
         self.reported_step, self.reported_tokens = self.trainer.step, self.trainer.tokens
-        self.step_clock, self.data_clock = Stopwatch(), Stopwatch()
+        self.steps_s = self.data_s = 0.0
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an
         evaluation. Every rank calls it."""
         trainer, progress, sets = self.trainer, self.trainer.progress, dict(losses)
-        steps, seconds = trainer.step - self.reported_step, self.step_clock.seconds
-        tokens_per_s = (trainer.tokens - self.reported_tokens) / seconds
+        steps = trainer.step - self.reported_step
+        tokens_per_s = (trainer.tokens - self.reported_tokens) / self.steps_s
         per_device = tokens_per_s / self.recipe.parallel.world_size
-        own = *peak_memory_bytes(trainer.device), self.data_clock.seconds
+        own = *peak_memory_bytes(trainer.device), self.data_s
         peak_bytes, reserved_bytes, wait_s = self.largest(own)
         line = StepMetrics(
             step=trainer.step,
@@ -204,7 +206,7 @@ class TrainingLoop:
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens=trainer.tokens,
-            step_time_s=seconds / steps,
+            step_time_s=self.steps_s / steps,
             data_wait_s=wait_s / steps,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=per_device,
@@ -218,7 +220,7 @@ class TrainingLoop:
             rollbacks=progress.spikes.rollbacks,
             skipped_steps=progress.skipped_steps,
         )
-        self.start_clocks()
+        self.start_report()
         self.progress.measured(line)
         if self.metrics_file is not None:
             self.metrics_file.write(line)
@@ -262,7 +264,7 @@ class TrainingLoop:
         for line in (told, *lines):
             self.progress.say(line)
         self.save(loaded.val_loss, is_last=False, exports=False)
-        self.start_clocks()
+        self.start_report()
         if self.metrics_file is not None:
             self.metrics_file.go_back(trainer.step)
         self.progress.step_done(trainer.step)

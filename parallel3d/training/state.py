@@ -23,7 +23,6 @@ from parallel3d.data.mixture import drawn_by_source
 from parallel3d.data.order import SkippedRanges
 from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.mesh import Role
-from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.trainer import Trainer
 
@@ -40,7 +39,7 @@ def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str,
     tensors by their global names, which share the trainer's memory, and the progress. Every rank
     calls it."""
     recipe = trainer.recipe
-    tensors, replicas = trainer.outer_loop.save(tensors_of(trainer.parameters, trainer.optimizer))
+    tensors, replicas = trainer.outer_loop.save(tensors_of(trainer))
     progress = replace(
         trainer.progress,
         sequences=recipe.batch_sizes.before(trainer.step),
@@ -56,9 +55,7 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
     CheckpointError, with nothing changed, where the checkpoint is damaged, or is of another model,
     another optimizer, or a run with other batches: the place in the data is a count of sequences,
     which must mean the same. Returns the progress of that run."""
-    for parameter in trainer.parameters:
-        parameter.sync_views()
-    state = tensors_of(trainer.parameters, trainer.optimizer)
+    state = tensors_of(trainer)
 
     def choose(saved: Progress) -> dict[str, Tensor]:
         _check_same_run(trainer, path, saved)
@@ -69,18 +66,17 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
     trainer.optimizer.set_step(saved.step - saved.skipped_steps)
     trainer.outer_loop.after_loading(saved.local_sgd)
     trainer.publish()
-    scaled = trainer.progress
-    if scaled.loss_scale is not None and saved.loss_scale is not None:
-        scaled = saved
     trainer.update_progress(
         step=saved.step,
         tokens=saved.tokens,
         skipped_steps=saved.skipped_steps,
         skipped_by_rollbacks=saved.skipped_by_rollbacks,
         spikes=saved.spikes,
-        loss_scale=scaled.loss_scale,
-        loss_scale_good_steps=scaled.loss_scale_good_steps,
     )
+    if trainer.progress.loss_scale is not None and saved.loss_scale is not None:
+        trainer.update_progress(
+            loss_scale=saved.loss_scale, loss_scale_good_steps=saved.loss_scale_good_steps
+        )
     return saved
 
 
@@ -154,9 +150,7 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
     replicas that train apart it loads the outer parameters. Raises CheckpointError, with nothing
     changed, where the checkpoint is damaged or of another model.
     """
-    for parameter in trainer.parameters:
-        parameter.sync_views()
-    tensors = tensors_of(trainer.parameters, trainer.optimizer)
+    tensors = tensors_of(trainer)
     model = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     progress = load_tensors(model, path)
     _copy_to_twins(trainer)
@@ -231,19 +225,18 @@ def _as_yaml(ranges: Sequence[SequenceRange]) -> str:
     return f"[{', '.join(f'{{first: {each.first}, last: {each.last}}}' for each in ranges)}]"
 
 
-def tensors_of(
-    parameters: Sequence[LocalParameter], optimizer: LocalOptimizer
-) -> dict[str, Tensor]:
+def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Maps names in a checkpoint to tensors that share the memory of the model and the optimizer. A
     tied parameter is there once."""
     state: dict[str, Tensor] = {}
-    for parameter in parameters:
+    for parameter in trainer.parameters:
+        parameter.sync_views()
         name = parameter.name
         # a rank on a V has both ends of the pipeline, and a tied weight twice
         if f"{MODEL}{name}" in state:
             continue
         state[f"{MODEL}{name}"] = parameter.distributed(parameter.local.detach())
-        for kind, tensor in optimizer.state[parameter.local].items():
+        for kind, tensor in trainer.optimizer.state[parameter.local].items():
             if kind != "step":
                 state[f"optimizer.{kind}.{name}"] = parameter.distributed(tensor)
     return state

@@ -4,6 +4,7 @@ simulation."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from parallel3d.data.loader import Batch
 from parallel3d.errors import writing
+from parallel3d.mesh import Role
 from parallel3d.timeline.draw import draw_trace
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.timeline.simulate import measured_times, simulate
@@ -19,25 +21,27 @@ from parallel3d.training.step_result import StepResult
 from parallel3d.training.trainer import Trainer
 
 
-def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResult, str]:
+def traced_step(
+    trainer: Trainer, batch: Batch, folder: Path, say: Callable[[str], None]
+) -> StepResult:
     """Trains a step whose actions all ranks record, and writes them as a trace that Perfetto opens:
     `folder/timeline_step_00000007.json` holds the pipeline of each data and tensor rank, and the
-    simulated one last. Every rank calls it; rank 0 writes the file. Returns on rank 0 a line about
-    the share of rank-time in which pipeline ranks computed nothing, and elsewhere an empty one."""
+    simulated one last. Every rank calls it. Rank 0 writes the file, and says which share of
+    rank-time pipeline ranks computed nothing."""
     dist.barrier()
     start_s = time.perf_counter()  # each rank's time starts where the ranks last met
     recorder = Recorder(trainer.device)
     result = trainer.train_step(batch, recorder)
-    place = trainer.recipe.parallel.coordinates(dist.get_rank())
+    place = trainer.recipe.parallel.coordinates(dist.get_rank())._asdict()
     own_spans = [
         span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s)
-        for span in recorder.spans(place.pp)
+        for span in recorder.spans(place.pop(Role.SPLIT_LAYERS))
     ]
-    pipeline = f"dp_replicate {place.dp_replicate}, dp_shard {place.dp_shard}, tp {place.tp}"
+    pipeline = ", ".join(f"{axis} {rank}" for axis, rank in place.items())
     everyone = [(pipeline, own_spans)] * dist.get_world_size()
     dist.gather_object(everyone[0], everyone if dist.get_rank() == 0 else None)
     if dist.get_rank():
-        return result, ""
+        return result
     by_pipeline: dict[str, list[Span]] = {}
     for name, spans in everyone:
         by_pipeline.setdefault(name, []).extend(spans)
@@ -53,7 +57,8 @@ def traced_step(trainer: Trainer, batch: Batch, folder: Path) -> tuple[StepResul
     with writing(path):
         path.write_text(draw_trace(*measured, simulated))
     bubble = mean(timeline.bubble_fraction for timeline in measured)
-    return result, (
+    say(
         f"timeline: bubble {bubble:.1%} measured, {simulated.bubble_fraction:.1%} simulated from "
         f"the actions' own times; {path}"
     )
+    return result

@@ -200,9 +200,8 @@ class Trainer:
     def compare_replicas(self, when: str) -> None:
         """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
         that must hold the same. Every rank calls it. `when` begins the message."""
-        states = self.optimizer.state
-        copies = copies_of(self.parameters, states, self.axes) + self.update.copies(states)
-        copies += self.outer_loop.copies()
+        copies = copies_of(self.parameters, self.optimizer.state, self.axes)
+        copies += self.update.copies() + self.outer_loop.copies()
         advice = "go on from a checkpoint that is not newer than the last comparison"
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig
-from parallel3d.diagnosis.replicas import Copies, States, tensors_of
+from parallel3d.diagnosis.replicas import Copies, tensors_of
 from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.mesh import Axis, Role, axes_of
+from parallel3d.mesh import ONE_RANK, Axis, Role, axes_of
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.parallelize import Parallelized
 from parallel3d.sharding.optimizer_parts import LocalParameter
@@ -34,17 +34,17 @@ class Update:
         self._tp = self._axes[Role.SPLIT_TENSORS]
         self._partial = [p for p in parts.trained if p.spec.partial_gradient and self._tp.size > 1]
         # the pipeline ranks that hold the first and the last stage
-        placement, layers = parts.pipeline.schedule.placement, mesh[Role.SPLIT_LAYERS]
+        placement, layers = parts.pipeline.schedule.placement, self._axes[Role.SPLIT_LAYERS]
         ends = placement[0], placement[-1]
-        # the process group of this pipeline's two end ranks, on these if they are two
-        self._ends: dist.ProcessGroup | None = None
-        if parts.tied_ends and ends[0] != ends[1] and layers.get_local_rank() in ends:
-            ranks = dist.get_process_group_ranks(layers.get_group())
-            group = [ranks[end] for end in ends]
-            self._ends = group_of(group, "pipeline_ends", name=f"{parts.pipeline.links.name} ends")
+        self._ends = ONE_RANK  # or both ends of this pipeline, on these, if they share weights
+        if parts.tied_ends and ends[0] != ends[1] and layers.rank in ends:
+            ranks = dist.get_process_group_ranks(layers.group)
+            name, members = f"{parts.pipeline.links.name} ends", [ranks[end] for end in ends]
+            group = group_of(members, "pipeline_ends", name=name)
+            self._ends = Axis(2, ends.index(layers.rank), group)
         # The weights are in the same order on both ends. A rank may have both ends of a weight.
         named = [[p for p in parts.trained if p.name == name] for name in parts.tied_ends]
-        self._tied = [held[0] for held in named if held and self._ends]
+        self._tied = [held[0] for held in named if held and self._ends.size == 2]
         self._pairs = [held for held in named if len(held) == 2]
 
     def begin(self, rate: float) -> None:
@@ -67,7 +67,7 @@ class Update:
             shaped = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
             foreach_copy_(gradients, shaped)
         for parameter in self._tied:
-            dist.all_reduce(_gradient(parameter), group=self._ends)
+            dist.all_reduce(_gradient(parameter), group=self._ends.group)
         for first, second in self._pairs:
             _gradient(second).copy_(_gradient(first).add_(_gradient(second)))
         if observe is not None:
@@ -89,13 +89,11 @@ class Update:
             scale_([_gradient(parameter) for parameter in self._parameters], factor)
         self._optimizer.step()
 
-    def copies(self, states: States) -> list[Copies]:
+    def copies(self) -> list[Copies]:
         """Returns the tied weights and their optimizer states, which both ends of this pipeline
         hold."""
-        if not self._tied:
-            return []
-        axis = Axis(2, dist.get_rank(self._ends), self._ends)
-        return [Copies(axis, tensors_of(self._tied, states))]
+        tied = tensors_of(self._tied, self._optimizer.state)
+        return [Copies(self._ends, tied)] if tied else []
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -67,12 +67,11 @@ def run_worker(
     train, run_dir, speaks = recipe.train, Path(recipe.run_dir), rendezvous.rank == 0
     checkpoints = run_dir / "checkpoints"
     with trainer_builder(recipe, rendezvous, model_class) as build:
+        corpora = load_corpora(recipe.data)
+        loaders = build_loaders(recipe, corpora, rendezvous.rank)
         watchers: list[Callback] = []
         if speaks:
             watchers = [*callbacks, *(found() for found in callback_classes(recipe))]
-        corpora = load_corpora(recipe.data)
-        loaders = build_loaders(recipe, corpora, rendezvous.rank)
-        if speaks:
             with writing(checkpoints):
                 take_back(checkpoints)
         dist.barrier()
@@ -88,9 +87,9 @@ def run_worker(
             _, begun = resume_from(trainer, saved, checkpoints)
         else:
             begun = start_from(trainer, start)
+        notes = []
         if speaks:  # nothing can refuse the run any more
-            for note in begin_run(recipe):
-                print(f"warning: {printable(note)}", file=sys.stderr, flush=True)
+            notes = [f"warning: {note}" for note in begin_run(recipe)]
             with writing(checkpoints):
                 if recipe.checkpoint.every is not None:
                     checkpoints.mkdir(exist_ok=True)
@@ -104,23 +103,19 @@ def run_worker(
         ):
             weights = trainer.block_weights
             peak, why_unknown = peak_tokens_per_s(recipe, trainer.device, peak_of, weights)
-            lines = [describe_run(trainer, corpora), why_unknown, *begun]
-            metrics = view = None
+            lines = [*notes, describe_run(trainer, corpora), why_unknown, *begun]
+            metrics = None
             if speaks:
                 path = run_dir / "metrics.jsonl"
                 metrics = MetricsFile(path, resumed_step=trainer.step, sinks=sinks)
-                if metrics.note:
-                    lines.append(f"warning: {metrics.note}")
-                view = RunView(recipe, run_dir, progress.say, trainer.step)
+                lines.append(metrics.note)
             if trainer.step >= train.steps:
                 lines.append(f"nothing to do: train.steps = {train.steps} are done")
             for line in filter(None, lines):
                 progress.say(line)
+            view = RunView(recipe, run_dir, progress.say, trainer.step)
             called = Callbacks(watchers, view)
-            with called.watching():
-                TrainingLoop(
-                    trainer, loaders, checkpoints, metrics, progress, stop, called, peak
-                ).fit()
+            TrainingLoop(trainer, loaders, checkpoints, metrics, progress, stop, called, peak).fit()
         if train.sample_tokens:
             with phase("generation"):
                 text = generate(trainer, corpora[0].tokenizer, train)

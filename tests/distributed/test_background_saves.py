@@ -19,7 +19,7 @@ from parallel3d.config.recipe import CheckpointConfig, LocalSgdConfig, ParallelC
 from parallel3d.errors import SaveError
 from parallel3d.launch.signals import StopRequest
 from parallel3d.reporting.progress import ProgressDisplay
-from parallel3d.training.callbacks import Callbacks
+from parallel3d.training.callbacks import Callbacks, RunView
 from parallel3d.training.loop import TrainingLoop
 from parallel3d.training.state import load_trainer, state_of
 from tests.distributed.training_cases import (
@@ -122,9 +122,10 @@ def fit_where_one_rank_cannot_write(
         return write(partial, *args)  # type: ignore[arg-type]
 
     loaders = (make_loader(recipe, rank), ())
+    callbacks = Callbacks([], RunView(recipe, folder, print))
     with mock.patch.object(files, "write_shard", write_shard), pytest.raises(SaveError) as error:
         TrainingLoop(
-            trainer, loaders, folder, None, ProgressDisplay(), StopRequest(), Callbacks()
+            trainer, loaders, folder, None, ProgressDisplay(), StopRequest(), callbacks
         ).fit()
     dist.barrier()
     return str(error.value), trainer.step, sorted(path.name for path in folder.iterdir())

@@ -16,21 +16,22 @@ from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, 
 PARALLEL = ParallelConfig(pp=2, tp=2, schedule="zb_h1", microbatch_size=2)
 
 
-def trace(folder: Path) -> tuple[str, list[float], list[float]]:
+def trace(folder: Path) -> tuple[list[str], list[float], list[float]]:
     """The report, and the losses of three steps of which the second is traced, and of three of
     which none is."""
     traced, plain = (make_trainer(make_recipe(GROUPED, PARALLEL)) for _ in range(2))
     losses = [loss for loss, _ in train(traced, 1)]
     batch = make_loader(traced.recipe, dist.get_rank()).batch(traced.step)
-    result, report = traced_step(traced, batch, folder)
+    said: list[str] = []
+    result = traced_step(traced, batch, folder, said.append)
     losses += [result.loss, *(loss for loss, _ in train(traced, 1))]
-    return report, losses, [loss for loss, _ in train(plain, 3)]
+    return said, losses, [loss for loss, _ in train(plain, 3)]
 
 
 def test_a_step_is_recorded_on_all_ranks_and_simulated(world: Callable, tmp_path: Path) -> None:
     answers = world(4).run(trace, tmp_path)
     assert all(traced == plain for _, traced, plain in answers)
-    report = answers[0][0]
+    (report,) = answers[0][0]
     path = tmp_path / "timeline_step_00000002.json"
     assert report.endswith(f"actions' own times; {path}")
     assert not any(other for other, _, _ in answers[1:])

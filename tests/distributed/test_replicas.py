@@ -41,9 +41,8 @@ def compared(recipe: Recipe) -> list[str]:
     trainer = make_trainer(recipe)
     train(trainer, 3)
     trainer.compare_replicas("step 3")
-    states = trainer.optimizer.state
-    copies = copies_of(trainer.parameters, states, trainer.axes) + trainer.update.copies(states)
-    copies += trainer.outer_loop.copies()
+    copies = copies_of(trainer.parameters, trainer.optimizer.state, trainer.axes)
+    copies += trainer.update.copies() + trainer.outer_loop.copies()
     return [name for each in copies for name in each.tensors]
 
 

@@ -140,10 +140,9 @@ def run(
     loader = replace(loader, source=WithNonsense(loader.source, nonsense))
     told, said, progress, error = Told(), list[str](), ProgressDisplay(), ""
     progress.say = said.append  # type: ignore[method-assign]
-    metrics, view = None, None
+    metrics, view = None, RunView(recipe, folder, said.append, trainer.step)
     if rank == 0:
         metrics = MetricsFile(folder / "metrics.jsonl", resumed_step=trainer.step)
-        view = RunView(recipe, folder, said.append, trainer.step)
     try:
         TrainingLoop(
             trainer,

@@ -71,12 +71,10 @@ def stopped_by_a_callback(
     trainer.recipe = replace(trainer.recipe, checkpoint=CheckpointConfig(every=15))
     rank, said = dist.get_rank(), ProgressDisplay()
     said.say = (lines := []).append  # type: ignore[method-assign]
-    callbacks = Callbacks(
-        [EnoughAtThree()], RunView(trainer.recipe, folder, said.say) if rank == 0 else None
-    )
+    watchers = [EnoughAtThree()] if rank == 0 else []
+    callbacks = Callbacks(watchers, RunView(trainer.recipe, folder, said.say))
     loaders = (make_loader(trainer.recipe, rank), ())
-    with callbacks.watching():
-        TrainingLoop(trainer, loaders, folder, None, said, StopRequest(), callbacks).fit()
+    TrainingLoop(trainer, loaders, folder, None, said, StopRequest(), callbacks).fit()
     return trainer.step, [path.name for path in folder.iterdir()], lines
 
 

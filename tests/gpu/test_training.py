@@ -153,7 +153,7 @@ def load(recipe: Recipe, path: Path, device: str) -> dict[str, Array]:
 
 
 def state(trainer: Trainer) -> dict[str, Array]:
-    tensors = tensors_of(trainer.parameters, trainer.optimizer)
+    tensors = tensors_of(trainer)
     return {name: whole(tensor).cpu().numpy() for name, tensor in tensors.items()}
 
 
