@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ def run_worker(
     assert recipe.run_dir is not None
     train, run_dir, speaks = recipe.train, Path(recipe.run_dir), rendezvous.rank == 0
     checkpoints = run_dir / "checkpoints"
-    with trainer_builder(recipe, rendezvous, model_class) as build:
+    with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
         corpora = load_corpora(recipe.data)
         loaders = build_loaders(recipe, corpora, rendezvous.rank)
         watchers: list[Callback] = []
@@ -77,12 +77,14 @@ def run_worker(
         dist.barrier()
         saved = of_rank_0(find_checkpoints(recipe.checkpoint.resume, checkpoints))
         start = [] if saved else of_rank_0(find_start(recipe.checkpoint.start_from))
-        trainer = build(
+        trainer = build_trainer(
+            recipe,
+            device,
+            model_class,
             initialize=not (saved or start),
             data_fingerprint=data_fingerprint(corpora),
             outer_loop=outer_loop_of(recipe),
         )
-        limit_waits(train.start_timeout_s)  # also in the groups that the trainer has made
         if saved:
             _, begun = resume_from(trainer, saved, checkpoints)
         else:
@@ -134,10 +136,9 @@ def read_saved(
     """Prints on rank 0 what `evaluate` (the loss of each evaluation set, first that of the
     validation text) or `generate` (a text, as `train.sample_*` say) finds with the model of the
     checkpoint `checkpoint.resume`, on the ranks of the recipe's layout. Every rank calls it."""
-    path = recipe.checkpoint.resume
-    with trainer_builder(recipe, rendezvous, model_class) as build:
-        trainer = build(initialize=False)
-        limit_waits(recipe.train.start_timeout_s)
+    path, train = recipe.checkpoint.resume, recipe.train
+    with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
+        trainer = build_trainer(recipe, device, model_class, initialize=False)
         saved = load_model(trainer, Path(path))
         answer: dict[str, object] = {"checkpoint": path, "step": saved.step}
         if command == "evaluate":
@@ -150,7 +151,7 @@ def read_saved(
                 text += f"  loss{name} {loss:.4f}  perplexity{name} {perplexity(loss):.2f}"
         else:
             corpus = load_corpus(recipe.data.corpora[0])
-            answer["text"] = text = generate(trainer, corpus.tokenizer, recipe.train)
+            answer["text"] = text = generate(trainer, corpus.tokenizer, train)
     if rendezvous.rank:
         return
     if as_json:
@@ -160,24 +161,23 @@ def read_saved(
     print(text, flush=True)
 
 
-@contextmanager
-def trainer_builder(
-    recipe: Recipe, rendezvous: Rendezvous, model_class: ModelClass
-) -> Iterator[partial[Trainer]]:
-    """Gives a block the `Trainer` of the recipe on this rank's device and the mesh of its layout,
-    which takes further arguments."""
-    with deterministic(recipe.train.deterministic), process_group(recipe, rendezvous) as device:
-        refuse(attention_errors(recipe, device_of(device)))
-        mesh = build_mesh(recipe.parallel, device.type)
-        limit_waits(recipe.train.start_timeout_s)
-        yield partial(
-            Trainer,
-            recipe,
-            mesh=mesh,
-            device=device,
-            model_class=model_class,
-            gpu_bytes=gpu_bytes(device),
-        )
+def build_trainer(
+    recipe: Recipe, device: torch.device, model_class: ModelClass, **settings: Any
+) -> Trainer:
+    """Builds the `Trainer` of the recipe on this rank's device and the mesh of its layout."""
+    refuse(attention_errors(recipe, device_of(device)))
+    mesh = build_mesh(recipe.parallel, device.type)
+    limit_waits(recipe.train.start_timeout_s)
+    trainer = Trainer(
+        recipe,
+        mesh=mesh,
+        device=device,
+        model_class=model_class,
+        gpu_bytes=gpu_bytes(device),
+        **settings,
+    )
+    limit_waits(recipe.train.start_timeout_s)  # also in the groups that the trainer has made
+    return trainer
 
 
 def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[StopRequest]:
