@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
@@ -39,19 +40,19 @@ class NonFiniteReport:
 
 def describe_nonfinite(
     loss: Tensor,
-    squares_of: Callable[[], Sequence[tuple[LocalParameter, Tensor]]],
+    parameters: Sequence[LocalParameter],
     parallel: ParallelConfig,
     mesh: DeviceMesh,
 ) -> str:
     """Returns a line, the same on all ranks, that names the ranks on which the loss or a
-    gradient is not finite. Every rank calls it with its share of the loss. `squares_of` returns its
-    parameters in the order of the model with the squared norms of their gradients. `mesh` holds the
-    ranks that train together."""
-    bad = [
-        (place_in_model(parameter.name), index, parameter.name)
-        for index, (parameter, square) in enumerate(squares_of())
-        if not square.isfinite()
-    ]
+    gradient is not finite. Every rank calls it with its share of the loss and its parameters in the
+    order of the model. `mesh` holds the ranks that train together."""
+    bad = []
+    for index, parameter in enumerate(parameters):
+        gradient = parameter.local.grad
+        # Finite numbers may have a norm that is not.
+        if gradient is not None and not torch.linalg.vector_norm(gradient).isfinite():
+            bad.append((place_in_model(parameter.name), index, parameter.name))
     own = NonFiniteReport(
         host=socket.gethostname(),
         has_bad_loss=not loss.isfinite(),

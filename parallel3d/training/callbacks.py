@@ -84,23 +84,21 @@ class Callbacks(AbstractContextManager["Callbacks"]):
         self._told: set[int] = set()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.tell("ended", self.run.step, error)
+        self.tell("ended", error)
 
-    def tell(self, hook: str, step: int, *seen: object) -> None:
-        """Calls the method `hook` of each callback with what it sees after `step`."""
-        run = self.run
-        run.step = step
+    def tell(self, hook: str, *seen: object) -> None:
+        """Calls the method `hook` of each callback with what it sees."""
         for index, callback in enumerate(self._callbacks):
             try:
                 with phase("callback"):
-                    getattr(callback, hook)(run, *seen)
+                    getattr(callback, hook)(self.run, *seen)
             except (Exception, SystemExit) as error:
                 if index not in self._told:
                     self._told.add(index)
                     place = traceback.extract_tb(error.__traceback__)[-1]
                     name = f"{type(callback).__module__}:{type(callback).__qualname__}"
-                    run.say(
-                        f"callback {name} has failed in {hook} after step {run.step}: "
+                    self.run.say(
+                        f"callback {name} has failed in {hook} after step {self.run.step}: "
                         f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}); the "
                         "run goes on, and further failures are not told"
                     )

@@ -29,7 +29,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
         window = ids[-seq_len:]
         # Every window is padded to the length of training, because causal attention does not look
         # ahead.
-        padded = window + window[-1:] * (seq_len - len(window))
+        padded = window + [0] * (seq_len - len(window))
         batch = torch.tensor(padded).view(1, 1, seq_len)
         outputs = trainer.logits(batch, documents_ended_by(end_of_text, batch))
         token = torch.zeros((), dtype=torch.int64, device=trainer.device)

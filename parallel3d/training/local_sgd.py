@@ -18,7 +18,7 @@ pp and dp_shard are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -48,6 +48,7 @@ class LocalSgd(OuterLoop):
     def __init__(self, trainer: Trainer, replicas: Axis) -> None:
         self._config, self._steps = trainer.recipe.local_sgd, trainer.recipe.train.steps
         self._parameters, self._replicas = trainer.parameters, replicas
+        self._publish = trainer.publish
         # float32, equal on all replicas; a tied weight that this rank has twice is here once
         self.values = {p.name: p.local.detach().float().clone() for p in trainer.parameters}
         self.momenta = {name: torch.zeros_like(value) for name, value in self.values.items()}
@@ -88,18 +89,18 @@ class LocalSgd(OuterLoop):
             parameter.local.copy_(self.values[parameter.name])
 
     @contextmanager
-    def evaluating(self, publish: Callable[[], None]) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Puts the outer parameters, which are the result of the run, in place of this replica's
         own for a block."""
         own = [parameter.local.detach().clone() for parameter in self._parameters]
         self._give()
-        publish()
+        self._publish()
         try:
             yield
         finally:
             for parameter, value in zip(self._parameters, own, strict=True):
                 parameter.local.detach().copy_(value)
-            publish()
+            self._publish()
 
     def copies(self) -> list[Copies]:
         """Returns the outer parameters and their momentum, which all replicas hold alike."""

@@ -62,10 +62,7 @@ class TrainingLoop:
         self.profiler = ProfilerWindow(
             self.recipe.logging, folder, dist.get_rank(), self.progress.say
         )
-
-        def saved(path: Path) -> None:
-            self.callbacks.tell("saved", self.trainer.step, path)
-
+        saved = partial(self.callbacks.tell, "saved")
         self.saver = Saver(self.recipe.checkpoint, saved=saved, say=self.progress.say)
 
     def fit(self) -> None:
@@ -121,6 +118,7 @@ class TrainingLoop:
         """Reports the step, then evaluates and saves if due. Returns True after the last step.
         Raises PreemptedError if a signal has asked to end the run."""
         step, steps = self.trainer.step, self.recipe.train.steps
+        self.callbacks.run.step = step
         signum, wants_save, is_stopped = self.receive_requests(result)
         self.saver.step_done()
         is_early = is_stopped and not signum and step < steps
@@ -128,7 +126,7 @@ class TrainingLoop:
         if is_early:
             self.trainer.end_early()
         self.progress.step_done(step)
-        self.callbacks.tell("step_done", step, result)
+        self.callbacks.tell("step_done", result)
         losses: dict[str, float] = {}
         if is_due(self.recipe.train.eval_every, step, is_last):
             losses = self.evaluate()
@@ -179,10 +177,11 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, float]:
         """Returns the loss of each evaluation set by its name."""
-        evaluate = self.trainer.evaluate_all
+        losses = {}
         with phase("evaluation"):
-            losses = {each.name: evaluate(each.batches) for each in self.loaders[1]}
-        self.callbacks.tell("evaluated", self.trainer.step, losses)
+            for each in self.loaders[1]:
+                losses[each.name] = self.trainer.evaluate_all(each.batches)
+        self.callbacks.tell("evaluated", losses)
         return losses
 
     def start_report(self) -> None:
@@ -224,7 +223,7 @@ class TrainingLoop:
         self.progress.measured(line)
         if self.metrics_file is not None:
             self.metrics_file.write(line)
-        self.callbacks.tell("measured", trainer.step, line)
+        self.callbacks.tell("measured", line)
 
     def save(self, val_loss: float | None, *, is_last: bool, exports: bool) -> None:
         """Saves a checkpoint, and exports it if the recipe asks for that."""
@@ -249,6 +248,7 @@ class TrainingLoop:
         last_innocent = max(0, before.step - self.recipe.train.spike_steps)
         old_enough = [path for path in newest_first if step_of(path) <= last_innocent]
         loaded, lines = resume_from(trainer, old_enough or newest_first[-1:], self.checkpoints)
+        self.callbacks.run.step = trainer.step
         sequences_before = self.recipe.batch_sizes.before
         first = sequences_before(max(last_innocent, trainer.step))
         suspects = left_out.span(first, sequences_before(before.step))

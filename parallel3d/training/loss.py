@@ -13,7 +13,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import TokenLoss, token_losses
 from parallel3d.layers.vocabulary import VocabParallelHead, head_at_end, head_cross_entropy
-from parallel3d.mesh import Axis
+from parallel3d.mesh import ONE_RANK, Axis
 from parallel3d.shard_sizes import largest_shard, shard_rows
 from parallel3d.training.loss_chunks import tokens_at_a_time
 
@@ -38,7 +38,6 @@ class MeanLoss:
         self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
         self.scale = 1.0
         self.is_plain = False
-        self._z_loss = recipe.train.z_loss
         self.chunk_tokens = tokens_at_a_time(
             recipe.train.loss_chunk_tokens,
             tokens=recipe.parallel.microbatch_size * recipe.train.seq_len,
@@ -46,22 +45,21 @@ class MeanLoss:
             tp=recipe.parallel.tp,
             gpu_bytes=gpu_bytes,
         )  # None: the logits of a whole microbatch exist at once
-        self._tp, self._vocab = Axis.of(tp), recipe.model.vocab
-        self._architecture = recipe.model.architecture
+        self._tp, self._recipe, self._vocab = Axis.of(tp), recipe, recipe.model.vocab
         # the head whose output reaches the loss unchanged
         self._head: VocabParallelHead | None = None
         # the head that gives each tp rank its part of the vocabulary
         self._split_head: VocabParallelHead | None = None
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        z_loss = 0.0 if self.is_plain else self._z_loss
+        z_loss = 0.0 if self.is_plain else self._recipe.train.z_loss
         if self._head is not None and self._head.is_deferred:
             assert self.chunk_tokens is not None
             losses = head_cross_entropy(
                 output, labels, self._head, chunk_tokens=self.chunk_tokens, z_loss=z_loss
             )
         else:
-            axis = self._tp if self._is_split(output) else Axis(1, 0, None)
+            axis = self._tp if self._is_split(output) else ONE_RANK
             # the model may have changed the -inf that a head fills up its logits with
             if self._head is None:
                 output = output[..., : len(shard_rows(self._vocab, axis.rank, axis.size))]
@@ -98,7 +96,7 @@ class MeanLoss:
         is_split = width == largest or is_padded
         if not is_split and width != self._vocab:
             raise ConfigError(
-                f"model.architecture = {self._architecture}: each tp rank gets {width} logits for "
+                f"model.architecture = {self._recipe.model.architecture}: each tp rank gets {width} logits for "
                 f"a token; with model.vocab = {self._vocab} and parallel.tp = {self._tp.size} it "
                 f"must get {largest}, or all {self._vocab}; try the head "
                 "VocabParallelHead(config.hidden, config.vocab, tp=placement)"

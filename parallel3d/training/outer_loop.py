@@ -35,9 +35,8 @@ class OuterLoop:
         `is_last` it is called once more after the step, because the run ends early: the replicas
         must then be equal, as after the last step of the recipe."""
 
-    def evaluating(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
-        """Returns a context in which the parameters are those to evaluate. `publish` makes the
-        model compute with changed parameters."""
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model computes with the parameters to evaluate."""
         return nullcontext()
 
     def copies(self) -> list[Copies]:

@@ -173,7 +173,7 @@ class Trainer:
         )
         refuse_no_labels(step, result.tokens, recipe.data.ignore_token_ids)
         name_cause = partial(
-            describe_nonfinite, loss, self.update.squares, recipe.parallel, self.mesh
+            describe_nonfinite, loss, self.parameters, recipe.parallel, self.mesh
         )
         result, progress = self.guard.check(step, result, self.progress, name_cause)
         if not result.is_skipped:
@@ -283,7 +283,7 @@ class Trainer:
         self.loss.is_plain = True
         for stage in self.stages:
             stage.module.eval()
-        with self.outer_loop.evaluating(self.publish):
+        with self.outer_loop.evaluating():
             try:
                 yield
             finally:
@@ -341,5 +341,5 @@ class Trainer:
             factor=own_factor,
             own_norm=norm,
             lr=rate,
-            loss_scale=None if self.progress.loss_scale is None else self.loss.scale,
+            loss_scale=self.progress.loss_scale,
         )

@@ -78,11 +78,6 @@ class Update:
         """Returns this rank's share of the squared norm of the gradient."""
         return squared_norm(self._parameters, self._axes, self._device)
 
-    def squares(self) -> list[tuple[LocalParameter, Tensor]]:
-        """Returns the squared norm of each parameter's gradient on this rank, in the order of the
-        model."""
-        return [(p, squared_norm([p], self._axes, self._device)) for p in self._parameters]
-
     def apply(self, factor: float) -> None:
         """Steps with the gradients times `factor`."""
         if factor != 1.0 and self._parameters:  # the one time that gradients are multiplied
