@@ -80,7 +80,7 @@ class RunOutcome:
         outcome = {"status": self.status, **asdict(self)}
         # the run is over, and its error (such as a full disk) has been reported
         with suppress(OSError):
-            _write(path, json.dumps(outcome, indent=2) + "\n")
+            write_atomically(path, json.dumps(outcome, indent=2) + "\n")
 
 
 def check_compiler() -> None:
@@ -153,7 +153,7 @@ def begin_run(recipe: Recipe) -> list[str]:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "metrics.jsonl").touch()  # with it config.yaml counts as a run's
         (run_dir / "outcome.json").unlink(missing_ok=True)
-        _write(run_dir / "config.yaml", to_yaml(recipe))
+        write_atomically(run_dir / "config.yaml", to_yaml(recipe))
     return notes
 
 
@@ -168,7 +168,7 @@ def _move_run(run_dir: Path, earlier: Path) -> None:
                 path.parent.rmdir()
 
 
-def _write(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Writes a text whole or not at all, so that a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

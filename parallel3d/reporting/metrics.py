@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ import torch
 from parallel3d.config.flops import PeakOf, attended_keys, training_flops_per_token
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import writing
+from parallel3d.launch.run_dir import write_atomically
 from parallel3d.reporting.sinks import Sinks
 
 
@@ -90,11 +90,8 @@ class MetricsFile:
             found = f"{path}: line {bad} is not a line of metrics"
             self.note = f"warning: {found}; {aside} has the old file"
         kept = [f"{line}\n" for line, at in zip(whole, steps, strict=True) if at and at <= step]
-        # a name that no other file may have
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
         with writing(path):
-            partial.write_text("".join(kept))
-            partial.replace(path)
+            write_atomically(path, "".join(kept))
 
     def write(self, metrics: StepMetrics) -> None:
         with writing(self._path), self._path.open("a") as file:
