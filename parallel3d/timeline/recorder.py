@@ -34,15 +34,15 @@ class Recorder:
     def add(self, action: Action, start: Any, end: Any) -> None:
         self._marks.append((action, start, end))
 
-    def spans(self, rank: int) -> list[Span]:
-        """Returns what was recorded as spans of `rank`, in seconds on this host's clock,
-        `time.perf_counter`."""
+    def spans(self, rank: int, since_s: float = 0.0) -> list[Span]:
+        """Returns what was recorded as spans of `rank`, in seconds after `since_s` on this host's
+        clock, `time.perf_counter`."""
 
         def seconds(mark: Any) -> float:
             if not self._events:
-                return float(mark)
+                return float(mark) - since_s
             mark.synchronize()
-            return self._origin_s + float(self._origin.elapsed_time(mark)) / 1000
+            return self._origin_s - since_s + float(self._origin.elapsed_time(mark)) / 1000
 
         return [
             Span(rank, action, seconds(start), seconds(end)) for action, start, end in self._marks

@@ -33,10 +33,7 @@ def traced_step(
     recorder = Recorder(trainer.device)
     result = trainer.train_step(batch, recorder)
     place = trainer.recipe.parallel.coordinates(dist.get_rank())._asdict()
-    own_spans = [
-        span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s)
-        for span in recorder.spans(place.pop(Role.SPLIT_LAYERS))
-    ]
+    own_spans = recorder.spans(place.pop(Role.SPLIT_LAYERS), start_s)
     pipeline = ", ".join(f"{axis} {rank}" for axis, rank in place.items())
     everyone = [(pipeline, own_spans)] * dist.get_world_size()
     dist.gather_object(everyone[0], everyone if dist.get_rank() == 0 else None)
