@@ -34,10 +34,6 @@ class StopRequest:
     signum: int = 0  # the signal that asks for an end; 0 before any
     wants_save: bool = False  # SIGUSR1 has come since the last save that answered it
 
-    @property
-    def is_made(self) -> bool:
-        return self.signum != 0 or self.wants_save
-
     def is_answered(self) -> None:
         """Ends the time of `checkpoint.grace_s`: what was asked for is saved."""
         if self.signum:

@@ -56,11 +56,12 @@ class LocalSgd(OuterLoop):
     def combine(self, totals: StepTotals) -> StepTotals:
         """Returns the mean loss over the labels of all replicas, and the root of the mean square of
         their gradient norms."""
-        loss, norm, tokens, votes, refusals = totals
-        own = torch.stack((loss * tokens, norm.square(), tokens, votes, refusals))
-        loss, square, tokens, votes, refusals = all_reduce(own, self._replicas).unbind()
-        norm = (square / self._replicas.size).sqrt()
-        return StepTotals(loss / tokens.clamp(min=1.0), norm, tokens, votes, refusals)
+        loss, square = totals.loss * totals.tokens, totals.grad_norm.square()
+        own = totals._replace(loss=loss, grad_norm=square)
+        summed = StepTotals(*all_reduce(torch.stack(own), self._replicas))
+        loss = summed.loss / summed.tokens.clamp(min=1.0)
+        norm = (summed.grad_norm / self._replicas.size).sqrt()
+        return summed._replace(loss=loss, grad_norm=norm)
 
     def after_step(self, step: int, *, is_last: bool) -> None:
         assert self._config.sync_every is not None

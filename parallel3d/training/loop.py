@@ -100,8 +100,7 @@ class TrainingLoop:
                 if step == self.recipe.logging.timeline:
                     result = traced_step(self.trainer, batch, self.run_dir, self.progress.say)
                 else:
-                    is_stopped = self.callbacks.run.stop_reason is not None
-                    is_asked_to_stop = self.stop.is_made or is_stopped or self.saver.has_failed
+                    is_asked_to_stop = any(self.own_requests)
                     result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
             self.steps_s += time.perf_counter() - start_s
         if self.is_first_step:  # kernels are loaded and ranks are connected
@@ -154,20 +153,25 @@ class TrainingLoop:
             self.progress.say(f"SIGUSR1: saves after step {step}, and goes on")
         return is_last
 
+    @property
+    def own_requests(self) -> list[int]:
+        """What this rank is asked to do: the signal that asks to end (0: none), whether one asks to
+        save, whether a callback asks to stop, and whether a save has failed."""
+        wants_end = self.callbacks.run.stop_reason is not None
+        return [self.stop.signum, self.stop.wants_save, wants_end, self.saver.has_failed]
+
     def receive_requests(self, result: StepResult) -> tuple[int, bool, bool]:
         """Returns what any rank was asked to do: the signal that asks to end (0: none), whether one
         asks to save, and whether a callback asks to stop. Raises the error of a save that has
         failed on any rank."""
         if not result.is_asked_to_stop:
             return 0, False, False
-        wants_save, self.stop.wants_save = self.stop.wants_save, False
-        wants_end = self.callbacks.run.stop_reason is not None
+        own, self.stop.wants_save = self.own_requests, False
         # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
-        own = self.stop.signum, wants_save, wants_end, self.saver.has_failed
-        signum, saves, is_stopped, any_failed = map(round, self.largest(own))
-        if any_failed:
+        signum, wants_save, wants_end, has_failed = self.largest(own)
+        if has_failed:
             self.saver.finish()  # raises the error, on all ranks
-        return signum, bool(saves), bool(is_stopped)
+        return int(signum), wants_save > 0, wants_end > 0
 
     def largest(self, own: Sequence[float]) -> list[float]:
         """Returns the largest of each number over all ranks. Every rank calls it."""
@@ -284,10 +288,10 @@ def export_saved(
             set_aside(to, "abandoned")
         written = export(checkpoint, to, form)
 
-    def any_of(everyone: list[bool]) -> list[bool]:
-        return [any(everyone)] * len(everyone)
+    def names_of_rank_0(names: list[str | None]) -> list[str | None]:
+        return names[:1] * len(names)
 
-    while collect_from_all(lambda: next(written, None) is not None, any_of, group):
+    while collect_from_all(lambda: next(written, None), names_of_rank_0, group):
         pass
     return "; ".join((f"exported: {to}", *form.notes))
 

@@ -96,9 +96,9 @@ class MeanLoss:
         is_split = width == largest or is_padded
         if not is_split and width != self._vocab:
             raise ConfigError(
-                f"model.architecture = {self._recipe.model.architecture}: each tp rank gets {width} logits for "
-                f"a token; with model.vocab = {self._vocab} and parallel.tp = {self._tp.size} it "
-                f"must get {largest}, or all {self._vocab}; try the head "
+                f"model.architecture = {self._recipe.model.architecture}: each tp rank gets "
+                f"{width} logits for a token; with model.vocab = {self._vocab} and parallel.tp = "
+                f"{self._tp.size} it must get {largest}, or all {self._vocab}; try the head "
                 "VocabParallelHead(config.hidden, config.vocab, tp=placement)"
             )
         return is_split

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,8 +23,6 @@ from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.mesh import Role
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.trainer import Trainer
-
-Loaded = TypeVar("Loaded")
 
 
 def save_trainer(trainer: Trainer, path: Path) -> None:
@@ -95,7 +91,7 @@ def resume_from(
     `folder` that are damaged or newer. Returns the progress that was loaded, and lines for the
     user: what was passed over, and where the run goes on. Raises CheckpointError, with no damaged
     one renamed, where all are damaged, or one is of another model."""
-    path, progress, lines = first_whole(checkpoints, partial(load_trainer, trainer))
+    path, progress, lines = first_whole(trainer, checkpoints, load_trainer)
     if dist.get_rank() == 0:
         with writing(folder):
             lines += after_resume(
@@ -113,35 +109,35 @@ def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
     does all of them."""
     if not checkpoints:
         return []
-    path, _, lines = first_whole(checkpoints, partial(load_start, trainer))
+    path, _, lines = first_whole(trainer, checkpoints, load_start)
     return [*lines, f"starts from the weights of {path}"]
 
 
 def first_whole(
-    checkpoints: list[Path], load: Callable[[Path], Loaded]
-) -> tuple[Path, Loaded, list[str]]:
+    trainer: Trainer, checkpoints: list[Path], load: Callable[[Trainer, Path], Progress]
+) -> tuple[Path, Progress, list[str]]:
     """Loads the first of `checkpoints` that is not damaged. Returns it, what `load` has returned of
     it, and a line for each that was passed over."""
     lines: list[str] = []
     for path in checkpoints[:-1]:
         try:
-            return path, load(path), lines
+            return path, load(trainer, path), lines
         except DamagedCheckpointError as error:
             lines.append(f"passed over: {error}")
-    return checkpoints[-1], load(checkpoints[-1]), lines
+    return checkpoints[-1], load(trainer, checkpoints[-1]), lines
 
 
-def load_start(trainer: Trainer, path: Path) -> None:
+def load_start(trainer: Trainer, path: Path) -> Progress:
     """Loads the weights that a run begins with, those of a checkpoint of any layout or of a folder
-    of transformers; every rank calls it. Raises CheckpointError, with nothing changed, where they
-    are damaged or of another model."""
+    of transformers, and returns how far they were trained; every rank calls it. Raises
+    CheckpointError, with nothing changed, where they are damaged or of another model."""
     if not is_pretrained(path):
-        load_model(trainer, path)
-        return
+        return load_model(trainer, path)
     tp = trainer.axes[Role.SPLIT_TENSORS]
     load_pretrained(trainer.parameters, trainer.recipe.model, tp, path)
     trainer.outer_loop.begin()
     trainer.publish()
+    return trainer.progress
 
 
 def load_model(trainer: Trainer, path: Path) -> Progress:
@@ -183,9 +179,9 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
     if max(len(drawn), len(planned)) == 1:  # a single corpus may have any name
         drawn = planned
     seen = sequences if saved.sequences is None else saved.sequences
-    skip, label = _as_yaml(saved.skip), trainer.optimizer.label
+    skip, own = _as_yaml(saved.skip), trainer.progress
     checks: list[tuple[str, object, object, str]] = [
-        (f"train.{key}", getattr(saved, key), getattr(recipe.train, key), "that value")
+        (f"train.{key}", getattr(saved, key), getattr(own, key), "that value")
         for key in ("seed", "global_batch_size", "seq_len")
     ]
     checks += [
@@ -203,7 +199,7 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
             "its data.sources and data.stages, and give other weights as one more of data.stages, "
             f"from_step: {saved.step + 1}",
         ),
-        ("optimizer", saved.optimizer, label, "that optimizer.name and its settings"),
+        ("optimizer", saved.optimizer, own.optimizer, "that optimizer.name and its settings"),
     ]
     for what, then, now, remedy in checks:
         if then != now:
@@ -211,7 +207,7 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
                 f"{path}: {what} = {then} in its run, and {now} in this recipe; resume with "
                 f"{remedy}"
             )
-    data, own_data = saved.data_fingerprint, trainer.progress.data_fingerprint
+    data, own_data = saved.data_fingerprint, own.data_fingerprint
     if data is None or own_data is None or recipe.checkpoint.allow_other_data:
         return
     if differing := differences(data, own_data):

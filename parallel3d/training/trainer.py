@@ -24,7 +24,7 @@ from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, Role, axes_of, replica_mesh
 from parallel3d.optimizers.build import build_optimizer
-from parallel3d.parallelize import ModelClass, block_weights_of, parallelize
+from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
@@ -90,7 +90,6 @@ class Trainer:
         )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
         self.parameters, self.parameter_count = parts.parameters, parts.parameter_count
-        self.block_weights = block_weights_of(model_class, recipe.model)
         self.loss.use_head(stage.module for stage in parts.stages)
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
         self.update = Update(parts, self.optimizer, self.mesh)
@@ -172,9 +171,7 @@ class Trainer:
             loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop
         )
         refuse_no_labels(step, result.tokens, recipe.data.ignore_token_ids)
-        name_cause = partial(
-            describe_nonfinite, loss, self.parameters, recipe.parallel, self.mesh
-        )
+        name_cause = partial(describe_nonfinite, loss, self.parameters, recipe.parallel, self.mesh)
         result, progress = self.guard.check(step, result, self.progress, name_cause)
         if not result.is_skipped:
             limit = recipe.train.grad_clip or math.inf
@@ -261,15 +258,16 @@ class Trainer:
     ) -> list[dict[str, Any]] | None:
         """Returns the keyword arguments of each stage's forward of each microbatch: its documents,
         unless they are joined, and in training, by its `samples`, the key of its dropout."""
-        keywords: list[dict[str, Any]] | None = None
-        if documents is not None:
-            keywords = [{"documents": each.moved(self._on_device)} for each in documents]
+        keywords: list[dict[str, Any]] = []
+        for packed in documents or ():
+            keywords.append({"documents": packed.moved(self._on_device)})
         model = self.recipe.model
-        if samples is None or not (model.dropout or model.attention_dropout):
-            return keywords
-        keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, samples))
-        keywords = keywords or [{}] * len(keys)
-        return [{**each, "key": key} for each, key in zip(keywords, keys, strict=True)]
+        if samples is not None and (model.dropout or model.attention_dropout):
+            keys = self._on_device(dropout_key(self.recipe.train.seed, self.step, samples))
+            keywords = keywords or [{} for _ in keys]
+            for each, key in zip(keywords, keys, strict=True):
+                each["key"] = key
+        return keywords or None
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
         """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""

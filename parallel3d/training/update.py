@@ -61,11 +61,10 @@ class Update:
         for parameter in self._parameters:
             parameter.sync_views()
         if self._partial:
-            gradients = [_gradient(p) for p in self._partial]
-            summed = all_reduce(torch.cat([g.flatten() for g in gradients]), self._tp)
-            parts = summed.split([g.numel() for g in gradients])
-            shaped = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-            foreach_copy_(gradients, shaped)
+            gradients = [_gradient(parameter).view(-1) for parameter in self._partial]
+            summed = all_reduce(torch.cat(gradients), self._tp)
+            sizes = [len(gradient) for gradient in gradients]
+            foreach_copy_(gradients, summed.split(sizes))
         for parameter in self._tied:
             dist.all_reduce(_gradient(parameter), group=self._ends.group)
         for first, second in self._pairs:

@@ -38,7 +38,7 @@ from parallel3d.launch.run_dir import begin_run
 from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh
-from parallel3d.parallelize import ModelClass
+from parallel3d.parallelize import ModelClass, block_weights_of
 from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, peak_tokens_per_s, perplexity
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.reporting.sinks import SinkRun, Sinks
@@ -103,8 +103,8 @@ def run_worker(
             ProgressDisplay(train.steps, trainer.step, speaks=speaks) as progress,
             Sinks(recipe.logging.sinks if speaks else (), seen, progress.say) as sinks,
         ):
-            weights = trainer.block_weights
-            peak, why_unknown = peak_tokens_per_s(recipe, trainer.device, peak_of, weights)
+            weights = block_weights_of(model_class, recipe.model)
+            peak, why_unknown = peak_tokens_per_s(recipe, device, peak_of, weights)
             lines = [*notes, describe_run(trainer, corpora), why_unknown, *begun]
             metrics = None
             if speaks:
