@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 
 import torch
@@ -16,7 +16,6 @@ from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import (
-    Pointwise,
     initial_part,
     named_specs,
     set_fused_gradients,
@@ -237,10 +236,7 @@ def compile_pieces(model: nn.Module) -> None:
     they are, so that products hide collectives, add their gradients up themselves, and put them off
     for a split backward. A piece that is given more shapes than torch makes graphs for is computed
     as without this."""
-    compiled: dict[Pointwise, Pointwise] = {}
+    compile_once = cache(torch.compile)
     for part in model.modules():
         if "pointwise" in vars(part):
-            piece: Pointwise = part.pointwise  # type: ignore[assignment]
-            if piece not in compiled:
-                compiled[piece] = torch.compile(piece)
-            part.pointwise = compiled[piece]  # type: ignore[assignment]
+            part.pointwise = compile_once(part.pointwise)  # type: ignore[assignment]
