@@ -111,13 +111,13 @@ def parallelize(
     # Collectives of tp, a split backward, selective recompute and documents, whose lengths change,
     # stay outside of graphs.
     is_cut = schedule.splits or parallel.recompute == "selective"
-    compiles_pieces = parallel.tp > 1 or is_cut or masks
+    compile_parts = compile_pieces if parallel.tp > 1 or is_cut or masks else compile_blocks
     stages, data, parameters = [], [], []
     for index in schedule.stages_of(pp.get_local_rank()):
         module = cut(build(), ranges[index])
         set_fused_gradients(module, True)
         if recipe.train.compile:
-            (compile_pieces if compiles_pieces else compile_blocks)(module)
+            compile_parts(module)
         if device.type == "cuda":
             align_logits(module)
         sharded = shard_stage(module, mesh, recipe, dtypes)

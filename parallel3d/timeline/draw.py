@@ -90,7 +90,10 @@ def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
             color = _COLORS[action.kind][action.stage in second]
             name = f"{action.kind}{action.microbatch}"
             parts.append(f'<g class="bar"><rect {place} fill="{color}"/>')
-            parts.append(f"<title>{action} on rank {rank}: {start_s:.6g} to {start_s + span.duration_s:.6g}</title>")
+            parts.append(
+                f"<title>{action} on rank {rank}: {start_s:.6g} to "
+                f"{start_s + span.duration_s:.6g}</title>"
+            )
             if len(name) * _CHARACTER + 2 <= wide:
                 parts.append(f'<text x="{x + wide / 2:.2f}" y="{y + 14}">{name}</text>')
             parts.append("</g>")
@@ -116,7 +119,6 @@ def draw_trace(*timelines: Timeline) -> str:
         names = [("process_name", 0, _headline(timeline))]
         names += [("thread_name", rank, f"rank {rank}") for rank in range(timeline.ranks)]
         for what, thread, name in names:
-            place = {"pid": process, "tid": thread}
             args = {"name": name}
             events.append({"ph": "M", "pid": process, "tid": thread, "name": what, "args": args})
         for span in timeline.spans:
