@@ -183,8 +183,10 @@ def family_of(model: ModelConfig) -> str:
             )
     if is_gpt:
         return "gpt2"
-    if model.qkv_bias or model.qk_norm:
-        return "qwen2" if model.qkv_bias else "qwen3"
+    if model.qkv_bias:
+        return "qwen2"
+    if model.qk_norm:
+        return "qwen3"
     return "llama" if model.window is None else "mistral"
 
 

@@ -27,10 +27,10 @@ def build_schedule(
     traits = schedule_traits(name)
     least, most = traits.stages.least, traits.stages.most
     if pp < 1 or microbatches < 1 or not traits.stages.allow(virtual_stages):
+        limit = "" if most is None else f" (at most {most})"
         raise ScheduleError(
             f"schedule {name}: pp = {pp}, {microbatches} microbatches and {virtual_stages} stages "
-            f"on each rank: must be at least 1, 1 and {least}"
-            + (f" (at most {most})" if most else "")
+            f"on each rank: must be at least 1, 1 and {least}{limit}"
         )
     schedule = Schedule(
         name=name,
@@ -142,5 +142,7 @@ def live_with_all_gradients(
 
 @lru_cache(maxsize=1024)
 def _peaks(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    numbers = {"pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages}
-    return build_schedule(name, **numbers, check=False).peak_live_microbatches
+    schedule = build_schedule(
+        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False
+    )
+    return schedule.peak_live_microbatches
