@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 
 import torch
@@ -16,7 +16,6 @@ from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import (
-    Pointwise,
     initial_part,
     named_specs,
     set_fused_gradients,
@@ -112,13 +111,13 @@ def parallelize(
     # Collectives of tp, a split backward, selective recompute and documents, whose lengths change,
     # stay outside of graphs.
     is_cut = schedule.splits or parallel.recompute == "selective"
-    compiles_pieces = parallel.tp > 1 or is_cut or masks
+    compile_parts = compile_pieces if parallel.tp > 1 or is_cut or masks else compile_blocks
     stages, data, parameters = [], [], []
     for index in schedule.stages_of(pp.get_local_rank()):
         module = cut(build(), ranges[index])
         set_fused_gradients(module, True)
         if recipe.train.compile:
-            (compile_pieces if compiles_pieces else compile_blocks)(module)
+            compile_parts(module)
         if device.type == "cuda":
             align_logits(module)
         sharded = shard_stage(module, mesh, recipe, dtypes)
@@ -237,10 +236,7 @@ def compile_pieces(model: nn.Module) -> None:
     they are, so that products hide collectives, add their gradients up themselves, and put them off
     for a split backward. A piece that is given more shapes than torch makes graphs for is computed
     as without this."""
-    compiled: dict[Pointwise, Pointwise] = {}
+    compile_once = cache(torch.compile)
     for part in model.modules():
         if "pointwise" in vars(part):
-            piece: Pointwise = part.pointwise  # type: ignore[assignment]
-            if piece not in compiled:
-                compiled[piece] = torch.compile(piece)
-            part.pointwise = compiled[piece]  # type: ignore[assignment]
+            part.pointwise = compile_once(part.pointwise)  # type: ignore[assignment]

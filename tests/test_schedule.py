@@ -38,7 +38,7 @@ def test_zb_h1_puts_weights_off_by_as_many_microbatches_as_the_rank() -> None:
 
 def test_the_gradient_of_a_split_backward_goes_to_the_half_that_takes_it() -> None:
     schedule = build_schedule("zb_h1", pp=2, microbatches=2)
-    assert schedule.transfers[1, 0] == (Action(0, I, 0), Action(0, I, 1))
+    assert schedule.transfers[1, 0] == [Action(0, I, 0), Action(0, I, 1)]
     assert schedule.feeds(Action(1, W, 0)) is None
     mixed = build_schedule("dualpipe_v", pp=2, microbatches=4, virtual_stages=2)
     assert mixed.feeds(Action(1, B, 0)) == Action(0, B, 0)
@@ -73,7 +73,7 @@ def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
     a bound."""
     p, m = len(schedule.ranks), schedule.microbatches
     v = schedule.stages // p
-    g = groups(p, m)[0]
+    g = len(groups(p, m)[0])
     for rank, alive in enumerate(schedule.peak_live_microbatches):
         most = {
             "naive": v,
@@ -112,17 +112,11 @@ def test_a_receive_may_be_posted_after_exactly_what_comes_before_its_sender(
     for holder, action, takes, makes in schedule.in_order():
         own = {schedule.ranks[rank].index(action)} if holder == rank else set()
         before[makes] = done_by[holder] = done_by[holder] | before.get(takes, set()) | own
-    takers = [
-        taker
-        for (_, target), takers in schedule.transfers.items()
-        if target == rank
-        for taker in takers
-    ]
     after = schedule.postable_after(rank)
-    assert set(after) == set(takers)
-    for taker in takers:
-        causes = before[schedule.slots(taker)[0]]
-        assert after[taker] == max(causes, default=-1) + 1 <= schedule.ranks[rank].index(taker)
+    assert tuple(after) == schedule.ranks[rank]
+    for place, taker in enumerate(after):
+        causes = before.get(schedule.slots(taker)[0], set())
+        assert after[taker] == max(causes, default=-1) + 1 <= place
 
 
 @given(schedule=built(), data=st.data())

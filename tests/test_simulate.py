@@ -79,11 +79,9 @@ def test_zb_v_leaves_no_bubble_between_a_ranks_first_and_last_action(p: int, m: 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 1, 1), (2, 4, 1), (4, 8, 2), (4, 9, 2), (4, 7, 3)])
 def test_forwards_alone_take_as_few_steps_as_there_can_be(p: int, m: int, v: int) -> None:
-    schedule = forward_only(pp=p, microbatches=m, virtual_stages=v)
+    schedule = forward_only(tuple(range(p)) * v, m)
     assert simulate(schedule, ActionTimes.uniform(schedule.stages)).makespan_s == v * m + p - 1
-    v_shaped = forward_only(
-        pp=p, microbatches=m, placement=placement("zb_v", pp=p, virtual_stages=2)
-    )
+    v_shaped = forward_only(placement("zb_v", pp=p, virtual_stages=2), m)
     assert simulate(v_shaped, ActionTimes.uniform(v_shaped.stages)).makespan_s == 2 * (m + p - 1)
 
 

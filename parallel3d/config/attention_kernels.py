@@ -88,11 +88,6 @@ class AttentionKernel:
         """The bytes of a score at the most."""
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
-    def quadratic_bytes(self, *, batch: int, heads: int, seq: int) -> int:
-        """Returns the bytes that grow with the square of the sequence, for one layer and microbatch
-        on a tp rank."""
-        return seq**2 * (batch * heads * self.score_bytes + self.mask_bytes)
-
 
 def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionKernel:
     """Returns the kernel of a call on a device."""
@@ -178,24 +173,23 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
 def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     """Returns a line if a block's attention would write out more than `MOST_SCORE_BYTES` on a GPU
     such as `device`."""
-    kernel, model, train = kernel_of_recipe(recipe, device), recipe.model, recipe.train
-    microbatch, seq = recipe.parallel.microbatch_size, train.seq_len
-    heads = model.heads // recipe.parallel.tp
-    score_bytes = kernel.quadratic_bytes(batch=microbatch, heads=heads, seq=seq)
-    if device.type != "cuda" or score_bytes <= MOST_SCORE_BYTES:
+    kernel, train, parallel = kernel_of_recipe(recipe, device), recipe.train, recipe.parallel
+    scores = parallel.microbatch_size * (recipe.model.heads // parallel.tp)
+    quadratic_bytes = train.seq_len**2 * (scores * kernel.score_bytes + kernel.mask_bytes)
+    if device.type != "cuda" or quadratic_bytes <= MOST_SCORE_BYTES:
         return []
     key, tries = "train.precision", "fp16"
+    if train.precision == "fp32" and device.capability >= (8, 0):
+        tries = "bf16"
     why = "a window is a mask of S^2 numbers here"
     if kernel.name == "scores":
         key, tries = "model.attention_dropout", "0"
         why = "dropout needs the probabilities of attention, S^2 a head, written out"
     elif kernel.score_bytes:
         why = "no fused kernel takes these heads, so that S^2 scores a head are written out"
-    if tries == "fp16" and train.precision == "fp32" and device.capability >= (8, 0):
-        tries = "bf16"
-    size, most = score_bytes / 2**30, MOST_SCORE_BYTES / 2**30
+    size, most = quadratic_bytes / 2**30, MOST_SCORE_BYTES / 2**30
     return [
-        f"{key} = {attrgetter(key)(recipe)}: {why}, which takes {size:.1f} GiB a "
-        f"block and microbatch, and may take {most:.0f} on a GPU; try {key}={tries}, or a smaller "
+        f"{key} = {attrgetter(key)(recipe)}: {why}, which takes {size:.1f} GiB a block and "
+        f"microbatch, and may take {most:.0f} on a GPU; try {key}={tries}, or a smaller "
         "parallel.microbatch_size"
     ]

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,6 @@ _DEFAULTS = {
     "initializer_range": 0.02,
     "rope_theta": 10_000.0,
 }
-_COUNTS = (
-    "max_position_embeddings",
-    "sliding_window",
-    "max_window_layers",
-    "sliding_window_pattern",
-)
 # `model_type` -> the class of transformers
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
@@ -60,7 +53,8 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_ORIGINAL = "original_max_position_embeddings"
+_LONGEST = "max_position_embeddings"
+_ORIGINAL = f"original_{_LONGEST}"
 # as Mixtral, Qwen and DeepSeek call them
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # The values of a key with which a model computes what it computes here.
@@ -87,7 +81,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read as JSON ({why}); try the path of a whole config.json"
         ) from problem
-    for key in _COUNTS:
+    for key in (_LONGEST, "sliding_window", "max_window_layers", "sliding_window_pattern"):
         if config.get(key) is not None:
             whole_number(config, key, path)
     return config
@@ -144,13 +138,7 @@ def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     the same weights would compute something else here."""
     rope = _rope(config, path)
     kind = rope["rope_type"]
-    known = {
-        "rope_type",
-        "type",
-        "rope_theta",
-        _ORIGINAL,
-        *(key.name for key in fields(RopeScaling)),
-    }
+    known = ["rope_type", "rope_theta", _ORIGINAL, *RopeScaling.__dataclass_fields__]
     unknown = {f"rope_scaling's {key}": rope[key] for key in rope if key not in known}
     if kind not in ("default", *SCALING_KEYS):
         unknown = {"rope_scaling": kind}
@@ -161,16 +149,6 @@ def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
         unknown["sliding_window of some layers only"] = config["sliding_window"]
     for key, value in unknown.items():
         yield f"{key} = {shown(value)} of config.json is left out: a recipe has no key for it"
-
-
-def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields how a plan counts a window."""
-    if layers := windowed_layers(config):
-        yield (
-            f"sliding_window {sliding_window(config)} of config.json: the plan counts the time of "
-            f"attention with it in {layers} of {config['num_hidden_layers']} layers, and memory as "
-            "of whole attention"
-        )
 
 
 def check_numbers(model: ModelConfig, where: str) -> None:
@@ -199,14 +177,16 @@ def family_of(model: ModelConfig) -> str:
     }
     for key, (is_wrong, only) in faults.items():
         if is_wrong:
-            said = f"model.{key} = {shown(attrgetter(key)(model))}"
+            said = f"model.{key} = {shown(getattr(model, key))}"
             raise ConfigError(
                 f"{said}: no family of transformers has it; only {only} can be exported"
             )
     if is_gpt:
         return "gpt2"
-    if model.qkv_bias or model.qk_norm:
-        return "qwen2" if model.qkv_bias else "qwen3"
+    if model.qkv_bias:
+        return "qwen2"
+    if model.qk_norm:
+        return "qwen3"
     return "llama" if model.window is None else "mistral"
 
 
@@ -234,7 +214,8 @@ def to_hugging_face(
         return config | {
             "activation_function": "gelu_new",
             "attn_pdrop": model.attention_dropout,
-            **dict.fromkeys(("embd_pdrop", "resid_pdrop"), model.dropout),
+            "embd_pdrop": model.dropout,
+            "resid_pdrop": model.dropout,
         }
     scaling = model.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -242,8 +223,8 @@ def to_hugging_face(
     if scaling is not None:
         rope = {"rope_type": scaling.type, _ORIGINAL: scaling.original_max_positions}
         for key in ("factor", *SCALING_KEYS[scaling.type]):
-            value = getattr(scaling, key)
-            rope |= {} if value is None else {key: value}
+            if (value := getattr(scaling, key)) is not None:
+                rope[key] = value
         longest = round(scaling.original_max_positions * scaling.factor)
         # From a yarn's longest sequence, versions of transformers 4 compute its factor, whatever
         # else the config says.
@@ -253,7 +234,7 @@ def to_hugging_face(
         "num_key_value_heads": model.key_value_heads,
         "head_dim": model.head_size,
         "hidden_act": "silu",
-        "max_position_embeddings": longest,
+        _LONGEST: longest,
         "attention_dropout": model.attention_dropout,
         "rope_parameters": {**rope, "rope_theta": model.rope_theta},
         "rope_theta": model.rope_theta,
@@ -308,6 +289,6 @@ def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {words}: must hold keys and values, or be null")
     given = {key: value for key, value in said.items() if value is not None}
     given.setdefault("rope_theta", config.get("rope_theta", _DEFAULTS["rope_theta"]))
-    given.setdefault(_ORIGINAL, config.get("max_position_embeddings"))
+    given.setdefault(_ORIGINAL, config.get(_LONGEST))
     given["rope_type"] = str(given.get("rope_type", given.get("type", "default")))
     return given

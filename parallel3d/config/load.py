@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config.import_class import BESIDE_RECIPES
-from parallel3d.config.ranges import any_of
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import check_rules, refuse
 from parallel3d.config.schema import KEYS, read
+from parallel3d.config.suggestions import any_of
 from parallel3d.config.yaml_text import (
     COMMAND_LINE,
     Setting,

@@ -60,17 +60,19 @@ def mixture_errors(recipe: Recipe) -> Iterator[str]:
                 f"data.sources[{index}].name = {label}: is the name of another source; try name: "
                 f"{label}-{index}"
             )
-    weighings = [("the weights of data.sources", [source.weight for source in sources])]
+    weighings = {"the weights of data.sources": [source.weight for source in sources]}
     before = 1
     for index, stage in enumerate(data.stages):
-        weighings.append((f"data.stages[{index}].weights", [*stage.weights]))
+        weighings[f"data.stages[{index}].weights"] = [*stage.weights]
         if stage.from_step <= before:
             yield (
                 f"data.stages[{index}].from_step = {stage.from_step}: must be above {before}, that "
                 f"of the stage before; try from_step: {before + 1}"
             )
         before = stage.from_step
-    for key, weights in weighings if sources else ():
+    if not sources:
+        return
+    for key, weights in weighings.items():
         period = sum(whole_weights(weights))
         if len(weights) != len(sources) or not 0 < period <= LONGEST_PERIOD:
             yield (

@@ -31,6 +31,9 @@ Positive = Annotated[float, in_range(gt=0)]
 NonNegative = Annotated[float, in_range(ge=0)]
 Fraction = Annotated[float, in_range(ge=0, lt=1)]
 Ratio = Annotated[float, in_range(ge=1)]
+AboveOne = Annotated[float, in_range(gt=1)]
+PositiveFraction = Annotated[float, in_range(gt=0, lt=1)]
+Seconds = Annotated[float, in_range(gt=0, le=10000000)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class ModelConfig:
     head_dim: Size | None = None  # features of one head; None: hidden / heads
     ffn_hidden: Size
     vocab: Size
-    rope_theta: Annotated[float, in_range(gt=1)] = 10_000.0
+    rope_theta: AboveOne = 10_000.0
     # llama: rotary frequencies for a longer context; None: as they are
     rope_scaling: RopeScaling | None = None
     norm_eps: Positive = 1e-5
@@ -269,8 +272,8 @@ class TrainConfig:
     compare_replicas_every: Count | None = None
     # The longest that workers wait for each other until the first step is done, which loads,
     # compiles and connects ...
-    start_timeout_s: Annotated[float, in_range(gt=0, le=10000000)] = 1800.0
-    timeout_s: Annotated[float, in_range(gt=0, le=10000000)] = 300.0  # ... and from then on
+    start_timeout_s: Seconds = 1800.0
+    timeout_s: Seconds = 300.0  # ... and from then on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +283,9 @@ class LossScaleConfig:
 
     initial: Positive = 65536.0
     # the factor after `interval` steps with finite gradients
-    growth: Annotated[float, in_range(gt=1)] = 2.0
+    growth: AboveOne = 2.0
     # the factor after a step whose gradients are not finite
-    backoff: Annotated[float, in_range(gt=0, lt=1)] = 0.5
+    backoff: PositiveFraction = 0.5
     interval: Count = 2000
 
 
@@ -328,22 +331,19 @@ class OptimizerConfig:
         default."""
         missing = {
             key: value
-            for key, value in OPTIMIZER_KEYS[self.name].items()
+            for key, value in OPTIMIZER_DEFAULTS[self.name].items()
             if getattr(self, key) is None
         }
         return replace(self, **missing)
 
 
-# The keys that not all optimizers read, by optimizer, with the defaults that None stands for.
-_ADAMW_KEYS = {"betas": (0.9, 0.95), "eps": 1e-8, "state_dtype": None}
-OPTIMIZER_KEYS: dict[OptimizerName, dict[str, Any]] = {
-    "adamw": _ADAMW_KEYS,
-    "sgd": {"momentum": 0.9, "nesterov": False, "state_dtype": None},
+# What None stands for in the keys of an optimizer.
+OPTIMIZER_DEFAULTS: dict[OptimizerName, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"momentum": 0.9, "nesterov": False},
     "muon": {
-        **_ADAMW_KEYS,
         "momentum": 0.95,
         "nesterov": True,
-        "muon_lr": None,
         "lr_adjust": "match_rms_adamw",
         "ns_steps": 5,
         "ns_dtype": "bf16",
@@ -427,7 +427,7 @@ class DataConfig:
     # The share of the files (of the bytes, where there is a single file; of the documents, where
     # they are Megatron's) that is kept for validation. A folder of tokens has a part of its own for
     # that.
-    validation_fraction: Annotated[float, in_range(gt=0, lt=1)] = 0.05
+    validation_fraction: PositiveFraction = 0.05
     ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding
     # further sets to evaluate on, after each train.eval_every steps
     evaluation: tuple[EvaluationConfig, ...] = ()
@@ -564,3 +564,38 @@ class Recipe:
         share = self.train.global_batch_size // self.parallel.dp_replicate
         alone = replace(self.parallel, dp_replicate=1)
         return replace(self, parallel=alone, train=replace(self.train, global_batch_size=share))
+
+
+# The keys that are read only if another key has one of some values. A number must not have its
+# default; the value that stands here is an example.
+READ_IF = {
+    "model.architecture llama": (
+        "model.rope_theta model.qkv_bias model.qk_norm model.window model.rope_scaling"
+    ),
+    "model.architecture gpt": "model.max_positions",
+    "model.rope_scaling.type llama3": (
+        "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor"
+    ),
+    "model.rope_scaling.type yarn": (
+        "model.rope_scaling.beta_slow model.rope_scaling.beta_fast "
+        "model.rope_scaling.attention_factor"
+    ),
+    "train.precision fp16": (
+        "loss_scale.initial loss_scale.growth loss_scale.backoff loss_scale.interval"
+    ),
+    "data.source text tokens": "data.path data.sources",
+    "train.batch_warmup_start 8": "train.batch_warmup_steps train.batch_warmup_increment",
+    "train.on_nonfinite skip": "train.nonfinite_in_a_row",
+    "train.on_spike rollback": "train.spike_steps",
+    "train.on_spike skip rollback": "train.spikes_in_a_row",
+    "train.sample_top_k 40": "train.sample_temperature train.sample_seed",
+    "train.eval_every 100": "data.evaluation checkpoint.keep_best",
+    "optimizer.schedule wsd": "optimizer.decay_start optimizer.decay_shape",
+    "checkpoint.every 100": "checkpoint.export",
+    "local_sgd.sync_every 20": "local_sgd.outer_lr local_sgd.outer_momentum local_sgd.nesterov",
+    "optimizer.name adamw muon": "optimizer.betas optimizer.eps",
+    "optimizer.name sgd muon": "optimizer.momentum optimizer.nesterov",
+    "optimizer.name muon": (
+        "optimizer.muon_lr optimizer.lr_adjust optimizer.ns_steps optimizer.ns_dtype"
+    ),
+}

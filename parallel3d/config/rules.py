@@ -2,8 +2,8 @@
 read.
 
 Each rule is a function that yields one line for each value that breaks it: the key, its value, the
-rule, and a value that works. `schema` checks each value on its own, `conditional_keys` what would
-be ignored, `rules_layout` the model and its layout, and this file all else.
+rule, and a value that works. `schema` checks each value on its own, `rules_layout` the model and
+its layout, and this file all else.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
-from parallel3d.config.conditional_keys import unread_errors
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.mixture import mixture_errors
-from parallel3d.config.ranges import any_of, multiple_from, multiples_near, nearest
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import READ_IF, Recipe
 from parallel3d.config.rules_layout import (
     at_most,
     batch_errors,
@@ -31,8 +30,10 @@ from parallel3d.config.rules_layout import (
     schedule_errors,
     sharding_errors,
 )
-from parallel3d.config.schema import range_errors
+from parallel3d.config.schema import KEYS, range_errors
 from parallel3d.config.sharding_strategies import HYBRID_OF
+from parallel3d.config.suggestions import any_of, multiple_from, multiples_near, nearest
+from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 from parallel3d.shard_sizes import divisors
 
@@ -41,6 +42,8 @@ _MOST_PROBLEMS = 5  # lines of an error; further problems are counted
 # change below 1/512.
 _LARGEST_BF16_BETA = 0.99
 _BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
+# key -> the key and the values that it is read with
+_CONDITIONS = {key: condition for condition, keys in READ_IF.items() for key in keys.split()}
 _INSIDE_A_REPLICA = {hybrid: strategy for strategy, hybrid in HYBRID_OF.items()}
 
 
@@ -129,6 +132,28 @@ def product(axes: Mapping[str, int]) -> str:
     return f"{factors} = {prod(axes.values())}"
 
 
+def unread_errors(recipe: Recipe) -> Iterator[str]:
+    """One line for each key that is set and would not be read, so that no option is silently
+    ignored."""
+    for name, condition in _CONDITIONS.items():
+        other, *values = condition.split()
+        is_absent = recipe.model.rope_scaling is None and name.startswith("model.rope_scaling.")
+        # `models.custom` sees what a class of the user's own reads.
+        if is_absent or (recipe.model.is_custom and other == "model.architecture"):
+            continue
+        value, found = attrgetter(name, other)(recipe)
+        wanted, is_read = other, found != KEYS[other].default
+        if isinstance(found, str):
+            wanted, is_read = f"{other} = {any_of(values)}", found in values
+        if value == KEYS[name].default or is_read:
+            continue
+        said = f"{name} = {shown(value)}" if isinstance(value, str | int | float) else name
+        yield (
+            f"{said}: needs {wanted}, and that is {shown(found)}; try {other}={values[0]}, or drop "
+            f"{name}"
+        )
+
+
 @rule
 def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of local SGD that does not fit the layout, the model or the length
@@ -149,8 +174,7 @@ def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
     if parallel.sharding in _INSIDE_A_REPLICA:
         yield (
             "<parallel.sharding>: sums gradients over parallel.dp_replicate in every step, which "
-            "<local_sgd.sync_every> is to avoid; try "
-            f"{_INSIDE_A_REPLICA[parallel.sharding]}"
+            f"<local_sgd.sync_every> is to avoid; try {_INSIDE_A_REPLICA[parallel.sharding]}"
         )
     steps = recipe.train.steps
     yield from at_most(recipe, "local_sgd.sync_every", "train.steps", max(1, steps // 10))
@@ -186,8 +210,7 @@ def train_errors(recipe: Recipe) -> Iterator[str]:
         if not re.fullmatch(r"[\w.-]+", name) or name in ("validation", *names[:index]):
             yield (
                 f"data.evaluation[{index}].name = {name}: must be of letters, digits, -, _ and ., "
-                "and neither validation nor the name of another set; try "
-                f"set-{index + 1}"
+                f"and neither validation nor the name of another set; try set-{index + 1}"
             )
     if train.on_spike == "rollback" and recipe.checkpoint.every is None:
         yield (

@@ -8,10 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import wraps
 from operator import attrgetter
-from types import SimpleNamespace
-from typing import TypeVar
 
-from parallel3d.config.ranges import any_of, multiple_from, multiples_near, nearest
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.config.sharding_strategies import (
     HYBRID_OF,
@@ -20,22 +17,20 @@ from parallel3d.config.sharding_strategies import (
     strategy_of,
     usual_bucket_mib,
 )
+from parallel3d.config.suggestions import any_of, multiple_from, multiples_near, nearest
 from parallel3d.config.yaml_text import shown
 from parallel3d.schedules.balance import balanced_cut, cut_points, faults_of_boundaries
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.shard_sizes import divisors, shard_rows
 
-Checked = TypeVar("Checked", Recipe, ParallelConfig)
 
-
-def rule(check: Callable[[Checked], Iterator[str]]) -> Callable[[Checked], Iterator[str]]:
+def rule(check: Callable[[Recipe], Iterator[str]]) -> Callable[[Recipe], Iterator[str]]:
     """Decorates a function that yields error lines: a key in angle brackets is given its value, so
     that `<parallel.tp>` becomes `parallel.tp = 3`."""
 
     @wraps(check)
-    def lines(config: Checked) -> Iterator[str]:
-        recipe = SimpleNamespace(parallel=config) if isinstance(config, ParallelConfig) else config
-        for line in check(config):
+    def lines(recipe: Recipe) -> Iterator[str]:
+        for line in check(recipe):
             yield re.sub(
                 r"<([\w.]+)>", lambda key: f"{key[1]} = {shown(attrgetter(key[1])(recipe))}", line
             )
@@ -110,12 +105,12 @@ def rope_errors(recipe: Recipe) -> Iterator[str]:
 @rule
 def parallel_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule that tp or recompute breaks."""
-    model, parallel, train = recipe.model, recipe.parallel, recipe.train
+    model, parallel = recipe.model, recipe.parallel
     split_by_tp = {"model.heads": model.heads, "model.ffn_hidden": model.ffn_hidden}
     if model.kv_heads is not None and not divides_key_value_heads(model.kv_heads, parallel.tp):
         split_by_tp["model.kv_heads"] = model.kv_heads
     if parallel.sequence_parallel:
-        split_by_tp["train.seq_len"] = train.seq_len
+        split_by_tp["train.seq_len"] = recipe.train.seq_len
     uneven = [f"<{key}>" for key, size in split_by_tp.items() if size % parallel.tp]
     if uneven:
         fitting = divisors(math.gcd(*split_by_tp.values()))
@@ -133,14 +128,13 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
     yield from at_most(recipe, "parallel.recompute_every", "model.layers", 2)
 
 
-@rule
 def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     """One line for each rule of the data dimension that a layout breaks."""
     stage, replicas, strategy = parallel.zero_stage, parallel.dp_replicate, parallel.strategy
     if stage is not None and (meant := strategy_of(None, stage, replicas)) != strategy:
         yield (
-            f"<parallel.zero_stage>: is another name for parallel.sharding = {meant}, and that is "
-            f"{strategy}; try parallel.zero_stage=null"
+            f"parallel.zero_stage = {stage}: is another name for parallel.sharding = {meant}, "
+            f"and that is {strategy}; try parallel.zero_stage=null"
         )
     if (error := replication_error(strategy, replicas)) is not None:
         yield error
@@ -148,25 +142,26 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     for key, usual, other in (("gather", "step", 3), ("reduce", "step", 2), ("prefetch", None, 3)):
         if is_replicated and getattr(parallel, key) != usual:
             yield (
-                f"<parallel.{key}>: parallel.sharding = {strategy} has full parameters and "
-                f"gradients on each rank; try parallel.{key}={shown(usual)}, or "
-                f"parallel.zero_stage={other}"
+                f"parallel.{key} = {getattr(parallel, key)}: parallel.sharding = {strategy} has "
+                "full parameters and gradients on each rank; try "
+                f"parallel.{key}={shown(usual)}, or parallel.zero_stage={other}"
             )
     # Earlier runs have written down the usual size.
     if not is_replicated and parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):
         yield (
-            f"<parallel.bucket_mib>: parallel.sharding = {strategy} sends block by block; drop it, "
-            "or try parallel.sharding=NO_SHARD"
+            f"parallel.bucket_mib = {parallel.bucket_mib}: parallel.sharding = {strategy} sends "
+            "block by block; drop it, or try parallel.sharding=NO_SHARD"
         )
     if parallel.reduce == "microbatch" and SCHEDULES[parallel.schedule].splits_backward:
         yield (
-            "<parallel.reduce>: needs backwards in one piece, and <parallel.schedule> splits them; "
-            "try parallel.reduce=step, or parallel.schedule=1f1b"
+            "parallel.reduce = microbatch: needs backwards in one piece, and parallel.schedule = "
+            f"{parallel.schedule} splits them; try parallel.reduce=step, or parallel.schedule=1f1b"
         )
     if parallel.reduce == "microbatch" and parallel.reduce_dtype == "bf16" and replicas > 1:
         yield (
-            "<parallel.reduce>: <parallel.dp_replicate> and <parallel.reduce_dtype> would add "
-            "microbatches up in bf16; try parallel.reduce=step, or parallel.reduce_dtype=fp32"
+            f"parallel.reduce = microbatch: parallel.dp_replicate = {replicas} and "
+            "parallel.reduce_dtype = bf16 would add microbatches up in bf16; try "
+            "parallel.reduce=step, or parallel.reduce_dtype=fp32"
         )
 
 

@@ -74,7 +74,7 @@ def read_settings(path: Path, *, under: str = "") -> list[Setting]:
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        mark = e.problem_mark if isinstance(e, yaml.MarkedYAMLError) else None
+        mark = getattr(e, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         raise ConfigError(f"{path}{line}: not valid YAML: {_problem(e)}") from e
     first: dict[str, Setting] = {}
@@ -115,9 +115,7 @@ def plain_name(name: object) -> str:
 def parse_value(text: str, key: str) -> object:
     """Returns the value of `key=text` on the command line, read as YAML reads it in a file."""
     try:
-        loader = PlainLoader(text)
-        node = loader.get_single_node()
-        return None if node is None else loader.construct_object(node, deep=True)
+        return yaml.load(text, PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise ConfigError(
             f"{key} = {shown(text)} ({COMMAND_LINE}): not a YAML value: {_problem(e)}"
@@ -153,6 +151,5 @@ def _flatten(
 
 
 def _problem(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
-        return str(error.problem)
-    return str(error).partition("\n")[0] or type(error).__name__
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return problem or type(error).__name__

@@ -165,7 +165,7 @@ class PipelineRuntime:
         own = self.schedule
         if microbatches is None:
             microbatches = own.microbatches if inputs is None else len(inputs)
-        return forward_only(pp=len(own.ranks), microbatches=microbatches, placement=own.placement)
+        return forward_only(own.placement, microbatches)
 
     def _execute(
         self,

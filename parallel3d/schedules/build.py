@@ -27,10 +27,10 @@ def build_schedule(
     traits = schedule_traits(name)
     least, most = traits.stages.least, traits.stages.most
     if pp < 1 or microbatches < 1 or not traits.stages.allow(virtual_stages):
+        limit = "" if most is None else f" (at most {most})"
         raise ScheduleError(
             f"schedule {name}: pp = {pp}, {microbatches} microbatches and {virtual_stages} stages "
-            f"on each rank: must be at least 1, 1 and {least}"
-            + (f" (at most {most})" if most else "")
+            f"on each rank: must be at least 1, 1 and {least}{limit}"
         )
     schedule = Schedule(
         name=name,
@@ -64,32 +64,25 @@ def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int,
 
 
 @lru_cache(maxsize=64)
-def forward_only(
-    *, pp: int, microbatches: int, virtual_stages: int = 1, placement: tuple[int, ...] | None = None
-) -> Schedule:
-    """Builds a schedule of forwards alone, for evaluation and generation. `placement` is the
-    training schedule's if its stages do not go round and round. For at least pp microbatches no
-    schedule takes fewer steps: v m + p - 1, and 2 (m + p - 1) on a V, where the last microbatch has
-    to come up again.
-    """
-    looped = tuple(range(pp)) * (virtual_stages if placement is None else len(placement) // pp)
-    placement = placement or looped
-    # (step, stage, microbatch); no two meet on a rank of a known placement
-    forwards: list[tuple[int, int, int]] = []
-    first = 0
-    for size in groups(pp, microbatches):
-        for stage in range(len(placement)):
-            # On a V a rank's two stages are an odd number of steps apart, so every second step is
-            # free for the other.
-            start, pace = 2 * first + stage, 2
-            if placement == looped:
-                start = first * len(placement) // pp + stage // pp * size + stage % pp
-                pace = 1
-            forwards += [(start + pace * at, stage, first + at) for at in range(size)]
-        first += size
+def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
+    """Builds a schedule of forwards alone, for evaluation and generation, on the stages of a
+    training schedule. For at least pp microbatches no schedule takes fewer steps: v m + p - 1, and
+    2 (m + p - 1) on a V, where the last microbatch has to come up again."""
+    pp, stages = max(placement) + 1, range(len(placement))
+    forwards: Actions = []
+    if placement == placement[:pp] * (len(placement) // pp):
+        for group in groups(pp, microbatches):
+            for stage in stages:
+                forwards += [Action(stage, Kind.FORWARD, m) for m in group]
+    else:
+        for stage in stages:
+            forwards += [Action(stage, Kind.FORWARD, m) for m in range(microbatches)]
+        # On a V a rank's two stages are an odd number of steps apart, so every second step is free
+        # for the other.
+        forwards.sort(key=lambda action: 2 * action.microbatch + action.stage)
     ranks: list[Actions] = [[] for _ in range(pp)]
-    for _, stage, m in sorted(forwards):
-        ranks[placement[stage]].append(Action(stage, Kind.FORWARD, m))
+    for action in forwards:
+        ranks[placement[action.stage]].append(action)
     schedule = Schedule(
         name="forward_only",
         placement=placement,
@@ -149,5 +142,7 @@ def live_with_all_gradients(
 
 @lru_cache(maxsize=1024)
 def _peaks(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    numbers = {"pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages}
-    return build_schedule(name, **numbers, check=False).peak_live_microbatches
+    schedule = build_schedule(
+        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False
+    )
+    return schedule.peak_live_microbatches

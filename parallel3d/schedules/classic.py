@@ -14,7 +14,9 @@ ranks hold as many microbatches as 1F1B's first rank.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 
 from parallel3d.schedules.schedule import Action, Kind
 
@@ -75,17 +77,19 @@ def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
     (F + I + W) / v where the three are equal. At most (v - 1) g + p forwards are alive, with g as
     in `interleaved_1f1b`; over virtual stages it is the order of torch.distributed.pipelining's
     ScheduleInterleavedZeroBubble."""
-    return pp - rank - 1 + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
+    return (virtual_stages - 1) * group_sizes(pp, microbatches)[0] + pp - rank - 1
 
 
-def groups(pp: int, microbatches: int) -> list[int]:
-    """Returns the sizes of the groups that go round together: as even as possible, the larger ones
-    first, and at least pp each where there are as many microbatches. A group smaller than pp makes
-    every rank wait at each turn: with pp 4, v 4 and 9 microbatches a rank is idle for 28 forwards'
-    time in groups of 4, 4 and 1, and for 9 (as with 8 microbatches) in groups of 5 and 4. Equal
-    groups give the order of torch.distributed.pipelining."""
+def groups(pp: int, microbatches: int) -> list[range]:
+    """Returns the groups of microbatches that go round together: as even as possible, the larger
+    ones first, and at least pp each where there are as many microbatches. A group smaller than pp
+    makes every rank wait at each turn: with pp 4, v 4 and 9 microbatches a rank is idle for 28
+    forwards' time in groups of 4, 4 and 1, and for 9 (as with 8 microbatches) in groups of 5 and 4.
+    Equal groups give the order of torch.distributed.pipelining."""
     count = max(1, microbatches // pp)
-    return [microbatches // count + (group < microbatches % count) for group in range(count)]
+    size, larger = divmod(microbatches, count)
+    starts = [size * group + min(group, larger) for group in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def group_sizes(pp: int, microbatches: int) -> tuple[int, int]:
@@ -107,22 +111,21 @@ def in_turn(
     """Does as many forwards as `warm_up` says, then forwards and backwards in turn, then the
     backwards that are left; groups of microbatches go round the ranks. With `splits` the backwards
     are split: each I from number `rank` on is followed by the oldest W that is left."""
-    warm, kind = warm_up(pp, rank, microbatches, virtual_stages), I if splits else B
+    stages = range(rank, pp * virtual_stages, pp)
+    backward_kind = I if splits else B
     forwards: Actions = []
-    backwards: list[tuple[int, int]] = []  # (stage, microbatch)
-    first = 0
-    for size in groups(pp, microbatches):
-        for turn in range(virtual_stages):
-            forwards += [Action(turn * pp + rank, F, m) for m in range(first, first + size)]
-            backwards += [
-                ((virtual_stages - 1 - turn) * pp + rank, m) for m in range(first, first + size)
-            ]
-        first += size
+    backwards: Actions = []
+    for group in groups(pp, microbatches):
+        for stage in stages:
+            forwards += [Action(stage, F, m) for m in group]
+        for stage in reversed(stages):
+            backwards += [Action(stage, backward_kind, m) for m in group]
+    weights = deque(Action(stage, W, m) for stage, kind, m in backwards if kind is I)
+    warm = warm_up(pp, rank, microbatches, virtual_stages)
     actions = forwards[:warm]
-    for done, (stage, m) in enumerate(backwards):
+    for done, backward in enumerate(backwards):
         actions += forwards[warm + done : warm + done + 1]
-        actions.append(Action(stage, kind, m))
+        actions.append(backward)
         if splits and done >= rank:
-            actions.append(Action(backwards[done - rank][0], W, backwards[done - rank][1]))
-    left = backwards[max(0, len(backwards) - rank) :] if splits else []
-    return actions + [Action(stage, W, m) for stage, m in left]
+            actions.append(weights.popleft())
+    return [*actions, *weights]

@@ -7,7 +7,8 @@ they follow from which rank holds which stage. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -85,15 +86,16 @@ class Schedule:
         return self._takers.get(self.slots(action)[1])
 
     @cached_property
-    def transfers(self) -> dict[tuple[int, int], tuple[Action, ...]]:
+    def transfers(self) -> Mapping[tuple[int, int], Sequence[Action]]:
         """What is sent from each (source rank, target rank), in the source's order; an item is the
         action that takes it."""
-        transfers: dict[tuple[int, int], list[Action]] = {}
+        transfers: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
         for source, actions in enumerate(self.ranks):
             for taker in filter(None, map(self.feeds, actions)):
-                if self.placement[taker.stage] != source:
-                    transfers.setdefault((source, self.placement[taker.stage]), []).append(taker)
-        return {ranks: tuple(takers) for ranks, takers in transfers.items()}
+                target = self.placement[taker.stage]
+                if target != source:
+                    transfers[source, target].append(taker)
+        return transfers
 
     def slots(self, action: Action) -> tuple[int, int]:
         """Returns the slots of two results: the one that `action` takes from another stage, and the
@@ -157,17 +159,13 @@ class Schedule:
         raise ScheduleError(f"schedule {self.name} stops before its end: {'; '.join(stuck)}")
 
     def postable_after(self, rank: int) -> Mapping[Action, int]:
-        """Returns, for each action of `rank` that takes what another rank sends, how many of this
-        rank's own actions must have been issued before that can come: the data follows from them,
-        whatever way it takes over other ranks. A receive that is posted earlier would stand in the
-        way of its own cause wherever a device works off what it was given before it takes more. It
-        is found once, in one pass over the schedule."""
+        """Returns, for each action of `rank`, how many of this rank's own actions must have been
+        issued before that which it takes can come: the data follows from them, whatever way it
+        takes over other ranks. A receive that is posted earlier would stand in the way of its own
+        cause wherever a device works off what it was given before it takes more. It is found once,
+        in one pass over the schedule."""
         if rank not in self._postable:
             found = {}
-            received: set[Action] = set()
-            for (_, target), takers in self.transfers.items():
-                if target == rank:
-                    received.update(takers)
             # How many of the rank's own actions come before all that another rank has done so far,
             # and before each result.
             before = [0] * len(self.ranks)
@@ -176,8 +174,7 @@ class Schedule:
                 taken = before_slot.get(takes, 0)
                 if holder == rank:
                     before[rank] += 1
-                    if action in received:
-                        found[action] = taken
+                    found[action] = taken
                 else:
                     before[holder] = max(before[holder], taken)
                 before_slot[makes] = before[holder]
@@ -188,9 +185,8 @@ class Schedule:
         """Returns the schedule of a few of the microbatches, in which each stage of a rank does
         every kind of action that it does in the whole one (a stage may have some backwards whole
         and others in halves)."""
-        first: dict[tuple[int, Kind], int] = {}
-        for stage, kind, microbatch in self.ranks[rank]:
-            first.setdefault((stage, kind), microbatch)
+        # An earlier action replaces a later one.
+        first = {(stage, kind): m for stage, kind, m in reversed(self.ranks[rank])}
         few = set(first.values())
         ranks = []
         for actions in self.ranks:

@@ -6,7 +6,8 @@ left out of it: a schedule without all actions of a microbatch is still a schedu
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
+from itertools import count
 
 from parallel3d.schedules.classic import Actions
 from parallel3d.schedules.schedule import Action, Kind
@@ -22,30 +23,17 @@ def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     m >= 2 p - 1. With unequal times an order that is fitted to them does better.
     """
     down, up, planned = rank, 2 * pp - 1 - rank, max(2 * pp - 1, microbatches)
-    order = _OrderWriter()
-
-    def backward(stage: int) -> None:
-        order.do((stage, I))
-        order.weigh(stage)
-
-    order.do(*[(down, F)] * (2 * (pp - rank) - 1))
-    order.do(*[(up, F), (down, F)] * rank)
-    for _ in range(pp - rank):
-        order.do((up, F))
-        backward(up)
-    while order.forwards(up) < order.forwards(down) or order.forwards(down) < planned:
-        if order.forwards(down) < planned:
-            order.do((down, F))
-        backward(down)
-        order.do((up, F))
-        backward(up)
-    order.do(*[(down, I), (up, I)] * rank)
-    for _ in range(pp - rank):
-        backward(down)
-    for stage in (up, down):
-        for _ in range(rank):
-            order.weigh(stage)
-    return [action for action in order.actions if action.microbatch < microbatches]
+    after_down = [(down, I), (down, W)]
+    after_up = [(up, F), (up, I), (up, W)]
+    work = [(down, F)] * (2 * (pp - rank) - 1)
+    work += [(up, F), (down, F)] * rank
+    work += after_up * (pp - rank)
+    work += [(down, F), *after_down, *after_up] * (planned - 2 * pp + rank + 1)
+    work += [*after_down, *after_up] * (pp - rank - 1)
+    work += [(down, I), (up, I)] * rank
+    work += after_down * (pp - rank)
+    work += [(up, W)] * rank + [(down, W)] * rank
+    return _with_microbatches(work, microbatches)
 
 
 def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
@@ -57,51 +45,31 @@ def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
     forward first, for (p - 1) (F + I - W) if I <= F. Fewer than 2 p microbatches leave holes.
     """
     down, up, behind, planned = rank, 2 * pp - 1 - rank, pp - rank - 1, max(2 * pp, microbatches)
-    order = _OrderWriter()
-    order.do(*[(down, F)] * (2 * behind))
-    order.do(*[(down, F), (up, F)] * (rank + 1))
-    for _ in range(behind):
-        order.do((up, I))
-        order.weigh()
-        order.do((up, F))
-    order.do(*[(down, F), (up, B), (up, F), (down, B)] * (planned - 2 * pp + rank + 1))
-    order.do(*[(up, B), (up, F), (down, B)] * behind)
-    tail = [stage for _ in range(rank + 1) for stage in (up, down)]
-    order.do(*[(stage, B) for stage in tail[: rank + 1]])
-    order.do(*[(stage, I) for stage in tail[rank + 1 :]])  # their W fill the way out
-    for _ in range(behind):
-        order.weigh()
-        order.do((down, I))
-    for _ in range(rank + 1):
-        order.weigh()
-    return [action for action in order.actions if action.microbatch < microbatches]
+    work = [(down, F)] * (2 * behind)
+    work += [(down, F), (up, F)] * (rank + 1)
+    work += [(up, I), (up, W), (up, F)] * behind
+    work += [(down, F), (up, B), (up, F), (down, B)] * (planned - 2 * pp + rank + 1)
+    work += [(up, B), (up, F), (down, B)] * behind
+    tail = [up, down] * (rank + 1)
+    work += [(stage, B) for stage in tail[: rank + 1]]
+    split = tail[rank + 1 :] + [down] * behind  # their W fill the way out
+    work += [(stage, I) for stage in tail[rank + 1 :]]
+    for stage in split[:behind]:
+        work += [(stage, W), (down, I)]
+    work += [(stage, W) for stage in split[behind:]]
+    return _with_microbatches(work, microbatches)
 
 
-class _OrderWriter:
-    """Writes down a rank's actions; each kind takes a stage's microbatches in their order."""
-
-    def __init__(self) -> None:
-        self.actions: Actions = []
-        self._next: Counter[tuple[int, Kind]] = Counter()
-        # stages and microbatches whose I waits for its W
-        self._unweighted: deque[tuple[int, int]] = deque()
-
-    def do(self, *work: tuple[int, Kind]) -> None:
-        for stage, kind in work:
-            at = (stage, F if kind is F else B)  # I and B take from one row of microbatches
-            self.actions.append(Action(stage, kind, self._next[at]))
-            if kind is I:
-                self._unweighted.append((stage, self._next[at]))
-            self._next[at] += 1
-
-    def weigh(self, stage: int | None = None) -> None:
-        """Adds the oldest W that is left, or the oldest one of `stage`; adds nothing if no W is
-        left."""
-        found = next((each for each in self._unweighted if stage is None or each[0] == stage), None)
-        if found is not None:
-            self._unweighted.remove(found)
-            self.actions.append(Action(found[0], W, found[1]))
-
-    def forwards(self, stage: int) -> int:
-        """Counts the forwards of a stage that are written down."""
-        return self._next[stage, F]
+def _with_microbatches(work: list[tuple[int, Kind]], microbatches: int) -> Actions:
+    """Gives the microbatches to a rank's work, of each stage in their order. An I and a B take the
+    next one of the same row, and a W the oldest whose I has no W yet."""
+    rows: defaultdict[tuple[int, bool], count[int]] = defaultdict(count)
+    split: defaultdict[int, deque[int]] = defaultdict(deque)
+    actions = []
+    for stage, kind in work:
+        microbatch = split[stage].popleft() if kind is W else next(rows[stage, kind is F])
+        if kind is I:
+            split[stage].append(microbatch)
+        if microbatch < microbatches:
+            actions.append(Action(stage, kind, microbatch))
+    return actions

@@ -42,7 +42,7 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
     prefix = len(f"rank {timeline.ranks - 1} |")
     room = max(_NARROWEST, width - prefix)
     spans = timeline.spans
-    shortest_s = min((span.end_s - span.start_s for span in spans), default=0.0)
+    shortest_s = min((span.duration_s for span in spans), default=0.0)
     longest_name = max((len(str(span.action)) - 1 for span in spans), default=0)
     columns_each = int(room * shortest_s / (timeline.makespan_s or 1.0))
     column_s = timeline.makespan_s / room or 1.0
@@ -62,7 +62,8 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
                 name = name.lower()
             bar = name.ljust(max(1, length - 1), "-").ljust(length)  # a gap before the next
             line[start : start + length] = bar[:length]
-        lines.append(f"{f'rank {rank}':<{prefix - 2}} |{''.join(line)}".rstrip())
+        label = f"rank {rank}".ljust(prefix - 1)
+        lines.append(f"{label}|{''.join(line)}".rstrip())
     legend = [f"{kind} {_WORDS[kind]}" for kind in _kinds(timeline)]
     lines.append(f"{', '.join(legend)}, {_IDLE} idle (F0: forward, microbatch 0)")
     return "\n".join(lines) + "\n"
@@ -71,24 +72,28 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
 def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
     """Draws a self-contained picture of `width` pixels, light or dark as its reader is. Each bar
     has its times as a tooltip, and its name if there is room for it."""
-    scale = (width - _LEFT - 8) / (timeline.makespan_s or 1.0)  # pixels a second
+    room = width - _LEFT - 8
+    scale = room / (timeline.makespan_s or 1.0)  # pixels a second
     title = escape(_headline(timeline))
     second = _second_stages(timeline)
     parts = [f'<text class="t" x="4" y="18">{title}</text>']
-    idle = f'width="{timeline.makespan_s * scale:.2f}" height="{_BAR}"'
+    idle = f'class="idle" x="{_LEFT}" width="{room}" height="{_BAR}"'
     for rank, row in enumerate(timeline.by_rank):
         y = _TITLE + rank * _ROW
         parts.append(f'<text x="4" y="{y + 14}">rank {rank}</text>')
-        parts.append(f'<rect class="idle" x="{_LEFT}" y="{y}" {idle}/>')
+        parts.append(f'<rect {idle} y="{y}"/>')
         for span in row:
             action = span.action
-            start_s, end_s = span.start_s - timeline.start_s, span.end_s - timeline.start_s
-            x, wide = _LEFT + start_s * scale, (end_s - start_s) * scale
+            start_s = span.start_s - timeline.start_s
+            x, wide = _LEFT + start_s * scale, span.duration_s * scale
             place = f'x="{x:.2f}" y="{y}" width="{max(wide - 0.5, 0.2):.2f}" height="{_BAR}"'
             color = _COLORS[action.kind][action.stage in second]
             name = f"{action.kind}{action.microbatch}"
             parts.append(f'<g class="bar"><rect {place} fill="{color}"/>')
-            parts.append(f"<title>{action} on rank {rank}: {start_s:.6g} to {end_s:.6g}</title>")
+            parts.append(
+                f"<title>{action} on rank {rank}: {start_s:.6g} to "
+                f"{start_s + span.duration_s:.6g}</title>"
+            )
             if len(name) * _CHARACTER + 2 <= wide:
                 parts.append(f'<text x="{x + wide / 2:.2f}" y="{y + 14}">{name}</text>')
             parts.append("</g>")
@@ -114,7 +119,7 @@ def draw_trace(*timelines: Timeline) -> str:
         names = [("process_name", 0, _headline(timeline))]
         names += [("thread_name", rank, f"rank {rank}") for rank in range(timeline.ranks)]
         for what, thread, name in names:
-            args: dict[str, Any] = {"name": name}
+            args = {"name": name}
             events.append({"ph": "M", "pid": process, "tid": thread, "name": what, "args": args})
         for span in timeline.spans:
             event = {
@@ -124,7 +129,7 @@ def draw_trace(*timelines: Timeline) -> str:
                 "name": str(span.action),
                 "cat": _WORDS[span.action.kind],
                 "ts": (span.start_s - timeline.start_s) * 1e6,  # in microseconds, as `dur`
-                "dur": (span.end_s - span.start_s) * 1e6,
+                "dur": span.duration_s * 1e6,
                 "args": {"stage": span.action.stage, "microbatch": span.action.microbatch},
             }
             events.append(event)

@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from statistics import median
 
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.timeline.spans import Span, Timeline
 
-_CODES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 2, Kind.WEIGHT: 3}
+_CODES = {kind: code for code, kind in enumerate(Kind)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,8 @@ class ActionOrder:
     no way)."""
 
     schedule: Schedule
-    actions: tuple[Action, ...]
-    steps: tuple[tuple[int, int, int, int, int], ...]
+    actions: Sequence[Action]
+    steps: Sequence[tuple[int, int, int, int, int]]
 
 
 def action_order(schedule: Schedule) -> ActionOrder:
@@ -85,15 +86,15 @@ def action_order(schedule: Schedule) -> ActionOrder:
         way = action.stage + 1 if code == 0 else action.stage
         actions.append(action)
         steps.append((rank, 4 * action.stage + code, takes, makes, way))
-    return ActionOrder(schedule, tuple(actions), tuple(steps))
+    return ActionOrder(schedule, actions, steps)
 
 
 def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], float]:
-    """Returns when each step of an order starts, and when the last one ends. Raises ValueError
-    if the times are of another number of stages."""
-    placement = order.schedule.placement
-    between = zip(placement[:-1], placement[1:], times.transfers, strict=True)
-    delays = [0.0, *(0.0 if one == other else transfer for one, other, transfer in between), 0.0]
+    """Returns when each step of an order starts, and when the last one ends."""
+    delays = [0.0, *times.transfers, 0.0]
+    for way, (one, other) in enumerate(pairwise(order.schedule.placement), start=1):
+        if one == other:
+            delays[way] = 0.0
     took = times.durations
     there = [0.0] * order.schedule.slot_count
     clocks = [0.0] * len(order.schedule.ranks)
@@ -110,8 +111,7 @@ def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], 
 
 def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
     """Times every action: each rank does its actions in order, each as soon as its input is there.
-    Raises ScheduleError if the schedule stops before its end, ValueError if the times are of
-    another number of stages."""
+    Raises ScheduleError if the schedule stops before its end."""
     order = action_order(schedule)
     starts, _ = action_starts(order, times)
     took = times.durations
@@ -126,7 +126,7 @@ def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
     measured timeline's difference to the simulated one shows what they took."""
     found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
-        found[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
+        found[span.action.stage, span.action.kind].append(span.duration_s)
     stages = []
     for stage in range(schedule.stages):
         forward, backward, input_s, weight = (median(found[stage, kind] or [0.0]) for kind in Kind)

@@ -18,6 +18,10 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
 
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
@@ -40,18 +44,14 @@ class Timeline:
         return min((span.start_s for span in self.spans), default=0.0)
 
     @cached_property
-    def end_s(self) -> float:
-        return max((span.end_s for span in self.spans), default=0.0)
-
-    @property
     def makespan_s(self) -> float:
         """From the first action's start to the last one's end."""
-        return self.end_s - self.start_s
+        return max((span.end_s for span in self.spans), default=0.0) - self.start_s
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
         """How long each rank computes."""
-        return tuple(sum(span.end_s - span.start_s for span in spans) for spans in self.by_rank)
+        return tuple(sum(span.duration_s for span in spans) for spans in self.by_rank)
 
     @property
     def bubble_fraction(self) -> float:

@@ -15,7 +15,6 @@ from parallel3d.config.hugging_face import (
     left_out,
     model_of,
     read_config_json,
-    window_notes,
     windowed_layers,
 )
 from parallel3d.config.load import load_recipe
@@ -28,6 +27,7 @@ from parallel3d.planner.model.foreign import (
     foreign_notes,
     foreign_shape,
     text_part,
+    window_notes,
 )
 from parallel3d.planner.model.named import card_config, named_shape, shape_names
 from parallel3d.planner.model.parameters import (

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.schedules.build import placement, rank_actions
-from parallel3d.schedules.classic import groups as groups_of
+from parallel3d.schedules.classic import group_sizes
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Kind
 
@@ -107,5 +107,6 @@ def _enough_microbatches(
         return microbatches
     if traits.stages.v_shaped or virtual_stages == 1:
         return min(microbatches, (4 if traits.stages.v_shaped else 2) * pp + 2)
-    first = groups_of(pp, microbatches)[0]
-    return min(microbatches, 2 * first) if groups_of(pp, 2 * first) == [first] * 2 else microbatches
+    first, _ = group_sizes(pp, microbatches)
+    is_alike = group_sizes(pp, 2 * first) == (first, first)
+    return min(microbatches, 2 * first) if is_alike else microbatches

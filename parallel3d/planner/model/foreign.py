@@ -119,6 +119,16 @@ def foreign_notes(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} of config.json is left out: attention takes as long as without it"
 
 
+def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields how a plan counts a window."""
+    if layers := windowed_layers(config):
+        yield (
+            f"sliding_window {sliding_window(config)} of config.json: the plan counts the time of "
+            f"attention with it in {layers} of {config['num_hidden_layers']} layers, and memory as "
+            "of whole attention"
+        )
+
+
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of the text model where a config.json has those of several."""
     part = config.get("text_config")

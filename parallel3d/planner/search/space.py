@@ -14,7 +14,6 @@ from dataclasses import fields
 from math import prod
 from typing import NamedTuple
 
-from parallel3d.config.ranges import any_of, nearest
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recompute, TrainConfig
 from parallel3d.config.rules_layout import (
     batch_errors,
@@ -25,6 +24,7 @@ from parallel3d.config.rules_layout import (
 )
 from parallel3d.config.schema import range_errors
 from parallel3d.config.sharding_strategies import HYBRID_OF, REPLICATED, ShardingName
+from parallel3d.config.suggestions import any_of, nearest
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import EngineLayout, varied
 from parallel3d.planner.search.question import Question
