@@ -1,5 +1,5 @@
 """Two records of training, of one process and of a layout, compared: the first difference, and the
-largest one of each kind. Pure arithmetic on arrays: no process, no torch."""
+largest one of each kind. Pure arithmetic on arrays: no process, no tensor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from parallel3d.config.recipe import ParallelConfig
+from parallel3d.mesh import Role, dp_rank
 from parallel3d.tools.check_layout.data import Array, TrainingRecord, Views
 
 What = Literal["initial weight", "output", "loss", "gradient", "gradient norm", "parameter"]
@@ -175,14 +176,14 @@ def expected_part(
     """Returns the part of the output of one process that `rank` should have: the batch of its
     data-parallel rank, and of each other dim all, or the shard of its tp rank. Returns None if the
     shapes do not say."""
-    place = parallel.coordinates(rank)
-    dp_rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
+    shards = parallel.axes[Role.SPLIT_TENSORS]
+    shard = parallel.coordinates(rank)._asdict()[Role.SPLIT_TENSORS]
     if len(shape) != full.ndim or shape[0] * parallel.dp != full.shape[0]:
         return None
-    part = np.split(full, parallel.dp, axis=0)[dp_rank]
+    part = np.split(full, parallel.dp, axis=0)[dp_rank(parallel, rank)]
     for dim in range(1, full.ndim):
-        if shape[dim] * parallel.tp == full.shape[dim]:
-            part = np.split(part, parallel.tp, axis=dim)[place.tp]
+        if shape[dim] * shards == full.shape[dim]:
+            part = np.split(part, shards, axis=dim)[shard]
         elif shape[dim] != full.shape[dim]:
             return None
     return part
