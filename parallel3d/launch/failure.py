@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError, SaveError, printable
 from parallel3d.launch.signals import ignore_stop_signals
 
@@ -48,7 +49,7 @@ class Failure:
     reporter: int | None = None  # the rank that prints it, if ranks monitor each other
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, coordinates: str) -> Failure:
+    def of(cls, error: BaseException, rank: int, parallel: ParallelConfig) -> Failure:
         """Makes the record of an exception, on the rank that it ended."""
         message = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         exit_status = RankError.exit_status
@@ -58,13 +59,20 @@ class Failure:
             exit_status = error.code or exit_status  # a worker that exits has not done its work
         return cls(
             rank=rank,
-            coordinates=coordinates,
+            coordinates=str(parallel.coordinates(rank)),
             message=message,
             exit_status=exit_status,
             traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
             foreseen=isinstance(error, Parallel3dError),
             secondary=is_lost_peer(error),
         )
+
+    @classmethod
+    def of_process(cls, rank: int, parallel: ParallelConfig, message: str, **known: Any) -> Failure:
+        """Makes the record of a rank whose process has ended or hangs, with the fields that are
+        `known`."""
+        coordinates = str(parallel.coordinates(rank))
+        return cls(rank=rank, coordinates=coordinates, message=message, died=True, **known)
 
     def traceback_for_user(self, *, verbose: bool) -> str:
         """Returns the traceback to print below the line. Errors of the user and losses of a peer

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from parallel3d.config.import_class import BESIDE_RECIPES
-from parallel3d.config.recipe import Recipe
+from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import (
     Failure,
@@ -46,6 +46,7 @@ from parallel3d.launch.signals import (
     STOP_SIGNALS,
     die_with_the_parent,
     handled,
+    heeded_stop_signals,
 )
 from parallel3d.watch.hang_detector import HangDetector, process_state
 from parallel3d.watch.heartbeat import BEAT_S, Beat, beats_to_file
@@ -54,7 +55,13 @@ from parallel3d.watch.heartbeat import BEAT_S, Beat, beats_to_file
 # request; people press Ctrl-C again sooner.
 _SAME_SIGNAL_S = 1.0
 _SAME_CTRL_C_S = 0.1
-_NO_FORK_SERVER = 255  # exit code of a process whose fork server has gone
+# Words on the exit code of a process; it is 255 if the fork server has gone.
+_WHY_KILLED = {
+    -signal.SIGKILL: "; if nobody sent it, the host ran out of memory (see dmesg)",
+    255: (
+        "; all ranks do when the server that forks them is killed, by someone or for want of memory"
+    ),
+}
 REPORTS_S = 1.5  # after a first failure, for further reports: the first is seldom the cause
 STRAGGLERS_S = 60.0  # after a rank is done, for the others
 
@@ -76,8 +83,7 @@ def launch_local(
     signal if the launcher was stopped by one that workers could not answer."""
     workers: list[_Worker] = []
     relay = SignalRelay(workers, saves=recipe.checkpoint.every is not None)
-    # nohup and a shell's & ignore Ctrl-C on purpose
-    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    heard = heeded_stop_signals()
     context = multiprocessing.get_context("forkserver")
     with (
         tempfile.TemporaryDirectory(prefix="parallel3d-") as folder,
@@ -100,8 +106,7 @@ def launch_local(
                     target=_run_worker,
                     args=(recipe, rendezvous, sender, target, arguments, heard, BESIDE_RECIPES),
                 )
-                place = str(recipe.parallel.coordinates(rank))
-                workers.append(_Worker(rank, place, process, reports))
+                workers.append(_Worker(rank, recipe.parallel, process, reports))
                 process.start()
                 sender.close()  # the worker has its own copy
             relay.passes_on = True
@@ -135,20 +140,14 @@ class _Worker:
     """A local worker process, with the pipe for its report."""
 
     rank: int
-    coordinates: str
+    parallel: ParallelConfig
     process: ForkServerProcess
     reports: Connection
     has_ended: bool = False
 
-    def failure(self, message: str, *, secondary: bool = False) -> Failure:
+    def failure(self, message: str, **known: bool) -> Failure:
         """Returns the failure of this rank, which did not report it itself."""
-        return Failure(
-            rank=self.rank,
-            coordinates=self.coordinates,
-            message=message,
-            died=True,
-            secondary=secondary,
-        )
+        return Failure.of_process(self.rank, self.parallel, message, **known)
 
     def collect(self, last_seen: str) -> Failure | None:
         """Returns the failure of a process that has just ended, or None if its work was done."""
@@ -159,18 +158,12 @@ class _Worker:
                 report: Failure | None = self.reports.recv()
                 if report is not None or exitcode == 0:
                     return report
-        end, why = f"ended with status {exitcode} before its work was done", ""
+        end = f"ended with status {exitcode} before its work was done"
         if exitcode < 0:
             end = f"was killed by {signal.Signals(-exitcode).name}"
-        if exitcode == -signal.SIGKILL:
-            why = "; if nobody sent it, the host ran out of memory (see dmesg)"
-        elif exitcode == _NO_FORK_SERVER:
-            why = (
-                "; all ranks do when the server that forks them is killed, by someone or for want "
-                "of memory"
-            )
+        message = end + last_seen + _WHY_KILLED.get(exitcode, "")
         # A communication library that loses a peer may abort its process.
-        return self.failure(f"{end}{last_seen}{why}", secondary=exitcode == -signal.SIGABRT)
+        return self.failure(message, secondary=exitcode == -signal.SIGABRT)
 
 
 def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
@@ -184,17 +177,17 @@ def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
         left_s = max(0.0, deadline - time.monotonic())
         connection.wait([each.process.sentinel for each in running], timeout=min(left_s, BEAT_S))
         ended = [worker for worker in running if worker.process.exitcode is not None]
-        reports = [worker.collect(detector.last_seen(worker.rank)) for worker in ended]
-        had_failed = bool(failures)
-        failures += [report for report in reports if report is not None]
-        if failures and not had_failed:
-            deadline = time.monotonic() + REPORTS_S
-        elif ended:
-            deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
-        elif time.monotonic() >= deadline:
+        for worker in ended:
+            limit_s = STRAGGLERS_S
+            report = worker.collect(detector.last_seen(worker.rank))
+            if report is not None:
+                failures.append(report)
+                limit_s = REPORTS_S
+            deadline = min(deadline, time.monotonic() + limit_s)
+        if not ended and time.monotonic() >= deadline:
             message = f"still runs {STRAGGLERS_S:.0f} s after another rank was done; it hangs"
             return failures or [running[0].failure(message)]
-        elif deadline == math.inf and (hanging := _find_hanging(detector, workers, folder)):
+        if deadline == math.inf and (hanging := _find_hanging(detector, workers, folder)):
             return [hanging]
     return failures
 
@@ -272,8 +265,7 @@ def _run_worker(
             getattr(import_module(module), name)(recipe, rendezvous, *arguments)
         reports.send(None)
     except BaseException as error:
-        coordinates = str(recipe.parallel.coordinates(rendezvous.rank))
-        failure = Failure.of(error, rendezvous.rank, coordinates)
+        failure = Failure.of(error, rendezvous.rank, recipe.parallel)
         reports.send(failure)  # first: ending groups may take for ever
         end_process(failure.exit_status)
 
@@ -318,7 +310,7 @@ class SignalRelay:
         if self.is_deaf:
             return
         if signum == SAVE_SIGNAL:
-            if self.passes_on and self._saves:
+            if self._saves:  # a worker that has just started ignores it
                 self._pass_on(signum)
             return
         same_s = _SAME_CTRL_C_S if signum == signal.SIGINT else _SAME_SIGNAL_S

@@ -108,13 +108,12 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         torch.cuda.set_device(device)
         record_flights(recipe.run_dir)
     rank, size, timeout_s = rendezvous.rank, rendezvous.world_size, recipe.train.start_timeout_s
-    coordinates = [str(recipe.parallel.coordinates(each)) for each in range(size)]
     monitor: PeerMonitor | None = None
     try:
         places = _meet(recipe, rendezvous, device, problem)
         if rendezvous.init_method == "env://" and size > 1:
             store = connect_to_store(f"parallel3d/{rendezvous.attempt}")
-            monitor = PeerMonitor(store, rank, places, coordinates, recipe.run_dir)
+            monitor = PeerMonitor(store, rank, places, recipe)
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
@@ -130,7 +129,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         if monitor is None:
             raise
         ignore_stop_signals()  # launchers send them when a peer ends
-        raise monitor.report(Failure.of(error, rank, coordinates[rank])) from error
+        raise monitor.report(Failure.of(error, rank, recipe.parallel)) from error
     _leave(monitor)
 
 
