@@ -94,8 +94,9 @@ def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
                 ranks = tuple(rank for rank, each in by_rank.items() if each > LIMITS[what])
                 causes = [_CAUSES[what]]
                 if what == "gradient":
-                    gradients = (run.steps[step - 1].gradients for run in (alone, layout))
-                    causes = _gradient_pattern(*(each.get(name, {}) for each in gradients)) + causes
+                    wanted = alone.steps[step - 1].gradients.get(name, {})
+                    views = layout.steps[step - 1].gradients.get(name, {})
+                    causes = _gradient_pattern(wanted, views) + causes
                 first = Difference(step, what, name, size, ranks, tuple(causes))
     return LayoutComparison(layout.parallel, len(layout.steps), largest, first)
 
@@ -193,8 +194,9 @@ def _distance(ours: Array, reference: Array, scale: float, allowed: float = 0.0)
     if ours.shape != reference.shape:
         return np.inf
     distance = _largest(ours - reference)
-    # max() would lose a NaN
-    return max(0.0, distance - allowed) / scale if np.isfinite(distance) else np.inf
+    if not np.isfinite(distance):  # max() would lose a NaN
+        return np.inf
+    return max(0.0, distance - allowed) / scale
 
 
 def _largest(array: Array) -> float:
