@@ -163,8 +163,10 @@ def any_ranks(ranks: Sequence[int]) -> str:
     """Returns the ranks in words, a long list cut short: `rank 3`, `ranks 0 and 4`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    named = [*map(str, ranks[:8]), "others"] if len(ranks) > 8 else [*map(str, ranks)]
-    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+    names = [str(rank) for rank in ranks]
+    if len(names) > 8:
+        names[8:] = ["others"]
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def record_flights(run_dir: str | None) -> None:

@@ -106,8 +106,8 @@ def launch_local(
                     target=_run_worker,
                     args=(recipe, rendezvous, sender, target, arguments, heard, BESIDE_RECIPES),
                 )
-                workers.append(_Worker(rank, recipe.parallel, process, reports))
                 process.start()
+                workers.append(_Worker(rank, recipe.parallel, process, reports))
                 sender.close()  # the worker has its own copy
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
@@ -122,11 +122,10 @@ def launch_local(
             outcome = RunOutcome(exit_status=128 + signum, reason=reason)
         finally:
             relay.is_deaf = True
-            started = [worker.process for worker in workers if worker.process.pid is not None]
-            for process in started:
-                process.kill()  # SIGTERM would ask a worker to save
-            for process in started:
-                process.join()
+            for worker in workers:
+                worker.process.kill()  # SIGTERM would ask a worker to save
+            for worker in workers:
+                worker.process.join()
     outcome.write(recipe.run_dir)
     return outcome.exit_status
 
@@ -329,7 +328,8 @@ class SignalRelay:
 
     def _pass_on(self, signum: int) -> None:
         for worker in self._workers:
-            if not worker.has_ended and worker.process.pid is not None:
+            pid = worker.process.pid
+            if pid is not None and not worker.has_ended:
                 with suppress(ProcessLookupError):
-                    os.kill(worker.process.pid, signum)
-                    os.kill(worker.process.pid, signal.SIGCONT)
+                    os.kill(pid, signum)
+                    os.kill(pid, signal.SIGCONT)

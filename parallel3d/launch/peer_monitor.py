@@ -46,7 +46,9 @@ class ReportedError(RankError):
 
     def __init__(self, failure: Failure, is_ours: bool) -> None:
         super().__init__(failure.line())
-        self.failure, self.is_ours, self.exit_status = failure, is_ours, failure.exit_status
+        self.failure = failure
+        self.is_ours = is_ours
+        self.exit_status = failure.exit_status
 
 
 class PeerMonitor:
@@ -57,11 +59,16 @@ class PeerMonitor:
     def __init__(
         self, store: dist.Store, rank: int, places: Sequence[Place], recipe: Recipe
     ) -> None:
-        self._store, self._rank, self._places, self._recipe = store, rank, places, recipe
+        self._store = store
+        self._rank = rank
+        self._places = places
+        self._recipe = recipe
         hosts = [f"{place.host} {place.pid_namespace}" for place in places]
         self._ranks = range(len(places))
         self._neighbours = [each for each in self._ranks if hosts[each] == hosts[rank]]
-        self._watched = self._ranks if rank == 0 else sorted({0, *self._neighbours})
+        self._watched: Sequence[int] = self._ranks
+        if rank != 0:
+            self._watched = sorted({0, *self._neighbours})
         # Under srun, rank 0 holds the store. The next rank of its host reports for it.
         self._speaker = min({*self._neighbours} - {0}, default=0)
         self._detector = HangDetector(hosts, hosts[rank])
@@ -119,9 +126,9 @@ class PeerMonitor:
             reported, beats = self._ask(self._exchange)
         except RuntimeError:
             time.sleep(_HURRY_S)  # a process that is killed closes its connections before it ends
-            message = "does not answer: the store that it or its launcher holds has gone"
             if self._read_states().get(0) == "":
-                message = self._words_on_end(0)
+                return self._blame(0, self._words_on_end(0))
+            message = "does not answer: the store that it or its launcher holds has gone"
             return self._blame(0, message)
         if reported is not None:
             return reported
@@ -129,7 +136,10 @@ class PeerMonitor:
             if not state:
                 return self._blame(rank, self._words_on_end(rank))
         hanging = self._detector.check(beats, states, time.monotonic())
-        return None if hanging is None else self._blame(*hanging)
+        if hanging is None:
+            return None
+        rank, message = hanging
+        return self._blame(rank, message)
 
     def _read_states(self) -> dict[int, str]:
         """Returns the state of each process of this host, "" if it has ended; nothing if the system
@@ -152,13 +162,15 @@ class PeerMonitor:
         for waits in range(1, round(LOST_S / BEAT_S) + 1):
             with suppress(TimeoutError):
                 return answer.result(timeout=BEAT_S)
-            is_late = waits * BEAT_S >= STOPPED_S and self._rank == self._speaker
-            if is_late and self._read_states().get(0) == "T":
+            is_late = waits * BEAT_S >= STOPPED_S
+            if is_late and self._rank == self._speaker and self._read_states().get(0) == "T":
                 message = f"is stopped (state T){self._detector.last_seen(0)}"
-                self._end(replace(self._failure_of(0, message), reporter=self._rank))
+                failure = self._failure_of(0, message)
+                self._end(replace(failure, reporter=self._rank))
         if self._rank == self._neighbours[0]:
             why = f"has no answer of the store for {LOST_S:.0f} s: its host is cut off"
-            print_error(self._failure_of(self._rank, f"{why}, and its ranks end").line())
+            failure = self._failure_of(self._rank, f"{why}, and its ranks end")
+            print_error(failure.line())
         end_process(RankError.exit_status)
 
     def _wait_for_readers(self, cause: Failure) -> None:
@@ -221,7 +233,8 @@ class PeerMonitor:
     def _end(self, cause: Failure) -> None:
         """Ends this process, and one on this host that is stopped or held: its launcher would wait
         for it."""
-        if cause.died and cause.rank != self._rank and cause.rank in self._neighbours:
+        others = {*self._neighbours} - {self._rank}
+        if cause.died and cause.rank in others:
             with suppress(ProcessLookupError):
                 os.kill(self._places[cause.rank].pid, signal.SIGKILL)
         if cause.reporter == self._rank:

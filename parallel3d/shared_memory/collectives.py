@@ -78,30 +78,31 @@ class SharedExchange:
     exchanges in the same order. `folders[r]` is the segment of rank r."""
 
     def __init__(self, folders: list[Path], rank: int, group: ref[dist.ProcessGroup]) -> None:
-        self._segments, self._rank = [Segment(folder) for folder in folders], rank
+        self._segments = [Segment(folder) for folder in folders]
+        self._rank = rank
         # Every rank opens the ends that it reads first, because a writer waits for its reader. Both
         # ends are open, so that the end of a process closes its own: its peers then read nothing,
         # and know.
-        own, mode = self._segments[rank], os.O_RDONLY | os.O_NONBLOCK
+        own = self._segments[rank]
+        mode = os.O_RDONLY | os.O_NONBLOCK
         others = [other for other in range(len(folders)) if other != rank]
         self._hears = {other: own.open_pipe(str(other), mode) for other in others}
         self._tells = [self._segments[each].open_pipe(str(rank), os.O_WRONLY) for each in others]
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
         self._group = group  # whose time-out may change
-        self._opened, self._finished = 0, 0
+        self._opened = 0
+        self._finished = 0
 
     def start(self, x: Tensor) -> Callable[[], list[Tensor]]:
         """Publishes `x`, contiguous and at most SLOT_BYTES. The returned function waits for the
         others and gives what every rank has published, in the order of ranks, as memory that stays
         as it is until two exchanges later."""
-        assert self._opened - self._finished < IN_FLIGHT, (
-            "more exchanges open than there are slots for"
-        )
+        assert self._opened - self._finished < IN_FLIGHT, "no slot is free"
         slot = self._opened % SLOTS
-        views = self._views.get((slot, x.dtype, x.shape))
-        if views is None:
-            views = [segment.view(slot * SLOT_BYTES, x) for segment in self._segments]
-            self._views[slot, x.dtype, x.shape] = views
+        key = (slot, x.dtype, x.shape)
+        if key not in self._views:
+            self._views[key] = [segment.view(slot * SLOT_BYTES, x) for segment in self._segments]
+        views = self._views[key]
         self._opened += 1
         views[self._rank].copy_(x)
         for pipe in self._tells:
@@ -120,7 +121,8 @@ class SharedExchange:
         answer in time."""
         peer = f"rank {rank} of the group"
         while not read_pipe(pipe, 1, peer):
-            sleeper, group = select.poll(), self._group()
+            group = self._group()
+            sleeper = select.poll()
             sleeper.register(pipe, select.POLLIN)
             assert group is not None, "a layer waits for its own group"
             limit = timeout_of(group, torch.device("cpu"))

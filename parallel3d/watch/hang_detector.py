@@ -38,7 +38,8 @@ class HangDetector:
     it begins anew."""
 
     def __init__(self, hosts: Sequence[str], own_host: str) -> None:
-        self._hosts, self._own_host = hosts, own_host
+        self._hosts = hosts
+        self._own_host = own_host
         self._seen: dict[int, _Seen] = {}
         self._checked_at = 0.0
 
@@ -59,7 +60,8 @@ class HangDetector:
         durations = [seen.beat.step_s or 0.0 for seen in self._seen.values()]
         patience = max(STUCK_S, STUCK_STEPS * max(durations, default=0.0))
         for rank, seen in self._seen.items():
-            place, silent_s = _place(seen.beat), now - seen.beaten_at
+            place = _place(seen.beat)
+            silent_s = now - seen.beaten_at
             silence = f"gives no sign for {silent_s:.0f} s {place}"
             state, host = states.get(rank), self._hosts[rank]
             if state == "T" and silent_s > STOPPED_S:
@@ -95,7 +97,8 @@ class HangDetector:
             return None
         phases, others = _JUDGED, "while the others wait"
         if len(busy) == len(self._hosts):
-            phases, others, patience = ("data",), "as are all others", max(ALL_READ_S, patience)
+            phases, others = ("data",), "as are all others"
+            patience = max(ALL_READ_S, patience)
         stuck_s = min(now - seen.since for seen in self._seen.values())
         if stuck_s <= patience or not all(seen.is_in(phases) for seen in busy.values()):
             return None
