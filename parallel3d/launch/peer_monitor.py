@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # A rank that learns of a failure may be about to report its own.
 _GRACE_S = 2.5
-_HURRY_S = 0.1  # between two looks at the peers once this rank has failed
+_HURRY_S = 0.1  # between two looks at the peers once a rank has failed
 _FAILURE = "failure"  # the key of the first one
 
 
@@ -113,7 +113,7 @@ class PeerMonitor:
             with suppress(RuntimeError):
                 self._ask(self._store.set, _told_key(self._rank), "")
             # A rank that failed by itself gets time to report; one that hangs does not.
-            if not self._closed.wait(BEAT_S if found.died else _GRACE_S):
+            if not self._closed.wait(_HURRY_S if found.died else _GRACE_S):
                 self._ending.acquire()
                 self._end(found)
             return
