@@ -67,13 +67,6 @@ class Failure:
             secondary=is_lost_peer(error),
         )
 
-    @classmethod
-    def of_process(cls, rank: int, parallel: ParallelConfig, message: str, **known: Any) -> Failure:
-        """Makes the record of a rank whose process has ended or hangs, with the fields that are
-        `known`."""
-        coordinates = str(parallel.coordinates(rank))
-        return cls(rank=rank, coordinates=coordinates, message=message, died=True, **known)
-
     def traceback_for_user(self, *, verbose: bool) -> str:
         """Returns the traceback to print below the line. Errors of the user and losses of a peer
         need none."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from parallel3d.config.import_class import BESIDE_RECIPES
-from parallel3d.config.recipe import ParallelConfig, Recipe
+from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.failure import (
     Failure,
@@ -107,7 +107,8 @@ def launch_local(
                     args=(recipe, rendezvous, sender, target, arguments, heard, BESIDE_RECIPES),
                 )
                 process.start()
-                workers.append(_Worker(rank, recipe.parallel, process, reports))
+                coordinates = str(recipe.parallel.coordinates(rank))
+                workers.append(_Worker(rank, coordinates, process, reports))
                 sender.close()  # the worker has its own copy
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
@@ -139,14 +140,20 @@ class _Worker:
     """A local worker process, with the pipe for its report."""
 
     rank: int
-    parallel: ParallelConfig
+    coordinates: str
     process: ForkServerProcess
     reports: Connection
     has_ended: bool = False
 
-    def failure(self, message: str, **known: bool) -> Failure:
+    def failure(self, message: str, *, secondary: bool = False) -> Failure:
         """Returns the failure of this rank, which did not report it itself."""
-        return Failure.of_process(self.rank, self.parallel, message, **known)
+        return Failure(
+            rank=self.rank,
+            coordinates=self.coordinates,
+            message=message,
+            died=True,
+            secondary=secondary,
+        )
 
     def collect(self, last_seen: str) -> Failure | None:
         """Returns the failure of a process that has just ended, or None if its work was done."""

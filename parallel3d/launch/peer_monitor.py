@@ -227,8 +227,13 @@ class PeerMonitor:
         return f"ended without a word{seen}; the lines of its launcher may say how"
 
     def _failure_of(self, rank: int, message: str) -> Failure:
-        host = self._places[rank].host
-        return Failure.of_process(rank, self._recipe.parallel, message, host=host)
+        return Failure(
+            rank=rank,
+            host=self._places[rank].host,
+            coordinates=str(self._recipe.parallel.coordinates(rank)),
+            message=message,
+            died=True,
+        )
 
     def _end(self, cause: Failure) -> None:
         """Ends this process, and one on this host that is stopped or held: its launcher would wait
