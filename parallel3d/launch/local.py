@@ -216,13 +216,12 @@ def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunO
     if not failures:
         return RunOutcome()
     cause = root_cause(failures)
-    outcome = RunOutcome.of(cause)
     line = cause.line()
-    if cause.foreseen and [each.message for each in failures] == [cause.message] * world_size:
+    alike = [each for each in failures if each.message == cause.message]
+    if cause.foreseen and len(alike) == world_size:
         line = cause.message  # all ranks report the same, so it is about the run
-        outcome = replace(outcome, reason=line.partition("\n")[0])
     print_error(line + cause.traceback_for_user(verbose=verbose))
-    return outcome
+    return replace(RunOutcome.of(cause), reason=line.partition("\n")[0])
 
 
 def start_fork_server() -> None:

@@ -52,7 +52,7 @@ def heeded_stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def catch_stop_signals(
-    grace_s: float | None = None, too_late: Callable[[int], Exception] | None = None
+    grace_s: float | None, too_late: Callable[[int], Exception]
 ) -> Iterator[StopRequest]:
     """Turns the signals into a request, from here to the end of the block; in another thread than
     the main one never. A signal that this process ignores stays ignored.
@@ -62,7 +62,7 @@ def catch_stop_signals(
     request = StopRequest()
 
     def hear(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGALRM and too_late is not None:
+        if signum == signal.SIGALRM:
             raise too_late(request.signum)
         if signum == SAVE_SIGNAL:
             request.wants_save = True
