@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 # A rank that learns of a failure may be about to report its own.
 _GRACE_S = 2.5
 _HURRY_S = 0.1  # between two looks at the peers once a rank has failed
-_FAILURE = "failure"  # the key of the first one
+_FAILURE = "failure"  # the key of the first one; `told/RANK` says that a rank knows of it
 
 
 class ReportedError(RankError):
@@ -111,7 +111,7 @@ class PeerMonitor:
                 continue
             self._found.set_result(found)
             with suppress(RuntimeError):
-                self._ask(self._store.set, _told_key(self._rank), "")
+                self._ask(self._store.set, f"told/{self._rank}", "")
             # A rank that failed by itself gets time to report; one that hangs does not.
             if not self._closed.wait(_HURRY_S if found.died else _GRACE_S):
                 self._ending.acquire()
@@ -179,8 +179,8 @@ class PeerMonitor:
         readers = {*self._ranks} - {0, cause.rank}
         if cause.rank not in self._neighbours:
             readers = {each for each in readers if self._places[each].host != cause.host}
-        if self._rank == 0 and readers:
-            keys = [_told_key(each) for each in readers]
+        if self._rank == 0:
+            keys = [f"told/{each}" for each in readers]
             with suppress(RuntimeError):
                 self._ask(self._store.wait, keys, timedelta(seconds=_GRACE_S))
 
@@ -248,11 +248,6 @@ class PeerMonitor:
             RunOutcome.of(cause).write(self._recipe.run_dir)
         self._wait_for_readers(cause)
         end_process(cause.exit_status)
-
-
-def _told_key(rank: int) -> str:
-    """Returns the key that says that a rank knows of the failure."""
-    return f"told/{rank}"
 
 
 def _parse_failure(text: bytes) -> Failure:
