@@ -31,6 +31,14 @@ class Role(StrEnum):
 DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # their ranks get different data
 
 
+def dp_rank(parallel: ParallelConfig, rank: int) -> int:
+    """Returns the place of a rank among the `parallel.dp` ranks that get different data."""
+    coordinates, place = parallel.coordinates(rank)._asdict(), 0
+    for role in DATA_ROLES:
+        place = place * parallel.axes[role] + coordinates[role]
+    return place
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of the mesh as its collectives need it. It is looked up once, because a question to

@@ -267,8 +267,7 @@ def run_rank(
             outcome.write(recipe.run_dir)
         return outcome.exit_status, True
     except (Exception, SystemExit) as error:
-        coordinates = str(recipe.parallel.coordinates(rendezvous.rank))
-        failure = Failure.of(error, rendezvous.rank, coordinates)
+        failure = Failure.of(error, rendezvous.rank, recipe.parallel)
         outcome = RunOutcome.of(failure)
         print_error(failure.line() + failure.traceback_for_user(verbose=verbose))
         _record_for_torchrun(error)

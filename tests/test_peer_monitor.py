@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launch_targets import recipe_in
 
 from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure
@@ -26,8 +28,7 @@ def store() -> Iterator[dist.TCPStore]:
 
 def monitor(store: dist.TCPStore, rank: int, places: list[Place]) -> PeerMonitor:
     own = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    coordinates = [f"tp {each}" for each in range(len(places))]
-    return PeerMonitor(own, rank, places, coordinates, None)
+    return PeerMonitor(own, rank, places, recipe_in(Path(), len(places)))
 
 
 def lost_peer(rank: int) -> Failure:
@@ -60,7 +61,7 @@ def test_a_rank_that_was_alone_on_its_host_is_named_where_it_gives_no_sign(
     for each in threads:
         each.join()
     assert [error.failure.rank for error in told.values()] == [2, 2]
-    assert "rank 2 (lost, tp 2) gives no sign: it was killed or stopped" in str(told[0])
+    assert "dp_shard 2, tp 0) gives no sign: it was killed or stopped" in str(told[0])
     assert sorted(error.is_ours for error in told.values()) == [False, True]
 
 
@@ -78,11 +79,12 @@ def test_a_neighbour_whose_process_has_ended_is_named_at_once(store: dist.TCPSto
     gone.wait()
     places = [Place(host="here", pid=os.getpid()), Place(host="here", pid=gone.pid)]
     error = monitor(store, 0, places).report(lost_peer(0))
-    assert "rank 1 (here, tp 1) ended without a word" in str(error)
+    assert "dp_shard 1, tp 0) ended without a word" in str(error)
 
 
 CUT_OFF = """
-import os, threading
+import os, pathlib, threading
+from tests.launch_targets import recipe_in
 from parallel3d.launch import peer_monitor
 from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure
@@ -98,7 +100,7 @@ class Store:
 
 peer_monitor.LOST_S, peer_monitor.BEAT_S, store = 1.0, 0.02, Store()
 places = [Place(host="lost", pid=1), Place(host="here", pid=os.getpid())]
-own = peer_monitor.PeerMonitor(store, 1, places, ['tp 0', 'tp 1'], None)
+own = peer_monitor.PeerMonitor(store, 1, places, recipe_in(pathlib.Path(), 2))
 store.is_cut = True
 own.report(Failure(rank=1, coordinates="c", message="Connection closed by peer", secondary=True))
 """

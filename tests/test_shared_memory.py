@@ -13,19 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.shared_memory.ring import (
-    LARGEST_BYTES,
-    Incoming,
-    Outgoing,
-    PeerLostError,
-    reserve,
-)
+from parallel3d.shared_memory.ring import LARGEST_BYTES, Incoming, Outgoing
+from parallel3d.shared_memory.segment import PeerLostError
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outgoing, Incoming]:
     folder = tmp_path_factory.mktemp("link") / "0-1"
-    reserve(folder)
     incoming = Incoming(folder, 0)
     return Outgoing(folder, 1), incoming
 
@@ -68,7 +62,6 @@ def test_messages_arrive_whole_and_in_order(
 
 
 def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
-    reserve(tmp_path / "a")
     incoming = Incoming(tmp_path / "a", 0)
     outgoing = Outgoing(tmp_path / "a", 1)
     outgoing.send(0, [torch.zeros(1), torch.zeros(())])
@@ -76,7 +69,6 @@ def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
     assert incoming.poll() is not None  # what was sent before is there
     with pytest.raises(PeerLostError, match="pipeline rank 0 has gone"):
         incoming.poll()
-    reserve(tmp_path / "b")
     incoming = Incoming(tmp_path / "b", 0)
     outgoing = Outgoing(tmp_path / "b", 1)
     incoming.close()
@@ -85,7 +77,6 @@ def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
 
 
 def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: Path) -> None:
-    reserve(tmp_path / "small")
     incoming = Incoming(tmp_path / "small", 0)
     fcntl.fcntl(incoming.headers, fcntl.F_SETPIPE_SZ, 4096)
     outgoing, count = Outgoing(tmp_path / "small", 1), 1500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from functools import partial
@@ -61,9 +62,8 @@ def test_a_host_without_power_ends_the_other_and_the_run_goes_on_when_it_is_back
         assert len(survivors) == 2
         pair.power_off(lost)
         all_end(survivors, 30)
-        assert "the host is lost or cut off" in said(
-            recipe
-        ) or "its host is cut off, and its ranks end" in said(recipe)
+        # A save is not judged: there a rank that times out finds its peers silent.
+        assert re.search("host is (lost or )?cut off", said(recipe)), said(recipe)
         assert len(losses(tmp_path / "run")) < STEPS
         for host in pair.hosts:  # what a scheduler does before it starts the job anew
             host.kill_all()
@@ -107,5 +107,5 @@ def test_two_seconds_without_a_link_are_no_fault_and_a_longer_cut_ends_both_side
         for agent in agents:
             agent.wait(timeout=10)
     told = [recipe.with_name(f"host{n}.log").read_text() for n in (0, 1)]
-    assert "the host is lost or cut off" in told[0]
+    assert "host is lost or cut off" in told[0]
     assert "its host is cut off, and its ranks end" in told[1]

@@ -89,18 +89,16 @@ def has_gpu_files() -> bool:
 
 
 def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:
-    """Tells all ranks where this one runs and returns the places of all, by rank. Raises what the
-    store does where a rank does not come in the store's time, on rank 0 with the ranks that are
-    missing."""
-    store.set(f"place/{rank}", json.dumps(asdict(own)))
-    if rank == 0:
-        try:
-            told = [json.loads(store.get(f"place/{each}")) for each in range(world_size)]
-        except RuntimeError as error:
-            missing = [each for each in range(world_size) if not store.check([f"place/{each}"])]
-            raise RuntimeError(f"{any_ranks(missing)} of {world_size} did not come") from error
-        store.set("places", json.dumps(told))
-    return [Place(**place) for place in json.loads(store.get("places"))]
+    """Tells all ranks where this one runs and returns the places of all, by rank. Raises
+    RuntimeError with the ranks that do not come in the store's time."""
+    keys = [f"place/{each}" for each in range(world_size)]
+    store.set(keys[rank], json.dumps(asdict(own)))
+    try:
+        found = store.multi_get(keys)
+    except RuntimeError as error:
+        missing = [each for each in range(world_size) if not store.check([keys[each]])]
+        raise RuntimeError(f"{any_ranks(missing)} of {world_size} did not come") from error
+    return [Place(**json.loads(place)) for place in found]
 
 
 def check_places(places: Sequence[Place], wanted: DeviceName) -> None:

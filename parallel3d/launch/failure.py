@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError, SaveError, printable
 from parallel3d.launch.signals import ignore_stop_signals
 
@@ -48,7 +49,7 @@ class Failure:
     reporter: int | None = None  # the rank that prints it, if ranks monitor each other
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, coordinates: str) -> Failure:
+    def of(cls, error: BaseException, rank: int, parallel: ParallelConfig) -> Failure:
         """Makes the record of an exception, on the rank that it ended."""
         message = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         exit_status = RankError.exit_status
@@ -58,7 +59,7 @@ class Failure:
             exit_status = error.code or exit_status  # a worker that exits has not done its work
         return cls(
             rank=rank,
-            coordinates=coordinates,
+            coordinates=str(parallel.coordinates(rank)),
             message=message,
             exit_status=exit_status,
             traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
@@ -155,8 +156,10 @@ def any_ranks(ranks: Sequence[int]) -> str:
     """Returns the ranks in words, a long list cut short: `rank 3`, `ranks 0 and 4`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    named = [*map(str, ranks[:8]), "others"] if len(ranks) > 8 else [*map(str, ranks)]
-    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
+    names = [str(rank) for rank in ranks]
+    if len(names) > 8:
+        names[8:] = ["others"]
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def record_flights(run_dir: str | None) -> None:

@@ -46,6 +46,7 @@ from parallel3d.launch.signals import (
     STOP_SIGNALS,
     die_with_the_parent,
     handled,
+    heeded_stop_signals,
 )
 from parallel3d.watch.hang_detector import HangDetector, process_state
 from parallel3d.watch.heartbeat import BEAT_S, Beat, beats_to_file
@@ -54,7 +55,13 @@ from parallel3d.watch.heartbeat import BEAT_S, Beat, beats_to_file
 # request; people press Ctrl-C again sooner.
 _SAME_SIGNAL_S = 1.0
 _SAME_CTRL_C_S = 0.1
-_NO_FORK_SERVER = 255  # exit code of a process whose fork server has gone
+# Words on the exit code of a process; it is 255 if the fork server has gone.
+_WHY_KILLED = {
+    -signal.SIGKILL: "; if nobody sent it, the host ran out of memory (see dmesg)",
+    255: (
+        "; all ranks do when the server that forks them is killed, by someone or for want of memory"
+    ),
+}
 REPORTS_S = 1.5  # after a first failure, for further reports: the first is seldom the cause
 STRAGGLERS_S = 60.0  # after a rank is done, for the others
 
@@ -76,8 +83,7 @@ def launch_local(
     signal if the launcher was stopped by one that workers could not answer."""
     workers: list[_Worker] = []
     relay = SignalRelay(workers, saves=recipe.checkpoint.every is not None)
-    # nohup and a shell's & ignore Ctrl-C on purpose
-    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    heard = heeded_stop_signals()
     context = multiprocessing.get_context("forkserver")
     with (
         tempfile.TemporaryDirectory(prefix="parallel3d-") as folder,
@@ -100,9 +106,9 @@ def launch_local(
                     target=_run_worker,
                     args=(recipe, rendezvous, sender, target, arguments, heard, BESIDE_RECIPES),
                 )
-                place = str(recipe.parallel.coordinates(rank))
-                workers.append(_Worker(rank, place, process, reports))
                 process.start()
+                coordinates = str(recipe.parallel.coordinates(rank))
+                workers.append(_Worker(rank, coordinates, process, reports))
                 sender.close()  # the worker has its own copy
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
@@ -117,11 +123,10 @@ def launch_local(
             outcome = RunOutcome(exit_status=128 + signum, reason=reason)
         finally:
             relay.is_deaf = True
-            started = [worker.process for worker in workers if worker.process.pid is not None]
-            for process in started:
-                process.kill()  # SIGTERM would ask a worker to save
-            for process in started:
-                process.join()
+            for worker in workers:
+                worker.process.kill()  # SIGTERM would ask a worker to save
+            for worker in workers:
+                worker.process.join()
     outcome.write(recipe.run_dir)
     return outcome.exit_status
 
@@ -159,18 +164,12 @@ class _Worker:
                 report: Failure | None = self.reports.recv()
                 if report is not None or exitcode == 0:
                     return report
-        end, why = f"ended with status {exitcode} before its work was done", ""
+        end = f"ended with status {exitcode} before its work was done"
         if exitcode < 0:
             end = f"was killed by {signal.Signals(-exitcode).name}"
-        if exitcode == -signal.SIGKILL:
-            why = "; if nobody sent it, the host ran out of memory (see dmesg)"
-        elif exitcode == _NO_FORK_SERVER:
-            why = (
-                "; all ranks do when the server that forks them is killed, by someone or for want "
-                "of memory"
-            )
+        message = end + last_seen + _WHY_KILLED.get(exitcode, "")
         # A communication library that loses a peer may abort its process.
-        return self.failure(f"{end}{last_seen}{why}", secondary=exitcode == -signal.SIGABRT)
+        return self.failure(message, secondary=exitcode == -signal.SIGABRT)
 
 
 def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
@@ -184,17 +183,17 @@ def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
         left_s = max(0.0, deadline - time.monotonic())
         connection.wait([each.process.sentinel for each in running], timeout=min(left_s, BEAT_S))
         ended = [worker for worker in running if worker.process.exitcode is not None]
-        reports = [worker.collect(detector.last_seen(worker.rank)) for worker in ended]
-        had_failed = bool(failures)
-        failures += [report for report in reports if report is not None]
-        if failures and not had_failed:
-            deadline = time.monotonic() + REPORTS_S
-        elif ended:
-            deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
-        elif time.monotonic() >= deadline:
+        for worker in ended:
+            limit_s = STRAGGLERS_S
+            report = worker.collect(detector.last_seen(worker.rank))
+            if report is not None:
+                failures.append(report)
+                limit_s = REPORTS_S
+            deadline = min(deadline, time.monotonic() + limit_s)
+        if not ended and time.monotonic() >= deadline:
             message = f"still runs {STRAGGLERS_S:.0f} s after another rank was done; it hangs"
             return failures or [running[0].failure(message)]
-        elif deadline == math.inf and (hanging := _find_hanging(detector, workers, folder)):
+        if deadline == math.inf and (hanging := _find_hanging(detector, workers, folder)):
             return [hanging]
     return failures
 
@@ -217,13 +216,12 @@ def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunO
     if not failures:
         return RunOutcome()
     cause = root_cause(failures)
-    outcome = RunOutcome.of(cause)
     line = cause.line()
-    if cause.foreseen and [each.message for each in failures] == [cause.message] * world_size:
+    alike = [each for each in failures if each.message == cause.message]
+    if cause.foreseen and len(alike) == world_size:
         line = cause.message  # all ranks report the same, so it is about the run
-        outcome = replace(outcome, reason=line.partition("\n")[0])
     print_error(line + cause.traceback_for_user(verbose=verbose))
-    return outcome
+    return replace(RunOutcome.of(cause), reason=line.partition("\n")[0])
 
 
 def start_fork_server() -> None:
@@ -272,8 +270,7 @@ def _run_worker(
             getattr(import_module(module), name)(recipe, rendezvous, *arguments)
         reports.send(None)
     except BaseException as error:
-        coordinates = str(recipe.parallel.coordinates(rendezvous.rank))
-        failure = Failure.of(error, rendezvous.rank, coordinates)
+        failure = Failure.of(error, rendezvous.rank, recipe.parallel)
         reports.send(failure)  # first: ending groups may take for ever
         end_process(failure.exit_status)
 
@@ -318,7 +315,7 @@ class SignalRelay:
         if self.is_deaf:
             return
         if signum == SAVE_SIGNAL:
-            if self.passes_on and self._saves:
+            if self._saves:  # a worker that has just started ignores it
                 self._pass_on(signum)
             return
         same_s = _SAME_CTRL_C_S if signum == signal.SIGINT else _SAME_SIGNAL_S
@@ -337,7 +334,8 @@ class SignalRelay:
 
     def _pass_on(self, signum: int) -> None:
         for worker in self._workers:
-            if not worker.has_ended and worker.process.pid is not None:
+            pid = worker.process.pid
+            if pid is not None and not worker.has_ended:
                 with suppress(ProcessLookupError):
-                    os.kill(worker.process.pid, signum)
-                    os.kill(worker.process.pid, signal.SIGCONT)
+                    os.kill(pid, signum)
+                    os.kill(pid, signal.SIGCONT)

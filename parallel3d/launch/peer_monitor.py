@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from parallel3d.config.recipe import Recipe
 from parallel3d.errors import RankError
 from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure, end_process, print_error
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # A rank that learns of a failure may be about to report its own.
 _GRACE_S = 2.5
-_HURRY_S = 0.1  # between two looks at the peers once this rank has failed
-_FAILURE, _TOLD = "failure", "told"  # the number of ranks that know of it, beside rank 0
+_HURRY_S = 0.1  # between two looks at the peers once a rank has failed
+_FAILURE = "failure"  # the key of the first one; `told/RANK` says that a rank knows of it
 
 
 class ReportedError(RankError):
@@ -45,30 +46,31 @@ class ReportedError(RankError):
 
     def __init__(self, failure: Failure, is_ours: bool) -> None:
         super().__init__(failure.line())
-        self.failure, self.is_ours, self.exit_status = failure, is_ours, failure.exit_status
+        self.failure = failure
+        self.is_ours = is_ours
+        self.exit_status = failure.exit_status
 
 
 class PeerMonitor:
     """Monitors the other ranks in a thread, because the main thread of a hanging rank does nothing.
 
-    `store` is a connection that only this monitor uses. `coordinates` are the places of all ranks
-    in the mesh."""
+    `store` is a connection that only this monitor uses."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        places: Sequence[Place],
-        coordinates: Sequence[str],
-        run_dir: str | None,
+        self, store: dist.Store, rank: int, places: Sequence[Place], recipe: Recipe
     ) -> None:
-        self._store, self._rank, self._run_dir = store, rank, run_dir
-        self._places, self._coordinates = places, coordinates
+        self._store = store
+        self._rank = rank
+        self._places = places
+        self._recipe = recipe
         hosts = [f"{place.host} {place.pid_namespace}" for place in places]
-        self._neighbours = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-        self._others = [each for each in range(len(places)) if each != rank]
-        watched = {*self._others} if rank == 0 else {0, *self._neighbours}
-        self._watched = sorted(watched - {rank})
+        self._ranks = range(len(places))
+        self._neighbours = [each for each in self._ranks if hosts[each] == hosts[rank]]
+        self._watched: Sequence[int] = self._ranks
+        if rank != 0:
+            self._watched = sorted({0, *self._neighbours})
+        # Under srun, rank 0 holds the store. The next rank of its host reports for it.
+        self._speaker = min({*self._neighbours} - {0}, default=0)
         self._detector = HangDetector(hosts, hosts[rank])
         self._closed = threading.Event()
         self._ending = threading.Lock()  # the thread that has it ends the process
@@ -108,11 +110,10 @@ class PeerMonitor:
             if found is None:
                 continue
             self._found.set_result(found)
-            if self._rank != 0:
-                with suppress(RuntimeError):
-                    self._ask(lambda: self._store.add(_TOLD, 1))
+            with suppress(RuntimeError):
+                self._ask(self._store.set, f"told/{self._rank}", "")
             # A rank that failed by itself gets time to report; one that hangs does not.
-            if not self._closed.wait(BEAT_S if found.died else _GRACE_S):
+            if not self._closed.wait(_HURRY_S if found.died else _GRACE_S):
                 self._ending.acquire()
                 self._end(found)
             return
@@ -120,110 +121,116 @@ class PeerMonitor:
     def _check_peers(self) -> Failure | None:
         """Returns the first reported failure. Without one, reports a neighbour whose process has
         ended, a rank that hangs, or a store that has gone."""
-        states = {rank: process_state(self._places[rank].pid) for rank in self._neighbours}
-        has_states = states[self._rank] != ""  # on Linux
-        gone = [rank for rank, state in states.items() if has_states and not state]
+        states = self._read_states()
         try:
             reported, beats = self._ask(self._exchange)
         except RuntimeError:
             time.sleep(_HURRY_S)  # a process that is killed closes its connections before it ends
-            has_ended = 0 in self._neighbours and not process_state(self._places[0].pid)
+            if self._read_states().get(0) == "":
+                return self._blame(0, self._words_on_end(0))
             message = "does not answer: the store that it or its launcher holds has gone"
-            failure = self._ended(0) if has_states and has_ended else self._failure_of(0, message)
-            return replace(failure, reporter=self._speaker())
+            return self._blame(0, message)
         if reported is not None:
             return reported
-        if gone:
-            return self._publish(self._ended(gone[0]))
+        for rank, state in states.items():
+            if not state:
+                return self._blame(rank, self._words_on_end(rank))
         hanging = self._detector.check(beats, states, time.monotonic())
-        return None if hanging is None else self._publish(self._failure_of(*hanging))
+        if hanging is None:
+            return None
+        rank, message = hanging
+        return self._blame(rank, message)
+
+    def _read_states(self) -> dict[int, str]:
+        """Returns the state of each process of this host, "" if it has ended; nothing if the system
+        is not Linux."""
+        states = {rank: process_state(self._places[rank].pid) for rank in self._neighbours}
+        return states if states[self._rank] else {}
 
     def _exchange(self) -> tuple[Failure | None, dict[int, Beat]]:
         """Returns the reported failure; without one, writes this rank's beat and returns those of
         the watched ranks."""
         if self._store.check([_FAILURE]):
             return _parse_failure(self._store.get(_FAILURE)), {}
-        return None, {self._rank: self._write_beat(), **self._read_beats(self._watched)}
+        self._write_beat()
+        return None, self._read_beats(self._watched)
 
-    def _ask(self, request: Callable[[], _T]) -> _T:
+    def _ask(self, request: Callable[..., _T], *arguments: object) -> _T:
         """Returns the answer of the store. Ends this rank if none comes in LOST_S. The time counts
         in short waits, so that a process that was stopped meanwhile does not end."""
-        answer: Future[_T] = self._requests.submit(request)
-        for waited in range(round(LOST_S / BEAT_S)):
+        answer = self._requests.submit(request, *arguments)
+        for waits in range(1, round(LOST_S / BEAT_S) + 1):
             with suppress(TimeoutError):
                 return answer.result(timeout=BEAT_S)
-            # Under srun, rank 0 holds the store. The next rank of its host reports for it.
-            is_stopped = 0 in self._neighbours and process_state(self._places[0].pid) == "T"
-            if is_stopped and waited * BEAT_S >= STOPPED_S and self._rank == self._speaker():
+            is_late = waits * BEAT_S >= STOPPED_S
+            if is_late and self._rank == self._speaker and self._read_states().get(0) == "T":
                 message = f"is stopped (state T){self._detector.last_seen(0)}"
-                self._end(replace(self._failure_of(0, message), reporter=self._rank))
-        if self._rank == min(self._neighbours):
+                failure = self._failure_of(0, message)
+                self._end(replace(failure, reporter=self._rank))
+        if self._rank == self._neighbours[0]:
             why = f"has no answer of the store for {LOST_S:.0f} s: its host is cut off"
-            print_error(self._failure_of(self._rank, f"{why}, and its ranks end").line())
+            failure = self._failure_of(self._rank, f"{why}, and its ranks end")
+            print_error(failure.line())
         end_process(RankError.exit_status)
 
     def _wait_for_readers(self, cause: Failure) -> None:
         """Has rank 0, with which the store may end, wait until the others know of the failure. If
         the rank at fault is on another host, all of that may be lost."""
-        readers = {*self._others} - {cause.rank}
+        readers = {*self._ranks} - {0, cause.rank}
         if cause.rank not in self._neighbours:
             readers = {each for each in readers if self._places[each].host != cause.host}
-        deadline, told = time.monotonic() + _GRACE_S, 0
-        with suppress(RuntimeError):
-            while self._rank == 0 and told < len(readers) and time.monotonic() < deadline:
-                time.sleep(_HURRY_S)
-                told = self._ask(lambda: self._store.add(_TOLD, 0))
+        if self._rank == 0:
+            keys = [f"told/{each}" for each in readers]
+            with suppress(RuntimeError):
+                self._ask(self._store.wait, keys, timedelta(seconds=_GRACE_S))
 
     def _find_cause(self) -> Failure | None:
         """Waits for another rank's report. Without one, names a rank whose heart does not beat."""
+        others = [each for each in self._ranks if each != self._rank]
         before: dict[int, Beat] = {}
         with suppress(RuntimeError):  # the store has gone, of which the other thread reports
-            before = self._ask(partial(self._read_beats, self._others))
+            before = self._ask(self._read_beats, others)
         with suppress(TimeoutError):
             return self._found.result(timeout=_GRACE_S)
-        after = self._ask(partial(self._read_beats, self._others))
-        silent = [rank for rank, beat in before.items() if beat == after.get(rank)]
-        if not silent:
-            return None
-        message = "gives no sign: it was killed or stopped, or its host is lost or cut off"
-        return self._publish(self._failure_of(silent[0], message))
+        after = self._ask(self._read_beats, others)
+        for rank, beat in before.items():
+            if beat == after.get(rank):
+                message = "gives no sign: it was killed or stopped, or its host is lost or cut off"
+                return self._blame(rank, message)
+        return None
 
-    def _write_beat(self) -> Beat:
-        beat = HEARTBEAT.beat()
-        self._store.set(f"beat/{self._rank}", beat.to_json())
-        return beat
+    def _write_beat(self) -> None:
+        self._store.set(f"beat/{self._rank}", HEARTBEAT.beat().to_json())
 
     def _read_beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
         """Returns the newest beats; none before all ranks have sent one."""
         keys = [f"beat/{rank}" for rank in ranks]
-        if not keys or not self._store.check(keys):
+        if not self._store.check(keys):
             return {}
         beats = map(Beat.from_json, self._store.multi_get(keys))
         return dict(zip(ranks, beats, strict=True))
+
+    def _blame(self, rank: int, message: str) -> Failure:
+        return self._publish(self._failure_of(rank, message))
 
     def _publish(self, failure: Failure) -> Failure:
         """Writes a failure to the store. Returns the first one that any rank has written."""
         own = replace(failure, reporter=self._rank, traceback="")
         text = json.dumps(asdict(own))
         try:
-            return self._ask(lambda: _parse_failure(self._store.compare_set(_FAILURE, "", text)))
+            return _parse_failure(self._ask(self._store.compare_set, _FAILURE, "", text))
         except RuntimeError:  # nobody can read it
-            return replace(own, reporter=self._speaker()) if failure.rank == 0 else own
+            return replace(own, reporter=self._speaker) if failure.rank == 0 else own
 
-    def _speaker(self) -> int:
-        """Returns the rank of this host that reports for rank 0, which may hold the store."""
-        return min({*self._neighbours} - {0} or {0})
-
-    def _ended(self, rank: int) -> Failure:
+    def _words_on_end(self, rank: int) -> str:
         seen = self._detector.last_seen(rank)
-        message = f"ended without a word{seen}; the lines of its launcher may say how"
-        return self._failure_of(rank, message)
+        return f"ended without a word{seen}; the lines of its launcher may say how"
 
     def _failure_of(self, rank: int, message: str) -> Failure:
         return Failure(
             rank=rank,
             host=self._places[rank].host,
-            coordinates=self._coordinates[rank],
+            coordinates=str(self._recipe.parallel.coordinates(rank)),
             message=message,
             died=True,
         )
@@ -231,13 +238,14 @@ class PeerMonitor:
     def _end(self, cause: Failure) -> None:
         """Ends this process, and one on this host that is stopped or held: its launcher would wait
         for it."""
-        if cause.died and cause.rank != self._rank and cause.rank in self._neighbours:
+        others = {*self._neighbours} - {self._rank}
+        if cause.died and cause.rank in others:
             with suppress(ProcessLookupError):
                 os.kill(self._places[cause.rank].pid, signal.SIGKILL)
         if cause.reporter == self._rank:
             print_error(cause.line())
         if self._rank in (0, cause.reporter):
-            RunOutcome.of(cause).write(self._run_dir)
+            RunOutcome.of(cause).write(self._recipe.run_dir)
         self._wait_for_readers(cause)
         end_process(cause.exit_status)
 

@@ -108,13 +108,12 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         torch.cuda.set_device(device)
         record_flights(recipe.run_dir)
     rank, size, timeout_s = rendezvous.rank, rendezvous.world_size, recipe.train.start_timeout_s
-    coordinates = [str(recipe.parallel.coordinates(each)) for each in range(size)]
     monitor: PeerMonitor | None = None
     try:
         places = _meet(recipe, rendezvous, device, problem)
         if rendezvous.init_method == "env://" and size > 1:
             store = connect_to_store(f"parallel3d/{rendezvous.attempt}")
-            monitor = PeerMonitor(store, rank, places, coordinates, recipe.run_dir)
+            monitor = PeerMonitor(store, rank, places, recipe)
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
@@ -130,7 +129,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         if monitor is None:
             raise
         ignore_stop_signals()  # launchers send them when a peer ends
-        raise monitor.report(Failure.of(error, rank, coordinates[rank])) from error
+        raise monitor.report(Failure.of(error, rank, recipe.parallel)) from error
     _leave(monitor)
 
 
@@ -202,14 +201,13 @@ def join_attempt(rendezvous: Rendezvous, timeout_s: float) -> Rendezvous:
         return replace(rendezvous, is_restart=was_requeued())
     die_with_the_parent()  # torchrun leaves its workers behind if it is killed
     rank, size = rendezvous.rank, rendezvous.world_size
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own_key = f"{uuid4().hex} {restarts}"
+    own_key = f"{uuid4().hex} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
         store = _store_of_torchrun(timeout_s)
+        store.set(f"here/{rank}", own_key)
         if rank == 0:
-            invitation = _invite(store, size, timeout_s, restarts)
+            invitation = _invite(store, size, timeout_s)
         else:
-            store.set(f"here/{rank}", own_key)
             invitation = json.loads(store.get(f"invited/{own_key}"))
             store.add(f"{invitation['attempt']}/joined", 1)
     except RuntimeError as error:
@@ -233,27 +231,26 @@ def _store_of_torchrun(timeout_s: float) -> dist.Store:
     return connect_to_store(f"parallel3d/{os.environ['TORCHELASTIC_RUN_ID']}", timeout_s)
 
 
-def _invite(store: dist.Store, size: int, timeout_s: float, restarts: str) -> dict[str, Any]:
+def _invite(store: dist.Store, size: int, timeout_s: float) -> dict[str, Any]:
     """Invites every process that says it is here, until all ranks have joined. Processes of an
     earlier attempt are invited too, and do not answer. If the store is new but an agent has
     restarted before, the store was lost with its node, and the run had started."""
     is_new = store.add("attempts", 1) == 1
     started = store.check([_STARTED]) or was_requeued()
     attempt, deadline = uuid4().hex, time.monotonic() + timeout_s
-    others, invited = [f"here/{rank}" for rank in range(1, size)], set[str]()
-    is_restart = started or (is_new and restarts != "0")
-    invitation: dict[str, Any] = {"attempt": attempt, "is_restart": is_restart}
-    while store.add(f"{attempt}/joined", 0) < len(others):
-        if store.check(others):
-            keys = {key.decode() for key in store.multi_get(others)}
-            counts = {restarts, *(key.split()[1] for key in keys)}
-            invitation["is_restart"] = started or (is_new and counts != {"0"})
+    here, invited = [f"here/{rank}" for rank in range(size)], set[str]()
+    while time.monotonic() < deadline:
+        if store.check(here):
+            keys = {key.decode() for key in store.multi_get(here)}
+            was_restarted = any(key.split()[1] != "0" for key in keys)
+            is_restart = started or (is_new and was_restarted)
+            invitation = {"attempt": attempt, "is_restart": is_restart}
             for key in keys - invited:
                 store.set(f"invited/{key}", json.dumps(invitation))
             invited |= keys
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(1, size) if not store.check([f"here/{rank}"])]
-            who = f"{any_ranks(missing)} did not come" if missing else "some ranks did not answer"
-            raise RuntimeError(who)
+            if store.add(f"{attempt}/joined", 0) == size - 1:
+                return invitation
         time.sleep(_POLL_S)
-    return invitation
+    missing = [rank for rank in range(size) if not store.check([here[rank]])]
+    who = f"{any_ranks(missing)} did not come" if missing else "some ranks did not answer"
+    raise RuntimeError(who)

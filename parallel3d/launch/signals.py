@@ -40,20 +40,25 @@ class StopRequest:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+def heeded_stop_signals() -> list[signal.Signals]:
+    """Returns the stop signals that this process does not ignore, as nohup and a shell's & have it
+    on purpose."""
+    return [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+
+
 @contextmanager
 def catch_stop_signals(
-    grace_s: float | None = None, too_late: Callable[[int], Exception] | None = None
+    grace_s: float | None, too_late: Callable[[int], Exception]
 ) -> Iterator[StopRequest]:
     """Turns the signals into a request, from here to the end of the block; in another thread than
-    the main one never. A signal that this process ignores, as nohup or a shell's & has it, stays
-    ignored.
+    the main one never. A signal that this process ignores stays ignored.
 
     Where `grace_s` after the first signal that asks for an end the request is not answered, what
     `too_late` makes of the signal is raised in the main thread."""
     request = StopRequest()
 
     def hear(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGALRM and too_late is not None:
+        if signum == signal.SIGALRM:
             raise too_late(request.signum)
         if signum == SAVE_SIGNAL:
             request.wants_save = True
@@ -62,8 +67,9 @@ def catch_stop_signals(
             signal.setitimer(signal.ITIMER_REAL, grace_s)
         request.signum = signum
 
-    caught = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
-    caught += [SAVE_SIGNAL] + [signal.SIGALRM] * (grace_s is not None)
+    caught = [*heeded_stop_signals(), SAVE_SIGNAL]
+    if grace_s is not None:
+        caught.append(signal.SIGALRM)
     with handled(caught, hear):
         try:
             yield request

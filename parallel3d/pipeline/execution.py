@@ -18,7 +18,7 @@ from parallel3d.layers.gradients import DelayedGradients, Work
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.transport import Tensors, Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
-from parallel3d.shared_memory.ring import PeerLostError
+from parallel3d.shared_memory.segment import PeerLostError
 from parallel3d.timeline.recorder import Recorder
 
 LossFunction = Callable[[Any, Any], Tensor]

@@ -30,8 +30,8 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.shared_memory.ring import LARGEST_BYTES, Incoming, Outgoing, PeerLostError, reserve
-from parallel3d.shared_memory.segment import own_folder
+from parallel3d.shared_memory.ring import LARGEST_BYTES, Incoming, Outgoing
+from parallel3d.shared_memory.segment import PeerLostError, own_folder
 from parallel3d.torch_private import default_store, group_of, timeout_of
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
@@ -81,9 +81,8 @@ class Links:
                 if target == self.rank and folder is not None:
                     path = folder / f"{source}-{target}"
                     with suppress(OSError):  # without room for it, the backend carries messages
-                        reserve(path)
-                        mine[source, target] = path
                         self.incoming[source] = Incoming(path, source)
+                        mine[source, target] = path
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
             own = socket.gethostname(), self.name, digest, mine
             offers = [own] * self.size

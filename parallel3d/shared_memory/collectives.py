@@ -17,7 +17,6 @@ import os
 import select
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from weakref import WeakKeyDictionary, ref
 
@@ -25,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.shared_memory.segment import Segment, own_folder, reserve
+from parallel3d.shared_memory.segment import (
+    PeerLostError,
+    Segment,
+    own_folder,
+    read_pipe,
+    reserve,
+)
 from parallel3d.torch_private import timeout_of
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
@@ -49,62 +54,55 @@ def exchange_of(group: dist.ProcessGroup) -> SharedExchange | None:
 
 
 def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
-    exchange, rank, size = None, dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    exchange: SharedExchange | None = None
     with own_folder("cpu") as folder:
-        # stays None where something fails, and then all ranks agree on no exchange
-        mine: Path | None = None
-        others = [other for other in range(size) if other != rank]
         if folder is not None:
-            with suppress(OSError):
-                reserve(folder / "slots", SLOTS * SLOT_BYTES, map(str, others))
-                own = Segment(folder / "slots")
-                hears = {
-                    other: own.open_pipe(str(other), os.O_RDONLY | os.O_NONBLOCK)
-                    for other in others
-                }
-                mine = folder / "slots"
-        offers: list[tuple[str, Path | None]] = [("", None)] * size
-        dist.all_gather_object(offers, (socket.gethostname(), mine), group=group)
-        folders = [path for host, path in offers if path is not None and host == offers[0][0]]
+            others = [str(other) for other in range(size) if other != rank]
+            try:
+                reserve(folder, SLOTS * SLOT_BYTES, others)
+            except OSError:
+                folder = None  # all ranks then agree on no exchange
+        offer = (socket.gethostname(), folder)
+        offers = [offer] * size
+        dist.all_gather_object(offers, offer, group=group)
+        folders = [path for host, path in offers if path and host == offers[0][0]]
         if len(folders) == size:
-            segments = [own if r == rank else Segment(path) for r, path in enumerate(folders)]
-            exchange = SharedExchange(segments, rank, hears, ref(group))
+            exchange = SharedExchange(folders, rank, ref(group))
         dist.barrier(group)  # all have opened what is now removed
     return exchange
 
 
 class SharedExchange:
     """The slots of all ranks of a group, and the pipes between them. Every rank opens the same
-    exchanges in the same order. `segments[r]` is rank r's; in `hears[r]` that rank tells this one
-    that it has written."""
+    exchanges in the same order. `folders[r]` is the segment of rank r."""
 
-    def __init__(
-        self,
-        segments: list[Segment],
-        rank: int,
-        hears: dict[int, int],
-        group: ref[dist.ProcessGroup],
-    ) -> None:
-        self._segments, self._rank, self._hears = segments, rank, hears
-        # Both ends are open, so that the end of a process closes its own: its peers then read
-        # nothing, and know.
-        self._tells = [segments[other].open_pipe(str(rank), os.O_WRONLY) for other in hears]
+    def __init__(self, folders: list[Path], rank: int, group: ref[dist.ProcessGroup]) -> None:
+        self._segments = [Segment(folder) for folder in folders]
+        self._rank = rank
+        # Every rank opens the ends that it reads first, because a writer waits for its reader. Both
+        # ends are open, so that the end of a process closes its own: its peers then read nothing,
+        # and know.
+        own = self._segments[rank]
+        mode = os.O_RDONLY | os.O_NONBLOCK
+        others = [other for other in range(len(folders)) if other != rank]
+        self._hears = {other: own.open_pipe(str(other), mode) for other in others}
+        self._tells = [self._segments[each].open_pipe(str(rank), os.O_WRONLY) for each in others]
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
         self._group = group  # whose time-out may change
-        self._opened, self._finished = 0, 0
+        self._opened = 0
+        self._finished = 0
 
     def start(self, x: Tensor) -> Callable[[], list[Tensor]]:
         """Publishes `x`, contiguous and at most SLOT_BYTES. The returned function waits for the
         others and gives what every rank has published, in the order of ranks, as memory that stays
         as it is until two exchanges later."""
-        assert self._opened - self._finished < IN_FLIGHT, (
-            "more exchanges open than there are slots for"
-        )
+        assert self._opened - self._finished < IN_FLIGHT, "no slot is free"
         slot = self._opened % SLOTS
-        views = self._views.get((slot, x.dtype, x.shape))
-        if views is None:
-            views = [segment.view(slot * SLOT_BYTES, x) for segment in self._segments]
-            self._views[slot, x.dtype, x.shape] = views
+        key = (slot, x.dtype, x.shape)
+        if key not in self._views:
+            self._views[key] = [segment.view(slot * SLOT_BYTES, x) for segment in self._segments]
+        views = self._views[key]
         self._opened += 1
         views[self._rank].copy_(x)
         for pipe in self._tells:
@@ -119,17 +117,14 @@ class SharedExchange:
         return finish
 
     def _hear(self, rank: int, pipe: int) -> None:
-        """Waits for the next byte of a rank. Raises ConnectionError where the rank is gone,
-        TimeoutError where it does not answer in time."""
-        try:
-            heard = os.read(pipe, 1)
-        except BlockingIOError:
-            sleeper, group = select.poll(), self._group()
+        """Waits for the next byte of a rank. Raises PeerLostError if the rank is gone or does not
+        answer in time."""
+        peer = f"rank {rank} of the group"
+        while not read_pipe(pipe, 1, peer):
+            group = self._group()
+            sleeper = select.poll()
             sleeper.register(pipe, select.POLLIN)
             assert group is not None, "a layer waits for its own group"
             limit = timeout_of(group, torch.device("cpu"))
             if not sleeper.poll(limit.total_seconds() * 1000):
-                raise TimeoutError(f"rank {rank} of the group did not answer in time") from None
-            heard = os.read(pipe, 1)
-        if not heard:
-            raise ConnectionError(f"connection closed by rank {rank} of the group")
+                raise PeerLostError(f"{peer} did not answer in time")

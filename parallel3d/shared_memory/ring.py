@@ -19,8 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from parallel3d.shared_memory import segment
-from parallel3d.shared_memory.segment import Segment
+from parallel3d.shared_memory.segment import PeerLostError, Segment, read_pipe, reserve
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
@@ -34,39 +33,18 @@ _MOST_IN_RING = 4096 // _HEADER.size
 _HEADERS, _CREDITS = "headers", "credits"
 
 
-class PeerLostError(ConnectionError):
-    """The process at the other end of a link has closed it, has ended, or does not answer in
-    time."""
-
-
-def reserve(folder: Path) -> None:
-    """Makes the ring and the pipes of a link. Raises OSError where there is no room for them."""
-    segment.reserve(folder, RING_BYTES, (_HEADERS, _CREDITS))
-
-
 class _RingEnd(Segment):
-    """What both ends of a link know. `peer` is the rank of the other end."""
+    """One end of a link. `peer` is the rank of the other end."""
 
     def __init__(self, folder: Path, peer: int) -> None:
         super().__init__(folder)
-        self.peer = peer
+        self._peer = f"pipeline rank {peer}"
 
     def _places(self, start: int, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each tensor of a message with its place in the ring."""
         for tensor in tensors:
             yield tensor, self.view(start, tensor)
             start += _aligned(tensor)
-
-    def _read_pipe(self, pipe: int, count: int) -> bytes:
-        """Returns at most `count` bytes, and none where none is there yet. Raises PeerLostError
-        where the other end is gone."""
-        try:
-            read = os.read(pipe, count)
-        except BlockingIOError:
-            return b""
-        if not read:
-            raise PeerLostError(f"pipeline rank {self.peer} has gone")
-        return read
 
 
 class Outgoing(_RingEnd):
@@ -96,7 +74,7 @@ class Outgoing(_RingEnd):
         """Sends the messages that there is room for. Raises PeerLostError where the receiver is
         gone."""
         if self._in_ring:
-            for _ in self._read_pipe(self.credits, _MOST_IN_RING):
+            for _ in read_pipe(self.credits, _MOST_IN_RING, self._peer):
                 self._in_ring.popleft()
         while self._queue and len(self._in_ring) < _MOST_IN_RING:
             digest, tensors = self._queue[0]
@@ -116,13 +94,16 @@ class Outgoing(_RingEnd):
             try:
                 os.write(self._headers, _HEADER.pack(digest, start))
             except BrokenPipeError:
-                raise PeerLostError(f"pipeline rank {self.peer} has gone") from None
+                raise PeerLostError(f"{self._peer} has gone") from None
 
 
 class Incoming(_RingEnd):
-    """The receiver's end of a link."""
+    """The receiver's end of a link. It makes the link in a new folder. Raises OSError if there is
+    no room for it."""
 
     def __init__(self, folder: Path, peer: int) -> None:
+        folder.mkdir()
+        reserve(folder, RING_BYTES, (_HEADERS, _CREDITS))
         super().__init__(folder, peer)
         self.headers = self.open_pipe(_HEADERS, os.O_RDONLY | os.O_NONBLOCK)
         # a pipe for writing alone would wait for the sender
@@ -135,7 +116,7 @@ class Incoming(_RingEnd):
         nothing has come yet. Raises PeerLostError where the sender is gone."""
         if not self._unread:
             # all of them: only an empty page of a pipe is written again from its start
-            headers = self._read_pipe(self.headers, _HEADER.size * _MOST_IN_RING)
+            headers = read_pipe(self.headers, _HEADER.size * _MOST_IN_RING, self._peer)
             self._unread.extend(_HEADER.iter_unpack(headers))
         if not self._unread:
             return None

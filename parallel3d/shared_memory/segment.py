@@ -41,10 +41,14 @@ def own_folder(device_type: str) -> Iterator[Path | None]:
         yield folder
 
 
+class PeerLostError(ConnectionError):
+    """The process at the other end of a pipe has closed it, has ended, or does not answer in
+    time."""
+
+
 def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:
-    """Makes a segment. Raises OSError where there is no room for it: memory that is only promised
-    would end the process when it is first written."""
-    folder.mkdir()
+    """Makes a segment in a folder. Raises OSError if there is no room for it: memory that is only
+    promised would end the process when it is first written."""
     with (folder / _MEMORY).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     for pipe in pipes:
@@ -73,6 +77,18 @@ class Segment:
     def view(self, start: int, like: Tensor) -> Tensor:
         """Returns the memory from byte `start` on as a tensor of the shape and dtype of `like`."""
         return self._memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def read_pipe(pipe: int, count: int, peer: str) -> bytes:
+    """Returns at most `count` bytes, and none if none is there yet. Raises PeerLostError if the
+    other end is gone, which is that of `peer`."""
+    try:
+        read = os.read(pipe, count)
+    except BlockingIOError:
+        return b""
+    if not read:
+        raise PeerLostError(f"{peer} has gone")
+    return read
 
 
 def _close_all(pipes: list[int]) -> None:

@@ -37,7 +37,7 @@ from parallel3d.launch.rendezvous import Rendezvous, process_group, record_start
 from parallel3d.launch.run_dir import begin_run
 from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
 from parallel3d.layers.fused_attention import device_of
-from parallel3d.mesh import build_mesh
+from parallel3d.mesh import build_mesh, dp_rank
 from parallel3d.parallelize import ModelClass, block_weights_of
 from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, peak_tokens_per_s, perplexity
 from parallel3d.reporting.progress import ProgressDisplay
@@ -241,12 +241,11 @@ def training_loader(
     """Returns the loader of the recipe's batches of `source` for the data rank that `rank` belongs
     to. `document_end` is the id that ends a document, if batches are to tell documents apart."""
     parallel, train = recipe.parallel, recipe.train
-    place = parallel.coordinates(rank)
     return BatchLoader(
         source,
         global_batch_size=train.global_batch_size,
         microbatch_size=parallel.microbatch_size,
-        dp_rank=place.dp_replicate * parallel.dp_shard + place.dp_shard,
+        dp_rank=dp_rank(parallel, rank),
         dp_size=parallel.dp,
         vocab=recipe.model.vocab,
         sizes=recipe.batch_sizes,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallel3d.watch.heartbeat import Beat
 
-STOPPED_S = 2.5  # a process may be stopped for so long
+STOPPED_S = 2.5  # a process may be stopped, and silent, for so long
 LOST_S = 4.0  # all ranks of another host may be silent for so long; a link lost for 2 s takes 3.2 s
 STUCK_S = 7.0  # a rank may keep the others waiting for so long, ...
 STUCK_STEPS = 5  # ... or for so many steps, if that is longer
@@ -26,12 +26,10 @@ class _Seen:
     beat: Beat
     beaten_at: float  # when the count last grew
     since: float  # when the rank began what it is doing
-    running_at: float  # when its process was last seen not stopped
 
-    @property
-    def is_judged(self) -> bool:
-        """Two steps are done, and the phase is one that takes no longer than a step."""
-        return self.beat.step_s is not None and self.beat.phase in _JUDGED
+    def is_in(self, phases: Sequence[str]) -> bool:
+        """True if two steps are done, and the rank is in one of these phases."""
+        return self.beat.step_s is not None and self.beat.phase in phases
 
 
 class HangDetector:
@@ -40,7 +38,8 @@ class HangDetector:
     it begins anew."""
 
     def __init__(self, hosts: Sequence[str], own_host: str) -> None:
-        self._hosts, self._own_host = hosts, own_host
+        self._hosts = hosts
+        self._own_host = own_host
         self._seen: dict[int, _Seen] = {}
         self._checked_at = 0.0
 
@@ -53,9 +52,7 @@ class HangDetector:
             self._seen = {}
         self._checked_at = now
         for rank, beat in beats.items():
-            seen = self._seen.setdefault(rank, _Seen(beat, now, now, now))
-            if states.get(rank) != "T":
-                seen.running_at = now
+            seen = self._seen.setdefault(rank, _Seen(beat, now, now))
             if beat.count != seen.beat.count:
                 if beat.activity != seen.beat.activity:
                     seen.since = now
@@ -63,16 +60,18 @@ class HangDetector:
         durations = [seen.beat.step_s or 0.0 for seen in self._seen.values()]
         patience = max(STUCK_S, STUCK_STEPS * max(durations, default=0.0))
         for rank, seen in self._seen.items():
-            place, silent_s = _place(seen.beat), now - seen.beaten_at
+            place = _place(seen.beat)
+            silent_s = now - seen.beaten_at
             silence = f"gives no sign for {silent_s:.0f} s {place}"
-            if now - seen.running_at > STOPPED_S:
+            state, host = states.get(rank), self._hosts[rank]
+            if state == "T" and silent_s > STOPPED_S:
                 return rank, f"is stopped (state T) {place}"
-            if self._is_host_lost(self._hosts[rank], now):
-                everyone = f"all {self._hosts.count(self._hosts[rank])} ranks on its host"
+            if self._is_host_lost(host, now):
+                everyone = f"all {self._hosts.count(host)} ranks on its host"
                 return rank, f"{silence}, like {everyone}: the host is lost or cut off"
-            if seen.is_judged and silent_s > patience:
+            if seen.is_in(_JUDGED) and silent_s > patience:
                 why = "its host is lost or its interpreter is held"
-                if state := states.get(rank):
+                if state:
                     why = f"its interpreter is held (state {state})"
                 return rank, f"{silence}: {why}"
         return self._find_stuck(now, patience)
@@ -82,27 +81,29 @@ class HangDetector:
         return f", last seen {_place(self._seen[rank].beat)}" if rank in self._seen else ""
 
     def _is_host_lost(self, host: str, now: float) -> bool:
-        """True of another host if it has several ranks, all silent in a step. A single rank's beat
-        may just be late, for which it has more time."""
+        """True of another host if it has several ranks, all silent in a step or while they collect
+        its metrics. A single rank's beat may just be late, for which it has more time."""
         seen = [self._seen[rank] for rank in self._seen if self._hosts[rank] == host]
         if host == self._own_host or not 1 < len(seen) == self._hosts.count(host):
             return False
-        return all(each.is_judged and now - each.beaten_at > LOST_S for each in seen)
+        phases = (*_JUDGED, "metrics")
+        return all(each.is_in(phases) and now - each.beaten_at > LOST_S for each in seen)
 
     def _find_stuck(self, now: float, patience: float) -> tuple[int, str] | None:
         """Finds the first rank that does not wait for others, if no rank has completed a step or
         changed its phase for long. If no rank waits, all must wait for data."""
-        busy = {rank: seen.beat for rank, seen in self._seen.items() if not seen.beat.waits}
-        have_steps = all(seen.beat.step_s is not None for seen in self._seen.values())
-        if not busy or not have_steps or len(self._seen) < len(self._hosts):
+        busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
+        if not busy or len(self._seen) < len(self._hosts):
             return None
         phases, others = _JUDGED, "while the others wait"
         if len(busy) == len(self._hosts):
-            phases, others, patience = ("data",), "as are all others", max(ALL_READ_S, patience)
+            phases, others = ("data",), "as are all others"
+            patience = max(ALL_READ_S, patience)
         stuck_s = min(now - seen.since for seen in self._seen.values())
-        if stuck_s <= patience or any(beat.phase not in phases for beat in busy.values()):
+        if stuck_s <= patience or not all(seen.is_in(phases) for seen in busy.values()):
             return None
-        rank, beat = min(busy.items())
+        rank = min(busy)
+        beat = busy[rank].beat
         return rank, f"is stuck for {stuck_s:.0f} s {_place(beat)}, {others}; {beat.stack}"
 
 

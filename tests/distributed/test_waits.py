@@ -14,7 +14,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.mesh import build_mesh
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.build import build_schedule
-from parallel3d.shared_memory.ring import PeerLostError
+from parallel3d.shared_memory.segment import PeerLostError
 from parallel3d.torch_private import limit_waits, timeout_of
 from tests.distributed.world import World
 

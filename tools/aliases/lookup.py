@@ -69,7 +69,7 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
     place = f"hardware {text}" if kind == "hardware" else f"{_OPTIONS[kind]} {text}"
     table = _by_plain_name(kind)
     close = [table[each] for each in get_close_matches(_plain(text), table, n=6, cutoff=0.55)]
-    near = [*dict.fromkeys(close)][:3]
+    near = list(dict.fromkeys(close))[:3]
     known = f"known are {', '.join(sorted(known_names(kind)))}"
     if kind == "model":
         known = "see parallel3d-plan models"
@@ -80,10 +80,16 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
 
 @cache
 def _by_plain_name(kind: Kind) -> dict[str, str]:
-    aliases = {_plain(alias): name for name, others in _ALIASES[kind].items() for alias in others}
-    return {**aliases, **{_plain(name): name for name in known_names(kind)}}
+    found = {}
+    for name, aliases in _ALIASES[kind].items():
+        for alias in aliases:
+            found[_plain(alias)] = name
+    for name in known_names(kind):
+        found[_plain(name)] = name
+    return found
 
 
 def _plain(name: str) -> str:
     """Returns a name without what people write in different ways."""
-    return re.sub(r"[\s_-]+", "", name.strip().lower()).removeprefix("nvidia").removeprefix("amd")
+    plain = re.sub(r"[\s_-]+", "", name.lower())
+    return plain.removeprefix("nvidia").removeprefix("amd")

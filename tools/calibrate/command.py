@@ -39,9 +39,11 @@ def answer(options: argparse.Namespace) -> Reply:
     for ranks in sorted({1, *worlds}):
         print(f"measuring with {ranks} processes", file=sys.stderr, flush=True)
         measured[ranks] = run_ranks(measure, device, options.quick, world_size=ranks, device=device)
-    text = hardware_text(measured, date=datetime.now(UTC).date().isoformat())
+    today = datetime.now(UTC).date()
+    text = hardware_text(measured, date=today.isoformat())
     page = text.splitlines()
     if path is not None:
         write_output("-o", path, text)
-        page = [f"wrote {path}; use it: parallel3d-plan --hardware {path} --gpus N ..."]
+        use = f"parallel3d-plan --hardware {path} --gpus N ..."
+        page = [f"wrote {path}; use it: {use}"]
     return Reply(page=lambda: page, tree=lambda: yaml.safe_load(text))

@@ -37,11 +37,17 @@ def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tr
     deep = LAYERS[-1]
     recompute = {}
     for kind in ("selective", "full"):
-        _, each = _over_microbatches(times, Probe(kind, TINY, deep, 0))
-        # that a block takes more
-        recompute[kind] = max(0.0, (each - overhead.microbatch) / deep - overhead.block)
-    unknown = {"byte_s": 1e-18, "gradient_s": 0.0, "logit_s": 0.0}
-    tree: Tree = {**kernels, **unknown, "overhead": vars(overhead), "recompute": recompute}
+        _, microbatch_s = _over_microbatches(times, Probe(kind, TINY, deep, 0))
+        block_s = (microbatch_s - overhead.microbatch) / deep
+        recompute[kind] = max(0.0, block_s - overhead.block)
+    tree: Tree = {
+        **kernels,
+        "byte_s": 1e-18,
+        "gradient_s": 0.0,
+        "logit_s": 0.0,
+        "overhead": vars(overhead),
+        "recompute": recompute,
+    }
     # A GPU hides the dispatch behind kernels that take longer, as these do.
     hidden = 1.0 if larger.synchronous else 0.0
     # What a block takes beside its products grows with the traffic of the other operators, and
@@ -50,20 +56,25 @@ def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tr
     rest = []
     for size in (larger.sizes[0], larger.sizes[-1]):
         run = larger_job(size, larger)
-        each_s = [
-            _over_microbatches(times, Probe("alone", larger.model, layers, 0, size))[1]
-            for layers in LAYERS
-        ]
-        ends_s, block_s = _line(LAYERS, each_s)
+        microbatches_s = []
+        for layers in LAYERS:
+            probe = Probe("alone", larger.model, layers, 0, size)
+            _, microbatch_s = _over_microbatches(times, probe)
+            microbatches_s.append(microbatch_s)
+        ends_s, block_s = _line(LAYERS, microbatches_s)
         block_s -= hidden * overhead.block
         products_s = _block_s(run, tree)
         traffic.append(sum(elementwise_bytes(run)))
         rest.append(max(_LEAST_REST * block_s, block_s - products_s))
-    byte_s = max(_LEAST_REST * rest[1] / traffic[1], _line(traffic, rest)[1])
+    _, byte_s = _line(traffic, rest)
+    byte_s = max(byte_s, _LEAST_REST * rest[1] / traffic[1])
     weights = _block_s(run, {**tree, "gradient_s": 1.0}) - products_s
-    tree |= {"byte_s": byte_s, "gradient_s": max(0.0, rest[0] - traffic[0] * byte_s) / weights}
-    loss_s = ends_s - hidden * overhead.microbatch - sum(head_times(run, _kernels(run, tree)))
-    tree["logit_s"] = max(0.0, loss_s / (run.tokens * run.loss_vocab))
+    weights_s = max(0.0, rest[0] - traffic[0] * byte_s)
+    tree |= {"byte_s": byte_s, "gradient_s": weights_s / weights}
+    head_s = sum(head_times(run, _kernels(run, tree)))
+    loss_s = ends_s - hidden * overhead.microbatch - head_s
+    logits = run.tokens * run.loss_vocab
+    tree["logit_s"] = max(0.0, loss_s / logits)
     return tree
 
 
@@ -71,12 +82,17 @@ def overheads(times: Times, ranks: int, larger: LargerRuns = ON_CPU) -> Tree:
     """Returns what the probes of `ranks` processes take: the program's own times by axis, and each
     microbatch of the pipeline."""
     axes = {}
-    for axis in dict.fromkeys(probe.axis for probe in times if probe.axis != "pp"):
-        parameters = larger.parameters / (ranks if axis.startswith("tp") else 1)
+    for axis in dict.fromkeys(probe.axis for probe in times):
+        if axis == "pp":
+            continue
+        parameters = larger.parameters
+        if axis.startswith("tp"):
+            parameters /= ranks
         axes[axis] = vars(overhead_of(times, axis, parameters, larger))
-    microbatches = [m * ranks for m in MICROBATCHES]
-    seconds = [times[Probe("pp", TINY, ranks, m)] for m in microbatches]
-    return {"axes": axes, "pipeline": _line(microbatches, seconds)[1]}
+    microbatches = [count * ranks for count in MICROBATCHES]
+    steps_s = [times[Probe("pp", TINY, ranks, count)] for count in microbatches]
+    _, microbatch_s = _line(microbatches, steps_s)
+    return {"axes": axes, "pipeline": microbatch_s}
 
 
 def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overhead) -> Tree:
@@ -86,22 +102,25 @@ def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overh
     shared = max(1.0, ranks / cores) if cores else 1.0
     contention = max(1.0, by_all / by_one / shared)
     slowdown = shared * contention
-    axes = {}
+    axes: dict[str, dict[str, float]] = {}
     for axis, taken in found["axes"].items():
         # Where the optimizer's states are split a rank steps only its own.
         steps = ranks if axis in ("SHARD_OPTIMIZER", "FULL_SHARD") else 1
         base = {**vars(alone), "parameter": alone.parameter / steps}
-        axes[axis] = {name: max(0.0, taken[name] / slowdown - base[name]) for name in base}
+        axes[axis] = {}
+        for name, base_s in base.items():
+            axes[axis][name] = max(0.0, taken[name] / slowdown - base_s)
     # The pipeline has one tiny block a rank. What its microbatch takes beyond blocks, embedding and
     # head is divided by the actions: all of it with fewer cores than ranks, else that of the first
     # or the last rank.
     each = found["pipeline"] / contention
     if cores and ranks > cores:
-        action_s = (each * cores - ranks * alone.block - alone.microbatch) / (2 * ranks)
+        beyond_s = each * cores - ranks * alone.block - alone.microbatch
+        action_s = beyond_s / (2 * ranks)
     else:
-        action_s = (each - alone.block - alone.microbatch / 2) / 2
-    curves = {"transfer": found["transfers"], **found["collectives"]}
-    for rows in curves.values():
+        beyond_s = each - alone.block - alone.microbatch / 2
+        action_s = beyond_s / 2
+    for rows in (found["transfers"], *found["collectives"].values()):
         for row in rows:
             row[1] /= slowdown
     return {
@@ -119,19 +138,24 @@ def overhead_of(
     """Returns the program's own times. A step takes step + layers * layer + microbatches *
     (microbatch + layers * block): four runs of tiny models give these four, and two of a larger one
     what each parameter takes once a step."""
-    fits = [_over_microbatches(times, Probe(axis, TINY, layers, 0)) for layers in LAYERS]
-    once, each = zip(*fits, strict=True)
+    once, each = [], []
+    for layers in LAYERS:
+        once_s, microbatch_s = _over_microbatches(times, Probe(axis, TINY, layers, 0))
+        once.append(once_s)
+        each.append(microbatch_s)
     step, layer = _line(LAYERS, once, least=0.0)
     microbatch, block = _line(LAYERS, each, least=0.0)
     deep = LAYERS[-1]
-    larger_once, _ = _over_microbatches(times, Probe(axis, larger.model, deep, 0, larger.sizes[1]))
+    probe = Probe(axis, larger.model, deep, 0, larger.sizes[1])
+    larger_once, _ = _over_microbatches(times, probe)
     parameter = max(0.0, larger_once - step - deep * layer) / parameters
     return Overhead(block=block, microbatch=microbatch, layer=layer, step=step, parameter=parameter)
 
 
 def _over_microbatches(times: Times, probe: Probe) -> tuple[float, float]:
     """Returns the seconds that a probe's step takes once, and those that each microbatch takes."""
-    return _line(MICROBATCHES, [times[probe._replace(microbatches=m)] for m in MICROBATCHES])
+    steps_s = [times[probe._replace(microbatches=count)] for count in MICROBATCHES]
+    return _line(MICROBATCHES, steps_s)
 
 
 def _line(
@@ -139,9 +163,11 @@ def _line(
 ) -> tuple[float, float]:
     """Returns the value at 0 and the slope of the line through two points, each at least
     `least`."""
-    (few, many), (first, second) = at, seconds
+    few, many = at
+    first, second = seconds
     each = max(least, (second - first) / (many - few))
-    return max(least, first - few * each), each
+    at_zero = max(least, first - few * each)
+    return at_zero, each
 
 
 def larger_job(size: Size, larger: LargerRuns = ON_CPU) -> PlannedRun:
@@ -158,7 +184,9 @@ def larger_job(size: Size, larger: LargerRuns = ON_CPU) -> PlannedRun:
 
 def _kernels(run: PlannedRun, process: Tree) -> Kernels:
     return Kernels(
-        device=run.cluster.device, precision=run.precision, process=one_process_from_tree(process)
+        device=run.cluster.device,
+        precision=run.precision,
+        process=one_process_from_tree(process),
     )
 
 

@@ -24,11 +24,12 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
     alone = worlds[1]
     on_cpu = alone["device"] == "CPU"
     cores = alone["cores"]
-    processes = {int(threads): tree for threads, tree in alone["processes"].items()}
+    processes = alone["processes"]
     ranks: dict[int, Tree] = {}
     for size, found in worlds.items():
         if size > 1:
-            threads = max(n for n in processes if n <= max(1, cores // size))
+            share = max(1, cores // size)
+            threads = max(count for count in processes if count <= share)
             overhead = Overhead(**processes[threads]["overhead"])
             ranks[size] = together_tree(found, size, cores, overhead)
     # A host without GPUs runs as many ranks as one likes; that they share its cores is in
@@ -57,6 +58,7 @@ def _device_tree(alone: Mapping[str, Any], process: Tree, *, sharing: int) -> Tr
     left to guess."""
     peaks = {precision: _best(rows) for precision, rows in process["matmul"].items()}
     bytes_, seconds = process["memory"][-1]
+    attention = process["attention"]["bf16"]
     return {
         "name": alone["device"],
         "peak_tflops": {**peaks, "fp16": peaks["bf16"]},
@@ -65,9 +67,7 @@ def _device_tree(alone: Mapping[str, Any], process: Tree, *, sharing: int) -> Tr
         "processors": alone["processors"],
         "matmul_efficiency": 1.0,
         "memory_efficiency": 1.0,
-        "attention_tflops": {
-            way: _best(rows) for way, rows in process["attention"]["bf16"].items()
-        },
+        "attention_tflops": {way: _best(rows) for way, rows in attention.items()},
     }
 
 
@@ -82,11 +82,13 @@ def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
         return {"gpus": most, "gb_per_s": 1.0, "latency_us": 300.0, "efficiency": 1.0}
     size = max(ranks)
     rows = ranks[size]["collectives"]["all_gather"]
-    (least, latency), (bytes_, seconds) = rows[0], rows[-1]
+    least, latency = rows[0]
+    bytes_, seconds = rows[-1]
     moved = (bytes_ - least) * (size - 1) / size
+    moving_s = max(1e-9, seconds - latency)
     return {
         "gpus": most,
-        "gb_per_s": moved / max(1e-9, seconds - latency) / 1e9,
+        "gb_per_s": moved / moving_s / 1e9,
         "latency_us": latency / (size - 1) * 1e6,
         "efficiency": 1.0,
     }

@@ -51,16 +51,21 @@ _QUICK = _Sizes((32, 128, 512), (64, 256), (32, 64))
 def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
     """Returns the sections `matmul`, `attention` and `memory` of a process
     (`planner.hardware.calibration.OneProcess`)."""
-    sizes = _ON_GPU
+    wide = narrow = _ON_GPU
     if device.type == "cpu":
-        sizes = _QUICK if quick else _ON_CPU
-    found: dict[str, Any] = {"matmul": {}, "attention": {}, "memory": _memory(device)}
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        if dtype == torch.bfloat16 and device.type == "cpu":
-            sizes = _QUICK  # a CPU is slow in bf16
-        found["matmul"][precision] = _matmul(device, dtype, sizes)
-        found["attention"][precision] = _attention(device, dtype, sizes)
-    return found
+        narrow = _QUICK  # a CPU is slow in bf16
+        wide = _QUICK if quick else _ON_CPU
+    return {
+        "matmul": {
+            "fp32": _matmul(device, torch.float32, wide),
+            "bf16": _matmul(device, torch.bfloat16, narrow),
+        },
+        "attention": {
+            "fp32": _attention(device, torch.float32, wide),
+            "bf16": _attention(device, torch.bfloat16, narrow),
+        },
+        "memory": _memory(device),
+    }
 
 
 def best_s(work: Work, device: torch.device, *, round_s: float = 0.005) -> float:
@@ -68,9 +73,12 @@ def best_s(work: Work, device: torch.device, *, round_s: float = 0.005) -> float
     time of the call's kernels, without gaps between them."""
     work()
     clock = DeviceClock(device)
-    calls = max(1, int(round_s / max(1e-7, clock.seconds(work))))
+    call_s = max(1e-7, clock.seconds(work))
+    calls = max(1, int(round_s / call_s))
     ahead = None if device.type == "cpu" else _busy(device)
-    return min(clock.seconds(work, calls, ahead=ahead) for _ in range(2))
+    first_s = clock.seconds(work, calls, ahead=ahead)
+    second_s = clock.seconds(work, calls, ahead=ahead)
+    return min(first_s, second_s)
 
 
 def _busy(device: torch.device) -> Work:
@@ -82,10 +90,13 @@ def _busy(device: torch.device) -> Work:
 def _in_turn(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
     """Returns a call that gives operands which `make` has made, the same ones again and again on a
     CPU, and on a GPU so many in turn that they do not fit its cache."""
-    copies = [make()]
-    if copies[0][0].is_cuda:
-        enough = 1 + int(_GPU_CACHE_BYTES / sum(tensor.nbytes for tensor in copies[0]))
-        copies += [make() for _ in range(min(_MOST_COPIES, enough) - 1)]
+    first = make()
+    copies = [first]
+    if first[0].is_cuda:
+        nbytes = sum(tensor.nbytes for tensor in first)
+        enough = 1 + int(_GPU_CACHE_BYTES / nbytes)
+        while len(copies) < min(_MOST_COPIES, enough):
+            copies.append(make())
     return cycle(copies).__next__
 
 
@@ -101,12 +112,14 @@ def _swept(
     for _ in range(_PASSES):
         for point in points:
             taken = [best_s(work, device) for work in works(*point)]
-            found[point] = [*map(min, taken, found.get(point, taken))]
+            before = found.get(point, taken)
+            found[point] = list(map(min, taken, before))
     dispatch = found.pop(points[0])
     if device.type == "cpu":
-        for point, taken in found.items():
-            pairs = zip(taken, dispatch, strict=True)
-            found[point] = [max(each - less, _LEAST_SHARE * each) for each, less in pairs]
+        for taken in found.values():
+            for work, dispatch_s in enumerate(dispatch):
+                least_s = _LEAST_SHARE * taken[work]
+                taken[work] = max(least_s, taken[work] - dispatch_s)
     return found
 
 
@@ -122,8 +135,12 @@ def _matmul(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> Rows:
         operands = _in_turn(make)
         return [lambda: F.linear(*operands())]
 
-    taken = _swept(device, [(8, 8), *product(sizes.sides, sizes.sides)], works)
-    return [[side, depth, 2.0 * side * side * depth / s] for (side, depth), (s,) in taken.items()]
+    points = [(8, 8), *product(sizes.sides, sizes.sides)]
+    rows: Rows = []
+    for (side, depth), (seconds,) in _swept(device, points, works).items():
+        operations = 2.0 * side * side * depth
+        rows.append([side, depth, operations / seconds])
+    return rows
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[str, Rows]:
@@ -134,29 +151,33 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[
     def works(length: int, depth: int) -> list[Work]:
         def make() -> tuple[Tensor, ...]:
             x = torch.randn(1, heads, length, depth, device=device, dtype=dtype)
-            inputs = [x.clone().requires_grad_() for _ in range(3)]
-            return *inputs, x  # the last is a gradient
+            q = x.clone().requires_grad_()
+            k = x.clone().requires_grad_()
+            v = x.clone().requires_grad_()
+            return q, k, v, x  # the last is a gradient
 
         operands = _in_turn(make)
 
-        def forward() -> tuple[tuple[Tensor, ...], Tensor]:
-            q, k, v, _ = given = operands()
-            return given, attend(q, k, v, None, causal=True)
+        def forward() -> None:
+            q, k, v, _ = operands()
+            attend(q, k, v, None, causal=True)
 
         def forward_and_backward() -> None:
-            (*inputs, gradient), output = forward()
-            torch.autograd.grad(output, inputs, gradient)
+            q, k, v, gradient = operands()
+            output = attend(q, k, v, None, causal=True)
+            torch.autograd.grad(output, (q, k, v), gradient)
 
         return [forward, forward_and_backward]
 
-    rows: dict[str, Rows] = {"forward": [], "backward": []}
-    taken = _swept(device, [(8, 32), *product(sizes.keys, sizes.depths)], works)
-    for (length, depth), (forward_s, both_s) in taken.items():
+    points = [(8, 32), *product(sizes.keys, sizes.depths)]
+    forward_rows: Rows = []
+    backward_rows: Rows = []
+    for (length, depth), (forward_s, both_s) in _swept(device, points, works).items():
         operations = 0.5 * heads * length * length * depth
         backward_s = max(both_s - forward_s, _LEAST_SHARE * both_s)
-        rows["forward"].append([length, depth, 4.0 * operations / forward_s])
-        rows["backward"].append([length, depth, 10.0 * operations / backward_s])
-    return rows
+        forward_rows.append([length, depth, 4.0 * operations / forward_s])
+        backward_rows.append([length, depth, 10.0 * operations / backward_s])
+    return {"forward": forward_rows, "backward": backward_rows}
 
 
 @torch.no_grad()
@@ -164,6 +185,12 @@ def _memory(device: torch.device) -> Rows:
     """Returns [bytes, seconds] of a large norm, which reads and writes."""
     norm = RMSNorm(_FEATURES, tp=ParallelContext(device=device))
     norm.weight.fill_(1.0)
-    operands = _in_turn(lambda: (torch.randn(_MEMORY_ROWS, _FEATURES, device=device),))
+
+    def make() -> tuple[Tensor]:
+        return (torch.randn(_MEMORY_ROWS, _FEATURES, device=device),)
+
+    operands = _in_turn(make)
     seconds = best_s(lambda: norm(*operands()), device)
-    return [[2.0 * 4 * _MEMORY_ROWS * _FEATURES, seconds]]
+    float32_bytes = 4
+    moved = 2.0 * float32_bytes * _MEMORY_ROWS * _FEATURES
+    return [[moved, seconds]]

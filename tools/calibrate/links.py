@@ -5,6 +5,7 @@ slow each other down."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.layers.collectives import all_reduce, gather, reduce_scatter
-from parallel3d.mesh import Axis, build_mesh
+from parallel3d.mesh import Axis, Role, build_mesh
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -33,20 +34,26 @@ def measure_collectives(
 ) -> dict[str, Rows]:
     """Returns rows [bytes of the whole tensor, seconds] of each kind of collective over all
     ranks."""
-    axis = Axis.of(build_mesh(ParallelConfig(tp=world_size), device.type)["tp"])
-    found: dict[str, Rows] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
+    mesh = build_mesh(ParallelConfig(tp=world_size), device.type)
+    axis = Axis.of(mesh[Role.SPLIT_TENSORS])
+    found: defaultdict[str, Rows] = defaultdict(list)
+
+    def all_reduce_copy(x: Tensor) -> Tensor:
+        return all_reduce(x.clone(), axis)
+
     for size in sizes:
         part_rows = max(1, size // (_ROW_BYTES * world_size))
         part = torch.randn(1, part_rows, _FEATURES, device=device)
         x = torch.randn(1, part_rows * world_size, _FEATURES, device=device)
         works: dict[str, Callable[[], Tensor]] = {
-            "all_reduce": partial(lambda x: all_reduce(x.clone(), axis), x),
+            "all_reduce": partial(all_reduce_copy, x),
             "all_gather": partial(gather, part, axis, 1),
             "reduce_scatter": partial(reduce_scatter, x, axis, 1),
         }
         for kind, work in works.items():
-            found[kind].append([float(x.nbytes), together_s(work, device)])
-    return found
+            seconds = together_s(work, device)
+            found[kind].append([float(x.nbytes), seconds])
+    return dict(found)
 
 
 def together_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.01) -> float:
@@ -54,11 +61,13 @@ def together_s(work: Callable[[], object], device: torch.device, *, round_s: flo
     of its slowest rank. Every rank makes as many calls a round as the slowest thinks right."""
     clock = DeviceClock(device)
     work()
-    calls = max(1, int(round_s / _largest(clock.seconds(work, 2), device)))
+    call_s = _largest(clock.seconds(work, 2), device)
+    calls = max(1, int(round_s / call_s))
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier()
-        rounds.append(_largest(clock.seconds(work, calls), device))
+        own_s = clock.seconds(work, calls)
+        rounds.append(_largest(own_s, device))
     return min(rounds)
 
 
@@ -78,7 +87,8 @@ class _Passing(nn.Module):
 def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int]) -> Rows:
     """Returns rows [bytes, seconds] of an action of a pipeline that only passes on what it
     receives."""
-    pp = build_mesh(ParallelConfig(pp=world_size), device.type)["pp"]
+    mesh = build_mesh(ParallelConfig(pp=world_size), device.type)
+    pp = mesh[Role.SPLIT_LAYERS]
 
     def loss(y: Tensor, _: Tensor) -> Tensor:
         return y.flatten()[0]
@@ -93,8 +103,11 @@ def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int
 
     rows = []
     for size in sizes:
-        few, many = (step_s(size, count * world_size) for count in (2, 6))
-        rows.append([float(size), max(1e-7, (many - few) / (4 * world_size) / 2)])
+        few_s = step_s(size, 2 * world_size)
+        many_s = step_s(size, 6 * world_size)
+        microbatch_s = (many_s - few_s) / (4 * world_size)
+        action_s = max(1e-7, microbatch_s / 2)
+        rows.append([float(size), action_s])
     return rows
 
 
@@ -102,7 +115,8 @@ def measure_contention(device: torch.device) -> tuple[float, float]:
     """Returns the seconds of a block's forward and backward: by one rank while the others wait, and
     by all at once."""
     larger = LargerRuns.on(device.type)
-    model, (seq, _) = Llama(larger.model, device=device), larger.sizes[1]
+    model = Llama(larger.model, device=device)
+    seq, _ = larger.sizes[1]
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     ids = torch.zeros(1, seq, dtype=torch.int64, device=device)
@@ -116,4 +130,5 @@ def measure_contention(device: torch.device) -> tuple[float, float]:
         if rank == dist.get_rank():
             alone = best_s(work, device, round_s=0.05)
     dist.barrier()
-    return _largest(alone, device), together_s(work, device, round_s=0.1)
+    by_one_s = _largest(alone, device)
+    return by_one_s, together_s(work, device, round_s=0.1)

@@ -23,7 +23,7 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.data.loader import Batch
-from parallel3d.mesh import build_mesh
+from parallel3d.mesh import build_mesh, dp_rank
 from parallel3d.models.llama import Llama
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import from_config
@@ -165,11 +165,8 @@ def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[]
     trainer = Trainer(
         recipe, mesh=mesh, device=device, model_class=Llama, gpu_bytes=gpu_bytes(device)
     )
-    place = recipe.parallel.coordinates(dist.get_rank())
     shape = (recipe.microbatches, recipe.parallel.microbatch_size, recipe.train.seq_len + 1)
-    generator = torch.Generator().manual_seed(
-        place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard
-    )
+    generator = torch.Generator().manual_seed(dp_rank(recipe.parallel, dist.get_rank()))
     tokens = torch.randint(recipe.model.vocab, shape, generator=generator)
     batch = Batch(
         inputs=tokens[..., :-1].contiguous(),

@@ -27,14 +27,15 @@ _TRANSFERS = [2**n for n in range(10, 23, 3)]
 def measure(device_type: str, quick: bool) -> dict[str, Any]:
     """Measures on every rank, in seconds. One process is measured with one thread, and with as many
     threads as there are cores."""
-    device, size = own_device(device_type), dist.get_world_size()
-    on_cpu = device_type == "cpu"
+    device = own_device(device_type)
+    size = dist.get_world_size()
     larger = LargerRuns.on(device_type)
     found = _host(device)
 
     def times() -> dict[Probe, float]:
         runs = probes(size, larger)
-        seconds = time_probes([*runs.values()], device, rounds=6 if quick else 16)
+        rounds = 6 if quick else 16
+        seconds = time_probes(list(runs.values()), device, rounds=rounds)
         return dict(zip(runs, seconds, strict=True))
 
     if size > 1:
@@ -43,19 +44,32 @@ def measure(device_type: str, quick: bool) -> dict[str, Any]:
         found["collectives"] = measure_collectives(size, device, _COLLECTIVES)
         found["transfers"] = measure_transfers(size, device, _TRANSFERS)
         return found | overheads(times(), size, larger)
-    found["processes"] = {}  # by threads
-    for threads in sorted({1, cores()} if on_cpu else {1}):
+    processes = {}  # by threads
+    counts = {1, cores()} if device_type == "cpu" else {1}
+    for threads in sorted(counts):
         torch.set_num_threads(threads)
         kernels = measure_kernels(device, quick=quick)
-        found["processes"][threads] = process_tree(kernels, times(), larger)
-    return found
+        processes[threads] = process_tree(kernels, times(), larger)
+    return found | {"processes": processes}
 
 
 def _host(device: torch.device) -> dict[str, Any]:
     """Returns the name of a device, its memory, and the multiprocessors of a GPU."""
-    found = {"device": "CPU", "torch": str(torch.__version__), "cores": cores(), "processors": 1}
+    version = str(torch.__version__)
     if device.type == "cpu":
-        return found | {"memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+        pages = os.sysconf("SC_PHYS_PAGES")
+        return {
+            "device": "CPU",
+            "torch": version,
+            "cores": cores(),
+            "processors": 1,
+            "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        }
     gpu = torch.cuda.get_device_properties(device)
-    found |= {"device": gpu.name, "cores": 0, "processors": gpu.multi_processor_count}
-    return found | {"memory_bytes": gpu.total_memory}
+    return {
+        "device": gpu.name,
+        "torch": version,
+        "cores": 0,
+        "processors": gpu.multi_processor_count,
+        "memory_bytes": gpu.total_memory,
+    }

@@ -1,5 +1,5 @@
 """Two records of training, of one process and of a layout, compared: the first difference, and the
-largest one of each kind. Pure arithmetic on arrays: no process, no torch."""
+largest one of each kind. Pure arithmetic on arrays: no process, no tensor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from parallel3d.config.recipe import ParallelConfig
+from parallel3d.mesh import Role, dp_rank
 from parallel3d.tools.check_layout.data import Array, TrainingRecord, Views
 
 What = Literal["initial weight", "output", "loss", "gradient", "gradient norm", "parameter"]
@@ -93,8 +94,9 @@ def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
                 ranks = tuple(rank for rank, each in by_rank.items() if each > LIMITS[what])
                 causes = [_CAUSES[what]]
                 if what == "gradient":
-                    gradients = (run.steps[step - 1].gradients for run in (alone, layout))
-                    causes = _gradient_pattern(*(each.get(name, {}) for each in gradients)) + causes
+                    wanted = alone.steps[step - 1].gradients.get(name, {})
+                    views = layout.steps[step - 1].gradients.get(name, {})
+                    causes = _gradient_pattern(wanted, views) + causes
                 first = Difference(step, what, name, size, ranks, tuple(causes))
     return LayoutComparison(layout.parallel, len(layout.steps), largest, first)
 
@@ -175,14 +177,14 @@ def expected_part(
     """Returns the part of the output of one process that `rank` should have: the batch of its
     data-parallel rank, and of each other dim all, or the shard of its tp rank. Returns None if the
     shapes do not say."""
-    place = parallel.coordinates(rank)
-    dp_rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
+    shards = parallel.axes[Role.SPLIT_TENSORS]
+    shard = parallel.coordinates(rank)._asdict()[Role.SPLIT_TENSORS]
     if len(shape) != full.ndim or shape[0] * parallel.dp != full.shape[0]:
         return None
-    part = np.split(full, parallel.dp, axis=0)[dp_rank]
+    part = np.split(full, parallel.dp, axis=0)[dp_rank(parallel, rank)]
     for dim in range(1, full.ndim):
-        if shape[dim] * parallel.tp == full.shape[dim]:
-            part = np.split(part, parallel.tp, axis=dim)[place.tp]
+        if shape[dim] * shards == full.shape[dim]:
+            part = np.split(part, shards, axis=dim)[shard]
         elif shape[dim] != full.shape[dim]:
             return None
     return part
@@ -192,8 +194,9 @@ def _distance(ours: Array, reference: Array, scale: float, allowed: float = 0.0)
     if ours.shape != reference.shape:
         return np.inf
     distance = _largest(ours - reference)
-    # max() would lose a NaN
-    return max(0.0, distance - allowed) / scale if np.isfinite(distance) else np.inf
+    if not np.isfinite(distance):  # max() would lose a NaN
+        return np.inf
+    return max(0.0, distance - allowed) / scale
 
 
 def _largest(array: Array) -> float:

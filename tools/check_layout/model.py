@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
-from parallel3d.mesh import build_mesh
+from parallel3d.mesh import Role, build_mesh, dp_rank
 from parallel3d.tools.check_layout.compare import norm_of
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.record import (
@@ -75,9 +75,8 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     parameters = _named(model)
     record = start_record(parallel, parameters, _SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, eps=EPS)
-    place = parallel.coordinates(dist.get_rank())
     own_batch = -(-BATCH // parallel.dp)
-    first = own_batch * (place.dp_replicate * parallel.dp_shard + place.dp_shard)
+    first = own_batch * dp_rank(parallel, dist.get_rank())
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
         """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
@@ -92,7 +91,7 @@ def record_model(job: ModelCheck) -> TrainingRecord:
             raise ConfigError(f"--model {job.target}: {words}") from error
         logits = getattr(output, "logits", output)
         if mesh is not None and logits.shape[-1] < vocab:
-            loss = vocab_parallel_cross_entropy(logits, labels, mesh["tp"]).mean()
+            loss = vocab_parallel_cross_entropy(logits, labels, mesh[Role.SPLIT_TENSORS]).mean()
         else:
             loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
         loss.backward()

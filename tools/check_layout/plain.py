@@ -41,7 +41,12 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
     parallel = ParallelConfig(microbatch_size=train.global_batch_size)
     batches = random_batches(replace(recipe, parallel=parallel))
     model = model_class(sizes.architecture)(
-        sizes, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+        sizes,
+        tp=None,
+        sequence_parallel=False,
+        recompute="none",
+        recompute_every=1,
+        device="meta",
     )
     initialize(model, train.seed, "cpu")
     parameters = list(model.named_parameters())
@@ -49,7 +54,8 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
     record.parameter_count = sum(parameter.numel() for parameter in model.parameters())
     matrices = []
     for part in model.modules():
-        if isinstance(part, nn.Linear) and not isinstance(part, VocabParallelHead):
+        is_head = isinstance(part, VocabParallelHead)
+        if isinstance(part, nn.Linear) and not is_head:
             matrices.append(part.get_parameter("weight"))
     optimizers = plain_optimizers(model, config, matrices)
 
@@ -68,7 +74,8 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
         logits = model(batch.inputs[0], **keywords).double().flatten(0, -2)
         labels = batch.labels.flatten()
         loss = F.cross_entropy(logits, labels)
-        return loss + train.z_loss * logits.logsumexp(-1).square()[labels != -100].mean()
+        log_sums = logits.logsumexp(-1)[labels != -100]
+        return loss + train.z_loss * log_sums.square().mean()
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
         model.zero_grad()
@@ -94,7 +101,8 @@ def plain_optimizers(
     """Returns torch's own optimizers, at the peak learning rate. Muon steps `matrices`."""
     config = config.resolved
     if config.name == "muon":
-        rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        taken = set(matrices)
+        rest = [parameter for parameter in model.parameters() if parameter not in taken]
         muon = torch.optim.Muon(
             matrices,
             lr=config.lr if config.muon_lr is None else config.muon_lr,
@@ -117,10 +125,14 @@ def parameter_groups(
 ) -> list[dict[str, object]]:
     """Returns the groups of torch's optimizers: the first one, the matrices, decays; norms do
     not."""
-    parameters = list(parameters)
+    matrices: list[nn.Parameter] = []
+    norms: list[nn.Parameter] = []
+    for parameter in parameters:
+        chosen = matrices if parameter.ndim >= 2 else norms
+        chosen.append(parameter)
     groups: list[dict[str, object]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": norms, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -128,7 +140,13 @@ def parameter_groups(
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """Returns AdamW at the peak learning rate, held constant."""
     parameters = list(parameters)
-    groups = parameter_groups(parameters, config)
-    kernel = "fused" if any(p.is_cuda for p in parameters) else "foreach"  # the faster one there
-    kernels: dict[str, Any] = {kernel: True}
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **kernels)
+    is_on_gpu = any(parameter.is_cuda for parameter in parameters)
+    return torch.optim.AdamW(
+        parameter_groups(parameters, config),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        # the faster kernel there
+        fused=is_on_gpu,
+        foreach=not is_on_gpu,
+    )

@@ -28,7 +28,7 @@ from parallel3d.layers.parameter import shard_like
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.tools.check_layout.data import StepRecord, TrainingRecord, Views
+from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
 from parallel3d.tools.local_ranks import CPU
 from parallel3d.torch_private import is_in_backward
 from parallel3d.training.trainer import Trainer
@@ -48,9 +48,14 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
     Size chooses some code paths, and the small model takes those of a large one: fused gradients
     and a loss that overwrites the logits. Every second step computes the loss in chunks.
     """
-    mesh, model = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
-    trainer, train = Trainer(recipe, mesh=mesh, device=CPU, model_class=model), recipe.train
-    tensors = [(p.name, p.distributed(p.local.detach())) for p in trainer.parameters]
+    train = recipe.train
+    mesh = build_mesh(recipe.parallel, "cpu")
+    model = model_class(recipe.model.architecture)
+    trainer = Trainer(recipe, mesh=mesh, device=CPU, model_class=model)
+    tensors = []
+    for parameter in trainer.parameters:
+        own = parameter.distributed(parameter.local.detach())
+        tensors.append((parameter.name, own))
     record = start_record(recipe.parallel, tensors, train.seed)
     record.parameter_count = trainer.parameter_count
     for data in trainer.data:
@@ -67,7 +72,8 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
             dropped next."""
             grad = parameter.local.grad
             if grad is not None:
-                gradients.append((parameter.name, parameter.distributed(grad.clone())))
+                copy = parameter.distributed(grad.clone())
+                gradients.append((parameter.name, copy))
 
         trainer.loss.chunk_tokens = chunk_tokens if step % 2 else None
         trainer.loss.use_head(modules)
@@ -85,11 +91,13 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
 def random_batches(recipe: Recipe) -> BatchLoader:
     """Returns batches of random ids for this DP rank, cut into documents if the recipe uses a
     document mask."""
-    train, generator = recipe.train, np.random.default_rng(recipe.train.seed)
+    train = recipe.train
+    generator = np.random.default_rng(train.seed)
     length = train.steps * train.global_batch_size * train.seq_len + 1
     ids = generator.integers(0, recipe.model.vocab, length, dtype=np.int32)
-    document_end = 0 if recipe.data.documents == "mask" else None
-    if document_end is not None:
+    document_end = None
+    if recipe.data.documents == "mask":
+        document_end = 0
         ids[::7] = document_end
     source = ShuffledWindows(TokensInMemory(ids), seq_len=train.seq_len, seed=train.seed)
     return training_loader(recipe, source, dist.get_rank(), document_end)
@@ -103,10 +111,12 @@ def start_record(
     initial = collect(tensors)
     for name, tensor in tensors:
         # drawn whole, by the name, so that it is the same in every layout
-        digest = hashlib.blake2b(f"jitter/{seed}/{name}".encode(), digest_size=7).digest()
+        key = f"jitter/{seed}/{name}".encode()
+        digest = hashlib.blake2b(key, digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        noise = JITTER * torch.randn(tuple(tensor.shape), generator=generator)
-        put(tensor, whole(tensor) + noise.to(tensor.dtype))
+        noise = torch.randn(tuple(tensor.shape), generator=generator)
+        jittered = whole(tensor) + (JITTER * noise).to(tensor.dtype)
+        put(tensor, jittered)
     return TrainingRecord(parallel, initial, collect(tensors))
 
 
@@ -137,8 +147,10 @@ def record_steps(
     hooks = []
     for model in models:
         for name, module in model.named_modules():
-            if name and any(True for _ in module.parameters()):
-                hooks.append(module.register_forward_hook(partial(keep, plain_name(name))))
+            has_parameters = any(True for _ in module.parameters())
+            if name and has_parameters:
+                hook = partial(keep, plain_name(name))
+                hooks.append(module.register_forward_hook(hook))
     for step in range(steps):
         outputs.clear()
         is_whole = whole_steps is None or step < whole_steps
@@ -147,10 +159,17 @@ def record_steps(
         if is_whole:
             alike = []
             for name, parts in outputs.items():
-                if len({part.shape for part in parts}) == 1:
+                shapes = {part.shape for part in parts}
+                if len(shapes) == 1:
                     alike.append((name, torch.cat(parts)))
-            activations, after = collect(alike), collect(tensors)
-            record.steps.append(StepRecord(loss, grad_norm, activations, gradients, after))
+            kept = StepRecord(
+                loss=loss,
+                grad_norm=grad_norm,
+                activations=collect(alike),
+                gradients=gradients,
+                parameters=collect(tensors),
+            )
+            record.steps.append(kept)
     for hook in hooks:
         hook.remove()
 
@@ -164,15 +183,17 @@ def collect(tensors: Iterable[tuple[str, Tensor]]) -> Views:
     """Returns, on rank 0, what every rank sees of these as global tensors, equal ones as one array;
     nothing elsewhere."""
     mine = {name: whole(tensor).cpu().numpy() for name, tensor in tensors}
-    everyone = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
+    everyone = None
+    if dist.get_rank() == 0:
+        everyone = [mine] * dist.get_world_size()
     dist.gather_object(mine, everyone)
-    views: Views = {}
+    views: defaultdict[str, dict[int, Array]] = defaultdict(dict)
     for rank, theirs in enumerate(everyone or []):
         for name, array in theirs.items():
-            seen = views.setdefault(name, {})
+            seen = views[name]
             alike = (known for known in seen.values() if np.array_equal(known, array))
             seen[rank] = next(alike, array)
-    return views
+    return dict(views)
 
 
 def gradients_of(parameters: Iterable[tuple[str, Tensor]]) -> Views:
@@ -183,7 +204,9 @@ def gradients_of(parameters: Iterable[tuple[str, Tensor]]) -> Views:
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """Returns a copy of the global tensor. Every rank of a DTensor's mesh calls it."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone()
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ def shrink(
     pipeline stage at least. The numbers still keep what tp, dp and the schedule ask of them; a
     vocabulary that tp does not divide stays so. Raises ConfigError."""
     parallel, train = recipe.parallel, recipe.train
+    shards = parallel.world_size // (parallel.dp * parallel.pp)  # of a layer
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
     # All in float32: bf16 would turn the last bit of a gradient into the first of a state.
@@ -31,16 +32,14 @@ def shrink(
         optimizer = replace(optimizer, eps=EPS)
     small = replace(
         recipe,
-        model=_shrink_model(
-            recipe.model, max(layers or 2, parallel.stages), hidden or 64, parallel.tp
-        ),
+        model=_shrink_model(recipe.model, max(layers or 2, parallel.stages), hidden or 64, shards),
         # they count real layers
         parallel=replace(parallel, microbatch_size=microbatch_size, stage_boundaries=None),
         train=replace(
             train,
             steps=steps,
             global_batch_size=parallel.dp * microbatch_size * microbatches,
-            seq_len=_up(SEQ_LEN, parallel.tp),
+            seq_len=_up(SEQ_LEN, shards),
             precision="fp32",
             loss_chunk_tokens=None,
             batch_warmup_start=None,
@@ -63,11 +62,12 @@ def shrink(
     return small
 
 
-def _shrink_model(model: ModelConfig, layers: int, hidden: int, tp: int) -> ModelConfig:
-    """Returns a smaller model, in which grouped heads stay grouped, by two at most."""
+def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> ModelConfig:
+    """Returns a smaller model whose layers have so many shards, and in which grouped heads stay
+    grouped, by two at most."""
     group = min(model.heads // model.key_value_heads, 2)
-    kv_heads = min(model.key_value_heads, max(tp, 2))
-    if kv_heads * group % tp:
+    kv_heads = min(model.key_value_heads, max(shards, 2))
+    if kv_heads * group % shards:
         group = model.heads // model.key_value_heads
     heads = kv_heads * group
     hidden = _up(hidden, 2 * heads)  # rotary positions want an even number for each head
@@ -80,8 +80,8 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, tp: int) -> Mode
         heads=heads,
         kv_heads=None if model.kv_heads is None else kv_heads,
         head_dim=None if model.head_dim is None else max(2, 2 * round(ratio * hidden / heads / 2)),
-        ffn_hidden=_up(hidden * model.ffn_hidden // model.hidden, tp),
-        vocab=min(model.vocab, _up(VOCAB, tp) + model.vocab % tp),
+        ffn_hidden=_up(hidden * model.ffn_hidden // model.hidden, shards),
+        vocab=min(model.vocab, _up(VOCAB, shards) + model.vocab % shards),
     )
 
 

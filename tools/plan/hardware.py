@@ -92,5 +92,6 @@ def _list(shipped: dict[str, Cluster]) -> Iterator[str]:
 
 
 def _links(cluster: Cluster) -> str:
-    node, network = (link.bandwidth / 1e9 for link in (cluster.node, cluster.network))
+    node = cluster.node.bandwidth / 1e9
+    network = cluster.network.bandwidth / 1e9
     return f"{cluster.gpus_per_node:>6}{node:>11,.5g}{network:>14,.5g}"

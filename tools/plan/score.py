@@ -30,7 +30,9 @@ def answer(options: argparse.Namespace) -> Reply:
         raise ConfigError(f"--hardware {options.hardware}: must be a folder of hardware files")
     if options.engine is not None:
         named_program(options.engine)
-    folders = [HARDWARE, *([options.hardware] if options.hardware else [])]
+    folders = [HARDWARE]
+    if options.hardware is not None:
+        folders.append(options.hardware)
     read = partial(read_cases, options.cases, folders, engine=options.engine)
     file = read()
     if not file.cases:
@@ -94,10 +96,11 @@ def _figures(of: Score) -> dict[str, float]:
 def page(scores: Mapping[str, Score]) -> Iterator[str]:
     """Yields a table for each score: the totals, then a line for each source, and skipped cases."""
     for title, found in scores.items():
+        fits = f"{found.fit.cases:>6}{_percent(found.fit.accuracy):>8}"
         yield f"{title:<32}{'runs':>6}{'median':>8}{'p90':>8}{'bias':>8}{'in range':>10}"
         yield _row("throughput", found.throughput)
         yield _row("memory", found.memory)
-        yield f"{'fits or out of memory':<32}{found.fit.cases:>6}{_percent(found.fit.accuracy):>8}"
+        yield f"{'fits or out of memory':<32}{fits}"
         for group in (found.by_source, found.apart):
             yield ""
             for name, errors in group.items():

@@ -3,7 +3,7 @@ have reported."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median_high
@@ -115,9 +115,9 @@ class CheckReport:
         return self.needs.checkpoints * self.needs.checkpoint_bytes
 
     def _by_host(self) -> dict[str, list[RankFacts]]:
-        found: dict[str, list[RankFacts]] = {}
+        found: defaultdict[str, list[RankFacts]] = defaultdict(list)
         for each in self.facts:
-            found.setdefault(each.host, []).append(each)
+            found[each.host].append(each)
         return found
 
     def _slowest_links(self) -> list[TimedLink]:
@@ -141,7 +141,8 @@ class CheckReport:
         if self.facts[0].device == "CPU":
             sharing = list(self._by_host().values())
         for facts in sharing:
-            ranks, free = [each.rank for each in facts], facts[0].free_bytes
+            free = facts[0].free_bytes
+            ranks = [each.rank for each in facts]
             stages = [self.recipe.parallel.coordinates(rank).pp for rank in ranks]
             needed = sum(self.needs.memory_bytes[stage] for stage in stages)
             if free is not None and needed > free:
@@ -159,7 +160,8 @@ class CheckReport:
         for host, (each, *_) in self._by_host().items():
             for problem in each.problems:
                 yield Finding(f"{host}: {problem}", True)
-            free, ahead_s = each.disk_free_bytes, each.clock_s - self.facts[0].clock_s
+            free = each.disk_free_bytes
+            ahead_s = each.clock_s - self.facts[0].clock_s
             if free is not None and free < needed:
                 has = f"run_dir has {free / GIB:.1f} GiB free"
                 take = f"{self.needs.checkpoints} checkpoints take {needed / GIB:.1f}"
@@ -175,7 +177,8 @@ class CheckReport:
         for facts in self._by_host().values():
             ranks = [each.rank for each in facts if each.rank in slow]
             if ranks:
-                usual, rate = median_high(self.matmuls), min(self.matmuls[rank] for rank in ranks)
+                usual = median_high(self.matmuls)
+                rate = min(self.matmuls[rank] for rank in ranks)
                 yield Finding(
                     f"{self._named(ranks)}: matmuls at {rate / 1e9:,.1f} GFLOP/s, "
                     f"{rate / usual:.2f} of the median {usual / 1e9:,.1f}; every step waits for "
@@ -186,15 +189,16 @@ class CheckReport:
     def _slow_links(self) -> Iterator[Finding]:
         """Compares the links between hosts in each direction with each other, and likewise the
         links within hosts."""
-        kinds: tuple[dict[str, float], dict[str, float]] = ({}, {})
+        between: dict[str, float] = {}  # the slowest bandwidth of each way
+        within: dict[str, float] = {}
         for each in self.links:
             if each.kind == "message":
                 sender, receiver = (self.facts[rank].host for rank in each.ranks)
-                is_within = sender == receiver
-                way = f"within {sender}" if is_within else f"from {sender} to {receiver}"
-                slowest = kinds[is_within]
+                slowest, way = between, f"from {sender} to {receiver}"
+                if sender == receiver:
+                    slowest, way = within, f"within {sender}"
                 slowest[way] = min(each.bandwidth, slowest.get(way, each.bandwidth))
-        for slowest in kinds:
+        for slowest in (between, within):
             usual = median_high(slowest.values()) if slowest else 0.0
             for way, rate in slowest.items():
                 if rate < SLOW_LINK * usual:

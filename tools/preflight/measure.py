@@ -21,7 +21,9 @@ from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # all other precisions compute in bfloat16
-_MATRIX_SIDES, _MATMULS, _MATMULS_S = {"cpu": 512, "cuda": 8192}, 10, 1.5
+_MATRIX_SIDES = {"cpu": 512, "cuda": 8192}
+_MATMULS = 10  # that are timed at once
+_MATMULS_S = 1.5
 _MESSAGE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 _CALLS = 5
 
@@ -40,7 +42,8 @@ class TimedLink:
 @torch.no_grad()
 def measure_matmuls(device: torch.device, precision: Precision) -> float:
     """Returns the FLOP/s of large matmuls, while all other ranks do the same."""
-    side, dtype = _MATRIX_SIDES[device.type], _DTYPES.get(precision, torch.bfloat16)
+    side = _MATRIX_SIDES[device.type]
+    dtype = _DTYPES.get(precision, torch.bfloat16)
     a = torch.randn(side, side, device=device, dtype=dtype)
     _timed(lambda: a @ a, device)
     dist.barrier()
@@ -55,15 +58,16 @@ def measure_axis(name: str, axis: Axis, device: torch.device) -> list[TimedLink]
     """Measures this rank's group of an axis, while all other groups of it do the same. Every rank
     calls it. An all-reduce counts 2 (n - 1) / n of its bytes (nccl-tests, doc/PERFORMANCE.md)."""
     ranks = tuple(dist.get_process_group_ranks(axis.group))
-    size = _MESSAGE_BYTES[device.type]
-    x, answer = (torch.zeros(bytes_ // 4, device=device) for bytes_ in (size, 4))
+    x = torch.zeros(_MESSAGE_BYTES[device.type] // 4, device=device)
+    answer = torch.zeros(1, device=device)
     seconds = _median_s(lambda: all_reduce(x, axis), device)
-    rate = 2 * (axis.size - 1) / axis.size * size / seconds
-    found = [TimedLink(axis=name, kind="all-reduce", ranks=ranks, bandwidth=rate)]
+    moved = 2 * (axis.size - 1) / axis.size * x.nbytes
+    found = [TimedLink(axis=name, kind="all-reduce", ranks=ranks, bandwidth=moved / seconds)]
     # Each second rank sends to the next one and then receives; then the others.
     for parity, up in product(range(min(2, axis.size - 1)), (True, False)):
         lower = axis.rank - (axis.rank + parity) % 2
-        sender, receiver = (lower, lower + 1) if up else (lower + 1, lower)
+        upper = lower + 1
+        sender, receiver = (lower, upper) if up else (upper, lower)
 
         def send(receiver: int = receiver) -> None:
             dist.send(x, group=axis.group, group_dst=receiver)
@@ -73,10 +77,11 @@ def measure_axis(name: str, axis: Axis, device: torch.device) -> list[TimedLink]
             dist.recv(x, group=axis.group, group_src=sender)
             dist.send(answer, group=axis.group, group_dst=sender)
 
-        if lower < 0 or lower + 1 >= axis.size:
+        if lower < 0 or upper >= axis.size:
             _median_s(lambda: None, device)
         elif axis.rank == sender:
-            rate, pair = size / _median_s(send, device), (ranks[sender], ranks[receiver])
+            pair = (ranks[sender], ranks[receiver])
+            rate = x.nbytes / _median_s(send, device)
             found.append(TimedLink(axis=name, kind="message", ranks=pair, bandwidth=rate))
         else:
             _median_s(receive, device)

@@ -32,7 +32,8 @@ def check(recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace) -
     start = time.perf_counter()
     with process_group(recipe, rendezvous) as device:
         facts = _exchange_facts(recipe, rendezvous, options, device)
-        matmuls, links = list[float](), list[TimedLink]()
+        matmuls: list[float] = []
+        links: list[TimedLink] = []
         if can_train_together(facts):
             matmuls, links = _measure(recipe, device)
         report = CheckReport(
@@ -44,7 +45,9 @@ def check(recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace) -
             seconds=time.perf_counter() - start,
         )
         if rendezvous.rank == 0:
-            text = json.dumps(report.tree()) if options.json else "\n".join(report.lines())
+            text = "\n".join(report.lines())
+            if options.json:
+                text = json.dumps(report.tree())
             print(printable(text), flush=True)
     wrong = [each.text for each in report.findings() if each.breaks or options.strict]
     if wrong:
@@ -68,17 +71,19 @@ def _exchange_facts(
 
 def _measure(recipe: Recipe, device: torch.device) -> tuple[list[float], list[TimedLink]]:
     """Measures the matmuls of all ranks, and the axes of the mesh."""
-    own, matmuls = 0.0, list[float]()
+    own = 0.0
     for _ in range(_ROUNDS):  # a rank that was held up for a moment is not slow
         own = max(own, measure_matmuls(device, recipe.train.precision))
         matmuls = _all_gather(own)
         if not slow_ranks(matmuls):
             break
-    links = list[TimedLink]()
-    for name, axis in axes_of(build_mesh(recipe.parallel, device.type)).items():
+    links: list[TimedLink] = []
+    mesh = build_mesh(recipe.parallel, device.type)
+    for name, axis in axes_of(mesh).items():
         if axis.size > 1:
             links += measure_axis(name, axis, device)
-    return matmuls, list(chain.from_iterable(_all_gather(links)))
+    all_links = _all_gather(links)
+    return matmuls, list(chain.from_iterable(all_links))
 
 
 def _all_gather(own: _T) -> list[_T]:
