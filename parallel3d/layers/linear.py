@@ -77,9 +77,6 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]
     uneven = False  # the last rank may have fewer output features
-    padded_width: int | None = None  # of an output that is filled up with -inf
-    rows: slice | None = None  # what this rank uses of a weight that is whole on every rank
-    is_transposed = False  # the weight is [in_features, out_features]
 
     def __init__(
         self,
@@ -125,8 +122,6 @@ class RowParallelLinear(ParallelModule, nn.Linear):
 
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]
-    padded_width = rows = None
-    is_transposed = False
 
     def __init__(
         self,
