@@ -26,7 +26,7 @@ from parallel3d.layers.regions import (
 )
 from parallel3d.layers.vocabulary import vocab_parallel_lookup
 from parallel3d.mesh import Axis
-from parallel3d.shard_sizes import largest_shard, shard_rows
+from parallel3d.shard_sizes import largest_shard
 
 
 class ConvertedModule(ShardedModule):
@@ -98,7 +98,7 @@ class VocabParallel(ConvertedModule, nn.Embedding):
 
     @property
     def first_row(self) -> int:
-        return shard_rows(self.num_embeddings, self.axis.rank, self.axis.size).start
+        return self.axis.rows(self.num_embeddings).start
 
     def forward(self, ids: Tensor) -> Tensor:
         y = vocab_parallel_lookup(ids, self)
@@ -141,7 +141,7 @@ class ParallelExperts(Replicated):
     count: int  # experts of all ranks
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        own = shard_rows(self.count, self.axis.rank, self.axis.size)
+        own = self.axis.rows(self.count)
         elsewhere = (chosen < own.start) | (chosen >= own.stop)
         chosen = (chosen - own.start).masked_fill(elsewhere, len(own))
         weights = copy_to_region(weights, self.axis).masked_fill(elsewhere, 0.0)

@@ -104,7 +104,7 @@ def local_part(full: Tensor, dim: int | None, axis: Axis) -> Tensor:
     view: the rows of `shard_sizes.shard_rows`."""
     if dim is None:
         return full
-    rows = shard_rows(full.shape[dim], axis.rank, axis.size)
+    rows = axis.rows(full.shape[dim])
     return full.narrow(dim, rows.start, len(rows))
 
 
@@ -139,20 +139,18 @@ class ParameterSpec:
         """Fills the whole tensor with initial values from torch's default generator."""
         return self.init(whole, None)
 
-    def box(self, tp: Axis, shards: Axis | None = None) -> tuple[range, range]:
+    def box(self, tp: Axis, shards: Axis = ONE_RANK) -> tuple[range, range]:
         """Returns the rows and columns of this tp rank's part in the global tensor as a matrix,
         whose columns are all dims but the first. Data `shards` share the rows of the part."""
         rows, columns = range(self.shape[0]), range(math.prod(self.shape[1:]))
         if self.dim == 0:
-            rows = shard_rows(self.shape[0], tp.rank, tp.size)
+            rows = tp.rows(self.shape[0])
         elif self.dim is not None:
             assert self.dim == 1, "a later dim is no range of columns"
-            own, inner = shard_rows(self.shape[1], tp.rank, tp.size), math.prod(self.shape[2:])
+            own, inner = tp.rows(self.shape[1]), math.prod(self.shape[2:])
             columns = columns[own.start * inner : own.stop * inner]
-        if shards is not None:
-            own = shard_rows(len(rows), shards.rank, shards.size)
-            rows = rows[own.start : own.stop]
-        return rows, columns
+        own = shards.rows(len(rows))
+        return rows[own.start : own.stop], columns
 
 
 class ShardedModule(nn.Module):
@@ -183,7 +181,7 @@ class ShardedModule(nn.Module):
         return copy_to_region(part, self.axis)
 
     def sums_gradient(self, name: str) -> bool:
-        """Returns whether a replicated parameter's gradient is partial and summed over tp at once."""
+        """Returns whether the gradient of a replicated parameter is partial and summed at once."""
         return False
 
     def enter(self, x: Tensor) -> Tensor:
@@ -285,8 +283,7 @@ class ParallelModule(ShardedModule):
                 )
         full = torch.empty(spec.shape, device=self.context.device, dtype=self.context.dtype)
         if not full.is_meta:
-            with torch.no_grad():
-                spec.start(full)
+            draw(full, spec.start)
             if self.tp is not None and spec.dim is None and spec.init not in (ones, zeros):
                 refuse_another_draw(label, full, self.axis, self.tp.device_type)
         self.specs[name] = spec
@@ -325,7 +322,7 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
 
 @torch.no_grad()
 def initial_part(
-    spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Axis | None = None
+    spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Axis = ONE_RANK
 ) -> Tensor:
     """Returns what a rank's part of the parameter of this global name starts from, float32 on the
     CPU: its part over `tp`, and of that the rows of one of the data `shards` where they share them.
@@ -364,9 +361,7 @@ def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, sli
 def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Returns the initial global tensor of every parameter by its (first) global name, for
     references and tests. `module` may be on the meta device."""
-    return {
-        name: initial_part(spec, name, seed, ONE_RANK) for name, spec in named_specs(module)
-    }
+    return {name: initial_part(spec, name, seed, ONE_RANK) for name, spec in named_specs(module)}
 
 
 def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None:
