@@ -74,8 +74,6 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
     Raises ValueError where tp does not divide out_features (tp / copies, where there are copies).
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None  # type: ignore[assignment]
     uneven = False  # the last rank may have fewer output features
 
     def __init__(
@@ -118,9 +116,6 @@ class RowParallelLinear(ParallelModule, nn.Linear):
     Raises ValueError where tp does not divide in_features.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None  # type: ignore[assignment]
-
     def __init__(
         self,
         in_features: int,
@@ -148,9 +143,10 @@ def column_parallel(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
     the split dim could not be resharded."""
     if all(is_plain(layer) for layer in layers):
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    product, x = ColumnParallelProduct.apply, cast_input(x)
-    outputs: tuple[Tensor, ...] = outside_graph(product, x, layers, *weights, *biases)
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers]
+    product = ColumnParallelProduct.apply
+    outputs: tuple[Tensor, ...] = outside_graph(product, cast_input(x), layers, *weights, *biases)
     return outputs
 
 
@@ -227,8 +223,9 @@ class ColumnParallelProduct(Function):
         flat, grad_x = [], None
         for layer, parameter, grad in zip(layers, ctx.weights, grads, strict=True):
             weight = used_part(parameter, layer).to(x.dtype)
-            # [tokens, O / n], without the columns that the output was filled up with.
-            grad = grad.flatten(0, -2)[:, : len(weight)]
+            grad = grad.flatten(0, -2)  # [tokens, O / n]
+            if layer.padded_width is not None:
+                grad = grad[:, : len(weight)]  # without the columns that are filled up
             flat.append(grad)
             grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         assert grad_x is not None
