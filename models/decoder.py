@@ -34,7 +34,7 @@ class DecoderParts:
 
     # ids [B, S] -> [B, S, D] (or [B, S / n, D]). Without `rotary` it takes positions [B, S], too.
     embed: nn.Module
-    token_weight: nn.Parameter  # [V / n, D], a parameter of `embed` that a tied head shares
+    token_weight: Tensor  # [V / n, D], a parameter of `embed` that a tied head shares
     # makes one of the norms: two in each block, one after the last block
     norm: Callable[[], nn.Module]
     attention: AttentionOptions  # the same in all blocks but for `name` and `recompute`

@@ -15,6 +15,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import ParallelConfig
+from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import group_of
 
 
@@ -47,6 +48,10 @@ class Axis:
     size: int
     rank: int  # the place of this rank on the axis
     group: dist.ProcessGroup | None  # None on an axis of size 1, over which nothing is ever sent
+
+    def rows(self, size: int) -> range:
+        """Returns the rows that this rank has of a dim that is split over the axis."""
+        return shard_rows(size, self.rank, self.size)
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copy of a module works over the same ranks

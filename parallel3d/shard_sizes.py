@@ -11,7 +11,7 @@ from __future__ import annotations
 
 def shard_rows(size: int, rank: int, ranks: int) -> range:
     """The rows, of `size` in all, that `rank` of `ranks` has; an empty range where it has none."""
-    each = -(-size // ranks)
+    each = largest_shard(size, ranks)
     return range(min(rank * each, size), min((rank + 1) * each, size))
 
 

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 # sees every operator that is called
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_iter as tree_iter  # the tensors in nested arguments
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter  # the tensors in nested arguments
 
 __all__ = [
     "DcpPlace",

@@ -60,9 +60,8 @@ from parallel3d.convert.rules import (
 )
 from parallel3d.layers.parameter import (
     ParallelModule,
-    local_part,
-    on_axis,
     refuse_another_draw,
+    shard_tensor,
 )
 from parallel3d.mesh import Axis, Role
 from parallel3d.shard_sizes import divisors, shard_rows
@@ -144,7 +143,7 @@ def tensor_parallelize(
         if not parameter.is_meta and not isinstance(parameter, DTensor):
             refuse_another_draw(name, parameter, axis, tp.device_type)
     with checked(module, tp, example) if check else nullcontext():
-        sharded = {each: shard_parameter(each, dim, tp, axis) for each, dim in dims.items()}
+        sharded = {each: shard_parameter(each, dim, tp) for each, dim in dims.items()}
         for plan in plans:
             _convert(plan, sharded, axis)
         for plan in plans:  # at last, because two layers of a parent may set the same count
@@ -324,13 +323,9 @@ def split_dims(plans: Sequence[ModulePlan]) -> dict[nn.Parameter, int | None]:
     return dims
 
 
-def shard_parameter(
-    parameter: nn.Parameter, dim: int | None, tp: DeviceMesh, axis: Axis
-) -> nn.Parameter:
+def shard_parameter(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh) -> nn.Parameter:
     """Returns a full parameter as a DTensor that is split in `dim`, or whole on every rank."""
-    full = parameter.detach()
-    local = local_part(full, dim, axis).clone()
-    return nn.Parameter(on_axis(local, dim, tp, full), parameter.requires_grad)
+    return nn.Parameter(shard_tensor(parameter.detach(), dim, tp), parameter.requires_grad)
 
 
 def _convert(plan: ModulePlan, sharded: Mapping[nn.Parameter, nn.Parameter], axis: Axis) -> None:

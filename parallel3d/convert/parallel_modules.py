@@ -26,14 +26,11 @@ from parallel3d.layers.regions import (
 )
 from parallel3d.layers.vocabulary import vocab_parallel_lookup
 from parallel3d.mesh import Axis
-from parallel3d.shard_sizes import largest_shard, shard_rows
+from parallel3d.shard_sizes import largest_shard
 
 
 class ConvertedModule(ShardedModule):
-    """Base of the classes. The attributes are those that `layers.linear` asks a layer for."""
-
-    is_transposed = False  # the weight is [I, O], as in transformers' Conv1D
-    padded_width = rows = None
+    """Base of the classes."""
 
 
 class ColumnParallel(ConvertedModule):
@@ -90,9 +87,8 @@ class RowParallel(ConvertedModule):
     def forward(self, x: Tensor) -> Tensor:
         return row_parallel(x, self)
 
-    def replicated(self, name: str) -> Any:
-        part = super().replicated(name)  # of the bias: each rank adds it to its own tokens
-        return copy_to_region(part, self.axis) if self.sequence_parallel else part
+    def sums_gradient(self, name: str) -> bool:
+        return self.sequence_parallel  # each rank adds the bias to its own tokens
 
 
 # An nn.Embedding, so that it comes between torch's class and one of a model.
@@ -102,7 +98,7 @@ class VocabParallel(ConvertedModule, nn.Embedding):
 
     @property
     def first_row(self) -> int:
-        return shard_rows(self.num_embeddings, self.axis.rank, self.axis.size).start
+        return self.axis.rows(self.num_embeddings).start
 
     def forward(self, ids: Tensor) -> Tensor:
         y = vocab_parallel_lookup(ids, self)
@@ -132,10 +128,8 @@ class Replicated(ConvertedModule):
             self._parameters.update(dtensors)
         return gather_from_region(y, self.axis, SEQUENCE_DIM) if self.gather_sequence else y
 
-    def replicated(self, name: str) -> Any:
-        part = super().replicated(name)
-        is_partial = self.partial_gradient and part is not None
-        return copy_to_region(part, self.axis) if is_partial else part
+    def sums_gradient(self, name: str) -> bool:
+        return self.partial_gradient
 
 
 class ParallelExperts(Replicated):
@@ -147,7 +141,7 @@ class ParallelExperts(Replicated):
     count: int  # experts of all ranks
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        own = shard_rows(self.count, self.axis.rank, self.axis.size)
+        own = self.axis.rows(self.count)
         elsewhere = (chosen < own.start) | (chosen >= own.stop)
         chosen = (chosen - own.start).masked_fill(elsewhere, len(own))
         weights = copy_to_region(weights, self.axis).masked_fill(elsewhere, 0.0)

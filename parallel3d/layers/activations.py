@@ -69,8 +69,10 @@ class BlockActivations:
         matrices = 4 if self.gated else 2
         mlp = tokens * (matrices * self.ffn_hidden // self.tp * e)
         attention = tokens * (self._attention_bytes(recompute) + self.head_norm_bytes)
-        has_causal_mask = recompute == "none" and self.attention.name == "scores"
-        return between + mlp + attention + (self.seq**2 if has_causal_mask else 0)
+        total = between + mlp + attention
+        if recompute == "none" and self.attention.name == "scores":
+            total += self.seq**2  # the causal mask
+        return total
 
     def _attention_bytes(self, recompute: BlockRecompute) -> int:
         """Returns the bytes that attention saves of one token."""

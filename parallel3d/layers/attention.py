@@ -92,11 +92,14 @@ class ParallelAttention(ParallelModule):
         copies, K = max(n // kv_heads, 1), self.head_dim
         linear = partial(ColumnParallelLinear, hidden, tp=tp, bias=options.bias)
         self.q = linear(heads * K)
-        self.k, self.v = (linear(kv_heads * K, copies=copies) for _ in range(2))
+        self.k = linear(kv_heads * K, copies=copies)
+        self.v = linear(kv_heads * K, copies=copies)
         self.o = RowParallelLinear(heads * K, hidden, tp=tp, bias=options.output_bias)
-        norm = partial(RMSNorm, K, eps=options.norm_eps, tp=tp, over_heads=True)
-        self.q_norm = norm() if options.qk_norm else None
-        self.k_norm = norm() if options.qk_norm else None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if options.qk_norm:
+            norm = partial(RMSNorm, K, eps=options.norm_eps, tp=tp, over_heads=True)
+            self.q_norm, self.k_norm = norm(), norm()
         self.dropout: Dropout | None = None
         # it drops probabilities [batch, heads, queries, keys], whose heads are split
         if options.dropout:
@@ -134,7 +137,8 @@ class ParallelAttention(ParallelModule):
                     f"ParallelAttention: documents of {list(documents.positions.shape)} tokens, "
                     f"and x has {list(shape)}"
                 )
-            positions = documents.positions if positions is None else positions
+            if positions is None:
+                positions = documents.positions
         q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
         # [B, S, H / n or G / n, K]
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
@@ -162,18 +166,13 @@ class ParallelAttention(ParallelModule):
         dropout = self.dropout if self.training else None
         if window is not None and window >= seq:
             window = None  # a window that hides nothing costs no mask
-        has_mask, has_window, has_dropout = (
-            mask is not None,
-            window is not None,
-            dropout is not None,
-        )
         kernel = kernel_of(
             q,
             k,
-            mask=has_mask,
-            window=has_window,
-            documents=documents is not None,
-            dropout=has_dropout,
+            has_mask=mask is not None,
+            has_window=window is not None,
+            has_documents=documents is not None,
+            has_dropout=dropout is not None,
         )
         if kernel.name == "varlen":
             return attend_by_varlen(q, k, v, documents, causal=causal, window=window)
@@ -183,12 +182,12 @@ class ParallelAttention(ParallelModule):
             repeats = q.shape[2] // k.shape[2]
             k, v = (part.repeat_interleave(repeats, dim=2) for part in (k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if has_mask or has_window or has_dropout:
-            own = own_mask(seq, causal=causal, window=window, device=q.device)
-            mask = own if mask is None else mask & own
-            causal = False
-        if dropout is None or mask is None:
-            return attend(q, k, v, mask, causal=causal).transpose(1, 2)
+        if mask is None and window is None and dropout is None:
+            return attend(q, k, v, None, causal=causal).transpose(1, 2)
+        own = own_mask(seq, causal=causal, window=window, device=q.device)
+        mask = own if mask is None else mask & own
+        if dropout is None:
+            return attend(q, k, v, mask, causal=False).transpose(1, 2)
         # The probabilities [B, H, S, S] are written out: torch's kernels draw their dropout from
         # one generator, which on tp ranks of equal seeds would drop the same elements of different
         # heads.

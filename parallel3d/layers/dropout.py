@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.mesh import Axis
+from parallel3d.mesh import ONE_RANK, Axis
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST_FACTOR, _SECOND_FACTOR = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -72,12 +72,12 @@ class Dropout(nn.Module):
         counter = counter.view(-1, *[1] * (x.ndim - 1))
         stride = 1
         for dim in range(x.ndim - 1, 0, -1):
-            size, ranks, rank = x.shape[dim], 1, 0
-            if dim == split:
-                ranks, rank = self.axis.size, self.axis.rank
-            place = torch.arange(rank * size, (rank + 1) * size, device=x.device) * stride
+            size = x.shape[dim]
+            axis = self.axis if dim == split else ONE_RANK
+            first = axis.rank * size
+            place = torch.arange(first, first + size, device=x.device) * stride
             counter = counter + place.view(-1, *[1] * (x.ndim - 1 - dim))
-            stride *= size * ranks
+            stride *= size * axis.size
         # The p 2^64 smallest of all 2^64 values are dropped. The factor comes last: inductor would
         # write a product of places as an index, which cannot hold it.
         return _split_mix(counter * _GOLDEN) < int(self.p * 2**64) - 2**63

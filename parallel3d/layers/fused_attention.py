@@ -34,26 +34,16 @@ def device_of(device: torch.device) -> AttentionDevice:
     )
 
 
-def kernel_of(
-    q: Tensor,
-    k: Tensor,
-    *,
-    mask: bool = False,
-    window: bool = False,
-    documents: bool = False,
-    dropout: bool = False,
-) -> AttentionKernel:
-    """Returns the kernel for q [B, S, H, K] and k [B, S, G, K] with what the flags say."""
+def kernel_of(q: Tensor, k: Tensor, **flags: bool) -> AttentionKernel:
+    """Returns the kernel for q [B, S, H, K] and k [B, S, G, K]. The flags are those of
+    `AttentionCall`."""
     call = AttentionCall(
         item_bytes=q.dtype.itemsize,
         is_bf16=q.dtype == torch.bfloat16,
         head_dim=q.shape[-1],
         is_grouped=q.shape[2] != k.shape[2],
-        has_mask=mask,
-        has_window=window,
-        has_documents=documents,
-        has_dropout=dropout,
         trains=torch.is_grad_enabled() and q.requires_grad,
+        **flags,
     )
     return attention_kernel(call, device_of(q.device))
 

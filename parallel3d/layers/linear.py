@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -55,6 +54,7 @@ from parallel3d.layers.gradients import (
 from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, zeros
 from parallel3d.layers.regions import gather_from_region
 from parallel3d.mesh import ONE_RANK
+from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import is_compiled
 
 FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
@@ -74,12 +74,7 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
     Raises ValueError where tp does not divide out_features (tp / copies, where there are copies).
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None  # type: ignore[assignment]
     uneven = False  # the last rank may have fewer output features
-    padded_width: int | None = None  # of an output that is filled up with -inf
-    rows: slice | None = None  # what this rank uses of a weight that is whole on every rank
-    is_transposed = False  # the weight is [in_features, out_features]
 
     def __init__(
         self,
@@ -94,17 +89,15 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         super().__init__(tp)
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
+        shape, init = (out_features, in_features), self.context.init
+        weight = ParameterSpec(shape, 0, init, uneven=self.uneven)
         if copies > 1:
             n = self.axis.size
             if n % copies or out_features % (n // copies):
                 raise ValueError(f"copies = {copies}: must divide tp = {n}, and so many features")
-            length, place = out_features * copies // n, self.axis.rank // copies
-            self.rows = slice(place * length, (place + 1) * length)
-        dim = None if copies > 1 else 0
-        shape = (out_features, in_features)
-        weight = ParameterSpec(
-            shape, dim, self.context.init, partial_gradient=copies > 1, uneven=self.uneven
-        )
+            own = shard_rows(out_features, self.axis.rank // copies, n // copies)
+            self.rows = slice(own.start, own.stop)
+            weight = ParameterSpec(shape, None, init, partial_gradient=True)
         self.add_parameter("weight", weight)
         bias_spec = replace(weight, shape=(out_features,), init=zeros)
         self.add_parameter("bias", bias_spec if bias else None)
@@ -122,11 +115,6 @@ class RowParallelLinear(ParallelModule, nn.Linear):
 
     Raises ValueError where tp does not divide in_features.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None  # type: ignore[assignment]
-    padded_width = rows = None
-    is_transposed = False
 
     def __init__(
         self,
@@ -155,9 +143,10 @@ def column_parallel(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
     the split dim could not be resharded."""
     if all(is_plain(layer) for layer in layers):
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    product, x = ColumnParallelProduct.apply, cast_input(x)
-    outputs: tuple[Tensor, ...] = outside_graph(product, x, layers, *weights, *biases)
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers]
+    product = ColumnParallelProduct.apply
+    outputs: tuple[Tensor, ...] = outside_graph(product, cast_input(x), layers, *weights, *biases)
     return outputs
 
 
@@ -217,11 +206,13 @@ class ColumnParallelProduct(Function):
         ctx.weights, ctx.biases = parameters[: len(layers)], parameters[len(layers) :]
         if first.sequence_parallel:
             x = gather(x, first.axis)
-        weights = list(map(used_part, ctx.weights, layers))
-        biases = map(used_part, ctx.biases, layers)
         if first.padded_width is not None:
-            return (padded_product(x, weights[0], first.padded_width),)
-        return tuple(map(F.linear, repeat(x), weights, biases))
+            weight = used_part(ctx.weights[0], first)
+            return (padded_product(x, weight, first.padded_width),)
+        outputs = []
+        for layer, weight, bias in zip(layers, ctx.weights, ctx.biases, strict=True):
+            outputs.append(F.linear(x, used_part(weight, layer), used_part(bias, layer)))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -229,15 +220,15 @@ class ColumnParallelProduct(Function):
         # The input is gathered again while its gradient is computed, and that travels while the
         # weights' are.
         gathered = start_gather(x, first.axis) if first.sequence_parallel else lambda: x
-        weights = [weight.to(x.dtype) for weight in map(used_part, ctx.weights, layers)]
-        # [tokens, O / n], without the columns that the output was filled up with.
-        flat = [
-            grad.flatten(0, -2)[:, : len(weight)]
-            for grad, weight in zip(grads, weights, strict=True)
-        ]
-        grad_x = flat[0] @ weights[0]
-        for grad, weight in zip(flat[1:], weights[1:], strict=True):
-            grad_x.addmm_(grad, weight)
+        flat, grad_x = [], None
+        for layer, parameter, grad in zip(layers, ctx.weights, grads, strict=True):
+            weight = used_part(parameter, layer).to(x.dtype)
+            grad = grad.flatten(0, -2)  # [tokens, O / n]
+            if layer.padded_width is not None:
+                grad = grad[:, : len(weight)]  # without the columns that are filled up
+            flat.append(grad)
+            grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
+        assert grad_x is not None
         grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
         start = start_reduce_scatter if first.sequence_parallel else start_all_reduce
         travelling = start(grad_x, ONE_RANK if first.is_entered else first.axis)
@@ -247,14 +238,10 @@ class ColumnParallelProduct(Function):
         # Copied parts send their gradients below, and of two collectives under way the first has to
         # end first.
         arrived = travelling() if any(layer.rows for layer in layers) else None
-        of_weights = [
-            _weight_gradient(layer, weight, grad, x)
-            for layer, weight, grad in zip(layers, ctx.weights, flat, strict=True)
-        ]
-        of_biases = [
-            _bias_gradient(layer, bias, grad)
-            for layer, bias, grad in zip(layers, ctx.biases, flat, strict=True)
-        ]
+        of_weights, of_biases = [], []
+        for layer, weight, bias, grad in zip(layers, ctx.weights, ctx.biases, flat, strict=True):
+            of_weights.append(_weight_gradient(layer, weight, grad, x))
+            of_biases.append(_bias_gradient(layer, bias, grad))
         return travelling() if arrived is None else arrived, None, *of_weights, *of_biases
 
 
@@ -263,8 +250,11 @@ def used_part(parameter: Tensor | None, layer: Any) -> Any:
     if parameter is None:
         return None
     part = local_tensor(parameter)
-    part = part.t() if layer.is_transposed else part
-    return part if layer.rows is None else part[layer.rows]
+    if layer.is_transposed:
+        part = part.t()
+    if layer.rows is not None:
+        part = part[layer.rows]
+    return part
 
 
 def _weight_gradient(layer: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:

@@ -26,7 +26,6 @@ from torch.nn import functional as F
 
 from parallel3d.layers.collectives import all_reduce, outside_graph
 from parallel3d.mesh import Axis
-from parallel3d.shard_sizes import shard_rows
 
 IGNORED = -100  # the label of a token without a loss, as in torch
 PLAIN_BELOW_ELEMENTS = 2**17  # torch's own loss is faster for fewer logits
@@ -85,7 +84,7 @@ class TokenLoss:
     def _own_labels(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Returns labels [T, 1] as columns of this rank (0 for those of another rank), and which
         [T] are another rank's. A head may have filled up columns beyond the vocabulary."""
-        rows = shard_rows(self.vocab, self.axis.rank, self.axis.size)
+        rows = self.axis.rows(self.vocab)
         own = labels - rows.start
         elsewhere = (own < 0) | (own >= min(width, len(rows)))
         return own.masked_fill(elsewhere, 0).unsqueeze(-1), elsewhere

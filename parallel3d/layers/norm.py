@@ -37,8 +37,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 class RMSNorm(ParallelModule, nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
-    weight: nn.Parameter
-
     def __init__(
         self,
         hidden: int,
@@ -59,9 +57,6 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
 
 class LayerNorm(ParallelModule, nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016, arXiv 1607.06450)."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,

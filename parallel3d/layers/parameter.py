@@ -31,17 +31,19 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import swap_tensors
 
 from parallel3d.layers.collectives import outside_graph
 from parallel3d.layers.gradients import (
     DelayedGradients,
     accumulate_or_return,
     as_dtensor,
+    like_parameter,
     local_tensor,
 )
 from parallel3d.layers.regions import all_gather_to_region, copy_to_region
-from parallel3d.layers.replica_check import differ, fingerprints
-from parallel3d.mesh import Axis
+from parallel3d.layers.replica_check import differ, fingerprint
+from parallel3d.mesh import ONE_RANK, Axis
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import draw_dtensors_by, local_of
 
@@ -102,15 +104,17 @@ def local_part(full: Tensor, dim: int | None, axis: Axis) -> Tensor:
     view: the rows of `shard_sizes.shard_rows`."""
     if dim is None:
         return full
-    rows = shard_rows(full.shape[dim], axis.rank, axis.size)
+    rows = axis.rows(full.shape[dim])
     return full.narrow(dim, rows.start, len(rows))
 
 
-def on_axis(local: Tensor, dim: int | None, tp: DeviceMesh | None, full: Tensor) -> Tensor:
-    """Returns this rank's part of `full` as a DTensor on the tp axis, or as it is on one rank."""
+def shard_tensor(full: Tensor, dim: int | None, tp: DeviceMesh | None) -> Tensor:
+    """Returns a copy of this rank's part of a global tensor, as a DTensor on the tp axis, or as a
+    plain tensor on one rank."""
+    local = local_part(full, dim, Axis.of(tp)).clone()
     if tp is None or tp.size() == 1:
         return local
-    draw_dtensors_whole()
+    draw_dtensors_by(draw)  # [Note: random starts]
     return as_dtensor(local, tp, [Replicate() if dim is None else Shard(dim)], full)
 
 
@@ -135,20 +139,18 @@ class ParameterSpec:
         """Fills the whole tensor with initial values from torch's default generator."""
         return self.init(whole, None)
 
-    def box(self, tp: Axis, shards: Axis | None = None) -> tuple[range, range]:
+    def box(self, tp: Axis, shards: Axis = ONE_RANK) -> tuple[range, range]:
         """Returns the rows and columns of this tp rank's part in the global tensor as a matrix,
         whose columns are all dims but the first. Data `shards` share the rows of the part."""
         rows, columns = range(self.shape[0]), range(math.prod(self.shape[1:]))
         if self.dim == 0:
-            rows = shard_rows(self.shape[0], tp.rank, tp.size)
+            rows = tp.rows(self.shape[0])
         elif self.dim is not None:
             assert self.dim == 1, "a later dim is no range of columns"
-            own, inner = shard_rows(self.shape[1], tp.rank, tp.size), math.prod(self.shape[2:])
+            own, inner = tp.rows(self.shape[1]), math.prod(self.shape[2:])
             columns = columns[own.start * inner : own.stop * inner]
-        if shards is not None:
-            own = shard_rows(len(rows), shards.rank, shards.size)
-            rows = rows[own.start : own.stop]
-        return rows, columns
+        own = shards.rows(len(rows))
+        return rows[own.start : own.stop], columns
 
 
 class ShardedModule(nn.Module):
@@ -161,15 +163,26 @@ class ShardedModule(nn.Module):
     fused_gradients: bool = False  # [Note: fused gradients] in `layers.gradients`
     delayed: DelayedGradients | None = None  # a schedule may split the backward pass
     is_entered = False  # a module around this one does what `enter` does
+    # How a linear layer differs from torch's (`layers.linear`).
+    is_transposed = False  # the weight is [in_features, out_features]
+    rows: slice | None = None  # what this rank uses of a weight that is whole on every rank
+    padded_width: int | None = None  # of an output that is filled up with -inf
 
     def replicated(self, name: str) -> Any:
-        """Returns this rank's part of a parameter as a plain tensor for autograd, or None."""
-        parameter = getattr(self, name)
-        if not isinstance(parameter, DTensor):
-            return parameter
-        if self.fused_gradients:
-            return outside_graph(_FusedLocal.apply, parameter)
-        return parameter.to_local()
+        """Returns this rank's part of a parameter as a plain tensor for autograd, or None.
+        Backward: its gradient, summed over tp if `sums_gradient` says so."""
+        part = getattr(self, name)
+        if isinstance(part, DTensor) and self.fused_gradients:
+            part = outside_graph(_FusedLocal.apply, part)
+        elif isinstance(part, DTensor):
+            part = part.to_local()
+        if part is None or not self.sums_gradient(name):
+            return part
+        return copy_to_region(part, self.axis)
+
+    def sums_gradient(self, name: str) -> bool:
+        """Returns whether the gradient of a replicated parameter is partial and summed at once."""
+        return False
 
     def enter(self, x: Tensor) -> Tensor:
         """Gives x to column-parallel layers, gathered if its sequence is split."""
@@ -226,15 +239,9 @@ def draw(parameter: Tensor, init: Callable[[Tensor], object]) -> None:
     local_of(parameter).copy_(local_of(shard_like(full, parameter)))
 
 
-def draw_dtensors_whole() -> None:
-    """Makes random numbers for DTensors of this process be drawn by `draw`: [Note: random starts].
-    A second call changes nothing."""
-    draw_dtensors_by(draw)
-
-
 def refuse_another_draw(name: str, full: Tensor, axis: Axis, device_type: str) -> None:
     """Raises ValueError on all ranks of an axis if they have not drawn the same tensor."""
-    if axis.size > 1 and differ(fingerprints([full]).to(device_type), axis).any():
+    if axis.size > 1 and differ(fingerprint(full).to(device_type), axis):
         raise ValueError(
             f"{name} {list(full.shape)}: was drawn differently on another tp rank, and each holds "
             "it whole; call torch.manual_seed(0) on every tp rank before the model is built"
@@ -276,13 +283,11 @@ class ParallelModule(ShardedModule):
                 )
         full = torch.empty(spec.shape, device=self.context.device, dtype=self.context.dtype)
         if not full.is_meta:
-            with torch.no_grad():
-                spec.start(full)
+            draw(full, spec.start)
             if self.tp is not None and spec.dim is None and spec.init not in (ones, zeros):
                 refuse_another_draw(label, full, self.axis, self.tp.device_type)
-        local = spec.local_part(full, self.axis).clone()
         self.specs[name] = spec
-        self.register_parameter(name, nn.Parameter(on_axis(local, spec.dim, self.tp, full)))
+        self.register_parameter(name, nn.Parameter(shard_tensor(full, spec.dim, self.tp)))
 
     def reset_parameters(self) -> None:
         """Draws the initial values again, as `add_parameter` has: after `to_empty`, a reset of all
@@ -292,14 +297,9 @@ class ParallelModule(ShardedModule):
         for name, spec in self.specs.items():
             draw(self.get_parameter(name), spec.start)
 
-    def replicated(self, name: str) -> Any:
-        """Returns this rank's part of a parameter as a plain tensor for autograd, or None.
-        Backward: its gradient, summed over tp if it is partial (at once, or at the end of the step:
-        [Note: fused gradients])."""
-        part = super().replicated(name)
-        if part is None or self.fused_gradients or not self.specs[name].partial_gradient:
-            return part
-        return copy_to_region(part, self.axis)
+    def sums_gradient(self, name: str) -> bool:
+        # Fused gradients are summed at the end of the step: [Note: fused gradients].
+        return self.specs[name].partial_gradient and not self.fused_gradients
 
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
@@ -313,25 +313,16 @@ def set_fused_gradients(module: nn.Module, on: bool) -> None:
 def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
     """Yields the global name and the spec of every parameter below `module`; of a tied one the
     first name alone."""
-    seen: set[int] = set()
-    for name, part, attribute in _declared(module):
-        parameter = id(getattr(part, attribute))
-        if parameter not in seen:
-            seen.add(parameter)
+    for name, _ in module.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        part = module.get_submodule(path)
+        if isinstance(part, ParallelModule) and attribute in part.specs:
             yield name, part.specs[attribute]
-
-
-def _declared(module: nn.Module) -> Iterator[tuple[str, ParallelModule, str]]:
-    """Yields every global name of a parameter below `module`, the layer and the name there."""
-    for prefix, part in module.named_modules():
-        if isinstance(part, ParallelModule):
-            for attribute in part.specs:
-                yield f"{prefix}.{attribute}".removeprefix("."), part, attribute
 
 
 @torch.no_grad()
 def initial_part(
-    spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Axis | None = None
+    spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Axis = ONE_RANK
 ) -> Tensor:
     """Returns what a rank's part of the parameter of this global name starts from, float32 on the
     CPU: its part over `tp`, and of that the rows of one of the data `shards` where they share them.
@@ -370,21 +361,17 @@ def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, sli
 def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Returns the initial global tensor of every parameter by its (first) global name, for
     references and tests. `module` may be on the meta device."""
-    return {
-        name: initial_part(spec, name, seed, Axis.of(None)) for name, spec in named_specs(module)
-    }
+    return {name: initial_part(spec, name, seed, ONE_RANK) for name, spec in named_specs(module)}
 
 
 def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None:
     """Gives every parameter its initial values on `device`, from the meta device or another. Each
     rank draws its part of one tensor at a time. Tied parameters stay tied. Nothing is sent. Call it
     before `fully_shard`."""
-    made: dict[int, nn.Parameter] = {}
-    for name, part, attribute in _declared(module):
-        spec, old = part.specs[attribute], part.get_parameter(attribute)
-        if id(old) not in made:
-            local = initial_part(spec, name, seed, part.axis)
-            full = torch.empty(spec.shape, device="meta")
-            own = on_axis(local.to(device=device, dtype=old.dtype), spec.dim, part.tp, full)
-            made[id(old)] = nn.Parameter(own, requires_grad=old.requires_grad)
-        setattr(part, attribute, made[id(old)])
+    for name, spec in named_specs(module):
+        parameter = module.get_parameter(name)
+        tp = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        local = initial_part(spec, name, seed, Axis.of(tp)).to(device, parameter.dtype)
+        whole = like_parameter(parameter, local)
+        # A swap, unlike an assignment, keeps tied parameters tied.
+        swap_tensors(parameter, nn.Parameter(whole, parameter.requires_grad))

@@ -30,7 +30,6 @@ class LearnedPositions(ParallelModule, nn.Embedding):
     Raises ValueError where the sequence is longer than `longest`.
     """
 
-    weight: nn.Parameter
     padding_idx = max_norm = None
     norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 

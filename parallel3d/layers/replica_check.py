@@ -7,8 +7,6 @@ element changes the sum. Whole numbers have the same sum in any order, so on any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -38,13 +36,8 @@ def _mixed(numbers: Tensor) -> Tensor:
     return product ^ (product >> 32 & _LOWER_HALF)
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the fingerprint of each tensor, int64 [tensors]."""
-    return torch.stack([fingerprint(tensor) for tensor in tensors])
-
-
 def differ(numbers: Tensor, axis: Axis) -> Tensor:
-    """Returns which of some whole numbers are not the same on all ranks of an axis, bool [numbers],
-    the same on all of them. It sends 16 bytes for each."""
+    """Returns which of some whole numbers are not the same on all ranks of an axis, bool in their
+    shape, the same on all of them. It sends 16 bytes for each."""
     largest, smallest_inverted = all_reduce(torch.stack((numbers, ~numbers)), axis, "max")
     return largest != ~smallest_inverted

@@ -35,7 +35,7 @@ from parallel3d.layers.linear import (
 )
 from parallel3d.layers.loss import TokenLoss, wide_dtype
 from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec
-from parallel3d.shard_sizes import largest_shard, shard_rows
+from parallel3d.shard_sizes import largest_shard
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -53,14 +53,13 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
     rank would have no row at all.
     """
 
-    weight: nn.Parameter
     padding_idx = max_norm = None
     norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
     def __init__(self, vocab: int, hidden: int, *, tp: LayerTp = None) -> None:
         super().__init__(tp)
         self.num_embeddings, self.embedding_dim = vocab, hidden
-        self.first_row = shard_rows(vocab, self.axis.rank, self.axis.size).start
+        self.first_row = self.axis.rows(vocab).start
         spec = ParameterSpec((vocab, hidden), 0, self.context.init, uneven=True)
         self.add_parameter("weight", spec)
 
@@ -97,13 +96,14 @@ class _VocabParallelEmbedding(Function):
         if ctx.elsewhere is not None:
             grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
         total = accumulated_gradient(weight) if fused else None
-        # Added only to the rows that were looked up: a dense gradient of the vocabulary's size for
-        # every microbatch costs more than the look-up.
-        dense = torch.zeros_like(local_tensor(weight)) if total is None else total
+        if total is not None:
+            # Added only to the rows that were looked up: a dense gradient of the vocabulary's size
+            # for every microbatch costs more than the look-up.
+            add_rows(total, ids, grad)
+            return None, None, None
+        dense = torch.zeros_like(local_tensor(weight))
         add_rows(dense, ids, grad)
-        if total is None:
-            return None, accumulate_or_return(weight, dense, fused=fused), None
-        return None, None, None
+        return None, accumulate_or_return(weight, dense, fused=fused), None
 
 
 def add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
@@ -229,7 +229,7 @@ class _HeadCrossEntropy(Function):
         x, labels, lse = ctx.saved_tensors
         weight, fused, width = ctx.weight, ctx.head.fused_gradients, ctx.head.padded_width
         rows = local_tensor(weight).to(x.dtype)  # autocast had x in another type
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        grad_x = x.new_empty(x.shape)
         # The chunks' gradients of the weight are added to its total, or else to a wide tensor.
         total = accumulated_gradient(weight) if fused else None
         grad_weight, wide = total, wide_dtype(rows)
@@ -238,15 +238,13 @@ class _HeadCrossEntropy(Function):
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
         for part, own_labels, own_lse, own_grad, out in ctx.terms.chunks(*flat):
             logits = padded_product(part, rows, width)
-            grad_logits = ctx.terms.backward(
-                logits, own_labels, own_lse, own_grad, overwrite=True
-            ).to(rows.dtype)
-            grad_logits = grad_logits[:, : rows.shape[0]]
+            logits = ctx.terms.backward(logits, own_labels, own_lse, own_grad, overwrite=True)
+            grad_logits = logits.to(rows.dtype)[:, : len(rows)]
             torch.mm(grad_logits, rows, out=out)
             add_product(grad_weight, grad_logits, part)
             del logits, grad_logits  # before the next chunk's exist
+        returned = None
         if grad_weight is not total:
             grad_weight = grad_weight.to(weight.dtype)
             returned = accumulate_or_return(weight, grad_weight, fused=fused)
-            return grad_x, returned, None, None, None
-        return grad_x, None, None, None, None
+        return grad_x, returned, None, None, None

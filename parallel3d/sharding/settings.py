@@ -13,7 +13,6 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.mesh import DATA_ROLES, Axis, Role
-from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import group_of
 
 
@@ -121,5 +120,5 @@ def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axi
 
 def own_rows(values: Tensor, shards: Axis) -> Tensor:
     """Returns a view of this rank's rows, as DTensor's Shard(0) cuts them."""
-    rows = shard_rows(values.shape[0], shards.rank, shards.size)
+    rows = shards.rows(values.shape[0])
     return values[rows.start : rows.stop]

@@ -14,7 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.layers.loss import TokenLoss, token_losses
 from parallel3d.layers.vocabulary import VocabParallelHead, head_at_end, head_cross_entropy
 from parallel3d.mesh import ONE_RANK, Axis
-from parallel3d.shard_sizes import largest_shard, shard_rows
+from parallel3d.shard_sizes import largest_shard
 from parallel3d.training.loss_chunks import tokens_at_a_time
 
 
@@ -62,7 +62,7 @@ class MeanLoss:
             axis = self._tp if self._is_split(output) else ONE_RANK
             # the model may have changed the -inf that a head fills up its logits with
             if self._head is None:
-                output = output[..., : len(shard_rows(self._vocab, axis.rank, axis.size))]
+                output = output[..., : len(axis.rows(self._vocab))]
             terms = TokenLoss(axis, self._vocab, z_loss=z_loss, chunk_tokens=self.chunk_tokens)
             # No operation has saved logits that come straight from the head.
             losses = token_losses(output, labels, terms, overwrite_logits=self._head is not None)
