@@ -99,7 +99,7 @@ def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> 
     for rank in range(ranks):
         axis = Axis(ranks, rank, None)
         own = [torch.zeros_like(own_rows(tensor, axis)) for tensor in tensors]
-        packing.unpack(packed[rank : rank + 1], own)
+        packing.unpack(packed[rank][None], own)
         assert all(
             torch.equal(part, own_rows(t, axis)) for part, t in zip(own, tensors, strict=True)
         )
