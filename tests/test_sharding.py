@@ -95,11 +95,11 @@ def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> 
         torch.arange(7.0).view(7, 1),
     ]
     packing = Packing([tensor.shape for tensor in tensors], ranks)
-    packed = packing.pack(tensors, torch.float32)
+    packed = packing.pack(tensors, ranks, torch.float32)
     for rank in range(ranks):
         axis = Axis(ranks, rank, None)
         own = [torch.zeros_like(own_rows(tensor, axis)) for tensor in tensors]
-        packing.unpack_own(packed[rank], own)
+        packing.unpack(packed[rank][None], own)
         assert all(
             torch.equal(part, own_rows(t, axis)) for part, t in zip(own, tensors, strict=True)
         )

@@ -7,13 +7,14 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Sizes = Mapping[str, int]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class TensorSpec:
         is_same = tensor.shape == self.shape and tensor.dtype == self.dtype
         return is_same and (self.has_gradient or not tensor.requires_grad)
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Returns new memory for the tensor, whose shape consists of numbers."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)  # type: ignore[arg-type]
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}]"
 
@@ -70,6 +75,10 @@ class Message:
         """A checksum that is equal on two ranks if their declarations are the same."""
         return zlib.crc32(str(self).encode())
 
+    def empty(self, device: torch.device) -> Tensors:
+        """Returns new memory for the tensors."""
+        return tuple(spec.empty(device) for spec in self.specs)
+
     def __str__(self) -> str:
         return " and ".join(map(str, self.specs))
 
@@ -83,8 +92,9 @@ class Crossing:
     backward: Message
 
     @classmethod
-    def of(cls, boundary: Boundary, sizes: Sizes) -> Crossing:
-        specs = tuple(spec.with_sizes(sizes) for spec in boundary)
+    @lru_cache
+    def of(cls, boundary: Boundary, sizes: tuple[tuple[str, int], ...]) -> Crossing:
+        specs = tuple(spec.with_sizes(dict(sizes)) for spec in boundary)
         return cls(Message(specs), Message(tuple(spec for spec in specs if spec.has_gradient)))
 
 

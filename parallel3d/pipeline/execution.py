@@ -4,7 +4,6 @@ the schedule."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -15,13 +14,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel3d.errors import Parallel3dError, RankError
 from parallel3d.layers.gradients import DelayedGradients, Work
-from parallel3d.pipeline.boundary import TensorSpec
-from parallel3d.pipeline.transport import Tensors, Transport
+from parallel3d.pipeline.boundary import Message, Tensors, TensorSpec
+from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.shared_memory.segment import PeerLostError
 from parallel3d.timeline.recorder import Recorder
 
 LossFunction = Callable[[Any, Any], Tensor]
+# where the graph of a stage's microbatch begins: an output that needs no gradient has None
+Roots = Sequence[GradientEdge | Tensor | None]
 Microbatches = Tensor | Sequence[Any]  # a tensor [microbatches, ...], or one entry per microbatch
 
 
@@ -79,36 +80,29 @@ class ScheduleExecutor:
         # What a forward leaves for its backward, by (stage, microbatch): the inputs that get a
         # gradient, and the outputs' places in the graph (the last stage's is the loss). The outputs
         # themselves are not kept.
-        self._alive: dict[
-            tuple[int, int], tuple[Tensors, Sequence[GradientEdge | Tensor | None]]
-        ] = {}
+        self._alive: dict[tuple[int, int], tuple[Sequence[Tensor], Roots]] = {}
         # second halves of backwards, until they are done
         self._weights: dict[tuple[int, int], list[Work]] = {}
 
     def run(self) -> None:
-        """Does all actions of this rank, in order. Raises StageError where something fails here and
-        RankError where it fails on another rank; both say where."""
+        """Does all actions of this rank, in order. Raises StageError if something fails here and
+        RankError if it fails on another rank; both say where."""
         actions, at, recorder = self.schedule.ranks[self._rank], 0, self.recorder
         try:
             for at, action in enumerate(actions):  # noqa: B007  # read by the error below
                 taken = self._take(action)
                 start = None if recorder is None else recorder.now()
-                match action.kind:
-                    case Kind.FORWARD:
-                        module, keywords = self.stages[action.stage].module, self.batch.keywords
-                        named = {} if keywords is None else keywords[action.microbatch]
-                        made = self._after_forward(action, taken, module(*taken, **named))
-                    case Kind.WEIGHT:
-                        made = None
-                        self._backward_weights(action)
-                    case Kind.BACKWARD | Kind.INPUT:
-                        made = self._backward(action, taken)
+                made = None
+                if action.kind is Kind.FORWARD:
+                    made = self._forward(action, taken)
+                elif action.kind is Kind.WEIGHT:
+                    self._backward_weights(action)
+                else:
+                    made = self._backward(action, taken)
                 if recorder is not None:
                     recorder.add(action, start, recorder.now())
                 if made is not None:
-                    taker = self.schedule.feeds(action)
-                    assert taker is not None
-                    self.transport.send(taker, made)
+                    self.transport.send(action, made)
                 # so that their memory is free before the next action waits for its input
                 del taken, made
                 self.transport.action_issued()
@@ -117,75 +111,64 @@ class ScheduleExecutor:
             self._fail(error, actions, at)
 
     def _take(self, action: Action) -> Tensors:
-        """What another stage has made for the action; for the first stage's forward, the
-        microbatch."""
+        """Returns what another stage has made for the action, or the microbatch for the forward of
+        the first stage."""
         stage, kind, microbatch = action
-        if kind is Kind.FORWARD and stage == 0:
+        is_forward = kind is Kind.FORWARD
+        if is_forward and stage == 0:
             assert self.batch.inputs is not None
             return _as_tuple(self.batch.inputs[microbatch])
-        if kind is Kind.WEIGHT or (kind is not Kind.FORWARD and stage == self._last_stage):
+        if kind is Kind.WEIGHT or (stage == self._last_stage and not is_forward):
             return ()
-        taken = self.transport.receive(action)
-        if kind is Kind.FORWARD and self.schedule.trains:
-            specs = self.transport.crossings[stage - 1].forward.specs
-            for x, spec in zip(taken, specs, strict=True):
-                if spec.has_gradient:
-                    x.requires_grad_()
-        return taken
+        return self.transport.receive(action)
 
-    def _after_forward(self, action: Action, inputs: Tensors, output: Any) -> Tensors | None:
-        """Keeps what the backward needs. Returns the outputs for the next stage, or None after the
-        last stage, whose output goes to the loss. Raises ValueError where a stage's outputs are not
-        what its boundary declares."""
+    def _forward(self, action: Action, inputs: Tensors) -> Tensors | None:
+        """Computes a stage's outputs and keeps what the backward needs. Returns the outputs for the
+        next stage, or None after the last stage, whose output goes to the loss. Raises ValueError
+        if a stage's outputs are not what its boundary declares."""
         stage, _, microbatch = action
-        trains = self.schedule.trains
-        kept = tuple(x for x in inputs if x.requires_grad)
+        batch, trains, crossings = self.batch, self.schedule.trains, self.transport.crossings
+        kept: list[Tensor] = []
+        if trains and stage > 0:
+            for x, spec in zip(inputs, crossings[stage - 1].forward.specs, strict=True):
+                if spec.has_gradient:
+                    kept.append(x.requires_grad_())
+        named = {} if batch.keywords is None else batch.keywords[microbatch]
+        output = self.stages[stage].module(*inputs, **named)
         if stage == self._last_stage:
             if self.loss_fn is None:
                 self.outputs.append(output)
                 return None
-            labels = self.batch.labels
-            loss = self.loss_fn(output, None if labels is None else labels[microbatch])
+            loss = self.loss_fn(output, None if batch.labels is None else batch.labels[microbatch])
             self.total_loss += loss.detach().reshape(())
             if trains:
                 self._alive[stage, microbatch] = kept, [loss]
             return None
-        outputs, message = _as_tuple(output), self.transport.crossings[stage].forward
-        specs = message.specs
-        if len(outputs) != len(specs) or not all(map(TensorSpec.fits, specs, outputs)):
-            given = []
-            for y in outputs:
-                gradient = ", which needs a gradient" if y.requires_grad else ""
-                given.append(f"{TensorSpec(tuple(y.shape), y.dtype)}{gradient}")
-            raise ValueError(
-                f"the stage gives {' and '.join(given)}, and its boundary declares {message}; an "
-                "output that needs a gradient must be detached, or declared with "
-                "requires_grad=True"
-            )
+        outputs, message = _as_tuple(output), crossings[stage].forward
+        _check_outputs(outputs, message)
         if trains:
-            returning = [y for y, spec in zip(outputs, specs, strict=True) if spec.has_gradient]
-            roots = [get_gradient_edge(y) if y.requires_grad else None for y in returning]
+            roots: list[GradientEdge | None] = []
+            for y, spec in zip(outputs, message.specs, strict=True):
+                if spec.has_gradient:
+                    roots.append(get_gradient_edge(y) if y.requires_grad else None)
             self._alive[stage, microbatch] = kept, roots
         return tuple(y.detach() for y in outputs)
 
     def _backward(self, action: Action, grads: Tensors) -> Tensors | None:
-        """Differentiates a stage's microbatch, wholly or in its input alone. Returns the gradients
+        """Differentiates a stage's microbatch, in full or only in its input. Returns the gradients
         of the inputs for the stage before, or None from the first stage."""
         stage, kind, microbatch = action
+        own = self.stages[stage]
         inputs, roots = self._alive.pop((stage, microbatch))
-        is_split, own = kind is Kind.INPUT, self.stages[stage]
-        own.before_backward(not is_split and action in self.schedule.last_backwards)
-        # A root is None if it needs no gradient. `grads` are empty if the root is a loss.
-        pairs = zip(roots, grads or (None,) * len(roots), strict=True)
-        starts: list[Any] = [pair for pair in pairs if pair[0] is not None]
-        collecting: AbstractContextManager[list[Work]] = nullcontext([])
-        if is_split and own.delayed is not None:
-            collecting = own.delayed.collecting()
-        with collecting as works:
-            if starts:
-                torch.autograd.backward([root for root, _ in starts], [grad for _, grad in starts])
-        if is_split:
+        if kind is Kind.INPUT:
+            assert own.delayed is not None
+            own.before_backward(False)
+            with own.delayed.collecting() as works:
+                _differentiate(roots, grads)
             self._weights[stage, microbatch] = works
+        else:
+            own.before_backward(action in self.schedule.last_backwards)
+            _differentiate(roots, grads)
         if stage == 0:
             return None
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
@@ -216,6 +199,33 @@ class ScheduleExecutor:
         if isinstance(error, Parallel3dError):  # its message says all that its reader needs
             raise error
         raise StageError(f"{place}: {type(error).__name__}: {error}") from error
+
+
+def _check_outputs(outputs: Tensors, message: Message) -> None:
+    """Raises ValueError if a stage's outputs are not those that its boundary declares."""
+    if len(outputs) == len(message.specs) and all(map(TensorSpec.fits, message.specs, outputs)):
+        return
+    given = []
+    for y in outputs:
+        gradient = ", which needs a gradient" if y.requires_grad else ""
+        given.append(f"{TensorSpec(tuple(y.shape), y.dtype)}{gradient}")
+    raise ValueError(
+        f"the stage gives {' and '.join(given)}, and its boundary declares {message}; an output "
+        "that needs a gradient must be detached, or declared with requires_grad=True"
+    )
+
+
+def _differentiate(roots: Roots, grads: Tensors) -> None:
+    """Adds to `.grad` of parameters and inputs. `grads` are the gradients of the roots, and empty
+    if the root is a loss."""
+    starts: list[Any] = []
+    given: list[Tensor | None] = []
+    for root, grad in zip(roots, grads or (None,), strict=True):
+        if root is not None:
+            starts.append(root)
+            given.append(grad)
+    if starts:
+        torch.autograd.backward(starts, given)
 
 
 def _as_tuple(value: Any) -> Tensors:

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
+from parallel3d.pipeline.boundary import Message
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.shared_memory.ring import LARGEST_BYTES, Incoming, Outgoing
 from parallel3d.shared_memory.segment import PeerLostError, own_folder
@@ -48,7 +48,7 @@ class Links:
         self.incoming: dict[int, Incoming] = {}
         self.outgoing: dict[int, Outgoing] = {}
         # the ways of all ranks that have shared memory
-        self._shared: frozenset[Way] = frozenset()
+        self._shared: set[Way] = set()
         self._pipeline = pp.get_group() if self.size > 1 else None
         self._ways, self.device = _ways(schedule), device
         # this rank's ways, with the other end's rank in it
@@ -56,9 +56,9 @@ class Links:
         # the first rank's on all ranks, and no other pipeline's
         self.name = f"parallel3d/{secrets.token_hex(8)}"
         self._is_closed = False
+        self._timeout = timedelta()
         # where the ranks leave the message of the first failure; "" where there are no others
         self._failure_key = ""
-        self._timeout: Callable[[], timedelta] = timedelta
         # In torch's "fake" process group (a dry run) there are no other processes to meet: all
         # messages go through the groups, as on GPUs.
         if self._pipeline is not None and dist.get_backend(self._pipeline) != "fake":
@@ -66,15 +66,14 @@ class Links:
         if not self._shared.issuperset(self._ways):
             self.open_groups()
 
-    def shares(self, source: int, target: int, nbytes: int) -> bool:
-        """Returns whether a message of this size goes through shared memory, not the backend."""
-        return nbytes <= LARGEST_BYTES and (source, target) in self._shared
+    def shares(self, source: int, target: int, message: Message) -> bool:
+        """Returns whether a message goes through shared memory, not the backend."""
+        return message.nbytes <= LARGEST_BYTES and (source, target) in self._shared
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule) -> None:
         """Every target makes the memory of its links and tells all ranks where it is; then both
         ends open it."""
-        # which changes after the first step
-        self._timeout = partial(timeout_of, pipeline, self.device)
+        self._timeout = timeout_of(pipeline, self.device)
         with own_folder(self.device.type) as folder:
             mine: dict[Way, Path] = {}
             for source, target in self._ways:
@@ -87,17 +86,18 @@ class Links:
             own = socket.gethostname(), self.name, digest, mine
             offers = [own] * self.size
             dist.all_gather_object(offers, own, group=pipeline)
-            hosts, names, digests, links = zip(*offers, strict=True)
+            hosts, names, digests, memories = zip(*offers, strict=True)
             if len(set(digests)) > 1:
                 raise ScheduleError(
                     f"schedule {schedule.name}: the ranks of the pipeline do not have the same one"
                 )
             self.name = self._failure_key = names[0]
-            for source, target in self._ways:
-                if (source, target) in links[target] and hosts[source] == hosts[target]:
-                    self._shared |= {(source, target)}
+            for way in self._ways:
+                source, target = way
+                if way in memories[target] and hosts[source] == hosts[target]:
+                    self._shared.add(way)
                     if source == self.rank:
-                        self.outgoing[target] = Outgoing(links[target][source, target], target)
+                        self.outgoing[target] = Outgoing(memories[target][way], target)
             dist.barrier(pipeline)  # all have opened what is now removed
 
     def open_groups(self) -> None:
@@ -107,7 +107,6 @@ class Links:
         if self._groups or self._pipeline is None:
             return
         ranks, device = dist.get_process_group_ranks(self._pipeline), self.device
-        timeout = self._timeout() or None
         first_message = torch.zeros(1, device=device)
         for source, target in self._ways:
             if self.rank not in (source, target):
@@ -115,6 +114,7 @@ class Links:
             peer = target if self.rank == source else source
             name = f"{self.name} {source} to {target}"
             ends = [ranks[source], ranks[target]]
+            timeout = self._timeout or None
             group = group_of(ends, "pipeline", name=name, device=device, timeout=timeout)
             self._groups[source, target] = group, dist.get_group_rank(group, ranks[peer])
             start = self.isend if self.rank == source else self.irecv
@@ -140,7 +140,7 @@ class Links:
         gone or stays silent."""
         # On a GPU the stream waits, and NCCL's watchdog knows the limit; with one given, the host
         # would stop. gloo's messages know only the first limit of their group.
-        limits = () if self.device.type == "cuda" else (self._timeout(),)
+        limits = () if self.device.type == "cuda" else (self._timeout,)
         _noticing_loss(peer, work.wait, *limits)
 
     def wait(self, link: Incoming) -> int:
@@ -162,18 +162,21 @@ class Links:
         sleeper = select.poll()
         for pipe in (*pipes, *(link.credits for link in waiting)):
             sleeper.register(pipe, select.POLLIN)
-        limit_s = self._timeout().total_seconds()
+        limit_s = self._timeout.total_seconds()
         if not sleeper.poll(limit_s * 1000):
             raise PeerLostError(f"no answer within {limit_s:.0f} s")
         for link in waiting:
             link.flush()
 
-    def check_open(self) -> None:
-        """Raises RankError where an earlier run has failed, here or on another rank."""
+    def begin_run(self) -> None:
+        """Looks up how long this rank waits for others, which changes after the first step. Raises
+        RankError if an earlier run has failed, here or on another rank."""
         if self._is_closed:
             raise RankError(
                 f"this pipeline has failed: {self.failure_message() or 'see the first error'}"
             )
+        if self._pipeline is not None and self._failure_key:
+            self._timeout = timeout_of(self._pipeline, self.device)
 
     def fail(self, message: str) -> None:
         """Tells the other ranks: leaves them a message, then closes everything that they may wait

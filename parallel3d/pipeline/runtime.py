@@ -73,9 +73,6 @@ class PipelineRuntime:
             device = next((x.device for x in chain(held.parameters(), held.buffers())), "cpu")
         self.links = Links(pp, schedule, torch.device(device))
         self._boundaries = normalized(boundaries, schedule.stages)
-        # what crosses between stages, for the latest sizes
-        self._sizes: Sizes | None = None
-        self._crossings: tuple[Crossing, ...] = ()
         # Stages run alone before the first step of each set of sizes and number of microbatches: on
         # a GPU, loading a kernel may wait for all that was posted, such as a receive.
         self.warms_up = self.links.device.type == "cuda" and ranks > 1
@@ -176,7 +173,7 @@ class PipelineRuntime:
     ) -> ScheduleExecutor:
         """Executes a schedule on a batch, after the warm-up. Raises ValueError if the batch does
         not suit the schedule."""
-        self.links.check_open()
+        self.links.begin_run()
         inputs = () if batch.inputs is None and 0 in self.stages else batch.inputs
         given = {"inputs": inputs, "labels": batch.labels, "keywords": batch.keywords}
         for what, each in given.items():
@@ -184,22 +181,20 @@ class PipelineRuntime:
                 raise ValueError(
                     f"{what} of {len(each)} microbatches, and {schedule.microbatches} are to run"
                 )
-        sizes = dict(batch.sizes or {})
-        if self._sizes != sizes:
-            self._crossings = tuple(Crossing.of(boundary, sizes) for boundary in self._boundaries)
-            self._sizes = sizes
-        kind_of_step = schedule.trains, schedule.microbatches, *sorted(sizes.items())
+        sizes = tuple(sorted((batch.sizes or {}).items()))
+        crossings = [Crossing.of(boundary, sizes) for boundary in self._boundaries]
+        kind_of_step = schedule.trains, schedule.microbatches, sizes
         # Evaluations need no warm-up after training.
         is_cold = schedule.trains or not self._warm
         if self.warms_up and is_cold and kind_of_step not in self._warm:
             self._warm.add(kind_of_step)
-            self._warm_up(schedule, batch)
-        transport = Transport(self.links, schedule, self._crossings)
+            self._warm_up(schedule, batch, crossings)
+        transport = Transport(self.links, schedule, crossings)
         executor = ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, recorder)
         executor.run()
         return executor
 
-    def _warm_up(self, schedule: Schedule, batch: Batch) -> None:
+    def _warm_up(self, schedule: Schedule, batch: Batch, crossings: Sequence[Crossing]) -> None:
         """Does each kind of action of each stage of this rank once, without other pipeline ranks.
 
         Kernels are loaded, compiled and tuned, and the groups of tensor and data parallelism
@@ -207,7 +202,7 @@ class PipelineRuntime:
         generators are left as they were; gradients of a stage with `drop_gradients` are clear
         before."""
         schedule = schedule.first_of_each_kind(self.links.rank)
-        transport = WarmupTransport(self.links, schedule, self._crossings)
+        transport = WarmupTransport(self.links, schedule, crossings)
         loss_fn = self.loss_fn if schedule.trains or batch.labels is not None else None
         executor = ScheduleExecutor(schedule, self.stages, transport, batch, loss_fn, None)
         stages = self.stages.values()

@@ -37,10 +37,6 @@ class SplitSpec:
     settings: Mapping[str, Any] = field(default_factory=dict)  # keywords of every forward
     tuples: bool = False  # a block returns a tuple that starts with the hidden states
 
-    @property
-    def owned(self) -> tuple[str, ...]:
-        return (self.blocks, *self.first, *self.added, *self.last)
-
 
 _HIDDEN: dict[str, Any] = {"hidden": "inputs_embeds", "settings": {"use_cache": False}}
 LLAMA = SplitSpec("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), **_HIDDEN)
@@ -181,11 +177,10 @@ def _without_absent(model: nn.Module, rules: SplitSpec) -> SplitSpec:
     """Returns the rules without modules that this model does not have, such as the projections of
     most OPTs. `_refuse_lost_or_shared` finds the parameters of a name that is wrong."""
     modules = dict(model.named_modules())
-    first, last, added = (
-        tuple(filter(modules.__contains__, names))
-        for names in (rules.first, rules.last, rules.added)
-    )
-    return replace(rules, first=first, last=last, added=added)
+    present: dict[str, Any] = {}
+    for which in ("first", "last", "added"):
+        present[which] = tuple(name for name in getattr(rules, which) if name in modules)
+    return replace(rules, **present)
 
 
 def _stage(
@@ -233,18 +228,23 @@ def _refuse_lost_or_shared(
     model: nn.Module, rules: SplitSpec, blocks: Sequence[str], ranges: Sequence[range]
 ) -> None:
     """Raises ValueError for a parameter of no stage, or one of two names on different stages."""
+    places: dict[str, int] = {}  # the start of a parameter's name -> its stage
+    for stage, own in enumerate(ranges):
+        for block in blocks[own.start : own.stop]:
+            places[f"{rules.blocks}.{block}."] = stage
+    for name in (*rules.first, *rules.added):
+        places[f"{name}."] = 0
+    for name in rules.last:
+        places[f"{name}."] = len(ranges) - 1
     stage_of: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners = [each for each in rules.owned if name.startswith(f"{each}.")]
+        owners = list(filter(name.startswith, places))
         if not owners:
             raise ValueError(
                 f"{name}: no rule gives it to a stage; name its module among `first`, `added` or "
                 "`last`"
             )
-        stage = len(ranges) - 1 if owners[0] in rules.last else 0
-        if owners[0] == rules.blocks:
-            block = blocks.index(name[len(rules.blocks) + 1 :].split(".")[0])
-            stage = next(number for number, own in enumerate(ranges) if block in own)
+        stage = places[owners[0]]
         other, before = stage_of.setdefault(id(parameter), (name, stage))
         if before != stage:
             raise ValueError(
@@ -260,14 +260,14 @@ def _check(
     model: nn.Module, stages: Sequence[nn.Module], rules: SplitSpec, example: Tensor
 ) -> None:
     """Raises ValueError if the stages do not give the model's output for an example."""
-    modules = nn.ModuleList([model, *stages]).modules()
-    training = {part: part.training for part in modules}
-    model.eval()
+    held = nn.ModuleList([model, *stages])
+    training = {part: part.training for part in held.modules()}
+    held.eval()
     try:
         wanted = _first_tensor(model(example, **rules.settings))
         x = example
         for stage in stages:
-            x = stage.eval()(x)
+            x = stage(x)
     finally:
         for part, was in training.items():
             part.training = was

@@ -34,10 +34,12 @@ class BlockRange:
     @property
     def parts(self) -> set[str]:
         """The names of the model's parts, beside its blocks, that go with them."""
-        return {
-            *(FIRST_PARTS if self.is_first_stage else ()),
-            *(LAST_PARTS if self.is_last_stage else ()),
-        }
+        parts: set[str] = set()
+        if self.is_first_stage:
+            parts.update(FIRST_PARTS)
+        if self.is_last_stage:
+            parts.update(LAST_PARTS)
+        return parts
 
 
 def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
@@ -64,13 +66,9 @@ def cut(model: nn.Module, blocks: BlockRange) -> nn.Module:
 
 def names_of(blocks: BlockRange, names: Iterable[str]) -> set[str]:
     """Returns the model's parameter names that belong to a stage."""
-    own = {*blocks.parts, *(f"layers.{index}" for index in range(blocks.first, blocks.end))}
-    found = set()
-    for name in names:
-        top, _, rest = name.partition(".")
-        if top in own or f"{top}.{rest.partition('.')[0]}" in own:
-            found.add(name)
-    return found
+    prefixes = [f"{part}." for part in blocks.parts]
+    prefixes += [f"layers.{index}." for index in range(blocks.first, blocks.end)]
+    return {name for name in names if name.startswith(tuple(prefixes))}
 
 
 def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
@@ -148,7 +146,7 @@ class Chain(nn.Sequential):
             *path, leaf = name.split(".")
             owner: nn.Module = self
             for part in path:
-                if part not in dict(owner.named_children()):
+                if not hasattr(owner, part):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.add_module(leaf, model.get_submodule(name))

@@ -9,27 +9,26 @@ one host go through `shared_memory.ring`, others by the backend (`Links.shares`)
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.pipeline.boundary import Crossing, Message
+from parallel3d.pipeline.boundary import Crossing, Message, Tensors
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind, Schedule
 
 WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
 
-Tensors = tuple[Tensor, ...]
+Receive = tuple[Action, list[dist.Work], Tensors]  # by the backend, for the action that takes it
 
 
 class Transport:
-    """Carries out the sends and receives of one run. `send` passes on what an action takes, on this
-    rank or another, `receive` gets what an action here takes, and `action_issued` is to be called
-    after each action of this rank, when what it gives has been sent. `crossings[s]` is what goes
-    between stages s and s + 1.
+    """Carries out the sends and receives of one run. `send` passes on what an action has made,
+    `receive` gets what an action takes, and `action_issued` is to be called after each action of
+    this rank, when what it gives has been sent. `crossings[s]` is what goes between stages s and
+    s + 1.
 
     A receive is posted only when all of this rank's own work from which its data follows has been
     issued, because a GPU may come to wait for all that was posted to it: for memory, or for a
@@ -37,7 +36,7 @@ class Transport:
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing]) -> None:
         self.links, self.crossings = links, crossings
-        self._placement = schedule.placement
+        self._schedule, self._placement = schedule, schedule.placement
         # What stages of this rank made, and what was sent before a message that an action waited
         # for.
         self._arrived: dict[Action, Tensors] = {}
@@ -45,27 +44,24 @@ class Transport:
         # backend, and the receives by the backend that are posted.
         self._in_memory: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._unposted: defaultdict[int, deque[Action]] = defaultdict(deque)
-        self._posted: defaultdict[int, deque[tuple[Action, list[dist.Work], Tensors]]]
-        self._posted = defaultdict(deque)
-        self._postable_after: Mapping[Action, int] = {}
+        self._posted: defaultdict[int, deque[Receive]] = defaultdict(deque)
         self._issued = 0  # actions of this rank so far
         self._outboxes: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-        self._expect(schedule)
+        self._expect()
 
-    def _expect(self, schedule: Schedule) -> None:
+    def _expect(self) -> None:
         """Lists what is to come, and posts what can come by the backend before this rank has done
         anything."""
         links = self.links
         for (one, other), crossing in zip(pairwise(self._placement), self.crossings, strict=True):
             # all ranks come to need the groups at once
-            if one != other and not links.shares(one, other, crossing.forward.nbytes):
+            if one != other and not links.shares(one, other, crossing.forward):
                 links.open_groups()
-        for (source, target), takers in schedule.transfers.items():
+        for (source, target), takers in self._schedule.transfers.items():
             for taker in takers if target == links.rank else ():
-                is_shared = links.shares(source, target, self._message(taker).nbytes)
-                (self._in_memory if is_shared else self._unposted)[source].append(taker)
-        if self._unposted:
-            self._postable_after = schedule.postable_after(links.rank)
+                is_shared = links.shares(source, target, self._message(taker))
+                expected = self._in_memory if is_shared else self._unposted
+                expected[source].append(taker)
         self._post()
 
     def action_issued(self) -> None:
@@ -74,36 +70,41 @@ class Transport:
         self._issued += 1
         self._post()
 
-    def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
-        links, target, message = self.links, self._placement[taker.stage], self._message(taker)
+    def send(self, maker: Action, tensors: Tensors) -> None:
+        taker = self._schedule.feeds(maker)
+        assert taker is not None
+        links, target = self.links, self._placement[taker.stage]
         if target == links.rank:
-            self._arrived[taker] = tuple(tensors)
+            self._arrived[taker] = tensors
             return
-        if links.shares(links.rank, target, message.nbytes):
+        message = self._message(taker)
+        if links.shares(links.rank, target, message):
             links.outgoing[target].send(message.digest, tensors)
             return
         outbox = self._outboxes[target]
         for tensor in tensors:
-            while len(outbox) >= SENDS_KEPT:
+            if len(outbox) >= SENDS_KEPT:
                 links.complete(outbox.popleft()[0], target)
             tensor = tensor.contiguous()
             # the tensor must live until it is sent
             outbox.append((links.isend(tensor, target), tensor))
 
     def receive(self, taker: Action) -> Tensors:
-        source = self._placement[taker.stage + (-1 if taker.kind is Kind.FORWARD else 1)]
-        is_shared = self.links.shares(source, self.links.rank, self._message(taker).nbytes)
-        take_next = self._read if is_shared else self._complete
+        giver = taker.stage - 1 if taker.kind is Kind.FORWARD else taker.stage + 1
+        source = self._placement[giver]
         while taker not in self._arrived:
-            take_next(source)
+            if self.links.shares(source, self.links.rank, self._message(taker)):
+                self._read(source)
+            else:
+                self._complete(source)
         return self._arrived.pop(taker)
 
     def finish(self) -> None:
         """Waits until every message is on its way."""
         self.links.wait_until_sent()
         for target, outbox in self._outboxes.items():
-            while outbox:
-                self.links.complete(outbox.popleft()[0], target)
+            for work, _ in outbox:
+                self.links.complete(work, target)
 
     def _read(self, source: int) -> None:
         """Waits for the next message in the memory shared with `source`."""
@@ -114,7 +115,7 @@ class Transport:
                 f"{taker} takes {message} ({message.nbytes} bytes), and pipeline rank {source} has "
                 "sent something else: the ranks have declared other shapes or sizes"
             )
-        self._arrived[taker] = self._empty(message)
+        self._arrived[taker] = message.empty(self.links.device)
         link.read(self._arrived[taker])
 
     def _complete(self, source: int) -> None:
@@ -127,12 +128,10 @@ class Transport:
 
     def _post(self) -> None:
         for source, unposted in self._unposted.items():
-            posted = self._posted[source]
-            while unposted and len(posted) <= RECEIVES_AHEAD:
-                if self._postable_after[unposted[0]] > self._issued:
-                    break
+            posted, after = self._posted[source], self._schedule.postable_after(self.links.rank)
+            while unposted and len(posted) <= RECEIVES_AHEAD and after[unposted[0]] <= self._issued:
                 taker = unposted.popleft()
-                tensors = self._empty(self._message(taker))
+                tensors = self._message(taker).empty(self.links.device)
                 works = [self.links.irecv(tensor, source) for tensor in tensors]
                 posted.append((taker, works, tensors))
 
@@ -141,21 +140,16 @@ class Transport:
             return self.crossings[taker.stage - 1].forward
         return self.crossings[taker.stage].backward
 
-    def _empty(self, message: Message) -> Tensors:
-        device = self.links.device
-        shapes = [(map(int, spec.shape), spec.dtype) for spec in message.specs]
-        return tuple(torch.empty(*shape, dtype=dtype, device=device) for shape, dtype in shapes)
-
 
 class WarmupTransport(Transport):
     """Stands in for the transport of stages that run alone: what another rank would send is zeros,
     and what goes to another rank goes nowhere."""
 
-    def _expect(self, schedule: Schedule) -> None:
+    def _expect(self) -> None:
         pass
 
-    def send(self, taker: Action, tensors: Sequence[Tensor]) -> None:
+    def send(self, maker: Action, tensors: Tensors) -> None:
         pass
 
     def receive(self, taker: Action) -> Tensors:
-        return tuple(tensor.zero_() for tensor in self._empty(self._message(taker)))
+        return tuple(x.zero_() for x in self._message(taker).empty(self.links.device))

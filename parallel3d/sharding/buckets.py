@@ -104,15 +104,15 @@ class Bucket:
         pieces = zip(values.items(), memory.split(sizes), strict=True)
         self.parts = [ReplicatedPart(*held, piece, reduction) for held, piece in pieces]
         if reduction.split:
-            self._packing = Packing(
-                [part.gradient.shape for part in self.parts], reduction.shard.size
-            )
+            shapes = [part.gradient.shape for part in self.parts]
+            self._packing = Packing(shapes, reduction.shard.size)
 
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
         over, dtype = self._reduction, self._reduction.dtypes.reduce
         if over.split:
-            rows = self._packing.pack([part.gradient for part in self.parts], dtype)
+            gradients = [part.gradient for part in self.parts]
+            rows = self._packing.pack(gradients, over.shard.size, dtype)
             self._pending = start_row_reduction(rows, over.shard)
         elif over.every.size > 1:
             sent = self.memory.to(dtype)
@@ -132,7 +132,7 @@ class Bucket:
         if over.average:
             total.mul_(1.0 / over.every.size)
         if over.split:
-            self._packing.unpack_own(total, [part.own_gradient for part in self.parts])
+            self._packing.unpack(total[None], [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
         """Starts to give every rank the rows that the optimizer has stepped; returns a function
@@ -140,8 +140,8 @@ class Bucket:
         over = self._reduction
         if not over.split:
             return lambda: None
-        sent = self._packing.pack_own([part.local for part in self.parts], over.dtypes.compute)
-        return start_row_gather(sent, over.shard)
+        stepped = [part.local for part in self.parts]
+        return start_row_gather(self._packing.pack(stepped, 1, over.dtypes.compute), over.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
         """Makes the parameters what was stepped: all ranks' `rows`, or this rank's own."""
@@ -153,53 +153,38 @@ class Bucket:
 
 
 class Packing:
-    """The layout of tensors of some shapes, each cut by rows over `ranks`, in one tensor [ranks,
-    width]. A rank that has fewer rows than rank 0 has a gap, which is never read."""
+    """The layout of tensors of some shapes in one tensor [ranks, width]. Each tensor is cut by rows
+    over the ranks. A rank that has fewer rows than rank 0 has a gap, which is never read. The rows
+    of one rank lie in the same way in a tensor [1, width]."""
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
-        self.ranks = ranks
         self._widths = [largest_shard(shape[0], ranks) * shape[1:].numel() for shape in shapes]
-        self.width = sum(self._widths)
 
-    def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Writes whole tensors into a new tensor [ranks, width]."""
-        packed = torch.empty(self.ranks, self.width, dtype=dtype, device=tensors[0].device)
-        for part, place in self._blocks(tensors, packed):
+    def pack(self, tensors: Sequence[Tensor], ranks: int, dtype: torch.dtype) -> Tensor:
+        """Writes the rows of all ranks, or of one, into a new tensor [ranks, width]."""
+        shape = (ranks, sum(self._widths))
+        packed = torch.empty(shape, dtype=dtype, device=tensors[0].device)
+        for part, place in self._places(tensors, packed):
             place.copy_(part)
         return packed
 
     def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Writes [ranks, width] back into whole tensors."""
-        for part, place in self._blocks(tensors, packed):
+        """Writes [ranks, width] back into the rows of all ranks, or of one."""
+        for part, place in self._places(tensors, packed):
             part.copy_(place)
 
-    def pack_own(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Writes this rank's rows of each tensor into a new tensor [width]."""
-        packed = torch.empty(self.width, dtype=dtype, device=parts[0].device)
-        for part, place in zip(parts, packed.split(self._widths), strict=True):
-            place[: part.numel()].copy_(part.flatten())
-        return packed
-
-    def unpack_own(self, packed: Tensor, parts: Sequence[Tensor]) -> None:
-        """Writes [width] back into this rank's rows of each tensor."""
-        for part, place in zip(parts, packed.split(self._widths), strict=True):
-            part.copy_(place[: part.numel()].view_as(part))
-
-    def _blocks(self, tensors: Sequence[Tensor], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _places(self, tensors: Sequence[Tensor], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields parts of each tensor [rows, ...] with their places in its columns of `packed`:
         first all ranks that have a full share of rows, in one piece, then the rank that has fewer.
         A copy for each rank would take seconds at hundreds of ranks."""
         for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
-            row_shape = tensor.shape[1:]
-            each = columns.shape[1] // row_shape.numel()
-            full, few = divmod(tensor.shape[0], each)
+            places = columns.unflatten(1, (-1, *tensor.shape[1:]))  # [ranks, rows of a share, ...]
+            share = places.shape[1]
+            full, few = divmod(len(tensor), share)
             if full:
-                shape = (each, *row_shape)
-                whole = tensor[: full * each].view(full, *shape)
-                yield whole, columns[:full].unflatten(1, shape)
+                yield tensor[: full * share].unflatten(0, (full, share)), places[:full]
             if few:
-                last = columns[full, : few * row_shape.numel()]
-                yield tensor[full * each :], last.unflatten(0, (few, *row_shape))
+                yield tensor[full * share :], places[full, :few]
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
@@ -212,7 +197,7 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
     work = dist.all_to_all_single(received, rows, group=axis.group, async_op=True)
 
     def add() -> Tensor:
-        total, *others = after(work, received, rows).unbind(0)
+        total, *others = after(work, received, rows)
         for other in others:
             total += other
         return total
@@ -221,14 +206,14 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to gather the rows of all ranks, of which this rank has `own` [width]. Returns a
+    """Starts to gather the rows of all ranks, of which this rank has `own` [1, width]. Returns a
     function that waits for [ranks, width]."""
     if dist.get_backend(axis.group) != "gloo":
-        return start_gather(own[None], axis, 0)
-    rows = own.new_empty(axis.size, len(own))
-    rows[axis.rank] = own
+        return start_gather(own, axis, 0)
+    rows = own.new_empty(axis.size, own.shape[1])
+    rows[axis.rank] = own[0]
     works = []
-    for rank, row in enumerate(rows.unbind(0)):
+    for rank, row in enumerate(rows):
         works.append(dist.broadcast(row, group=axis.group, group_src=rank, async_op=True))
 
     def finish() -> Tensor:

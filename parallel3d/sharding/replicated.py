@@ -16,7 +16,7 @@ for activation recompute too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -43,6 +43,7 @@ class ReplicatedData(ShardedData):
     ) -> None:
         super().__init__(model)
         self._wrap, self._reduction, self._options = wrap, reduction, options
+        self._publishes_late = options.publish_in_forward and reduction.split
         self._last = True  # whether the backward under way is the step's last
         self._published = 0  # buckets whose parameters are those that were published
         self._arriving: Callable[[], Tensor | None] | None = None  # waits for the next bucket's
@@ -79,12 +80,8 @@ class ReplicatedData(ShardedData):
                 for parameter in chain.from_iterable(unit.parameters for unit in group)
             }
             self._buckets.append(Bucket(values, memory[index], reduction))
-            # A bucket with what no module holds is reduced at the end.
-            is_watched = all(unit.modules for unit in group)
-            hook = self._hook(index, is_watched=is_watched)
-            for module in chain.from_iterable(unit.modules or (self._model,) for unit in group):
-                if reduction.every.size > 1:
-                    module.register_forward_pre_hook(hook, with_kwargs=True)
+            if reduction.every.size > 1:
+                self._add_hooks(index, group)
         parts = chain.from_iterable(bucket.parts for bucket in self._buckets)
         self._parts = {id(part.parameter): part for part in parts}
         self._begin()
@@ -130,12 +127,13 @@ class ReplicatedData(ShardedData):
         if self._arriving is not None:  # what was published before, which is old now
             self._arriving()
         self._published, self._arriving = 0, self._buckets[0].start_publish()
-        if not (self._options.publish_in_forward and self._reduction.split):
+        if not self._publishes_late:
             self.finish_publish()
 
     def finish_publish(self) -> None:
         self._publish_until(len(self._buckets))
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _publish_until(self, end: int) -> None:
         """Waits until the first `end` buckets have what was published, one after the other in the
@@ -159,37 +157,42 @@ class ReplicatedData(ShardedData):
         self._buckets[self._next].start_reduction()
         self._next -= 1
 
-    def _hook(self, index: int, *, is_watched: bool) -> Any:
-        """Makes the hook of a module's forward. It waits for the bucket's published parameters. In
-        a watched bucket it also notices the forward, and by the gradient of its input the
+    def _add_hooks(self, index: int, units: Sequence[CommunicationUnit]) -> None:
+        """Lets the forwards of a bucket's units wait for its parameters, and its reduction follow
+        their backwards. A bucket with what no module holds is reduced at the end."""
+        for module in chain.from_iterable(unit.modules or (self._model,) for unit in units):
+            if self._publishes_late:
+                module.register_forward_pre_hook(lambda *args: self._publish_until(index + 1))
+            if all(unit.modules for unit in units):
+                module.register_forward_pre_hook(partial(self._watch, index), with_kwargs=True)
+
+    @torch.compiler.disable
+    def _watch(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Counts the forward of a unit, and hooks the first input that has a gradient to notice the
+        end of its backward. Without such an input the bucket is reduced after the whole
         backward."""
-
-        def after_backward(grad: Tensor) -> None:
-            self._open[index] -= 1
-            if self._last and self._open[index] == 0:
-                self._ready.add(index)
-                while self._next in self._ready:
-                    self._start_next()
-
-        @torch.compiler.disable
-        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._arriving is not None:
-                self._publish_until(index + 1)
-            # A forward that a checkpoint computes again is left out: its graph is not
-            # differentiated by itself.
-            if not is_watched or not torch.is_grad_enabled() or is_in_backward():
-                return None
-            self._open[index] += 1
-            for at, x in enumerate(args):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    # A hook of a leaf would be called as soon as the gradient of the leaf is there.
-                    y = x.view_as(x) if x.is_leaf else x
-                    y.register_hook(after_backward)
-                    return (*args[:at], y, *args[at + 1 :]), kwargs
-            # the unit is never closed, and its bucket is reduced when the backward has ended
+        # A forward that a checkpoint computes again is left out: its graph is not differentiated by
+        # itself.
+        if not torch.is_grad_enabled() or is_in_backward():
             return None
+        self._open[index] += 1
+        for at, x in enumerate(args):
+            if isinstance(x, Tensor) and x.requires_grad:
+                # A hook of a leaf would be called as soon as the gradient of the leaf is there.
+                y = x.view_as(x) if x.is_leaf else x
+                y.register_hook(partial(self._after_backward, index))
+                return (*args[:at], y, *args[at + 1 :]), kwargs
+        return None
 
-        return before_forward
+    def _after_backward(self, index: int, grad: Tensor) -> None:
+        """Starts to reduce the buckets that are complete after a unit's backward."""
+        self._open[index] -= 1
+        if self._last and self._open[index] == 0:
+            self._ready.add(index)
+            while self._next in self._ready:
+                self._start_next()
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:

@@ -3,6 +3,7 @@ the first one."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -67,17 +68,22 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
         innermost[place] = number.get(module, around)
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, set()).add(innermost[place])
-    first = {index: index for index in (0, *number.values())}  # units that are joined
-    for joined in holders.values():
-        found = {first[index] for index in joined}
-        first |= {index: min(found) for index, own in first.items() if own in found}
-    held: dict[int, list[nn.Parameter]] = {}
-    for parameter, joined in holders.items():
-        held.setdefault(first[min(joined)], []).append(parameter)
+    joined = {index: index for index in (0, *number.values())}  # units that share a parameter
+    for users in holders.values():
+        found = {joined[index] for index in users}
+        for index, own in joined.items():
+            if own in found:
+                joined[index] = min(found)
+    parameters, modules = defaultdict(list), defaultdict(list)
+    for parameter, users in holders.items():
+        parameters[joined[min(users)]].append(parameter)
+    for module in model.modules():
+        unit = joined[number.get(module, 0)]
+        if unit > 0:
+            modules[unit].append(module)
     units = []
-    for index, parameters in sorted(held.items()):
-        modules = [module for module, own in number.items() if index and first[own] == index]
-        units.append(CommunicationUnit(tuple(modules), tuple(parameters)))
+    for index in sorted(parameters):
+        units.append(CommunicationUnit(tuple(modules[index]), tuple(parameters[index])))
     return units
 
 
@@ -92,8 +98,8 @@ def _block_patterns(model: nn.Module) -> list[str]:
 
 
 def _numbered(model: nn.Module, wrap: Sequence[str | tuple[str, ...]]) -> dict[nn.Module, int]:
-    """Returns the modules that `wrap` names with the number of their unit, in the order of the
-    model."""
+    """Returns the modules that `wrap` names with the number of their unit, which is the place in
+    the model of its first module."""
     places = {module: place for place, module in enumerate(model.modules())}
     number: dict[nn.Module, int] = {}
     for each in wrap:
@@ -104,10 +110,10 @@ def _numbered(model: nn.Module, wrap: Sequence[str | tuple[str, ...]]) -> dict[n
                 children = ", ".join(name for name, _ in model.named_children()) or "none"
                 raise ValueError(f"wrap: {pattern} matches no module; its children are {children}")
             together += found
-        number |= {part: places[part] for part in together}
-        if not isinstance(each, str):
-            number |= dict.fromkeys(together, min(places[part] for part in together))
-    return {module: number[module] for module in places if module in number}
+        first = min(places[part] for part in together)
+        for part in together:
+            number[part] = places[part] if isinstance(each, str) else first
+    return number
 
 
 def _matches(name: str, pattern: str) -> bool:
