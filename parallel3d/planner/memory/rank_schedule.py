@@ -108,4 +108,6 @@ def _enough_microbatches(
     if traits.stages.v_shaped or virtual_stages == 1:
         return min(microbatches, (4 if traits.stages.v_shaped else 2) * pp + 2)
     first = groups_of(pp, microbatches)[0]
-    return min(microbatches, 2 * first) if groups_of(pp, 2 * first) == [first] * 2 else microbatches
+    if groups_of(pp, 2 * first) == [first] * 2:
+        return min(microbatches, 2 * first)
+    return microbatches
