@@ -65,7 +65,8 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
     own = None
     if config.source == "tokens":
         header = open_token_files(config).header
-        own = header and header.tokenizer
+        if header is not None:
+            own = header.tokenizer
         if (own is None) == (config.tokenizer == "bytes"):
             raise ConfigError(
                 f"data.tokenizer = {config.tokenizer}: must be a tokenizer.json if data.path = "

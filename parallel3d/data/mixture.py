@@ -113,8 +113,8 @@ class Mixture:
         chosen, own = self.order.draws(samples)
         by_source = np.argsort(chosen, kind="stable")
         parts = [self.sources[index].draw(own[chosen == index]) for index in np.unique(chosen)]
-        ids: TokenIds = np.concatenate(parts)[np.argsort(by_source)]
-        return ids
+        ids: TokenIds = np.concatenate(parts)
+        return ids[np.argsort(by_source)]
 
 
 def training_windows(recipe: Recipe, streams: Sequence[TokenStream]) -> WindowSource:
