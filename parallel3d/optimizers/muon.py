@@ -91,8 +91,9 @@ class Muon(torch.optim.Optimizer):
         (group,) = self.param_groups
         momentum = group["momentum"]
         full = exchange.gather([self._momentum(matrix, momentum) for matrix in matrices])
+        iterations = self._config.ns_steps or 0
         for number in full:
-            full[number] = orthogonalize(full[number], self._config.ns_steps or 0)
+            full[number] = orthogonalize(full[number], iterations)
         like = matrices[0].local.new_empty(0, dtype=self._dtype)
         updates = exchange.scatter(full, like)
         del full

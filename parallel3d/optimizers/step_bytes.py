@@ -27,11 +27,13 @@ def runs(
     run: list[T] = []
     elements = 0.0
     for item in items:
-        if run and elements + elements_of(item) > most:
+        more = elements_of(item)
+        if run and elements + more > most:
             yield run
-            run, elements = [], 0.0
+            run = []
+            elements = 0.0
         run.append(item)
-        elements += elements_of(item)
+        elements += more
     if run:
         yield run
 
@@ -107,7 +109,8 @@ def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonC
         results = item * sum(matrix.numel * ranks / matrix.parts for matrix in owned)
         exchanging = sent + max(sent, full)
         scattering = results + max(results, sent)
-        most = max(most, sent + wide, full + max(exchanging, iterating, scattering))
+        busiest = max(exchanging, iterating, scattering)
+        most = max(most, sent + wide, full + busiest)
     return most
 
 
