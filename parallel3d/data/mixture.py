@@ -71,7 +71,8 @@ class MixtureOrder:
         total = np.zeros(len(self.stages[0].weights), dtype=np.int64)
         end = samples
         for first, weights in reversed(self.stages):
-            repetitions, rest = divmod(max(end - first, 0), sum(weights))
+            in_stage = max(end - first, 0)
+            repetitions, rest = divmod(in_stage, sum(weights))
             source, _ = mixture_pattern(weights)
             total += repetitions * np.array(weights)
             total += np.bincount(source[:rest], minlength=len(weights))
@@ -112,7 +113,9 @@ class Mixture:
         global order."""
         chosen, own = self.order.draws(samples)
         by_source = np.argsort(chosen, kind="stable")
-        parts = [self.sources[index].draw(own[chosen == index]) for index in np.unique(chosen)]
+        parts = []
+        for index in np.unique(chosen):
+            parts.append(self.sources[index].draw(own[chosen == index]))
         ids: TokenIds = np.concatenate(parts)
         return ids[np.argsort(by_source)]
 
