@@ -32,7 +32,7 @@ every epoch in one order | parallel3d/data/order.py | seed_key ^ epoch.astype(np
 skipped samples off by one | parallel3d/data/order.py | each.last - each.first + 1 | each.last - each.first | tests/test_order.py tests/distributed/test_skipped_data.py tests/test_loader.py
 last window lost | parallel3d/data/windows.py | (len(self.stream) - 1) // self.seq_len | (len(self.stream) - 1) // self.seq_len - 1 | tests/test_source.py tests/test_loader.py tests/test_corpus.py
 places of a V swapped | parallel3d/schedules/build.py | (*range(pp), *reversed(range(pp))) | (*range(pp), *range(pp)) | tests/test_schedule.py
-shards of a table doubled | parallel3d/planner/model/parameters.py | return self.rows * self.columns * self.times | return self.rows * self.columns | tests/test_planner_parameters.py
+shards of a table doubled | parallel3d/planner/model/parameters.py | return rows * self.columns * self.times | return rows * self.columns | tests/test_planner_parameters.py
 own rows of the vocabulary | parallel3d/planner/model/parameters.py | return len(shard_rows(shape.vocab, rank, tp)) | return shape.vocab // tp | tests/test_planner_parameters.py tests/test_planner_shapes.py tests/test_plan_verify.py
 a step's all-gather by parts | parallel3d/planner/time/collectives.py | share * whole_bytes / ring_bandwidth(cluster, group) + hops | whole_bytes / ring_bandwidth(cluster, group) + hops | tests/test_planner_cost.py
 gradient of the z loss | parallel3d/layers/loss.py | 1.0 + 2.0 * self.z_loss * lse | 1.0 + self.z_loss * lse | tests/distributed/test_layers_vocabulary.py

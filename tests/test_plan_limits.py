@@ -14,12 +14,12 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.published.programs import named_program
 from parallel3d.planner.search.fastest import one_that_fits, search
-from parallel3d.planner.search.limits import (
+from parallel3d.planner.search.question import Fixed, Question, Strategy
+from parallel3d.planner.search.size_limits import (
     largest_batch,
     longest_sequence,
     smallest_cluster,
 )
-from parallel3d.planner.search.question import Fixed, Question, Strategy
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import find_cluster
 

@@ -46,11 +46,11 @@ def load_corpus(config: DataConfig) -> Corpus:
     if config.source == "tokens":
         files = open_token_files(config)
         return Corpus(files.train, files.validation, config, document_end(config, files))
-    tokenizer = build_tokenizer(config.tokenizer, config.end_of_text)
-    parts = split_documents(find_documents(config), config.validation_fraction)
+    tokenizer = find_tokenizer(config)
+    documents = find_documents(config)
+    train, validation = split_documents(documents, config.validation_fraction)
     end = tokenizer.end_of_text if config.documents == "mask" else None
-    train, validation = (stream_of(part, tokenizer) for part in parts)
-    return Corpus(train, validation, config, end)
+    return Corpus(stream_of(train, tokenizer), stream_of(validation, tokenizer), config, end)
 
 
 def open_token_files(config: DataConfig) -> TokenFiles:
@@ -59,23 +59,20 @@ def open_token_files(config: DataConfig) -> TokenFiles:
 
 
 def find_tokenizer(config: DataConfig) -> Tokenizer:
-    """Returns the tokenizer of a corpus, without a look at its text. Raises ConfigError and
-    DataError where it is not known or not there any more."""
+    """Returns the tokenizer of a corpus, without a look at its text: the own one of a folder of ids
+    if it has one, else `data.tokenizer`. Raises ConfigError or DataError if neither or both name it
+    or it cannot be read."""
+    own = None
     if config.source == "tokens":
-        return tokenizer_of(config, open_token_files(config))
-    return build_tokenizer(config.tokenizer, config.end_of_text)
-
-
-def tokenizer_of(config: DataConfig, files: TokenFiles) -> Tokenizer:
-    """Returns the tokenizer that the ids of `files` come from: the folder's own where it has one,
-    else `data.tokenizer`. Raises ConfigError where neither says it, or both do."""
-    own = files.header.tokenizer if files.header else None
-    if (own is None) == (config.tokenizer == "bytes"):
-        raise ConfigError(
-            f"data.tokenizer = {config.tokenizer}: must be a tokenizer.json if data.path = "
-            f"{config.path} has no tokenizer, and left out if it has; train.sample_tokens=0 needs "
-            "none"
-        )
+        header = open_token_files(config).header
+        if header is not None:
+            own = header.tokenizer
+        if (own is None) == (config.tokenizer == "bytes"):
+            raise ConfigError(
+                f"data.tokenizer = {config.tokenizer}: must be a tokenizer.json if data.path = "
+                f"{config.path} has no tokenizer, and left out if it has; train.sample_tokens=0 "
+                "needs none"
+            )
     if own is None:
         return build_tokenizer(config.tokenizer, config.end_of_text)
     if own.file is None:
@@ -99,10 +96,11 @@ def document_end(config: DataConfig, files: TokenFiles) -> int | None:
     ConfigError if attention stays within documents and nothing names that id."""
     if config.documents == "join":
         return None
-    if files.header is not None and files.header.end_of_text is not None:
+    if files.header is None:
+        if config.tokenizer != "bytes":
+            return build_tokenizer(config.tokenizer, config.end_of_text).end_of_text
+    elif files.header.end_of_text is not None:
         return files.header.end_of_text
-    if files.header is None and config.tokenizer != "bytes":
-        return build_tokenizer(config.tokenizer, config.end_of_text).end_of_text
     raise ConfigError(
         f"data.documents = mask: data.path = {config.path} does not say which id ends a document; "
         "try data.tokenizer=tokenizer.json, the path of their tokenizer, or data.documents=join"
@@ -138,20 +136,20 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
 def _refuse_other_tokenizers(data: DataConfig) -> None:
     """Raises ConfigError if the ids of two sources are known to come from different tokenizers, or
     if attention stays within documents that end with different ids."""
-    first: dict[object, tuple[object, str]] = {}  # what the first source with it is made by
+    first: dict[str, tuple[object, str]] = {}  # by what is compared: the first source's, its name
     for index, corpus in enumerate(data.corpora):
         name = f"data.sources[{index}].path = {corpus.path}"
         files = open_token_files(corpus)
-        made_by: dict[str, object] = {"end": document_end(corpus, files)}
+        compared: dict[str, object] = {"end": document_end(corpus, files)}
         if files.header and files.header.tokenizer:
             own = files.header.tokenizer
-            made_by["tokenizer"] = own.kind, own.sha256, files.header.end_of_text
-        for key, value in made_by.items():
-            other, name_of_other = first.setdefault(key, (value, name))
-            if other != value:
+            compared["tokenizer"] = own.kind, own.sha256, files.header.end_of_text
+        for key, value in compared.items():
+            value_of_first, name_of_first = first.setdefault(key, (value, name))
+            if value != value_of_first:
                 raise ConfigError(
                     f"{name}: its tokenizer or the id that ends a document is another than that "
-                    f"of {name_of_other}; try tokens that one tokenizer has made"
+                    f"of {name_of_first}; try tokens that one tokenizer has made"
                 )
 
 
@@ -162,10 +160,10 @@ def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: b
         document_end(data, files)
         needed = files.header.largest_id + 1 if files.header else 0
         if samples_text:
-            needed = max(needed, tokenizer_of(data, files).vocab_size)
+            needed = max(needed, find_tokenizer(data).vocab_size)
         tokens_of = [len(files.train), len(files.validation)]
     else:
-        tokenizer = build_tokenizer(data.tokenizer, data.end_of_text)
+        tokenizer = find_tokenizer(data)
         needed = tokenizer.vocab_size
         parts = split_documents(find_documents(data), data.validation_fraction)
         tokens_of = [_up_to_a_window(part, tokenizer, seq_len) for part in parts]
@@ -209,15 +207,17 @@ def split_documents(
     is nearest to the border goes there (the only case where adding a file may move another)."""
     if len(documents) == 1:
         (only,) = documents
-        size = only.stop - only.start
-        border = only.stop - min(max(round(size * validation_fraction), 1), max(size - 1, 1))
+        most = max(only.stop - 1, 1)  # a byte stays for training
+        border = only.stop - min(max(round(only.stop * validation_fraction), 1), most)
         return [replace(only, stop=border)], [replace(only, start=border)]
-    draws = sorted((_draw(document.name), document.name) for document in documents)
-    chosen = sum(draw < validation_fraction for draw, _ in draws)
+    draws = {document.name: _draw(document.name) for document in documents}
+    by_draw = sorted(draws, key=lambda name: (draws[name], name))
+    chosen = sum(draw < validation_fraction for draw in draws.values())
     chosen = min(max(chosen, 1), len(documents) - 1)
-    validation = {name for _, name in draws[:chosen]}
-    train = [document for document in documents if document.name not in validation]
-    return train, [document for document in documents if document.name in validation]
+    held_out = set(by_draw[:chosen])
+    train = [document for document in documents if document.name not in held_out]
+    validation = [document for document in documents if document.name in held_out]
+    return train, validation
 
 
 def _draw(name: str) -> float:

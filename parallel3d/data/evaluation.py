@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallel3d.config.recipe import DataConfig, EvaluationConfig
-from parallel3d.data.corpus import open_token_files, refuse_short, stream_of
+from parallel3d.data.corpus import find_tokenizer, open_token_files, refuse_short, stream_of
 from parallel3d.data.source import find_documents
 from parallel3d.data.token_files import FileTokens
-from parallel3d.data.tokenizers import build_tokenizer
 from parallel3d.data.windows import ShuffledWindows, TokenStream
 from parallel3d.errors import ConfigError
 
@@ -40,7 +39,7 @@ def _whole_stream(config: DataConfig, chosen: EvaluationConfig) -> TokenStream:
     ConfigError where the ids are not those of the run's own tokenizer."""
     if config.source != "tokens":
         own = replace(config, source="text", path=chosen.path)
-        return stream_of(find_documents(own), build_tokenizer(config.tokenizer, config.end_of_text))
+        return stream_of(find_documents(own), find_tokenizer(own))
     files = open_token_files(replace(config, path=chosen.path))
     trained = config.corpora[0]
     trained_on = open_token_files(trained).header

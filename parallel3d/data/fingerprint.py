@@ -25,22 +25,28 @@ def differences(then: Sequence[Fingerprint], now: Sequence[Fingerprint]) -> list
     found = []
     for before, after in zip(then, now, strict=True):
         for key, value in after.items():
-            if before.get(key) != value:
-                found.append(f"{key} {before.get(key)}, now {value}")
+            old = before.get(key)
+            if old != value:
+                found.append(f"{key} {old}, now {value}")
     return found
 
 
 def _fingerprint(corpus: Corpus) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_tokens": len(corpus.train),
+        "validation_tokens": len(corpus.validation),
+    }
     checksum = hashlib.blake2b(digest_size=16)
-    found = {"train_tokens": len(corpus.train), "validation_tokens": len(corpus.validation)}
     if corpus.config.source != "tokens":
         for stream in (corpus.train, corpus.validation):
             assert isinstance(stream, TokensInMemory)
             checksum.update(stream.ids.tobytes())
-    elif header := open_token_files(corpus.config).header:
+    else:
+        header = open_token_files(corpus.config).header
+        if header is None:  # Megatron's files have no checksum
+            return found
         checksum.update(header.dtype.encode())
         for shard in header.shards:
             checksum.update(f"{shard.tokens} {shard.documents} {shard.crc32};".encode())
-    else:  # Megatron's files have no checksum
-        return found
-    return found | {"checksum": checksum.hexdigest()}
+    found["checksum"] = checksum.hexdigest()
+    return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
+from math import ceil, inf
 
 import numpy as np
 import torch
@@ -80,15 +81,14 @@ class BatchLoader:
     sizes: BatchSizes | None = None  # the global batch's sizes where it warms up
     left_out: SkippedRanges = SkippedRanges()
     ignored_ids: tuple[int, ...] = ()
-    # samples that there are, where a last batch is to be filled up; None: there is no end
-    stop: int | None = None
+    stop: float = inf  # samples that there are, where a last batch is to be filled up
     # the id that ends a document, if batches are to tell documents apart
     document_end: int | None = None
 
     def __post_init__(self) -> None:
         unit = self.dp_size * self.microbatch_size
         if self.global_batch_size < 1 or self.global_batch_size % unit:
-            would_do = max(-(-self.global_batch_size // unit), 1) * unit
+            would_do = max(ceil(self.global_batch_size / unit), 1) * unit
             raise ConfigError(
                 f"train.global_batch_size = {self.global_batch_size}: must be a multiple of dp = "
                 f"{self.dp_size} times parallel.microbatch_size = {self.microbatch_size}; try "
@@ -96,7 +96,7 @@ class BatchLoader:
             )
 
     def evaluating(
-        self, source: WindowSource, global_batch_size: int, *, stop: int | None = None
+        self, source: WindowSource, global_batch_size: int, *, stop: float = inf
     ) -> BatchLoader:
         """Returns a loader of an evaluation's batches in the layout of this one."""
         return replace(
@@ -113,27 +113,32 @@ class BatchLoader:
         sizes = self.sizes or BatchSizes(full=self.global_batch_size, start=self.global_batch_size)
         share = sizes.at(step) // self.dp_size
         first = sizes.before(step) + self.dp_rank * share
-        samples = self.left_out.samples(np.arange(first, first + share, dtype=np.int64))
-        own = torch.from_numpy(samples).view(-1, self.microbatch_size)
-        is_beyond = samples >= (np.inf if self.stop is None else self.stop)
-        # [share, seq + 1]
-        drawn, wrong_id = self.source.draw(np.where(is_beyond, 0, samples)), None
-        if drawn.max() >= self.vocab or drawn.min() < 0:
+        samples = self.left_out.samples(np.arange(first, first + share))
+        is_beyond = samples >= self.stop
+        drawn = self.source.draw(np.where(is_beyond, 0, samples))  # [share, seq + 1]
+        wrong_id = None
+        largest = int(drawn.max())
+        if largest >= self.vocab or drawn.min() < 0:
             is_wrong = (drawn >= self.vocab) | (drawn < 0)
-            row, column = np.argwhere(is_wrong)[0].tolist()
-            wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), int(drawn.max()))
+            row, column = np.argwhere(is_wrong)[0]
+            wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), largest)
             drawn = np.where(is_wrong, 0, drawn)
-        ids = torch.from_numpy(drawn.astype(np.int64)).unflatten(0, (-1, self.microbatch_size))
+        ids = torch.from_numpy(drawn.astype(np.int64))
         # Copies: of a single sequence both slices are contiguous, and would share their memory.
-        inputs, labels = (
-            part.clone(memory_format=torch.contiguous_format)
-            for part in (ids[..., :-1], ids[..., 1:])
-        )
+        inputs = ids[:, :-1].clone(memory_format=torch.contiguous_format)
+        labels = ids[:, 1:].clone(memory_format=torch.contiguous_format)
+        labels[torch.from_numpy(is_beyond)] = IGNORED
         if self.ignored_ids:
-            labels.masked_fill_(torch.isin(labels, torch.tensor(self.ignored_ids)), IGNORED)
-        if self.stop is not None:
-            labels[torch.from_numpy(is_beyond).view(-1, self.microbatch_size)] = IGNORED
-        return Batch(inputs, labels, own, wrong_id, documents_ended_by(self.document_end, inputs))
+            labels[torch.isin(labels, torch.tensor(self.ignored_ids))] = IGNORED
+        microbatches = (-1, self.microbatch_size)
+        inputs = inputs.unflatten(0, microbatches)
+        return Batch(
+            inputs,
+            labels.unflatten(0, microbatches),
+            torch.from_numpy(samples).unflatten(0, microbatches),
+            wrong_id,
+            documents_ended_by(self.document_end, inputs),
+        )
 
 
 def documents_ended_by(end_of_text: int | None, ids: Tensor) -> Documents:
@@ -161,8 +166,9 @@ class EvaluationSet:
         `like` that are no larger than its own. Sequences that only fill up the last batch have
         no labels."""
         wanted = source.windows if sequences is None else sequences
-        steps, unit = -(-wanted // like.global_batch_size), like.dp_size * like.microbatch_size
-        size = -(-wanted // (steps * unit)) * unit
+        steps = ceil(wanted / like.global_batch_size)
+        unit = like.dp_size * like.microbatch_size
+        size = ceil(wanted / (steps * unit)) * unit
         return cls(name, like.evaluating(source, size, stop=wanted), steps)
 
     @property
@@ -185,4 +191,6 @@ def batches_ahead(
             coming = thread.submit(loader.batch, step + 1) if step + 1 in steps else None
             # Pinned by the caller's thread, because CUDA may wait for the whole device to give
             # pinned memory, which it must not do in the middle of a pipeline's step.
-            yield batch.pinned() if device.type == "cuda" else batch
+            if device.type == "cuda":
+                batch = batch.pinned()
+            yield batch

@@ -15,6 +15,7 @@ one whose last place comes soonest.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,25 +35,28 @@ Int64s = NDArray[np.int64]
 def mixture_pattern(weights: tuple[int, ...]) -> tuple[Int64s, Int64s]:
     """Returns the pattern of sources with `weights`, which are whole numbers and not all 0: the
     source of each sample until they repeat, and how many samples of that source come before."""
-    # 2k - 2; a single source: any
-    period, twice = sum(weights), max(2 * sum(weight > 0 for weight in weights) - 2, 1)
+    period = sum(weights)
+    twice = max(2 * np.count_nonzero(weights) - 2, 1)  # 2k - 2; a single source: any
     source = np.repeat(np.arange(len(weights)), weights)
     earlier = np.concatenate([np.arange(weight) for weight in weights])
-    share = twice * np.asarray(weights, dtype=np.int64)[source]
+    share = twice * np.repeat(weights, weights)
     # Sample m may be the n-th only if m + 1 - n * w / W, by which its source is then ahead, is
     # within the bound ...
     first = -(-(earlier * twice + 1) * period // share)
     # ... and it must come before n with which n * w / W - m, by which its source is behind without
     # it, is beyond it.
     last = ((earlier + 1) * twice - 1) * period // share + 1
-    coming = np.lexsort((last, first))
-    places, waiting, let_in = [], list[tuple[int, int]](), 0
+    samples_from = defaultdict(list)  # by the first place that they may have
+    for sample, place in enumerate(first.tolist()):
+        samples_from[place].append(sample)
+    pattern = []
+    waiting: list[tuple[int, int]] = []  # the last place of a sample, and the sample
     for place in range(1, period + 1):
-        while let_in < period and first[coming[let_in]] <= place:
-            heapq.heappush(waiting, (int(last[coming[let_in]]), int(coming[let_in])))
-            let_in += 1
-        places.append(heapq.heappop(waiting)[1])
-    return source[places], earlier[places]
+        for sample in samples_from[place]:
+            heapq.heappush(waiting, (int(last[sample]), sample))
+        _, most_urgent = heapq.heappop(waiting)
+        pattern.append(most_urgent)
+    return source[pattern], earlier[pattern]
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,14 @@ class MixtureOrder:
     def drawn(self, samples: int) -> Int64s:
         """Returns how many of the first `samples` are drawn from each source."""
         total = np.zeros(len(self.stages[0].weights), dtype=np.int64)
-        ends = [*(stage.first_sample for stage in self.stages[1:]), samples]
-        for (first, weights), end in zip(self.stages, ends, strict=True):
-            repetitions, rest = divmod(max(min(end, samples) - first, 0), sum(weights))
+        end = samples
+        for first, weights in reversed(self.stages):
+            in_stage = max(end - first, 0)
+            repetitions, rest = divmod(in_stage, sum(weights))
             source, _ = mixture_pattern(weights)
-            total += repetitions * np.asarray(weights, dtype=np.int64)
+            total += repetitions * np.array(weights)
             total += np.bincount(source[:rest], minlength=len(weights))
+            end = min(end, first)
         return total
 
     def draws(self, samples: Int64s) -> tuple[Int64s, Int64s]:
@@ -79,12 +85,14 @@ class MixtureOrder:
         begins = [stage.first_sample for stage in self.stages]
         stage_of = np.searchsorted(begins, samples, side="right") - 1
         for index in np.unique(stage_of):
-            (first, weights), here = self.stages[index], stage_of == index
+            first, weights = self.stages[index]
             pattern, earlier = mixture_pattern(weights)
+            here = stage_of == index
             repetition, place = np.divmod(samples[here] - first, len(pattern))
-            source[here] = chosen = pattern[place]
-            of_each = np.asarray(weights, dtype=np.int64)[chosen]
-            own[here] = self.drawn(first)[chosen] + repetition * of_each + earlier[place]
+            chosen = pattern[place]
+            before = self.drawn(first)[chosen] + repetition * np.array(weights)[chosen]
+            source[here] = chosen
+            own[here] = before + earlier[place]
         return source, own
 
 
@@ -105,27 +113,27 @@ class Mixture:
         global order."""
         chosen, own = self.order.draws(samples)
         by_source = np.argsort(chosen, kind="stable")
-        parts = [self.sources[index].draw(own[chosen == index]) for index in np.unique(chosen)]
-        ids: TokenIds = np.concatenate(parts)[np.argsort(by_source)]
-        return ids
+        parts = []
+        for index in np.unique(chosen):
+            parts.append(self.sources[index].draw(own[chosen == index]))
+        ids: TokenIds = np.concatenate(parts)
+        return ids[np.argsort(by_source)]
 
 
 def training_windows(recipe: Recipe, streams: Sequence[TokenStream]) -> WindowSource:
     """Returns what a run of the recipe draws from the training parts of its corpora, one stream or
     one a source."""
-    return _mix(
-        streams, mixture_stages(recipe), seq_len=recipe.train.seq_len, seed=recipe.train.seed
-    )
+    return _mix(streams, mixture_stages(recipe), recipe.train.seq_len, recipe.train.seed)
 
 
 def validation_windows(recipe: Recipe, streams: Sequence[TokenStream]) -> WindowSource:
     """Returns what a run validates on: the validation parts of its corpora, with the weights of the
     first stage. They are the same for every seed of the run."""
-    return _mix(streams, mixture_stages(recipe)[:1], seq_len=recipe.train.seq_len, seed=0)
+    return _mix(streams, mixture_stages(recipe)[:1], recipe.train.seq_len, seed=0)
 
 
 def _mix(
-    streams: Sequence[TokenStream], stages: tuple[MixtureStage, ...], *, seq_len: int, seed: int
+    streams: Sequence[TokenStream], stages: tuple[MixtureStage, ...], seq_len: int, seed: int
 ) -> WindowSource:
     sources = tuple(ShuffledWindows(stream, seq_len=seq_len, seed=seed) for stream in streams)
     if len(sources) == 1:
@@ -136,9 +144,10 @@ def _mix(
 def drawn_by_source(recipe: Recipe, steps: int, left_out: SkippedRanges) -> dict[str, int]:
     """Returns how many sequences the first `steps` steps draw from each of `data.sources`, by name,
     without those that they draw none from. It is empty where the recipe has no sources."""
-    order, sequences = MixtureOrder(mixture_stages(recipe)), recipe.batch_sizes.before(steps)
+    order = MixtureOrder(mixture_stages(recipe))
+    sequences = recipe.batch_sizes.before(steps)
     drawn = order.drawn(left_out.end(sequences))
     for passed in left_out.before(sequences):
         drawn -= order.drawn(passed.last + 1) - order.drawn(passed.first)
-    labels = [source.label for source in recipe.data.sources]
-    return {label: int(count) for label, count in zip(labels, drawn, strict=False) if count}
+    counts = zip(recipe.data.sources, drawn.tolist(), strict=False)
+    return {source.label: count for source, count in counts if count}

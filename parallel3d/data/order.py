@@ -32,7 +32,6 @@ Uint64s = NDArray[np.uint64]
 # all permutations of 2 to 7 windows are then equally likely by a chi-squared test of 100,000 (12:
 # not yet)
 ROUNDS = 24
-GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class SkippedRanges:
         for each in sorted(ranges, key=lambda each: each.first):
             if merged and each.first <= merged[-1].last + 1:
                 before = merged.pop()
-                each = SequenceRange(first=before.first, last=max(each.last, before.last))
+                last = max(each.last, before.last)
+                each = SequenceRange(first=before.first, last=last)
             merged.append(each)
         return cls(tuple(merged))
 
@@ -84,33 +84,39 @@ def window_order(
     epoch, place = np.divmod(samples, windows)
     if seed is None:
         return place
-    seed_key = _hash(np.full(len(samples), seed % 2**64, dtype=np.uint64))
+    seed_key = _hash(np.full_like(epoch, seed % 2**64, dtype=np.uint64))
     epoch_key = _hash(seed_key ^ epoch.astype(np.uint64))
     place = place.astype(np.uint64)
     wide = math.isqrt(windows - 1) + 1
     wide += wide % 2  # turns of odd rows and columns only would never give an odd permutation
     tall = -(-windows // wide)
     place = _turn(place, epoch_key, wide, tall)
-    while (outside := place >= windows).any():
+    outside = place >= windows
+    while outside.any():
         place[outside] = _turn(place[outside], epoch_key[outside], wide, tall)
+        outside = place >= windows
     return place.astype(np.int64)
 
 
 def _turn(cell: Uint64s, key: Uint64s, wide: int, tall: int) -> Uint64s:
     """Maps each cell of the `wide` x `tall` grid to another one, a bijection for each key."""
-    columns, rows = np.uint64(wide), np.uint64(tall)
-    row, column = np.divmod(cell, columns)
+    row, column = np.divmod(cell, wide)
     for _ in range(ROUNDS // 2):
         key = _hash(key)
-        column = (column + _hash(key ^ row) % columns) % columns
+        turn = _hash(key ^ row) % wide
+        column = (column + turn) % wide
         key = _hash(key)
-        row = (row + _hash(key ^ column) % rows) % rows
-    return row * columns + column
+        turn = _hash(key ^ column) % tall
+        row = (row + turn) % tall
+    return row * wide + column
 
 
 def _hash(x: Uint64s) -> Uint64s:
     """Returns SplitMix64's next output from state `x`; products wrap around 2^64."""
-    x = x + GOLDEN_RATIO
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x + 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+    x ^= x >> 30
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    x ^= x >> 31
+    return x

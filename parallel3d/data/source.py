@@ -69,7 +69,12 @@ def find_documents(config: DataConfig) -> list[Document]:
                 f"data.path = {config.path}: no such file or folder at {root.absolute()}; "
                 "try the path of a text file or of a folder of them, or data.source=stdlib"
             )
-        root, names = _matching(root, config) if root.is_dir() else (root.parent, [root.name])
+        if root.is_dir():
+            pattern = config.pattern.removeprefix("**/") or "*"  # the search is recursive as it is
+            names = [name for name in walk_files(root) if PurePosixPath(name).match(pattern)]
+        else:
+            names = [root.name]
+            root = root.parent
     documents = _non_empty(root, names)
     if not documents:
         raise ConfigError(
@@ -77,12 +82,6 @@ def find_documents(config: DataConfig) -> list[Document]:
             f"{config.pattern} holds text; try a folder with text in it, or data.pattern=*"
         )
     return documents
-
-
-def _matching(root: Path, config: DataConfig) -> tuple[Path, list[str]]:
-    """Returns `root`, and the names of the files below it that match `data.pattern`."""
-    pattern = config.pattern.removeprefix("**/") or "*"  # the search is recursive as it is
-    return root, [name for name in walk_files(root) if PurePosixPath(name).match(pattern)]
 
 
 def walk_files(

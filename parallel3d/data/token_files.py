@@ -12,7 +12,6 @@ not grow with what it has read.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import weakref
@@ -20,7 +19,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -93,7 +92,7 @@ class TokensJson:
         """Writes `tokens.json`, complete or not at all. It is written last: a folder without it is
         incomplete."""
         partial = folder / f"{TOKENS_JSON}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        partial.write_bytes(_TOKENS_JSON.dump_json(self, indent=1) + b"\n")
         partial.replace(folder / TOKENS_JSON)
 
     @classmethod
@@ -144,12 +143,15 @@ class FileTokens:
         from one file into the next. Raises DataError for a file that cannot be read."""
         found = np.empty((len(starts), length), self.dtype)
         for row, start in zip(found, starts.tolist(), strict=True):
-            at, filled = bisect_right(self._starts, start) - 1, 0
-            while filled < length:
-                place = start + filled - self._starts[at]
-                tokens = min(length - filled, self.slices[at].tokens - place)
-                self._fill(row[filled : filled + tokens], self.slices[at], place)
-                filled, at = filled + tokens, at + 1
+            at = bisect_right(self._starts, start) - 1
+            place = start - self._starts[at]
+            while len(row):
+                source = self.slices[at]
+                ids = row[: source.tokens - place]
+                self._fill(ids, source, place)
+                row = row[len(ids) :]
+                at += 1
+                place = 0
         return found
 
     def _fill(self, ids: TokenIds, source: FileSlice, place: int) -> None:
@@ -191,13 +193,12 @@ def open_tokens(path: Path, validation_fraction: float) -> TokenFiles:
         return _open_megatron(path, validation_fraction)
     header = TokensJson.read(path)
     dtype = np.dtype(header.dtype).newbyteorder("<")
-    for shard in header.shards:
-        _check_size(path / shard.file, shard.tokens * dtype.itemsize)
-    train, validation = (
-        FileTokens([FileSlice(path / shard.file, shard.tokens) for shard in shards], dtype)
-        for shards in (header.train, header.validation)
-    )
-    return TokenFiles(train, validation, header)
+    slices = [FileSlice(path / shard.file, shard.tokens) for shard in header.shards]
+    for each in slices:
+        _check_size(each.path, each.tokens * dtype.itemsize)
+    in_train = len(header.train)
+    train = FileTokens(slices[:in_train], dtype)
+    return TokenFiles(train, FileTokens(slices[in_train:], dtype), header)
 
 
 def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
@@ -208,12 +209,12 @@ def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
         magic, version, code, sequences, borders = _HEADER.unpack(raw)
         dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
         content = np.memmap(index, np.uint8, mode="r", offset=_HEADER.size)
-        is_whole = len(content) >= 12 * sequences + 8 * borders
-        if (magic, version) != (_MAGIC, 1) or borders < 2 or not sequences or not is_whole:
-            raise ValueError("another header, or a shorter table")
-        lengths, places, documents = np.split(content, [4 * sequences, 12 * sequences])
-        starts, first_sequences = places.view("<i8"), documents[: 8 * borders].view("<i8")
-        size_bytes = int(starts[-1]) + int(lengths.view("<i4")[-1]) * dtype.itemsize
+        if (magic, version) != (_MAGIC, 1) or borders < 2 or not sequences:
+            raise ValueError("another header")
+        lengths = np.frombuffer(content, "<i4", sequences)
+        starts = np.frombuffer(content, "<i8", sequences, 4 * sequences)
+        first_sequences = np.frombuffer(content, "<i8", borders, 12 * sequences)
+        size_bytes = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize
         tokens = size_bytes // dtype.itemsize
         first = tokens - max(round(tokens * validation_fraction), 1)
         if borders > 2:  # a single document gives its end
@@ -224,7 +225,7 @@ def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
             f"{prefix}: is not a folder of tokens, and {error.filename} cannot be read "
             f"({error.strerror}); try a folder with a tokens.json"
         ) from error
-    except (ValueError, LookupError, struct.error) as error:
+    except (ValueError, LookupError, OverflowError, struct.error) as error:
         raise DataError(
             f"{index}: is not an index of Megatron's of version 1 with ids of an integer type "
             f"({error}); build it anew"
@@ -277,22 +278,25 @@ class FolderWriter(AbstractContextManager["FolderWriter"]):
         """Appends documents, each with its end of text, to `part`. Raises DataError for an id
         beyond the vocabulary."""
         largest = int(ids.max())
-        if largest >= self.vocab_size or ids.min() < 0:
-            wrong = ids.min() if ids.min() < 0 else largest
-            raise DataError(f"{self.folder}: token id {wrong}: ids are 0 to {self.vocab_size - 1}")
+        for each in (ids.min(), largest):
+            if not 0 <= each < self.vocab_size:
+                last = self.vocab_size - 1
+                raise DataError(f"{self.folder}: token id {each}: ids are 0 to {last}")
         shards = self._shards[part]
         if not shards or shards[-1].tokens >= self.shard_tokens:
             self._close(part)
             shards.append(Shard(file=f"{part}-{len(shards):05}.bin"))
             self._files[part] = (self.folder / shards[-1].file).open("wb")
-        raw, last = ids.astype(np.dtype(self.dtype).newbyteorder("<")).tobytes(), shards[-1]
+        raw = ids.astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
         self._files[part].write(raw)
-        shards[-1] = replace(
-            last,
-            tokens=last.tokens + len(ids),
-            documents=last.documents + documents,
-            crc32=zlib.crc32(raw, last.crc32),
+        before = shards.pop()
+        after = replace(
+            before,
+            tokens=before.tokens + len(ids),
+            documents=before.documents + documents,
+            crc32=zlib.crc32(raw, before.crc32),
         )
+        shards.append(after)
         self.largest_id = max(self.largest_id, largest)
 
     def _close(self, part: Part) -> None:

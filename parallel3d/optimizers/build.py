@@ -3,8 +3,8 @@ recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch.distributed import DeviceMesh
@@ -23,18 +23,16 @@ class LocalOptimizer(torch.optim.Optimizer):
     into."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], label: str) -> None:
-        groups = [{"params": group["params"]} for part in parts for group in part.param_groups]
+        groups = list(chain.from_iterable(part.param_groups for part in parts))
         # all parameters of this rank may be frozen
         super().__init__(groups or [{"params": []}], {})
         self.label = label  # which optimizer's states these are, for a checkpoint to compare
-        self.param_groups = [group for part in parts for group in part.param_groups]
         self._parts = parts
         for part in parts:
             self.state.update(part.state)
             part.state = self.state
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
+    def step(self) -> None:  # type: ignore[override]
         for part in self._parts:
             part.step()
 
@@ -51,13 +49,15 @@ def build_optimizer(
     """Returns the optimizer that a recipe names, with weight decay on matrices alone. Every rank of
     `mesh` calls it."""
     config = config.resolved
-    label = "sgd without momentum" if config.name == "sgd" and not config.momentum else config.name
-    groups: list[tuple[OptimizerName, Sequence[LocalParameter]]] = [(config.name, parameters)]
+    label: str = config.name
+    if config.name == "sgd" and not config.momentum:
+        label = "sgd without momentum"
+    by_name: dict[OptimizerName, Sequence[LocalParameter]] = {config.name: parameters}
     if config.name == "muon":
-        matrices = [p for p in parameters if is_hidden_matrix(p)]
-        others = [p for p in parameters if not is_hidden_matrix(p)]
-        groups = [("muon", matrices), ("adamw", others)]
-    return LocalOptimizer([_optimizer(name, p, config, mesh) for name, p in groups if p], label)
+        by_name["muon"] = [p for p in parameters if is_hidden_matrix(p)]
+        by_name["adamw"] = [p for p in parameters if not is_hidden_matrix(p)]
+    parts = [_optimizer(name, own, config, mesh) for name, own in by_name.items() if own]
+    return LocalOptimizer(parts, label)
 
 
 def is_hidden_matrix(parameter: LocalParameter) -> bool:
@@ -75,23 +75,24 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     """Builds an optimizer with the states that it starts from. AdamW (Loshchilov and Hutter 2019,
     arXiv 1711.05101) and SGD, whose weight decay is added to the gradient, are torch's."""
-    groups: list[dict[str, Any]] = []
-    for decay, is_matrix in ((config.weight_decay, True), (0.0, False)):
-        chosen = [p.local for p in parameters if (len(p.spec.shape) > 1) == is_matrix]
-        if chosen:
-            groups.append({"params": chosen, "weight_decay": decay})
+    matrices = [p.local for p in parameters if len(p.spec.shape) > 1]
+    vectors = [p.local for p in parameters if len(p.spec.shape) <= 1]
+    decayed = {"params": matrices, "weight_decay": config.weight_decay}
+    groups = [decayed, {"params": vectors, "weight_decay": 0.0}]
     own_dtype = parameters[0].local.dtype
-    dtype = own_dtype if config.state_dtype is None else DTYPES[config.state_dtype]
-    optimizer: torch.optim.Optimizer
+    dtype = own_dtype
+    if config.state_dtype is not None:
+        dtype = DTYPES[config.state_dtype]
     names = ["momentum_buffer"]
+    optimizer: torch.optim.Optimizer
     if name == "muon":
         optimizer = Muon(parameters, mesh, config)
     elif name == "sgd":
         sgd = torch.optim.SGD if dtype == own_dtype else LowPrecisionSGD
-        optimizer = sgd(
-            groups, lr=config.lr, momentum=config.momentum or 0.0, nesterov=bool(config.nesterov)
-        )
-        names = names if config.momentum else []
+        momentum = config.momentum or 0.0
+        optimizer = sgd(groups, config.lr, momentum, nesterov=bool(config.nesterov))
+        if not momentum:
+            names = []
     else:
         adamw = torch.optim.AdamW if dtype == own_dtype else LowPrecisionAdamW
         optimizer = adamw(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

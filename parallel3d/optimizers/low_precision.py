@@ -20,7 +20,6 @@ class _InFloat32(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
         groups = self.param_groups
         largest = max(p.numel() for group in groups for p in group["params"])
         for group in groups:

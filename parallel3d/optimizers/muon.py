@@ -16,7 +16,7 @@ its result to all, so that replicas share the work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,19 +49,25 @@ class Muon(torch.optim.Optimizer):
         self, matrices: Sequence[LocalParameter], mesh: DeviceMesh, config: OptimizerConfig
     ) -> None:
         assert config.ns_dtype is not None
+        lr_ratio = 1.0
+        if config.muon_lr is not None:
+            lr_ratio = config.muon_lr / config.lr
         defaults = {
             "lr": config.lr,
-            "lr_ratio": 1.0 if config.muon_lr is None else config.muon_lr / config.lr,
+            "lr_ratio": lr_ratio,
             "weight_decay": config.weight_decay,
             "momentum": config.momentum,
         }
         super().__init__([matrix.local for matrix in matrices], defaults)
-        self._config, self._dtype = config, DTYPES[config.ns_dtype]
+        self._config = config
+        self._dtype = DTYPES[config.ns_dtype]
         stage = joined_axis(mesh, STAGE_ROLES, "stage")
-        tp, dp_shard = mesh[Role.SPLIT_TENSORS].size(), mesh[Role.SHARD_PARAMETERS].size()
+        tp = mesh[Role.SPLIT_TENSORS].size()
 
         def shards(matrix: LocalParameter) -> int:
-            return 1 if Role.SHARD_PARAMETERS in matrix.part.repeated_over else dp_shard
+            if Role.SHARD_PARAMETERS in matrix.part.repeated_over:
+                return 1
+            return mesh[Role.SHARD_PARAMETERS].size()
 
         def part_elements(matrix: LocalParameter) -> float:
             split = 1 if matrix.spec.dim is None else tp
@@ -70,12 +76,11 @@ class Muon(torch.optim.Optimizer):
         self._rounds = []
         for some in runs(matrices, part_elements, most=ROUND_ELEMENTS):
             parts = [parts_of_ranks(p.spec, stage.size, tp, shards(p)) for p in some]
-            exchange = MatrixExchange(stage, parts, [p.spec.shape for p in some])
-            self._rounds.append((some, exchange))
+            shapes = [p.spec.shape for p in some]
+            self._rounds.append((some, MatrixExchange(stage, parts, shapes)))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
+    def step(self) -> None:  # type: ignore[override]
         for matrices, exchange in self._rounds:
             self._step_together(matrices, exchange)
 
@@ -84,15 +89,18 @@ class Muon(torch.optim.Optimizer):
         large as the gradients of the matrices, and the iteration makes several of the size of each
         matrix that this rank owns."""
         (group,) = self.param_groups
-        full = exchange.gather([self._momentum(matrix, group["momentum"]) for matrix in matrices])
+        momentum = group["momentum"]
+        full = exchange.gather([self._momentum(matrix, momentum) for matrix in matrices])
+        iterations = self._config.ns_steps or 0
         for number in full:
-            full[number] = orthogonalize(full[number], self._config.ns_steps or 0)
+            full[number] = orthogonalize(full[number], iterations)
         like = matrices[0].local.new_empty(0, dtype=self._dtype)
         updates = exchange.scatter(full, like)
         del full
         decay = group["lr"] * group["weight_decay"]
         for number, matrix in enumerate(matrices):
-            rate = group["lr"] * adjustment(self._config.lr_adjust, matrix.spec.shape)
+            factor = adjustment(self._config.lr_adjust, matrix.spec.shape)
+            rate = group["lr"] * factor
             change = updates[number].float().mul_(rate)
             wide = matrix.local.float()  # the parameter itself in float32, and a copy otherwise
             matrix.local.copy_(wide.mul_(1 - decay).sub_(change))  # rounded once
@@ -106,8 +114,9 @@ class Muon(torch.optim.Optimizer):
         state = self.state[local]["momentum_buffer"]
         buffer = state.float().lerp_(gradient, 1 - momentum)
         state.copy_(buffer)
-        direction = gradient.lerp(buffer, momentum) if self._config.nesterov else buffer
-        return direction.to(self._dtype)
+        if self._config.nesterov:
+            buffer = gradient.lerp(buffer, momentum)
+        return buffer.to(self._dtype)
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
@@ -152,8 +161,8 @@ class SubMatrix(NamedTuple):
 
     def of(self, matrix: Tensor) -> Tensor:
         """Returns a view of this rectangle."""
-        rows, columns = self
-        return matrix[rows.start : rows.stop, columns.start : columns.stop]
+        rows = matrix[self.rows.start : self.rows.stop]
+        return rows[:, self.columns.start : self.columns.stop]
 
 
 def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Sequence[SubMatrix]:
@@ -162,8 +171,10 @@ def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Seq
     Nothing is sent, because all ranks are placed and cut alike."""
     parts = []
     for rank in range(ranks):
-        shard = Axis(shards, rank // tp % shards, None)
-        parts.append(SubMatrix(*spec.box(Axis(tp, rank % tp, None), shard)))
+        tp_axis = Axis(tp, rank % tp, None)
+        shard_axis = Axis(shards, rank // tp % shards, None)
+        rows, columns = spec.box(tp_axis, shard_axis)
+        parts.append(SubMatrix(rows, columns))
     return parts
 
 
@@ -182,10 +193,15 @@ class MatrixExchange:
     part that a rank of `stage` holds."""
 
     def __init__(
-        self, stage: Axis, parts: Sequence[Sequence[SubMatrix]], shapes: Sequence[tuple[int, ...]]
+        self,
+        stage: Axis,
+        parts: Sequence[Sequence[SubMatrix]],
+        shapes: Sequence[tuple[int, ...]],
     ) -> None:
-        self._stage, self._shapes = stage, shapes
-        held, owned = list[Share](), list[Share]()
+        self._stage = stage
+        self._shapes = shapes
+        held: list[Share] = []
+        owned: list[Share] = []
         for m, owner in enumerate(owners_of(shapes, stage.size)):
             givers = nearest_holders(parts[m], owner)
             shares = [Share(rank, m, part, rank in givers) for rank, part in enumerate(parts[m])]
@@ -193,7 +209,8 @@ class MatrixExchange:
             if owner == stage.rank:
                 owned += shares
         # Both ends send and receive by rank, then by matrix.
-        self._held, self._owned = sorted(held), sorted(owned)
+        self._held = sorted(held)
+        self._owned = sorted(owned)
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         """Takes this rank's part of each matrix; returns the full matrices that it owns by their
@@ -203,7 +220,8 @@ class MatrixExchange:
         sent = [share for share in self._held if share.is_given]
         received = [share for share in self._owned if share.is_given]
         pieces = [parts[share.matrix] for share in sent]
-        full = {share.matrix: parts[0].new_empty(self._shapes[share.matrix]) for share in received}
+        owned = dict.fromkeys(share.matrix for share in received)
+        full = {matrix: parts[0].new_empty(self._shapes[matrix]) for matrix in owned}
         for share, piece in self._all_to_all(sent, pieces, received, parts[0]):
             share.part.of(full[share.matrix]).copy_(piece)
         return full
@@ -218,17 +236,23 @@ class MatrixExchange:
         return {share.matrix: piece for share, piece in arrived}
 
     def _all_to_all(
-        self, sent: list[Share], pieces: list[Tensor], received: list[Share], like: Tensor
+        self,
+        sent: list[Share],
+        pieces: list[Tensor],
+        received: list[Share],
+        like: Tensor,
     ) -> list[tuple[Share, Tensor]]:
         """Sends the pieces, and returns those that come."""
         flat = torch.cat([like.new_empty(0), *(piece.flatten() for piece in pieces)])
-        sizes = self._elements_by_rank(received)
-        out = flat.new_empty(sum(sizes))
-        dist.all_to_all_single(
-            out, flat, sizes, self._elements_by_rank(sent), group=self._stage.group
-        )
+        out_sizes = self._elements_by_rank(received)
+        in_sizes = self._elements_by_rank(sent)
+        out = flat.new_empty(sum(out_sizes))
+        dist.all_to_all_single(out, flat, out_sizes, in_sizes, group=self._stage.group)
         arrived = out.split([share.part.elements for share in received])
-        return [(s, piece.view(s.part.shape)) for s, piece in zip(received, arrived, strict=True)]
+        found = []
+        for share, piece in zip(received, arrived, strict=True):
+            found.append((share, piece.view(share.part.shape)))
+        return found
 
     def _elements_by_rank(self, shares: list[Share]) -> list[int]:
         elements = [0] * self._stage.size
@@ -242,6 +266,7 @@ def nearest_holders(parts: Sequence[SubMatrix], owner: int) -> frozenset[int]:
     one nearest to the matrix's owner is taken."""
     holders: dict[SubMatrix, int] = {}
     for rank in sorted(range(len(parts)), key=lambda rank: abs(rank - owner)):
-        if parts[rank].rows:
-            holders.setdefault(parts[rank], rank)
+        part = parts[rank]
+        if part.rows:
+            holders.setdefault(part, rank)
     return frozenset(holders.values())

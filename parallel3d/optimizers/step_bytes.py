@@ -27,11 +27,13 @@ def runs(
     run: list[T] = []
     elements = 0.0
     for item in items:
-        if run and elements + elements_of(item) > most:
+        more = elements_of(item)
+        if run and elements + more > most:
             yield run
-            run, elements = [], 0.0
+            run = []
+            elements = 0.0
         run.append(item)
-        elements += elements_of(item)
+        elements += more
     if run:
         yield run
 
@@ -39,15 +41,17 @@ def runs(
 def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
     """Returns the rank that makes each of these matrices orthogonal. The most costly matrices are
     assigned first, each to the rank with the lowest cost so far (the first of several)."""
-    loads = [0.0] * min(ranks, len(shapes))
-    owners, costs = [0] * len(shapes), list[float]()
+    costs = []
     for short, long in map(sorted, shapes):
         # half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short,
         # long], one of [short, short] by [short, short]
-        costs.append(float(short * short * (2 * long + short)))
+        costs.append(short * short * (2 * long + short))
+    loads = [0] * min(ranks, len(shapes))
+    owners = [0] * len(shapes)
     for item in sorted(range(len(shapes)), key=lambda item: -costs[item]):
-        owners[item] = loads.index(min(loads))
-        loads[owners[item]] += costs[item]
+        owner = loads.index(min(loads))
+        owners[item] = owner
+        loads[owner] += costs[item]
     return owners
 
 
@@ -91,19 +95,22 @@ class MuonCosts:
 def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, step: MuonCosts) -> float:
     """Bytes at most on the first of the `ranks` of a stage, which owns the most costly matrix of
     each round. It counts all of a rank's parts as sent, and three float32 copies of the largest."""
-    item, most = step.item_bytes, 0.0
+    item = step.item_bytes
+    most = 0.0
     for some, owned in _rounds_of_first(matrices, ranks):
         sent = item * sum(matrix.own for matrix in some)
         wide = 12 * max(matrix.own for matrix in some)
         full = item * sum(matrix.numel for matrix in owned)
-        iterating = item * max(2 * (each.numel + min(each.shape) ** 2) for each in owned)
+        iterating = 2 * item * max(each.numel + min(each.shape) ** 2 for each in owned)
         if ranks == 1:
             most = max(most, sent + max(wide, iterating))
             continue
         # for all that hold a part
         results = item * sum(matrix.numel * ranks / matrix.parts for matrix in owned)
-        exchanging, scattering = sent + max(sent, full), results + max(results, sent)
-        most = max(most, sent + wide, full + max(exchanging, iterating, scattering))
+        exchanging = sent + max(sent, full)
+        scattering = results + max(results, sent)
+        busiest = max(exchanging, iterating, scattering)
+        most = max(most, sent + wide, full + busiest)
     return most
 
 
@@ -121,4 +128,5 @@ def _rounds_of_first(
     """Yields the matrices of each round, and those of them that the first rank owns."""
     for some in runs(matrices, lambda each: each.numel / each.parts, most=ROUND_ELEMENTS):
         owners = owners_of([matrix.shape for matrix in some], ranks)
-        yield some, [matrix for matrix, owner in zip(some, owners, strict=True) if owner == 0]
+        pairs = zip(some, owners, strict=True)
+        yield some, [matrix for matrix, owner in pairs if owner == 0]

@@ -27,13 +27,13 @@ from parallel3d.planner.report.text import (
     wrapped,
 )
 from parallel3d.planner.search.fastest import fastest, sweep
-from parallel3d.planner.search.limits import (
+from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.size_limits import (
     largest_batch,
     largest_model,
     longest_sequence,
     smallest_cluster,
 )
-from parallel3d.planner.search.question import Question, Strategy
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question

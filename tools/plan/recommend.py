@@ -16,8 +16,8 @@ from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
 from parallel3d.planner.report.page import Plan, page
 from parallel3d.planner.search.fastest import compare, fastest, search
-from parallel3d.planner.search.limits import remedies
 from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
+from parallel3d.planner.search.size_limits import remedies
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.planner.search.ties import settle_ties
 from parallel3d.tools.aliases.layout import read_layout

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import exp, log
 from typing import Any
 
@@ -29,7 +28,9 @@ class Curve:
             end = 0 if size < sizes[0] else -1
             return float(seconds[end] * size / sizes[end])
         at, share = _place(sizes, size)
-        return exp((1 - share) * log(seconds[at]) + share * log(seconds[at + 1]))
+        before = log(seconds[at])
+        after = log(seconds[at + 1])
+        return exp((1 - share) * before + share * after)
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,19 @@ class Grid:
     rates: tuple[tuple[float, ...], ...]  # by side, then by depth
 
     def at(self, side: float, depth: float) -> float:
-        (i, u), (j, v) = _place(self.sides, side), _place(self.depths, depth)
+        i, u = _place(self.sides, side)
+        j, v = _place(self.depths, depth)
         corners = (
             (i, j, (1 - u) * (1 - v)),
             (i + 1, j, u * (1 - v)),
             (i, j + 1, (1 - u) * v),
             (i + 1, j + 1, u * v),
         )
-        return exp(sum(weight * log(self.rates[a][b]) for a, b, weight in corners if weight))
+        log_rate = 0.0
+        for at_side, at_depth, weight in corners:
+            if weight:
+                log_rate += weight * log(self.rates[at_side][at_depth])
+        return exp(log_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +121,8 @@ class Calibration:
     def process(self, ranks: int) -> OneProcess:
         """Returns the measurement of one of so many ranks of a host, whose threads are its share of
         the cores."""
-        return self.processes[_nearest(self.processes, max(1, self.cores // ranks))]
+        threads = max(1, self.cores // ranks)
+        return self.processes[_nearest(self.processes, threads)]
 
     def together(self, ranks: int) -> ManyRanks | None:
         """Returns the measurement with so many ranks, or the next fewer; None where ranks do not
@@ -131,7 +138,8 @@ class Calibration:
         if size == 1 or not sizes:
             return NO_OVERHEAD
         near = _nearest(sizes, size)
-        return NO_OVERHEAD.plus(self.ranks[near].axes[axis], log(size) / log(near))
+        scale = log(size) / log(near)
+        return NO_OVERHEAD.plus(self.ranks[near].axes[axis], scale)
 
     def collective_s(self, kind: str, size: int, bytes_: float) -> float:
         """Seconds of a collective beyond those of the smallest message, which are in the overhead
@@ -140,7 +148,9 @@ class Calibration:
             return 0.0
         near = _nearest(self.ranks, size)
         curve = self.ranks[near].collectives[kind]
-        return max(0.0, curve.at(bytes_) - curve.points[0][1]) * log(size) / log(near)
+        _, least_s = curve.points[0]
+        beyond_s = max(0.0, curve.at(bytes_) - least_s)
+        return beyond_s * log(size) / log(near)
 
 
 def calibration_from_tree(tree: Mapping[str, Any]) -> Calibration:
@@ -181,10 +191,11 @@ def one_process_from_tree(tree: Mapping[str, Any]) -> OneProcess:
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:
     """Reads pairs of [size, seconds]. Raises ValueError where sizes do not rise."""
-    pairs = tuple((float(size), max(float(seconds), 1e-9)) for size, seconds in points)
-    if not pairs or any(first[0] >= second[0] for first, second in pairwise(pairs)):
+    pairs = [(float(size), max(float(seconds), 1e-9)) for size, seconds in points]
+    sizes = [size for size, _ in pairs]
+    if not pairs or sizes != sorted(set(sizes)):
         raise ValueError("a curve of [size, seconds] whose sizes rise")
-    return Curve(pairs)
+    return Curve(tuple(pairs))
 
 
 def _grid(rows: Sequence[Sequence[float]]) -> Grid:
@@ -202,7 +213,8 @@ def _grid(rows: Sequence[Sequence[float]]) -> Grid:
 def _nearest(measured: Collection[int], wanted: int) -> int:
     """Returns what was measured of this number, or of the next smaller one; of the smallest where
     there is none."""
-    return max((number for number in measured if number <= wanted), default=min(measured))
+    fewer = [number for number in measured if number <= wanted]
+    return max(fewer, default=min(measured))
 
 
 def _place(values: Sequence[float], value: float) -> tuple[int, float]:
@@ -212,4 +224,5 @@ def _place(values: Sequence[float], value: float) -> tuple[int, float]:
     if value >= values[-1]:
         return len(values) - 2, 1.0
     at = bisect_right(values, value) - 1
-    return at, log(value / values[at]) / log(values[at + 1] / values[at])
+    interval = log(values[at + 1] / values[at])
+    return at, log(value / values[at]) / interval

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from math import gcd, inf
+from math import ceil, gcd, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        return -(-self.size // self.per_node)
+        return ceil(self.size / self.per_node)
 
 
 def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
@@ -167,10 +167,10 @@ def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group
     if world <= node:
         return Group(size=size, per_node=size)
     span = size * stride
-    per_node = (
-        gcd(node, span) // stride if span < node and node % span else min(size, node // stride)
-    )
-    return Group(size=size, per_node=max(1, per_node), span=-(-span // node))
+    per_node = min(size, node // stride)
+    if span < node and node % span:
+        per_node = gcd(node, span) // stride
+    return Group(size=size, per_node=max(1, per_node), span=ceil(span / node))
 
 
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
@@ -182,22 +182,22 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
     tree = _load(path)
     device_file = path
     if isinstance(device := tree.get("device"), str):
-        is_file = Path(device).suffix in (".yaml", ".yml")
-        device_file = path.parent / device if is_file else _path(device, [*folders, path.parent])
+        device_file = path.parent / device
+        if device_file.suffix not in (".yaml", ".yml"):
+            device_file = _path(device, [*folders, path.parent])
         below = _load(device_file)
         if isinstance(below.get("device"), str):
             raise ConfigError(
                 f"hardware {path}: device = {shown(device)}: is a cluster's file; name a device's"
             )
         price = {key: tree.get(key) for key in _PRICE_KEYS}
-        links = {
-            section: {**below.get(section, {}), **tree.get(section, {})}
-            for section in ("node", "network")
+        tree = {
+            "device": {**below.get("device", {}), **price},
+            "node": {**below.get("node", {}), **tree.get("node", {})},
+            "network": {**below.get("network", {}), **tree.get("network", {})},
         }
-        tree = {"device": {**below.get("device", {}), **price}, **links}
-    return replace(
-        cluster_from_tree(tree, path.stem, where=str(path)), device_file=device_file.stem
-    )
+    cluster = cluster_from_tree(tree, path.stem, where=str(path))
+    return replace(cluster, device_file=device_file.stem)
 
 
 def cluster_of_cuda(cuda_name: str, folders: list[Path]) -> Cluster | None:
@@ -214,10 +214,10 @@ def _path(name: str, folders: list[Path]) -> Path:
         return Path(name)
     known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     if name.lower() not in known:
+        advice = f"known are {', '.join(sorted(known))}"
         near = get_close_matches(name.lower(), known, n=3, cutoff=0.3)
-        advice = (
-            f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(sorted(known))}"
-        )
+        if near:
+            advice = f"did you mean {', '.join(near)}?"
         raise ConfigError(f"hardware {name}: unknown; {advice}")
     return known[name.lower()]
 
@@ -251,8 +251,10 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _check_keys(given: Iterable[str], keys: tuple[str, ...], where: str) -> None:
     for key in given:
         if key not in keys:
+            advice = f"known are {', '.join(keys)}"
             near = get_close_matches(str(key), keys, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(keys)}"
+            if near:
+                advice = f"did you mean {near[0]}?"
             raise ConfigError(f"{where}{shown(key)}: unknown key; {advice}")
 
 
@@ -275,14 +277,16 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
         said = f"device.cuda_names = {shown(cuda_names)}"
         raise ConfigError(f"{where}{said}: must be a list, such as [NVIDIA H100 PCIe]")
     try:
-        measured = calibration_from_tree(tree["measured"]) if "measured" in tree else None
+        measured = None
+        if "measured" in tree:
+            measured = calibration_from_tree(tree["measured"])
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         why = f"must be as parallel3d-plan calibrate writes it ({problem})"
         raise ConfigError(f"{where}measured: {why}") from problem
     links: dict[str, Any] = {}
     for section in ("node", "network"):
-        fields = [key.field for key in _LINK.values()]
-        links[section] = Link(**{field: found[section].pop(field) for field in fields})
+        own_link = {key.field: found[section].pop(key.field) for key in _LINK.values()}
+        links[section] = Link(**own_link)
     device = Device(
         name=str(own.get("name", name)),
         peak_flops=rates["peak_tflops"],
@@ -294,27 +298,6 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
     )
     sizes = {**found["node"], **found["network"]}
     return Cluster(name=name, device=device, device_file=name, measured=measured, **links, **sizes)
-
-
-def cluster_tree(cluster: Cluster) -> dict[str, Any]:
-    """Returns what `cluster_from_tree` reads this cluster from, but for what `calibrate` has
-    measured."""
-    device = cluster.device
-    own = {"name": device.name, "family": device.family, "price_from": device.price_from}
-    tree: dict[str, Any] = {"device": {key: value for key, value in own.items() if value}}
-    if device.cuda_names:
-        tree["device"]["cuda_names"] = list(device.cuda_names)
-    for key, rates in zip(_RATES, (device.peak_flops, device.attention_flops), strict=True):
-        tree["device"][key] = {name: flops / 1e12 for name, flops in rates.items()}
-    owners: dict[str, Any] = {"device": device, "node": cluster.node, "network": cluster.network}
-    for section, keys in _NUMBERS.items():
-        for name, number in keys.items():
-            owner = owners[section] if hasattr(owners[section], number.field) else cluster
-            value = getattr(owner, number.field)
-            if value is not None:
-                value = value if number.rule == "count" else value / number.unit
-                tree.setdefault(section, {})[name] = value
-    return tree
 
 
 def _number(tree: Mapping[str, Any], name: str, key: _Key, where: str) -> float:
@@ -331,7 +314,9 @@ def _number(tree: Mapping[str, Any], name: str, key: _Key, where: str) -> float:
     is_whole = key.rule != "count" or number % 1 == 0
     if not (is_enough and number <= most and number < inf and is_whole):
         raise ConfigError(f"{where}{name} = {shown(tree[name])}: must be {rule}")
-    return int(number) if key.rule == "count" else number * key.unit
+    if key.rule == "count":
+        return int(number)
+    return number * key.unit
 
 
 def _rates(own: Mapping[str, Any], key: str, where: str) -> dict[str, float]:

@@ -33,7 +33,8 @@ class RunFloors:
     recomputes."""
 
     def __init__(self, run: PlannedRun) -> None:
-        self._ranks = [RankState(run, rank) for rank in dict.fromkeys((0, run.layout.pp - 1))]
+        first_and_last = dict.fromkeys((0, run.layout.pp - 1))
+        self._ranks = [RankState(run, rank) for rank in first_and_last]
         self._alive = [_most_alive(rank) for rank in self._ranks]
 
     @property
@@ -44,8 +45,10 @@ class RunFloors:
     def work(self, recompute: Recompute, every: int | None = None) -> tuple[MemoryFloor, ...]:
         """Returns what is at rest, and the activations with this recompute in the place of the
         run's own."""
-        both = zip(self._ranks, self._alive, strict=True)
-        return tuple(_with_forwards(state, alive, recompute, every or 1) for state, alive in both)
+        found = []
+        for state, alive in zip(self._ranks, self._alive, strict=True):
+            found.append(_with_forwards(state, alive, recompute, every or 1))
+        return tuple(found)
 
 
 def floor_bytes(
@@ -56,7 +59,9 @@ def floor_bytes(
     count."""
     program = run.program
     scale = run.cluster.scales.memory
-    around = 0.0 if run.on_cpu else scale * (program.cache_bytes + program.context_bytes)
+    around = 0.0
+    if not run.on_cpu:
+        around = scale * (program.cache_bytes + program.context_bytes)
     more = scale * (1.0 if run.on_cpu else 1 + program.fragmentation)
     most = 0.0
     for has, does in zip(states, work, strict=True):
@@ -97,11 +102,10 @@ def _with_forwards(
 ) -> MemoryFloor:
     """Returns a floor of what is at rest, and of the activations that forwards keep under a
     recompute."""
-    layout, (live, amid) = state.layout, alive
+    layout = state.layout
+    live, amid = alive
     slices = [(part, first % every) for part, first in state.slices]
-    of_slice = {
-        each: state.kept_by_stage(*each, recompute, every) for each in dict.fromkeys(slices)
-    }
+    of_slice = {each: state.kept_by_stage(*each, recompute, every) for each in {*slices}}
     kept = [of_slice[each] for each in slices]
     activations = live * min(kept)
     # the first are alive: groups of microbatches, stage after stage
@@ -109,9 +113,11 @@ def _with_forwards(
         _, group = group_sizes(layout.pp, layout.microbatches)
         rounds, rest = divmod(live, group * len(kept))
         activations = rounds * group * sum(kept)
-        activations += sum(
-            min(max(rest - turn * group, 0), group) * each for turn, each in enumerate(kept)
-        )
-    return MemoryFloor(
-        sum(state.at_rest), activations=activations, amid=-inf if amid is None else amid * min(kept)
-    )
+        in_last_round = 0.0
+        for turn, each in enumerate(kept):
+            in_last_round += min(max(rest - turn * group, 0), group) * each
+        activations += in_last_round
+    kept_amid = -inf
+    if amid is not None:
+        kept_amid = amid * min(kept)
+    return MemoryFloor(sum(state.at_rest), activations=activations, amid=kept_amid)

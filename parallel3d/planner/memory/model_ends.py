@@ -53,7 +53,9 @@ class EndTensors:
     @property
     def logits(self) -> int:
         """The logits of a microbatch between the head's forward and its backward."""
-        return self.item * self.tokens * self.rows if self.chunk is None else 0
+        if self.chunk is None:
+            return self.item * self.tokens * self.rows
+        return 0
 
     @property
     def kept_by_embedding(self) -> int:
@@ -63,13 +65,17 @@ class EndTensors:
     @property
     def kept_by_head(self) -> int:
         """What the last norm and the loss keep, the logits aside."""
-        output = self.block.hidden_local if self.chunk is None else self.block.hidden_full
+        output = self.block.hidden_full
+        if self.chunk is None:
+            output = self.block.hidden_local
         return self.block.norm + output + 4 * self.tokens
 
     @property
     def delayed(self) -> int:
         """The factors of the head's gradient, where it waits for the second half of a backward."""
-        return self.block.hidden_full + self.logits if self.chunk is None else 0
+        if self.chunk is None:
+            return self.block.hidden_full + self.logits
+        return 0
 
     @property
     def delayed_table(self) -> int:
@@ -79,7 +85,9 @@ class EndTensors:
     @property
     def loss(self) -> int:
         """Bytes made by the loss of a microbatch: its softmax in float32."""
-        return 4 * self.tokens * self.rows if self.chunk is None else 0
+        if self.chunk is None:
+            return 4 * self.tokens * self.rows
+        return 0
 
     def head_backward(self, weights: WeightGradients, *, has_sum: bool) -> int:
         """Returns the bytes made from the gradient of the logits, which is where they were, or from
@@ -100,7 +108,9 @@ class EndTensors:
         """Returns the bytes made from the gradient of the embedding's output to that of its
         table."""
         full = self.block.hidden_full
-        wide = 4 * self.block.hidden_full // self.item if self.item < 4 else 0
+        wide = 0
+        if self.item < 4:
+            wide = 4 * self.block.hidden_full // self.item
         made = wide
         # what it has of each row is summed in float32, beside it
         if weights == "kept":

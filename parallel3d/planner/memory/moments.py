@@ -50,8 +50,14 @@ class MemorySnapshot(NamedTuple):
         temporary: float = 0.0,
     ) -> MemorySnapshot:
         """Returns the same moment with more bytes, or fewer."""
-        work = self[4] + buffers, self[5] + temporary
-        return MemorySnapshot(self[0], self[1] + gradients, self[2] + activations, self[3], *work)
+        return MemorySnapshot(
+            self.moment,
+            self.gradients + gradients,
+            self.activations + activations,
+            self.logits,
+            self.buffers + buffers,
+            self.temporary + temporary,
+        )
 
 
 def moments(rank: RankState) -> Iterator[MemorySnapshot]:
@@ -114,14 +120,14 @@ def _forward(
     rest = rank.item * stage.rest.padded * gathers
     if rest:
         yield before.plus(buffers=2 * rest + arriving, temporary=rank.block.hidden_full)
+    kept = rank.kept_by_blocks(stage.first, last)
+    if stage.part.embedding:
+        kept += rank.ends.kept_by_embedding
+    work = rank.block.kept + rank.block.forward(is_recomputed=rank.recomputes)
     yield before.plus(
-        activations=rank.kept_by_blocks(stage.first, last)
-        + stage.part.embedding * rank.ends.kept_by_embedding,
+        activations=kept,
         buffers=gathered + rank.block_gathered * rank.frees_forward,
-        temporary=max(
-            rank.block.kept + rank.block.forward(is_recomputed=rank.recomputes),
-            arriving * (last > 0),
-        ),
+        temporary=max(work, arriving * (last > 0)),
     )
     if stage.part.head:
         yield before.plus(activations=stage.kept, buffers=gathered, temporary=stage.logits)
@@ -155,9 +161,8 @@ def _backward(
         loss = before.plus(buffers=gathered, temporary=max(ends.loss, made + arriving))
         yield loss._replace(moment="loss")
     before = before._replace(logits=before.logits - stage.logits)
-    places = [
-        (rank.block_unit, at) for at in {blocks - 1, max(blocks - 2, 0), min(1, blocks - 1), 0}
-    ]
+    of_blocks = {blocks - 1, max(blocks - 2, 0), min(1, blocks - 1), 0}
+    places = [(rank.block_unit, at) for at in of_blocks]
     for unit, at in ((stage.head, blocks), *places, (stage.rest, -1)):
         if not unit.numel:
             continue
@@ -179,7 +184,9 @@ def _backward(
             before_it = rank.block_unit if later else stage.head
             sent = rank.layout.reduce_bytes * before_it.padded * (at < blocks)
         elif rank.sharded and not has_some and not (is_half and 0 <= at < blocks):
-            largest = unit.last if 0 <= at < blocks else min(unit.numel, ends.table)
+            largest = min(unit.numel, ends.table)
+            if 0 <= at < blocks:
+                largest = unit.last
             done = rank.sum_bytes * unit.numel + rank.item * largest
         if at == blocks:
             work: float = table
@@ -212,8 +219,12 @@ def _growth(
         return 0.0
     numel = rank.block_unit.numel * blocks + head_numel
     shard = rank.block_unit.shard * blocks + head_shard
-    unreduced = rank.partial_bytes * shard if rank.reduces_each else rank.sum_bytes * numel
-    added = rank.reduced_bytes * shard if action.is_last and rank.sharded else unreduced
+    unreduced = rank.sum_bytes * numel
+    if rank.reduces_each:
+        unreduced = rank.partial_bytes * shard
+    added = unreduced
+    if action.is_last and rank.sharded:
+        added = rank.reduced_bytes * shard
     return added - unreduced * action.has_gradients
 
 
@@ -225,7 +236,9 @@ def _second_half(
     unit = rank.block_unit
     table = rank.item * rank.ends.delayed_table * stage.part.head
     is_kept = rank.weights(has_gradients=action.has_gradients) == "kept"
-    made = rank.block.products if is_kept else rank.block.up_weights
+    made = rank.block.up_weights
+    if is_kept:
+        made = rank.block.products
     made_at_last = made * (stage.blocks if is_kept else 1)
     yield before.plus(temporary=table + made)
     yield before.plus(

@@ -35,7 +35,9 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
 
     own = split(layout.optimizer_shards)
     activations = _activations(run, rank)
-    logits = program.logit_bytes * run.tokens * run.loss_vocab if part.head else 0.0
+    logits = 0.0
+    if part.head:
+        logits = program.logit_bytes * run.tokens * run.loss_vocab
     buffers = _buffers(run, part, parameters)
     one_block = 0.0
     if layout.recompute in ("full", "every_n", "op"):
@@ -68,8 +70,10 @@ def _activations(run: PlannedRun, rank: int) -> float:
     if part.dense:
         bytes_ += live * part.dense * _kept_bytes(run, dense=True)
     if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
-        mask = _outside(run) if run.program.dropout else 0.0
-        bytes_ += live * (mask + 8.0 * run.tokens)
+        kept = 8.0 * run.tokens
+        if run.program.dropout:
+            kept += _outside(run)
+        bytes_ += live * kept
     if part.head:  # the last norm's input and output
         bytes_ += 4.0 * _outside(run)
     return bytes_
@@ -84,8 +88,11 @@ def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
     )
     table = run.rank_vocab * shape.hidden
     if stage.embedding:
-        count += table + (shape.position_rows * shape.hidden if shape.positions == "learned" else 0)
-        count += shape.norm_parameters if shape.embedding_norm else 0
+        count += table
+        if shape.positions == "learned":
+            count += shape.position_rows * shape.hidden
+        if shape.embedding_norm:
+            count += shape.norm_parameters
     if stage.head:
         count += shape.norm_parameters
         if not (shape.tied_embeddings and stage.embedding):
@@ -129,7 +136,9 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
         if run.gathers_each_microbatch:
             at_once = 2 * block + ends
         bytes_ = at_once * (program.gather_bytes + program.reduce_bytes)
-    return bytes_ + (4 * run.item_bytes * _outside(run) if layout.pp > 1 else 0.0)
+    if layout.pp > 1:
+        bytes_ += 4 * run.item_bytes * _outside(run)
+    return bytes_
 
 
 def _kept_bytes(run: PlannedRun, *, dense: bool) -> float:
@@ -140,7 +149,9 @@ def _kept_bytes(run: PlannedRun, *, dense: bool) -> float:
     inputs = _outside(run) * run.item_bytes
     whole = _whole_block_bytes(run, is_selective=layout.recompute == "selective", dense=dense)
     if layout.recompute in ("full", "every_n"):
-        share = 1.0 if layout.recompute == "full" else 1 / layout.recompute_every
+        share = 1.0
+        if layout.recompute != "full":
+            share = 1 / layout.recompute_every
         return share * inputs + (1 - share) * whole
     if str(layout.recompute) == "op":
         # What torchtitan's per-operator recompute keeps (Liang et al. 2024, arXiv 2410.06511,
@@ -160,30 +171,34 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> f
     # framework's own operators keep float32 copies, where layer norm is one kernel of every
     # framework.
     copies = 0.0 if shape.layer_norm else program.norm_extra_bytes
-    bytes_ = _outside(run) * (
-        (8.0 + copies) * shape.block_norms / 2 + (2.0 if program.dropout else 0.0)
-    )
+    masks = 2.0 if program.dropout else 0.0
+    norms = (8.0 + copies) * shape.block_norms / 2
+    bytes_ = _outside(run) * (norms + masks)
     # q, k, v and the output projection's input; q and k once more where rotation does not happen in
     # place.
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
-    rotated = (shape.query_hidden + kv) * program.rope_copies if shape.positions == "rope" else 0.0
+    rotated = 0.0
+    if shape.positions == "rope":
+        rotated = (shape.query_hidden + kv) * program.rope_copies
     features = 2.0 * shape.query_hidden + 2.0 * kv + rotated
     if (latent := shape.latent) is not None:
         narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)
         features = 2.0 * shape.query_hidden + 2.0 * shape.heads * latent.value + rotated
         bytes_ += 4.0 * narrow * _outside(run) / shape.hidden  # before and after their norms
     # The activation's inputs and output; an unfused SwiGLU keeps silu(gate) too.
-    inner = (shape.feed_forward_inputs + 1 + (shape.is_gated and not program.fused_mlp)) * _inner(
-        run, dense=dense
-    )
+    tensors = shape.feed_forward_inputs + 1
+    if shape.is_gated and not program.fused_mlp:
+        tensors += 1
+    inner = tensors * _inner(run, dense=dense)
     if shape.experts is not None and not dense:  # what was sent to the experts, and in their order
         inner += 2.0 * run.routed_rows * shape.hidden
     # A tiled attention keeps a float32 per row; another keeps the scores, unless they are
     # recomputed.
     score = 4.0
     if program.attention != "flash" and not is_selective:
-        score = (5.0 if program.dropout else 2.0) * run.seq_len
-    bytes_ += run.tokens * (2.0 * features + score * shape.heads) / layout.tp + 2.0 * inner
+        score = run.seq_len * (5.0 if program.dropout else 2.0)
+    attention = run.tokens * (2.0 * features + score * shape.heads) / layout.tp
+    bytes_ += attention + 2.0 * inner
     return bytes_ * run.item_bytes / 2
 
 
@@ -195,12 +210,14 @@ def _inner(run: PlannedRun, *, dense: bool) -> float:
     experts = run.shape.experts
     if experts is None or dense:
         return run.tokens * shape.ffn_hidden / layout.tp
-    return (
-        run.tokens * experts.shared_hidden / layout.tp
-        + run.routed_rows * experts.hidden / layout.expert_tp
-    )
+    shared = run.tokens * experts.shared_hidden / layout.tp
+    routed = run.routed_rows * experts.hidden / layout.expert_tp
+    return shared + routed
 
 
 def _outside(run: PlannedRun) -> float:
     """Elements of [tokens, hidden] where tp does not divide the features."""
-    return run.tokens * run.shape.hidden / (run.layout.tp if run.layout.sequence_parallel else 1)
+    elements = run.tokens * run.shape.hidden
+    if run.layout.sequence_parallel:
+        return elements / run.layout.tp
+    return float(elements)

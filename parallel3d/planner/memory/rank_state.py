@@ -110,9 +110,13 @@ class RankState:
         self.alone = layout.dp == 1 and self.item == self.master
         self.whole = not self.alone and (layout.dp == 1 or layout.strategy in REPLICATED)
         self.sharded = not self.alone and not self.whole
-        self.shards = 1 if self.alone or layout.strategy == "NO_SHARD" else layout.dp_shard
+        self.shards = layout.dp_shard
+        if self.alone or layout.strategy == "NO_SHARD":
+            self.shards = 1
         # columns of a block's last parameter
-        last = 1 if run.shape.biases else run.shape.ffn_hidden // layout.tp
+        last = 1
+        if not run.shape.biases:
+            last = run.shape.ffn_hidden // layout.tp
         self.block_unit = _unit(
             block_tables(run.shape, layout.tp), self.shards, last * run.shape.hidden
         )
@@ -123,21 +127,29 @@ class RankState:
         # Bytes of a number of a gradient: of a whole one; of one that each backward reduces, but
         # only the last one over replicas; of a reduced one, with the sum over replicas that
         # fully_shard keeps where its dtype is another.
-        self.sum_bytes = max(layout.reduce_bytes, self.master) if self.sharded else self.master
+        self.sum_bytes = self.master
+        if self.sharded:
+            self.sum_bytes = max(layout.reduce_bytes, self.master)
         self.reduces_each = self.sharded and layout.reduce == "microbatch"
         has_replicas = layout.dp > layout.dp_shard
         self.partial_bytes = layout.reduce_bytes if has_replicas else self.master
-        self.reduced_bytes = self.master + layout.reduce_bytes * (
-            has_replicas and layout.reduce_bytes != self.master
-        )
-        microbatches = layout.microbatches if layout.pp == 1 else max(2, layout.microbatches)
+        self.reduced_bytes = self.master
+        if has_replicas and layout.reduce_bytes != self.master:
+            self.reduced_bytes += layout.reduce_bytes
+        microbatches = layout.microbatches
+        if layout.pp != 1:
+            microbatches = max(2, layout.microbatches)
         self.frees_forward = self.sharded and frees_after_forward(
             layout.strategy, layout.gather, microbatches
         )
         self.frees_each = self.sharded and layout.gather == "microbatch"
-        self.block_gathered = self.item * self.block_unit.padded if self.sharded else 0
+        self.block_gathered = 0
+        if self.sharded:
+            self.block_gathered = self.item * self.block_unit.padded
         # before they are where they are used
-        self.arriving = self.block_gathered if self.shards > 1 else 0
+        self.arriving = 0
+        if self.shards > 1:
+            self.arriving = self.block_gathered
         self.slices = run.stages_of(rank)
 
     @cached_property
@@ -153,23 +165,29 @@ class RankState:
         """Parameters, gradients and optimizer states that are there throughout a step."""
         run = self.run
         blocks = self._blocks
-        ends = [self._end_unit(embedding=part.embedding, head=part.head) for part, _ in self.slices]
-        numel = blocks * self.block_unit.numel + sum(unit.numel for unit in ends)
-        shard = blocks * self.block_unit.shard + sum(unit.shard for unit in ends)
-        states = run.optimizer.state_bytes * (numel if self.alone else shard)
+        numel = blocks * self.block_unit.numel
+        shard = blocks * self.block_unit.shard
+        for part, _ in self.slices:
+            ends = self._end_unit(embedding=part.embedding, head=part.head)
+            numel += ends.numel
+            shard += ends.shard
+        own = numel if self.alone else shard
+        states = run.optimizer.state_bytes * own
         if run.optimizer.muon is not None:
-            hidden = sum(
-                table.shard(self.shards) for table in hidden_tables(run.shape, self.layout.tp)
-            )
-            states -= (run.optimizer.state_bytes - run.optimizer.muon.state_bytes) * blocks * hidden
+            tables = hidden_tables(run.shape, self.layout.tp)
+            hidden = sum(table.shard(self.shards) for table in tables)
+            saved_bytes = run.optimizer.state_bytes - run.optimizer.muon.state_bytes
+            states -= saved_bytes * blocks * hidden
         if self.whole:
-            masters = self.master * shard if self.item < self.master else 0
+            masters = 0
+            if self.item < self.master:
+                masters = self.master * shard
             return (
                 self.item * numel + masters,
                 self.master * numel,
                 states,
             )
-        return self.master * (numel if self.alone else shard), 0.0, states
+        return self.master * own, 0.0, states
 
     @cached_property
     def throughout(self) -> float:
@@ -189,7 +207,8 @@ class RankState:
             return optimizer.step_bytes * max(ends, self.block_unit.largest)
         ranks = self.layout.dp * self.layout.tp
         tp = self.layout.tp
-        matrices = muon_matrices(self.run.shape, tp, self.layout.optimizer_shards) * self._blocks
+        of_block = muon_matrices(self.run.shape, tp, self.layout.optimizer_shards)
+        matrices = of_block * self._blocks
         muon = muon_step_bytes(matrices, ranks=ranks, step=optimizer.muon)
         return max(optimizer.step_bytes * ends, muon)
 
@@ -215,10 +234,12 @@ class RankState:
     def weights(self, *, has_gradients: bool) -> WeightGradients:
         """What a backward does with the gradients that products make: it drops them where they are
         added to others."""
-        is_kept = (
-            not has_gradients or self.reduces_each or (self.sharded and self.sum_bytes != self.item)
-        )
-        return "kept" if is_kept and not self.whole else "dropped"
+        if self.whole:
+            return "dropped"
+        is_added_in_other_dtype = self.sharded and self.sum_bytes != self.item
+        if not has_gradients or self.reduces_each or is_added_in_other_dtype:
+            return "kept"
+        return "dropped"
 
     def reducing(self, unit: Unit, *, is_whole: bool) -> float:
         """A unit's gradients while they are reduced: what is sent, and the new gradients that it is
@@ -226,9 +247,14 @@ class RankState:
         `is_whole`: they are counted already."""
         reduce = self.layout.reduce_bytes
         sent = reduce * unit.padded
-        if is_whole or self.shards == 1:
-            return sent * (1 + (self.shards == 1) * (1 if is_whole else 2))
-        arrived = (reduce + self.master * (reduce != self.master)) * unit.shard
+        if self.shards == 1:
+            copies = 1 if is_whole else 2
+            return sent * (1 + copies)
+        if is_whole:
+            return sent
+        arrived = reduce * unit.shard
+        if reduce != self.master:
+            arrived += self.master * unit.shard
         last = self.item * unit.last  # which a loop of torch's still has
         return sent + max(self.item * unit.numel, arrived + last)
 
@@ -243,20 +269,20 @@ class RankState:
         self, part: StageSlice, first: int, recompute: Recompute, every: int
     ) -> float:
         """Returns what a stage keeps of a microbatch under a recompute, the logits aside."""
-        blocks = self._kept_by_blocks(first, part.layers, recompute, every)
-        return (
-            blocks
-            + part.embedding * self.ends.kept_by_embedding
-            + part.head * self.ends.kept_by_head
-        )
+        kept = self._kept_by_blocks(first, part.layers, recompute, every)
+        if part.embedding:
+            kept += self.ends.kept_by_embedding
+        if part.head:
+            kept += self.ends.kept_by_head
+        return kept
 
     def _kept_by_blocks(self, first: int, count: int, recompute: Recompute, every: int) -> float:
-        again = 0 if recompute == "none" else -(-(first + count) // every) - -(-first // every)
-        kept = (
-            self.block.kept - self.block.attention_own
-            if recompute == "selective"
-            else self.block.hidden_local
-        )
+        again = 0
+        if recompute != "none":
+            again = -(-(first + count) // every) - -(-first // every)
+        kept = self.block.hidden_local
+        if recompute == "selective":
+            kept = self.block.kept - self.block.attention_own
         return again * kept + (count - again) * self.block.kept
 
     @cached_property
@@ -266,12 +292,10 @@ class RankState:
     def _end_unit(self, *, embedding: bool = False, head: bool = False) -> Unit:
         """Returns what a stage with the embedding or the head has of the model beside its
         blocks."""
+        if not embedding and not head:
+            return NO_UNIT
         ends = StageSlice(layers=0, embedding=embedding, head=head)
-        return (
-            _unit_of_ends(self.run.shape, ends, self.layout.tp, self.shards)
-            if embedding or head
-            else NO_UNIT
-        )
+        return _unit_of_ends(self.run.shape, ends, self.layout.tp, self.shards)
 
     def _stage(self, part: StageSlice, first: int) -> RankStage:
         run = self.run
@@ -285,13 +309,18 @@ class RankState:
         numel = part.layers * block.numel + ends.numel
         shard = part.layers * block.shard + ends.shard
         needed = self.item * (rest if is_tied else head).padded * self.sharded
-        kept_gathered = part.layers * self.block_gathered + (
-            0 if is_tied else self.item * rest.padded
-        )
+        kept_gathered = part.layers * self.block_gathered
+        if not is_tied:
+            kept_gathered += self.item * rest.padded
         is_counted = not self.whole  # others are at rest
         whole = self.sum_bytes * numel
         if self.reduces_each:  # the last unit's are on their way for as long as nobody waits
-            last = rest if rest.numel else block if part.layers else head
+            if rest.numel:
+                last = rest
+            elif part.layers:
+                last = block
+            else:
+                last = head
             whole = self.partial_bytes * shard + self.layout.reduce_bytes * last.padded
         splits = schedule_traits(self.layout.schedule).splits_backward
         return RankStage(
@@ -314,12 +343,14 @@ class RankState:
 
 @lru_cache(maxsize=4096)
 def _unit(tables: tuple[Table, ...], shards: int, last: int) -> Unit:
+    numel = sum(table.numel for table in tables)
     shard = sum(table.shard(shards) for table in tables)
-    largest = max((table.shard(shards) // table.times for table in tables), default=0)
-    return Unit(sum(table.numel for table in tables), shard * shards, shard, last, largest)
+    each = [table.shard(shards) // table.times for table in tables]
+    return Unit(numel, shard * shards, shard, last, largest=max(each, default=0))
 
 
 @lru_cache(maxsize=4096)
 def _unit_of_ends(shape: ModelShape, ends: StageSlice, tp: int, shards: int) -> Unit:
     tables = end_tables(shape, ends, tp)
-    return _unit(tables, shards, tables[-1].numel // tables[-1].times)
+    last = tables[-1]
+    return _unit(tables, shards, last.rows * last.columns)

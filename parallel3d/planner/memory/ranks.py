@@ -21,14 +21,18 @@ def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
 def needed_bytes(run: PlannedRun, ranks: Iterable[RankMemory]) -> float:
     """Returns what the fullest of a run's ranks cannot do without: the program's allocator frees
     the rest."""
-    return max(memory.total - run.program.gives_way * memory.fragmentation for memory in ranks)
+    freed = run.program.gives_way
+    return max(memory.total - freed * memory.fragmentation for memory in ranks)
 
 
 def worst_rank(run: PlannedRun) -> RankMemory:
     """The memory of the pipeline rank that needs most."""
     is_known = run.runs_parallel3d and not schedule_traits(run.layout.schedule).splits_backward
-    ranks = _candidates(run) if is_known else range(run.layout.pp)
-    return max((_rank_memory(run, rank) for rank in ranks), key=lambda memory: memory.total)
+    ranks: Iterable[int] = range(run.layout.pp)
+    if is_known:
+        ranks = _candidates(run)
+    memories = [_rank_memory(run, rank) for rank in ranks]
+    return max(memories, key=lambda memory: memory.total)
 
 
 def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
@@ -46,9 +50,8 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
     """The ranks that can be the fullest: where a person has cut the stages, every rank."""
     if run.layout.stage_boundaries is not None:
         return range(run.layout.pp)
-    return dict.fromkeys(
-        (*_usual_candidates(run), *_next_candidates(run, run.layout.recompute_every))
-    )
+    behind_first = _next_candidates(run, run.layout.recompute_every)
+    return dict.fromkeys((*_usual_candidates(run), *behind_first))
 
 
 def _usual_candidates(run: PlannedRun) -> tuple[int, ...]:
@@ -58,20 +61,26 @@ def _usual_candidates(run: PlannedRun) -> tuple[int, ...]:
     # A mixture's first layers have no experts: the first rank with most of those that have may hold
     # more.
     routed = [part.layers - part.dense for part in run.ranks]
-    return 0, run.layout.pp - 1, layers.index(max(layers)), routed.index(max(routed))
+    most_layers = layers.index(max(layers))
+    most_routed = routed.index(max(routed))
+    return 0, run.layout.pp - 1, most_layers, most_routed
 
 
 def _next_candidates(run: PlannedRun, every: int) -> range:
     """The ranks behind the first, which may have fewer recomputed blocks where one of several is
     recomputed."""
-    return range(1, min(run.layout.pp, max(2, every)))
+    end = max(2, every)
+    return range(1, min(run.layout.pp, end))
 
 
 def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:
     """A rank's memory, with what was measured of it on the cluster."""
-    counted = parallel3d_memory(run, rank) if run.runs_parallel3d else published_memory(run, rank)
+    count = parallel3d_memory if run.runs_parallel3d else published_memory
+    counted = count(run, rank)
     scale = run.cluster.scales.memory
-    return counted if scale == 1 else counted.with_beside_states(scale)
+    if scale == 1:
+        return counted
+    return counted.with_beside_states(scale)
 
 
 def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
@@ -84,8 +93,12 @@ def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
         key=lambda moment: moment.gradients + scale * (moment.total - moment.gradients),
     )
     parameters, gradients, optimizer = state.at_rest
-    program = run.program
-    at_work = fullest.total - fullest.gradients
+    fragmentation = 0.0
+    context = 0.0
+    if not run.on_cpu:
+        at_work = fullest.total - fullest.gradients
+        fragmentation = run.program.fragmentation * at_work + run.program.cache_bytes
+        context = run.program.context_bytes
     return RankMemory(
         rank=rank,
         parameters=parameters,
@@ -95,7 +108,7 @@ def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
         logits=fullest.logits,
         buffers=fullest.buffers,
         temporary=fullest.temporary,
-        fragmentation=0.0 if run.on_cpu else program.fragmentation * at_work + program.cache_bytes,
-        context=0.0 if run.on_cpu else program.context_bytes,
+        fragmentation=fragmentation,
+        context=context,
         moment=fullest.moment,
     )

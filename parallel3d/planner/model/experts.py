@@ -27,7 +27,9 @@ class Experts:
         """Returns on how many of so many nodes a token's experts lie on average, where they are
         chosen evenly."""
         met = nodes * (1 - (1 - 1 / nodes) ** self.per_token)
-        return met if self.most_groups is None else min(met, self.most_groups)
+        if self.most_groups is None:
+            return met
+        return min(met, self.most_groups)
 
 
 @dataclass(frozen=True, kw_only=True)

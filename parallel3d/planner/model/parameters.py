@@ -33,11 +33,12 @@ class Table:
 
     @property
     def numel(self) -> int:
-        return self.rows * self.columns * self.times
+        return self.shard(1)
 
     def shard(self, shards: int, rank: int = 0) -> int:
         """Counts its numbers on one of `shards` data ranks, which split the rows."""
-        return len(shard_rows(self.rows, rank, shards)) * self.columns * self.times
+        rows = len(shard_rows(self.rows, rank, shards))
+        return rows * self.columns * self.times
 
 
 @lru_cache(maxsize=256)
@@ -52,7 +53,9 @@ def block_tables(
     f = shape.ffn_hidden
     q = shape.query_hidden
     dim = shape.head_dim
-    kv = shape.kv_hidden if shape.kv_heads % tp else shape.kv_hidden // tp
+    kv = shape.kv_hidden
+    if shape.kv_heads % tp == 0:
+        kv = shape.kv_hidden // tp
     if repeats_kv_heads:
         kv = max(shape.kv_hidden // tp, dim)
     inputs = shape.feed_forward_inputs
@@ -90,10 +93,13 @@ def _mixture_tables(
     if latent is not None:  # the narrow products and their norms are whole on every tp rank
         rank = latent.query_rank
         values = latent.key_value_rank
-        attention = [Table(shape.query_hidden // tp, h if rank is None else rank)]
-        attention += [] if rank is None else [Table(rank, h), Table(rank)]
-        attention += [Table(values + latent.turned, h), Table(values)]
+        if rank is None:
+            attention = [Table(shape.query_hidden // tp, h)]
+        else:
+            attention = [Table(shape.query_hidden // tp, rank), Table(rank, h), Table(rank)]
         attention += [
+            Table(values + latent.turned, h),
+            Table(values),
             Table(heads * (latent.plain + latent.value) // tp, values),
             Table(h, heads * latent.value // tp),
         ]
@@ -106,12 +112,12 @@ def _mixture_tables(
     if experts is not None and not dense:
         shared = experts.shared_hidden // tp
         feed_forward = [Table(experts.count, h)]
-        feed_forward += (
-            [Table(shared, h, shape.feed_forward_inputs), Table(h, shared)] if shared else []
-        )
-        feed_forward += [Table(h)] * experts.shared_gate + [
-            Table(experts.count)
-        ] * experts.router_bias
+        if shared:
+            feed_forward += [Table(shared, h, shape.feed_forward_inputs), Table(h, shared)]
+        if experts.shared_gate:
+            feed_forward.append(Table(h))
+        if experts.router_bias:
+            feed_forward.append(Table(experts.count))
     return (*attention, *feed_forward, *rest)
 
 
@@ -140,7 +146,9 @@ def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, 
         if at in (2, 4):  # row-parallel: tp splits the columns
             matrix = MuonMatrix(shape.hidden, table.columns * tp, shards * tp, own)
         else:
-            ranks = 1 if at == 1 and shape.kv_heads % tp else tp
+            ranks = tp
+            if at == 1 and shape.kv_heads % tp:
+                ranks = 1
             matrix = MuonMatrix(table.rows * ranks, shape.hidden, shards * ranks, own)
         found += [matrix] * table.times
     return tuple(found)
@@ -184,16 +192,21 @@ def rank_numel(
     """Counts these stages' parameters on a rank, one of `shards` data ranks, a mixture's experts
     not among them; `at`: its place on tp and dp_shard."""
 
+    tp_rank, dp_rank = at
+
     def block(dense: bool) -> int:
         tables = block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads, dense=dense)
-        return sum(table.shard(shards, at[1]) for table in tables)
+        return sum(table.shard(shards, dp_rank) for table in tables)
 
-    ends = sum(
-        table.shard(shards, at[1]) for part in parts for table in end_tables(shape, part, tp, at[0])
-    )
+    numel = 0
+    for part in parts:
+        ends = end_tables(shape, part, tp, tp_rank)
+        numel += sum(table.shard(shards, dp_rank) for table in ends)
     dense = sum(part.dense for part in parts)
-    first = dense * block(True) if dense else 0
-    return (sum(part.layers for part in parts) - dense) * block(False) + first + ends
+    if dense:
+        numel += dense * block(True)
+    layers = sum(part.layers for part in parts)
+    return numel + (layers - dense) * block(False)
 
 
 def whole_model(shape: ModelShape) -> StageSlice:
@@ -211,14 +224,11 @@ def active_parameters(shape: ModelShape) -> int:
     """Counts the parameters that a token meets: all but those of the experts that the router does
     not choose."""
     experts = shape.experts
-    idle = 0
-    if experts is not None:
-        idle = (
-            expert_numel(shape, (whole_model(shape),))
-            // experts.count
-            * (experts.count - experts.per_token)
-        )
-    return total_parameters(shape) - idle
+    total = total_parameters(shape)
+    if experts is None:
+        return total
+    each = expert_numel(shape, (whole_model(shape),)) // experts.count
+    return total - each * (experts.count - experts.per_token)
 
 
 def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:

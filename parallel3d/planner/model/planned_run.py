@@ -51,7 +51,9 @@ def _with_fields(kind: type[AnyLayout], values: dict[str, Any]) -> AnyLayout:
 
 def other_axes(parallel: ParallelConfig) -> tuple[int, int]:
     """Returns cp and ep of a layout, 1 where it has no such axes."""
-    return (parallel.cp, parallel.ep) if isinstance(parallel, EngineLayout) else (1, 1)
+    if isinstance(parallel, EngineLayout):
+        return (parallel.cp, parallel.ep)
+    return (1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +73,16 @@ class RunLayout(EngineLayout):
     @property
     def expert_replicas(self) -> int:
         """How many ranks of a stage hold the same part of the same experts."""
-        return max(1, self.dp * self.cp * self.tp // (self.ep * self.expert_tp))
+        ranks = self.dp * self.cp * self.tp
+        return max(1, ranks // (self.ep * self.expert_tp))
 
     def expert_shards(self, shards: int) -> int:
         """Returns over how many ranks a state of the experts is split that others have on so
         many."""
         if shards == 1:
             return 1
-        return max(1, min(self.expert_replicas, shards * self.tp // (self.ep * self.expert_tp)))
+        own_shards = shards * self.tp // (self.ep * self.expert_tp)
+        return max(1, min(self.expert_replicas, own_shards))
 
     @property
     def reduce_bytes(self) -> int:
@@ -110,11 +114,9 @@ class PlannedRun:
         experts, where all have equally many."""
         experts = self.shape.experts
         layout = self.layout
-        return (
-            0.0
-            if experts is None
-            else self.tokens * experts.per_token * layout.expert_tp / layout.tp
-        )
+        if experts is None:
+            return 0.0
+        return self.tokens * experts.per_token * layout.expert_tp / layout.tp
 
     @property
     def rank_vocab(self) -> int:
@@ -230,11 +232,14 @@ class PlannedRun:
 def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
     """Returns the stages; the first `dense` layers of the model are such."""
     last = len(layers) - 1
-    firsts = accumulate(layers, initial=0)
-    return tuple(
-        StageSlice(layers=n, embedding=i == 0, head=i == last, dense=min(n, max(0, dense - first)))
-        for i, (n, first) in enumerate(zip(layers, firsts, strict=False))
-    )
+    stages = []
+    dense_left = dense
+    for index, count in enumerate(layers):
+        own_dense = min(count, dense_left)
+        dense_left -= own_dense
+        stage = StageSlice(layers=count, embedding=index == 0, head=index == last, dense=own_dense)
+        stages.append(stage)
+    return tuple(stages)
 
 
 @lru_cache(maxsize=4096)
@@ -250,16 +255,22 @@ def _stages_of(
 def _together(
     layers: tuple[int, ...], holders: tuple[int, ...], dense: int
 ) -> tuple[StageSlice, ...]:
-    parts = [*zip(_slices(layers, dense), holders, strict=True)]
-    return tuple(
-        StageSlice(
-            layers=sum(part.layers for part, holder in parts if holder == rank),
+    ranks = max(holders) + 1
+    layers_of = [0] * ranks
+    dense_of = [0] * ranks
+    for part, holder in zip(_slices(layers, dense), holders, strict=True):
+        layers_of[holder] += part.layers
+        dense_of[holder] += part.dense
+    found = []
+    for rank in range(ranks):
+        together = StageSlice(
+            layers=layers_of[rank],
             embedding=holders[0] == rank,
             head=holders[-1] == rank,
-            dense=sum(part.dense for part, holder in parts if holder == rank),
+            dense=dense_of[rank],
         )
-        for rank in range(max(holders) + 1)
-    )
+        found.append(together)
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -290,7 +301,9 @@ def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
     """Returns the layout of a recipe, run by this project's own program, or of a program that has
     more axes: what is split over the data ranks is split over cp too."""
     cp, _ = other_axes(parallel)
-    shards = 1 if parallel.strategy in REPLICATED else parallel.dp_shard * cp
+    shards = 1
+    if parallel.strategy not in REPLICATED:
+        shards = parallel.dp_shard * cp
     beyond = {
         "sharding": parallel.strategy,
         "prefetch": parallel.prefetch or 1,

@@ -69,7 +69,9 @@ class ModelShape:
     @property
     def first_dense(self) -> int:
         """How many of a mixture's first layers have no experts."""
-        return 0 if self.experts is None else self.experts.dense_layers
+        if self.experts is None:
+            return 0
+        return self.experts.dense_layers
 
     @property
     def attention_hidden(self) -> int:

@@ -39,7 +39,9 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
     width = {None: master, "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
     is_sgd = optimizer.name == "sgd"
     muon = None
-    states = int(bool(optimizer.momentum)) if is_sgd else 2
+    states = 2
+    if is_sgd:
+        states = int(bool(optimizer.momentum))
     if optimizer.name == "muon":
         assert optimizer.ns_steps is not None
         muon = MuonCosts(

@@ -83,7 +83,8 @@ def _time_scales(timed: Sequence[tuple[PlannedRun, float]]) -> tuple[float, floa
 
 def _log_time(run: PlannedRun, arithmetic: float, network: float) -> float:
     scales = Scales(arithmetic=exp(arithmetic), network=exp(network))
-    return log(step_cost(replace(run, cluster=with_scales(run.cluster, scales))).step_time_s)
+    scaled = replace(run, cluster=with_scales(run.cluster, scales))
+    return log(step_cost(scaled).step_time_s)
 
 
 def _memory_scale(weighed: Sequence[MeasuredRun]) -> float:
@@ -102,4 +103,5 @@ def _memory_scale(weighed: Sequence[MeasuredRun]) -> float:
 
 def _log_memory(each: MeasuredRun, memory: float) -> float:
     cluster = with_scales(each.run.cluster, Scales(memory=exp(memory)))
-    return log(worst_rank(replace(each.run, cluster=cluster)).of_kind(each.memory_kind))
+    fullest = worst_rank(replace(each.run, cluster=cluster))
+    return log(fullest.of_kind(each.memory_kind))

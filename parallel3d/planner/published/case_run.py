@@ -81,7 +81,8 @@ def _recomputing(fields: Fields, run: PlannedRun) -> PlannedRun:
     if run.layout.recompute != "none" or not is_open:
         return run
     for recompute, every in _RECOMPUTES:
-        tried = replace(run, layout=replace(run.layout, recompute=recompute, recompute_every=every))
+        layout = replace(run.layout, recompute=recompute, recompute_every=every)
+        tried = replace(run, layout=layout)
         if needed_bytes(tried, memory_by_rank(tried)) <= run.cluster.device.memory_bytes:
             fields.note("train", "activation_recompute", f"{recompute}, because less does not fit")
             return tried
@@ -96,11 +97,13 @@ def _program(
         f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
     )
     year = f.tree.get("year")
-    is_old = any(name in gpu.lower() for name in _OLD_DEVICES)
+    usual_year = _YEAR
+    if any(name in gpu.lower() for name in _OLD_DEVICES):
+        usual_year = _OLD_YEAR
     is_gpt = shape.feed_forward == "gelu" and shape.positions == "learned"
     may_write = f.said("softmax_attention") is not False and _POSITIONS_OPEN not in f.filled
     traits = RunTraits(
-        year=int(year or (_OLD_YEAR if is_old else _YEAR)),
+        year=int(year or usual_year),
         dated=year is not None,
         compiled=bool(f.stated("train", "compile")),
         sharded=is_sharded and f.number("parallel", "pp", 1) == 1,
@@ -117,9 +120,8 @@ def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
     if f.said("float32_sum") or meaning("float32_sum", precision):
         program = with_float32_sum(program)
     states = meaning("optimizer_bytes", str(f.stated("train", "optimizer") or ""))
-    return with_states(
-        program, states, pure_bf16=bool(f.said("pure_bf16") or meaning("pure_bf16", precision))
-    )
+    pure_bf16 = bool(f.said("pure_bf16") or meaning("pure_bf16", precision))
+    return with_states(program, states, pure_bf16=pure_bf16)
 
 
 def _shape(f: Fields) -> ModelShape:
@@ -127,9 +129,8 @@ def _shape(f: Fields) -> ModelShape:
     if (name := f.stated("model", "shape")) is not None:
         named = named_shape(str(name), {})
         return replace(named, layers=f.number("model", "layers", named.layers))
-    feed_forward: FeedForward = (
-        meaning("feed_forward", str(f.get("model", "ffn_kind", "gelu"))) or "gelu"
-    )
+    ffn_kind = str(f.get("model", "ffn_kind", "gelu"))
+    feed_forward: FeedForward = meaning("feed_forward", ffn_kind) or "gelu"
     is_gpt = feed_forward == "gelu"
     hidden = f.number("model", "hidden")
     heads = f.number("model", "heads", max(1, hidden // 128))
@@ -171,15 +172,23 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
     if f.number("parallel", "dp", dp) != dp:
         f.note("parallel", "dp", f"{f.stated('parallel', 'dp')} said, {dp} left by {gpus} GPUs")
     microbatch = f.number("train", "micro_batch", 1)
-    batch = f.number("train", "global_batch_sequences", dp * microbatch * max(1, 8 * (pp > 1)))
-    shards = (
-        f.number("parallel", "dp_shard", 1) if f.stated("parallel", "dp_shard") is not None else 1
-    )
+    usual_microbatches = 8 if pp > 1 else 1
+    usual_batch = dp * microbatch * usual_microbatches
+    batch = f.number("train", "global_batch_sequences", usual_batch)
+    shards = 1
+    if f.stated("parallel", "dp_shard") is not None:
+        shards = f.number("parallel", "dp_shard", 1)
     is_sharded = bool(f.stated("parallel", "fsdp")) or shards > 1
     zero = f.number("parallel", "zero_stage", 3 if is_sharded else 1, least=0)
     # Replicas of what is sharded (HSDP) have the optimizer's states sharded alike.
-    spread_over = 1 if zero < 1 else shards * cp if zero >= 3 and 1 < shards < dp else dp * cp
-    optimizer = min(dp * cp, max(1, f.number("parallel", "optimizer_shard", spread_over, least=0)))
+    if zero < 1:
+        usual_shards = 1
+    elif zero >= 3 and 1 < shards < dp:
+        usual_shards = shards * cp
+    else:
+        usual_shards = dp * cp
+    said_shards = f.number("parallel", "optimizer_shard", usual_shards, least=0)
+    optimizer = min(dp * cp, max(1, said_shards))
     schedule = str(f.get("parallel", "schedule", program.default_schedule)).lower()
     # A run that interleaves and does not say how finely has as many stages a rank as divide the
     # layers, at most 8.

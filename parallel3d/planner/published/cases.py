@@ -76,7 +76,9 @@ def read_cases(
     cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
     for number, tree in enumerate(_trees(path), start=1):
-        name = tree.get("id") if isinstance(tree, dict) else None
+        name = None
+        if isinstance(tree, dict):
+            name = tree.get("id")
         name = f"row {number}" if name is None else str(name)
         try:
             fields = Fields(tree)

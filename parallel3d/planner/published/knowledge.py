@@ -68,7 +68,9 @@ class Knowledge:
             changes = _unseen(figures, self.left_out)
             said = _GB.search(gpu.lower())
             usual = cluster.device.memory_bytes
-            bytes_ = 0.99 * float(said[1]) * GIB if said else usual
+            bytes_ = usual
+            if said:
+                bytes_ = 0.99 * float(said[1]) * GIB
             if abs(bytes_ / usual - 1) > 0.05:
                 changes["memory_bytes"] = bytes_
             self.clusters[gpu] = replace(cluster, device=replace(cluster.device, **changes))
@@ -100,4 +102,6 @@ def _device_name(gpu: str, files: list[str]) -> str | None:
             return name
     aliases = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
     suited = [alias for alias in aliases if {*alias.split()} <= {*words}]
-    return aliases[max(suited, key=lambda alias: len(alias.split()))] if suited else None
+    if suited:
+        return aliases[max(suited, key=lambda alias: len(alias.split()))]
+    return None

@@ -59,7 +59,9 @@ class ProgramEntry:
         return is_so and name in self.names and traits.year in self.years
 
     def of_run(self, traits: RunTraits) -> TrainingProgram:
-        return replace(self.program, **self.sharded) if traits.sharded else self.program
+        if traits.sharded:
+            return replace(self.program, **self.sharded)
+        return self.program
 
 
 @cache
@@ -69,7 +71,9 @@ def entries() -> dict[str, ProgramEntry]:
     for name, fields in yaml.safe_load(
         Path(__file__).with_name("programs.yaml").read_text()
     ).items():
-        parent = found[fields.pop("like")] if "like" in fields else None
+        parent = None
+        if "like" in fields:
+            parent = found[fields.pop("like")]
         years = range(fields.pop("from", 0), fields.pop("until", 9998) + 1)
         entry = ProgramEntry(
             program=TrainingProgram(name=name) if parent is None else parent.program,
@@ -103,12 +107,10 @@ def named_program(name: str) -> TrainingProgram:
     if name == PARALLEL3D.name:
         return PARALLEL3D  # without reading the table
     if name not in programs():
+        advice = f"known are {', '.join(sorted(programs()))}"
         near = get_close_matches(name, programs(), n=3)
-        advice = (
-            f"did you mean {', '.join(near)}?"
-            if near
-            else f"known are {', '.join(sorted(programs()))}"
-        )
+        if near:
+            advice = f"did you mean {', '.join(near)}?"
         raise ConfigError(f"--engine {name}: unknown; {advice}, or unknown for a typical program")
     return programs()[name]
 
@@ -128,13 +130,17 @@ def program_of(
     name = name_of(framework)
     if name == PARALLEL3D.name:
         return PARALLEL3D
-    recent = traits if traits.dated else replace(traits, year=max(traits.year, _UNDATED))
+    recent = traits
+    if not traits.dated:
+        recent = replace(traits, year=max(traits.year, _UNDATED))
     found = _entry(name, recent if name.startswith(TYPICAL) else traits)
     if found is not None and found.seen.isdisjoint(left_out):
         return found.of_run(traits)
     family = TYPICAL if found is None else found.family
     like = _entry(family, recent) or entries()[family]
-    usual = {} if found is None else {key: getattr(found.program, key) for key in _CONVENTIONS}
+    usual = {}
+    if found is not None:
+        usual = {key: getattr(found.program, key) for key in _CONVENTIONS}
     return replace(like.of_run(traits), **usual)
 
 
@@ -153,7 +159,9 @@ def in_precision(program: TrainingProgram, precision: str) -> TrainingProgram:
         "reduce_bytes": program.fp16_reduce_bytes,
     }
     changes: dict[str, Any] = {key: bytes_ for key, bytes_ in in_fp16.items() if bytes_ is not None}
-    return replace(program, **changes) if precision == "fp16" else program
+    if precision == "fp16":
+        return replace(program, **changes)
+    return program
 
 
 def with_options(program: TrainingProgram, said: Callable[[str], bool | None]) -> TrainingProgram:

@@ -91,7 +91,9 @@ class Score:
         predicted."""
         tree = asdict(self)
         for case, row in zip(self.cases, tree["cases"], strict=True):
-            row["ranges"] = None if case.spread is None else _ranges(case.predicted, case.spread)
+            row["ranges"] = None
+            if case.spread is not None:
+                row["ranges"] = _ranges(case.predicted, case.spread)
             del row["spread"]
         return rounded(tree)
 
@@ -101,9 +103,10 @@ def _ranges(of: Prediction, spread: Spread) -> dict[str, Any]:
         ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"), "throughput"
     )
     figures["memory_gib"] = "memory"
-    return {
-        name: asdict(spread.around(figure, getattr(of, name))) for name, figure in figures.items()
-    }
+    ranges = {}
+    for name, figure in figures.items():
+        ranges[name] = asdict(spread.around(figure, getattr(of, name)))
+    return ranges
 
 
 def score(
@@ -122,7 +125,8 @@ def score(
     for case in file.cases:
         try:
             spread = None if spread_of_case is None else spread_of_case(case)
-            scored.append(_score_case(case, (predict or predict_case)(case), spread))
+            predicted = (predict or predict_case)(case)
+            scored.append(_score_case(case, predicted, spread))
         except (ArithmeticError, LookupError, ValueError) as problem:
             skipped.append((case.id, f"cannot be priced ({problem})"))
     counted: list[ScoredCase] = []
@@ -152,18 +156,20 @@ def _fit(counted: Sequence[ScoredCase]) -> Fit:
     ran = [one.predicted.fits for one in counted if one.measured.status == "ok"]
     failed = [not one.predicted.fits for one in counted if one.measured.status == "oom"]
     told = [*ran, *failed]
-    shares = [mean(each) for each in (ran, failed) if each]
     if not told:
         return Fit(cases=0, accuracy=None, balanced_accuracy=None)
-    return Fit(cases=len(told), accuracy=100 * mean(told), balanced_accuracy=100 * mean(shares))
+    shares = [mean(each) for each in (ran, failed) if each]
+    return Fit(
+        cases=len(told),
+        accuracy=100 * mean(told),
+        balanced_accuracy=100 * mean(shares),
+    )
 
 
 def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | None) -> ScoredCase:
     """Raises ValueError where the predicted memory or time is no positive number."""
-    for name, value in (
-        ("memory_gib", predicted.memory_gib),
-        ("step_time_s", predicted.step_time_s),
-    ):
+    for name in ("memory_gib", "step_time_s"):
+        value = getattr(predicted, name)
         if not (isfinite(value) and value > 0):
             raise ValueError(f"{name} = {value}")
     measured = case.measured
@@ -171,7 +177,9 @@ def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | Non
     if measured.metric is not None:
         value = getattr(predicted, measured.metric)
         said = getattr(measured, measured.metric)
-        ratio = said / value if measured.metric == "step_time_s" else value / said
+        ratio = value / said
+        if measured.metric == "step_time_s":
+            ratio = said / value
         errors["throughput"] = 100 * (ratio - 1)
     if measured.memory_gib is not None:
         errors["memory"] = 100 * (predicted.memory_gib / measured.memory_gib - 1)
@@ -194,12 +202,15 @@ def predict_case(case: PublishedCase) -> Prediction:
     run = case.run
     kind = case.measured.memory_kind
     ranks = memory_by_rank(run)
+    if kind is None:
+        memory_bytes = measured_bytes(ranks, "worst", "device")
+    else:
+        memory_bytes = measured_bytes(ranks, case.memory_rank, kind)
     return prediction(
         case,
         parameters=total_parameters(run.shape),
         fits=needed_bytes(run, ranks) <= run.cluster.device.memory_bytes,
-        memory_gib=measured_bytes(ranks, case.memory_rank if kind else "worst", kind or "device")
-        / GIB,
+        memory_gib=memory_bytes / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
 
@@ -207,7 +218,8 @@ def predict_case(case: PublishedCase) -> Prediction:
 def measured_bytes(ranks: Sequence[RankMemory], which: MeasuredRank, kind: MemoryKind) -> float:
     """Returns what is measured on one of a run's pipeline ranks."""
     worst = max(ranks, key=lambda memory: memory.total)
-    return {"worst": worst, "first": ranks[0], "last": ranks[-1]}[which].of_kind(kind)
+    by_name = {"worst": worst, "first": ranks[0], "last": ranks[-1]}
+    return by_name[which].of_kind(kind)
 
 
 def prediction(
@@ -230,21 +242,22 @@ def prediction(
 
 
 def _both(group: Sequence[ScoredCase]) -> dict[str, Errors]:
-    return {
-        name: replace(
-            _errors(one.errors_pct.get(name) for one in group), covered=_covered(group, name)
-        )
-        for name in FIGURES
-    }
+    found: dict[str, Errors] = {}
+    for name in FIGURES:
+        errors = _errors(one.errors_pct.get(name) for one in group)
+        found[name] = replace(errors, covered=_covered(group, name))
+    return found
 
 
 def _covered(group: Sequence[ScoredCase], figure: Figure) -> float | None:
-    inside = [
-        abs(log1p(one.errors_pct[figure] / 100)) <= getattr(one.spread, figure)
-        for one in group
-        if one.spread is not None and figure in one.errors_pct
-    ]
-    return 100 * mean(inside) if inside else None
+    inside = []
+    for one in group:
+        if one.spread is not None and figure in one.errors_pct:
+            error = abs(log1p(one.errors_pct[figure] / 100))
+            inside.append(error <= getattr(one.spread, figure))
+    if not inside:
+        return None
+    return 100 * mean(inside)
 
 
 def _errors(signed: Iterable[float | None]) -> Errors:

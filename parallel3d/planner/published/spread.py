@@ -30,11 +30,14 @@ def recorded_spread(fitted: Score, blind: Score) -> dict[str, Any]:
 def _width(score: Score, figure: Figure) -> float:
     """Returns the error, in natural logarithms, that so many of the counted cases stay within as
     the level says; 0 without."""
-    cases = [case for case in score.cases if figure in case.errors_pct and not case.apart]
-    runs = Counter(case.source for case in cases)
-    errors = sorted((abs(log1p(case.errors_pct[figure] / 100)), case.source) for case in cases)
+    errors = []
+    for case in score.cases:
+        if figure in case.errors_pct and not case.apart:
+            error = abs(log1p(case.errors_pct[figure] / 100))
+            errors.append((error, case.source))
+    runs = Counter(source for _, source in errors)
     below = 0.0
-    for error, source in errors:
+    for error, source in sorted(errors):
         below += 1 / runs[source]
         if below >= LEVEL * len(runs):
             return error

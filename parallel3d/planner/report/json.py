@@ -46,8 +46,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
     if plan.why is not None:
         asked, other = plan.why
-        found = other.strategies[0] if isinstance(other, Answer) and other.strategies else None
-        nearest = other.rejected[0] if isinstance(other, Answer) and found is None else None
+        found = None
+        if isinstance(other, Answer) and other.strategies:
+            found = other.strategies[0]
+        nearest = None
+        if isinstance(other, Answer) and found is None:
+            nearest = other.rejected[0]
         tree["why"] = {
             "asked": asked,
             "strategy": found and strategy_tree(found, plan.length(found), plan.spread(found)),
@@ -110,7 +114,9 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
 def scales_tree(scales: Scales) -> dict[str, Any] | None:
     """Returns what measured runs correct, None without any; `timed` and `weighed` name the program
     of each run."""
-    return asdict(scales) if scales.timed or scales.weighed else None
+    if scales.timed or scales.weighed:
+        return asdict(scales)
+    return None
 
 
 def rejected_tree(rejected: Rejected, question: Question) -> dict[str, Any]:

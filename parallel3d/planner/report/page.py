@@ -65,14 +65,20 @@ class Plan:
 
     @property
     def best(self) -> Strategy | None:
-        return self.answer.strategies[0] if self.answer.strategies else None
+        if self.answer.strategies:
+            return self.answer.strategies[0]
+        return None
 
     def length(self, found: Strategy) -> RunLength | None:
-        return None if self.tokens is None else found.length(self.tokens)
+        if self.tokens is None:
+            return None
+        return found.length(self.tokens)
 
     def spread(self, found: Strategy) -> Spread | None:
         """How far off the figures of a layout may be; None where no score is recorded."""
-        return None if self.accuracy is None else spread_of(found.run, self.accuracy)
+        if self.accuracy is None:
+            return None
+        return spread_of(found.run, self.accuracy)
 
 
 def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:

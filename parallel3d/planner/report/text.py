@@ -40,19 +40,27 @@ def layout_text(parallel: ParallelConfig) -> str:
 def shown_axes(layouts: Iterable[ParallelConfig]) -> tuple[str, ...]:
     """Returns which axes of other programs any of these layouts uses."""
     sizes = [other_axes(parallel) for parallel in layouts]
-    return tuple(axis for at, axis in enumerate(("cp", "ep")) if any(row[at] > 1 for row in sizes))
+    shown = []
+    if any(cp > 1 for cp, _ in sizes):
+        shown.append("cp")
+    if any(ep > 1 for _, ep in sizes):
+        shown.append("ep")
+    return tuple(shown)
 
 
 def layout_columns(parallel: ParallelConfig, axes: Sequence[str] = ()) -> str:
     """Writes a layout in columns: tp, pp, stages a rank, other `axes`, data ranks (sharded x
     replicated), microbatch, recompute."""
-    every = parallel.recompute_every
-    sizes = dict(zip(("cp", "ep"), other_axes(parallel), strict=True))
+    cp, ep = other_axes(parallel)
+    sizes = {"cp": cp, "ep": ep}
     more = "".join(f"{sizes[axis]:>4}" for axis in axes)
+    data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
+    recompute: str = parallel.recompute
+    if parallel.recompute_every:
+        recompute = f"every {parallel.recompute_every}"
     return (
         f"{parallel.tp:>4}{parallel.pp:>4}{parallel.virtual_stages:>4}{more} "
-        f"{f'{parallel.dp_shard} x {parallel.dp_replicate}':>9}{parallel.microbatch_size:>4} "
-        f"{f'every {every}' if every else parallel.recompute:<9}"
+        f"{data:>9}{parallel.microbatch_size:>4} {recompute:<9}"
     )
 
 
@@ -119,7 +127,8 @@ def anchored_lines(scales: Scales) -> list[str]:
 
 def links_text(cluster: Cluster) -> str:
     """What a device has of both kinds of links."""
-    node, network = (link.bandwidth / 1e9 for link in (cluster.node, cluster.network))
+    node = cluster.node.bandwidth / 1e9
+    network = cluster.network.bandwidth / 1e9
     return f"{node:g} GB/s within, {network:g} GB/s between nodes"
 
 

@@ -39,13 +39,19 @@ def search(question: Question, *, top: int = 10, objective: Objective = "through
     found, best = _fastest(question, searches, top)
     rejected = []
     for each in searches:
-        if each not in best and each.beyond_s is None and (least := each.leanest()) is not None:
-            memory = Strategy(question, least.parallel).memory
-            short = least.bytes - question.usable_bytes
-            largest = max(_KINDS, key=lambda kind: getattr(memory, kind))
-            needs = f"{short / GIB:.1f}" if short >= 0.05 * GIB else "under 0.1"
-            why = f"needs {needs} GiB more on rank {memory.rank}, most for {largest}"
-            rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
+        if each in best or each.beyond_s is not None:
+            continue
+        least = each.leanest()
+        if least is None:
+            continue
+        memory = Strategy(question, least.parallel).memory
+        short = least.bytes - question.usable_bytes
+        needs = "under 0.1"
+        if short >= 0.05 * GIB:
+            needs = f"{short / GIB:.1f}"
+        largest = max(_KINDS, key=lambda kind: getattr(memory, kind))
+        why = f"needs {needs} GiB more on rank {memory.rank}, most for {largest}"
+        rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
     if objective == "memory" and found:
         found = _leanest(question, searches, top)
     return Answer(
@@ -65,9 +71,13 @@ def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[S
     found: list[Candidate] = []
     # the layouts that are split most are often lean
     for each in sorted(searches, key=lambda each: -each.tp * each.pp):
-        within = found[top - 1].bytes if len(found) >= top else question.usable_bytes
-        if (priced := each.leanest(within=within)) is not None:
-            found = sorted([*found, priced], key=lambda priced: priced.bytes)
+        within = question.usable_bytes
+        if len(found) >= top:
+            within = found[top - 1].bytes
+        priced = each.leanest(within=within)
+        if priced is not None:
+            found.append(priced)
+            found.sort(key=lambda priced: priced.bytes)
     return [Strategy(question, each.parallel) for each in found[:top]]
 
 
@@ -79,11 +89,10 @@ def one_that_fits(question: Question) -> Strategy | None:
     by_size = families(question)
     # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often
     # the leanest.
-    for few in (True, False):
+    for part in (slice(1), slice(1, None)):
         for (tp, pp), own in by_size.items():
-            found = TpPpSearch(question, tp, pp, own[:1] if few else own[1:]).leanest(
-                within=question.usable_bytes, is_any=True
-            )
+            each = TpPpSearch(question, tp, pp, own[part])
+            found = each.leanest(within=question.usable_bytes, is_any=True)
             if found is not None:
                 return Strategy(question, found.parallel)
     return None
@@ -167,22 +176,25 @@ def _fastest(
     have one of them."""
     best: dict[TpPpSearch, Candidate] = {}
     orders: dict[TpPpSearch, Iterator[Candidate]] = {}
+    most_ways = top + _SPARE_WAYS
     for each in sorted(searches, key=lambda each: each.least_s):
         times = sorted(priced.step_time_s for priced in best.values())
-        is_enough = len(times) >= top + _SPARE_WAYS
-        orders[each] = each.fastest(within_s=times[top + _SPARE_WAYS - 1] if is_enough else inf)
+        within_s = inf
+        if len(times) >= most_ways:
+            within_s = times[most_ways - 1]
+        orders[each] = each.fastest(within_s=within_s)
         priced = next(orders[each], None)
         if priced is not None:
             best[each] = priced
     is_fixed = question.fixed.tp is not None and question.fixed.pp is not None
-    ways = sorted(best, key=lambda each: (best[each].step_time_s, best[each].bytes))[
-        : top + _SPARE_WAYS
-    ]
-    more = max(_FINALISTS, 2 * top) if is_fixed else _FROM_EACH_WAY
-    finalists = [
-        priced for each in ways for priced in (best[each], *islice(orders[each], more - 1))
-    ]
-    exact = [(Strategy(question, priced.parallel), priced.bytes) for priced in finalists]
+    more = _FROM_EACH_WAY
+    if is_fixed:
+        more = max(_FINALISTS, 2 * top)
+    ways = sorted(best, key=lambda each: (best[each].step_time_s, best[each].bytes))
+    exact: list[tuple[Strategy, float]] = []
+    for each in ways[:most_ways]:
+        for finalist in (best[each], *islice(orders[each], more - 1)):
+            exact.append((Strategy(question, finalist.parallel), finalist.bytes))
     # The fastest first, and layouts within a per mille of each other by memory, then by fewer tp
     # ranks.
     exact.sort(
@@ -194,5 +206,8 @@ def _fastest(
     )
     first: dict[object, Strategy] = {}
     for one, _ in exact:
-        first.setdefault(one.parallel if is_fixed else (one.parallel.tp, one.parallel.pp), one)
+        way: object = (one.parallel.tp, one.parallel.pp)
+        if is_fixed:
+            way = one.parallel
+        first.setdefault(way, one)
     return list(first.values())[:top], best

@@ -77,7 +77,8 @@ class Question:
         if "cp" in axes:
             even = [cp for cp in divisors(left) if self.seq_len % (2 * cp) == 0]
             cps += [cp for cp in even if cp > 1 and self.seq_len >= cp * _SHORTEST_PART]
-            cps = cps if self.fixed.cp is None else [cp for cp in even if cp == self.fixed.cp]
+            if self.fixed.cp is not None:
+                cps = [cp for cp in even if cp == self.fixed.cp]
         if "ep" in axes and experts is not None:
             eps = [
                 ep for ep in divisors(gcd(experts.count, tp * left)) if self.fixed.ep in (None, ep)

@@ -9,9 +9,9 @@ activations are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recompute, TrainConfig
@@ -154,13 +154,12 @@ def _schedules(
     accumulate gradients."""
     fixed = question.fixed
     layers = question.shape.layers
-    names = (
-        (fixed.schedule,)
-        if fixed.schedule is not None
-        else question.schedules
-        if pp > 1
-        else ("1f1b",)
-    )
+    if fixed.schedule is not None:
+        names: Sequence[ScheduleName] = (fixed.schedule,)
+    elif pp > 1:
+        names = question.schedules
+    else:
+        names = ("1f1b",)
     for name in names:
         stages = SCHEDULES[name].stages
         deepest = layers // pp
@@ -171,7 +170,9 @@ def _schedules(
         elif stages.most is not None:
             counts = [stages.usual]
         else:  # every number that divides the layers, or all up to 8 where none does
-            most = deepest if fixed.virtual_stages is not None else min(deepest, MOST_VIRTUAL)
+            most = deepest
+            if fixed.virtual_stages is None:
+                most = min(deepest, MOST_VIRTUAL)
             even = [v for v in range(2, most + 1) if layers % (pp * v) == 0]
             counts = even or list(range(2, min(deepest, 8) + 1))
         for virtual in counts:
@@ -184,7 +185,9 @@ def recompute_choices(question: Question, pp: int) -> list[RecomputeChoice]:
     Which of selective and every_n is faster is the model's to say."""
     fixed = question.fixed
     of_rank = max(1, question.shape.layers // pp)
-    often = _EVERY if fixed.recompute_every is None else (fixed.recompute_every,)
+    often: tuple[int, ...] = _EVERY
+    if fixed.recompute_every is not None:
+        often = (fixed.recompute_every,)
     every = [
         RecomputeChoice("every_n", n) for n in often if n <= of_rank or n == fixed.recompute_every
     ]
@@ -240,7 +243,9 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
         for name in names if fixed.sharding is None else [fixed.sharding]:
             if replicas == 1 and name in HYBRID_OF.values():
                 continue  # nothing is repeated
-            strategy = HYBRID_OF.get(name, name) if replicas > 1 else name
+            strategy = name
+            if replicas > 1:
+                strategy = HYBRID_OF.get(name, name)
             way = varied(family, dp_shard=shards, dp_replicate=replicas, sharding=strategy)
             if fixed.gather or fixed.reduce:
                 way = varied(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
@@ -278,8 +283,11 @@ def check_fixed(question: Question) -> None:
         if value is not None and most is not None and value > most:
             rule = f"more than --max-{name} {most}; drop one of the two"
             raise ConfigError(f"{name} = {value}: {rule}")
-    said = {name: getattr(fixed, name) for name in ("pp", "dp_replicate", "dp_shard", "tp", "cp")}
-    said = {name: value for name, value in said.items() if value is not None}
+    said = {}
+    for name in ("pp", "dp_replicate", "dp_shard", "tp", "cp"):
+        value = getattr(fixed, name)
+        if value is not None:
+            said[name] = value
     product = prod(said.values())
     text = " x ".join(f"{name} = {value}" for name, value in said.items())
     if error := next(layout_errors(question, _least_layout(question)), None):
@@ -287,10 +295,12 @@ def check_fixed(question: Question) -> None:
     if fixed.sequence_parallel and fixed.tp == 1:
         raise ConfigError("sequence_parallel = true: divides over tp, and tp = 1; try tp=2")
     if gpus % product:
-        near = -(-gpus // product) * product
+        near = ceil(gpus / product) * product
         raise ConfigError(f"{text}: must divide gpus = {gpus}; try --gpus {near}")
-    needed = ("pp", "dp_replicate", "dp_shard", "tp", *(["cp"] if question.program.axes else []))
-    if {*needed} <= {*said} and product != gpus:
+    needed = {"pp", "dp_replicate", "dp_shard", "tp"}
+    if question.program.axes:
+        needed.add("cp")
+    if needed <= {*said} and product != gpus:
         raise ConfigError(f"{text}: must be gpus = {gpus}; leave one of them free")
 
 
@@ -320,7 +330,9 @@ def _least_layout(question: Question) -> ParallelConfig:
     """Returns what is fixed as a layout, with the least of everything else."""
     fixed = question.fixed
     dp = 1
-    schedule = fixed.schedule or ("interleaved_1f1b" if (fixed.virtual_stages or 1) > 1 else "1f1b")
+    schedule = fixed.schedule or "1f1b"
+    if fixed.schedule is None and (fixed.virtual_stages or 1) > 1:
+        schedule = "interleaved_1f1b"
     stages = SCHEDULES[schedule].stages.usual
     every = fixed.recompute_every
     if fixed.recompute == "every_n" and every is None:

@@ -18,9 +18,11 @@ def tied(strategies: Sequence[Strategy]) -> int:
     told."""
     if not strategies:
         return 0
-    fastest = max(_speed(each) for each in strategies)
-    slower = (i for i, each in enumerate(strategies) if _speed(each) < (1 - TIE) * fastest)
-    return next(slower, len(strategies))
+    least = (1 - TIE) * max(_speed(each) for each in strategies)
+    for index, each in enumerate(strategies):
+        if _speed(each) < least:
+            return index
+    return len(strategies)
 
 
 def settle_ties(answer: Answer) -> Answer:
@@ -32,14 +34,18 @@ def settled(strategies: Sequence[Strategy]) -> list[Strategy]:
     """Returns layouts, fastest first, with those that are tied in another order: less memory (in
     tenths of a device) first, then tp within a node, then the simpler schedule."""
     equal = tied(strategies)
-    return [*sorted(strategies[:equal], key=_risks), *strategies[equal:]]
+    safest_first = sorted(strategies[:equal], key=_risks)
+    return [*safest_first, *strategies[equal:]]
 
 
 def _risks(found: Strategy) -> tuple[float, ...]:
     parallel = found.parallel
     node = found.question.cluster.gpus_per_node
     tenths = round(10 * found.memory.total / found.question.usable_bytes)
-    return tenths, parallel.tp if parallel.tp > node else 0, parallel.stages, -_speed(found)
+    tp_across_nodes = 0
+    if parallel.tp > node:
+        tp_across_nodes = parallel.tp
+    return tenths, tp_across_nodes, parallel.stages, -_speed(found)
 
 
 def _speed(found: Strategy) -> float:

@@ -64,6 +64,17 @@ class _Family:
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
 
+class _Waiting(NamedTuple):
+    """What waits for its turn: families whose microbatches take equally long, one family with a
+    `recompute`, or one of its layouts."""
+
+    least_s: float  # the least time that it can take
+    order: int  # what was pushed first comes first if it can be as fast
+    families: list[_Family]
+    layout: ParallelConfig | None
+    recompute: RecomputeChoice | None
+
+
 class TpPpSearch:
     """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far,
     and `beyond_s` is set where a search for the fastest was ended: the least
@@ -86,6 +97,7 @@ class TpPpSearch:
         self._question = question
         self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
         self._recompute_choices = recompute_choices(question, pp)
+        self._pushed = count()
         self._states: dict[object, tuple[MemoryFloor, ...]] = {}
         self._groups: dict[object, list[_Family]] = {}  # whose microbatches take equally long
         for family in self._families:
@@ -94,9 +106,9 @@ class TpPpSearch:
 
     @property
     def has_layouts(self) -> bool:
-        return any(self._ways(family) for family in self._families) and bool(
-            self._recompute_choices
-        )
+        if not self._recompute_choices:
+            return False
+        return any(self._ways(family) for family in self._families)
 
     @cached_property
     def least_s(self) -> float:
@@ -106,86 +118,99 @@ class TpPpSearch:
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
         """Yields the layouts that fit in the order of time, each use of the data ranks with the
         least recompute that fits, and none that takes longer than `within_s`."""
-        usable = self._question.usable_bytes
-        order = count()
-        choices = self._recompute_choices
-        # What waits, by the least time it can take: families (None), one of them or one of its
-        # layouts, with this recompute.
-        heap: list[
-            tuple[float, int, list[_Family], ParallelConfig | None, RecomputeChoice | None]
-        ] = []
-
-        def push_family(family: _Family, kind: RecomputeChoice) -> None:
-            """Pushes a family, or what is leaner where its floor is too high."""
-            if self._family_floor(family, kind) <= usable:
-                heappush(heap, (self._least_s(family, kind), next(order), [family], None, kind))
-                return
-            # Recompute of a single block keeps more than it saves.
-            if (
-                self._question.shape.layers <= self.pp
-                or self._family_floor(family, choices[-1]) <= usable
-            ):
-                for leaner_kind in leaner_choices(choices, kind):
-                    push_family(family, leaner_kind)
-
-        def push(family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
-            """Pushes a layout, or what is leaner where its floor is too high."""
-            if self._floor(family, way, kind) > usable:
-                push_leaner(family, way, kind)
-                return
-            parallel = kind.of(way)
-            seconds = step_cost(
-                self._question.planned_run(parallel), exact=False, known=family.known
-            ).step_time_s
-            heappush(heap, (seconds, next(order), [family], parallel, kind))
-
-        def push_leaner(family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
-            if kind == choices[-1] or self._floor(family, way, choices[-1]) <= usable:
-                for leaner_kind in leaner_choices(choices, kind):
-                    push(family, way, leaner_kind)
-            leaner = per_microbatch_variant(self._question, way) if kind in family.first else None
-            if leaner is not None and leaner != way:
-                push(family, leaner, kind)
-
+        heap: list[_Waiting] = []
         for group in self._groups.values():
-            heappush(heap, (self._least_work_s(group), next(order), group, None, None))
-        ready: list[Candidate] = []  # that take equally long
+            self._push(heap, self._least_work_s(group), group)
+        equally_fast: list[Candidate] = []
         while heap:
-            least_s, _, families, parallel, kind = heappop(heap)
-            if least_s > within_s:
-                self.beyond_s = least_s
+            next_one = heappop(heap)
+            if next_one.least_s > within_s:
+                self.beyond_s = next_one.least_s
                 break
-            if ready and least_s > ready[0].step_time_s:
-                yield from sorted(ready, key=lambda priced: priced.bytes)
-                ready = []
-            if kind is None:
-                for family in families:
-                    push_family(family, choices[0])
-                continue
-            (family,) = families
-            if parallel is not None:
-                bytes_ = self._layout_bytes(family, parallel, kind)
-                if bytes_ <= usable:
-                    ready.append(Candidate(parallel, least_s, bytes_))
+            if equally_fast and next_one.least_s > equally_fast[0].step_time_s:
+                yield from sorted(equally_fast, key=lambda each: each.bytes)
+                equally_fast = []
+            for family in next_one.families:
+                if next_one.recompute is None:
+                    self._push_family(heap, family, self._recompute_choices[0])
+                elif next_one.layout is None:
+                    self._push_layouts(heap, family, next_one.recompute)
                 else:
-                    push_leaner(family, parallel, kind)
-            else:
-                family.first.add(kind)
-                for way in data_axis_splits(self._question, family.parallel):
-                    push(family, way, kind)
-        yield from sorted(ready, key=lambda priced: priced.bytes)
+                    bytes_ = self._layout_bytes(family, next_one.layout, next_one.recompute)
+                    if bytes_ <= self._question.usable_bytes:
+                        found = Candidate(next_one.layout, next_one.least_s, bytes_)
+                        equally_fast.append(found)
+                    else:
+                        self._push_leaner(heap, family, next_one.layout, next_one.recompute)
+        yield from sorted(equally_fast, key=lambda each: each.bytes)
+
+    def _push(
+        self,
+        heap: list[_Waiting],
+        least_s: float,
+        families: list[_Family],
+        layout: ParallelConfig | None = None,
+        recompute: RecomputeChoice | None = None,
+    ) -> None:
+        heappush(heap, _Waiting(least_s, next(self._pushed), families, layout, recompute))
+
+    def _push_family(self, heap: list[_Waiting], family: _Family, kind: RecomputeChoice) -> None:
+        """Pushes a family, or what is leaner if its floor is too high."""
+        usable = self._question.usable_bytes
+        choices = self._recompute_choices
+        if self._family_floor(family, kind) <= usable:
+            self._push(heap, self._least_s(family, kind), [family], None, kind)
+            return
+        # Recompute of a single block keeps more than it saves.
+        is_single = self._question.shape.layers <= self.pp
+        if is_single or self._family_floor(family, choices[-1]) <= usable:
+            for leaner in leaner_choices(choices, kind):
+                self._push_family(heap, family, leaner)
+
+    def _push_layouts(self, heap: list[_Waiting], family: _Family, kind: RecomputeChoice) -> None:
+        """Pushes each use of a family's data ranks."""
+        family.first.add(kind)
+        for way in data_axis_splits(self._question, family.parallel):
+            self._push_layout(heap, family, way, kind)
+
+    def _push_layout(
+        self, heap: list[_Waiting], family: _Family, way: ParallelConfig, kind: RecomputeChoice
+    ) -> None:
+        """Pushes a layout, or what is leaner if its floor is too high."""
+        if self._floor(family, way, kind) > self._question.usable_bytes:
+            self._push_leaner(heap, family, way, kind)
+            return
+        layout = kind.of(way)
+        run = self._question.planned_run(layout)
+        cost = step_cost(run, exact=False, known=family.known)
+        self._push(heap, cost.step_time_s, [family], layout, kind)
+
+    def _push_leaner(
+        self, heap: list[_Waiting], family: _Family, way: ParallelConfig, kind: RecomputeChoice
+    ) -> None:
+        """Pushes a layout with more recompute, and with less gathered at once."""
+        choices = self._recompute_choices
+        most = choices[-1]
+        if kind == most or self._floor(family, way, most) <= self._question.usable_bytes:
+            for leaner_kind in leaner_choices(choices, kind):
+                self._push_layout(heap, family, way, leaner_kind)
+        if kind in family.first:
+            leaner_way = per_microbatch_variant(self._question, way)
+            if leaner_way is not None and leaner_way != way:
+                self._push_layout(heap, family, leaner_way, kind)
 
     def leanest(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
         """Returns the layout that needs least, or `is_any` the first found, of those that need no
         more than `within` bytes; None where there is none."""
         # Recompute of a single block keeps more than it saves; full recompute of several is the
         # leanest.
-        choices = self._recompute_choices[-1 if self._question.shape.layers > self.pp else 0 :]
-        floors = [
-            (self._family_floor(family, kind), family, kind)
-            for family in self._families
-            for kind in choices
-        ]
+        choices = self._recompute_choices
+        if self._question.shape.layers > self.pp:
+            choices = choices[-1:]
+        floors = []
+        for family in self._families:
+            for kind in choices:
+                floors.append((self._family_floor(family, kind), family, kind))
         found: Candidate | None = None
         most = within
         for floor, family, kind in sorted(floors, key=lambda each: each[0]):
@@ -193,7 +218,8 @@ class TpPpSearch:
                 break
             ways = self._ways(family)
             if not is_any:  # from the leanest on, so that the others are ruled out by their floors
-                ways = tuple(sorted(ways, key=lambda way: self._floor(family, way, kind)))
+                by_floor = sorted(ways, key=lambda way: self._floor(family, way, kind))
+                ways = tuple(by_floor)
             for way in ways:
                 if self._floor(family, way, kind) > most:
                     continue
@@ -241,13 +267,15 @@ class TpPpSearch:
         return family.bytes[key]
 
     def _least_work_s(self, group: list[_Family]) -> float:
-        run = self._question.planned_run(self._recompute_choices[0].of(group[0].parallel))
-        layouts = [family.parallel for family in group]
-        turns = (
-            each.virtual_stages if schedule_traits(each.schedule).ramp_bubble else inf
-            for each in layouts
-        )
-        return least_work_s(run, known=group[0].known, turns=max(turns))
+        first = group[0]
+        run = self._question.planned_run(self._recompute_choices[0].of(first.parallel))
+        turns = 0.0
+        for family in group:
+            if schedule_traits(family.parallel.schedule).ramp_bubble:
+                turns = max(turns, family.parallel.virtual_stages)
+            else:
+                turns = inf
+        return least_work_s(run, known=first.known, turns=turns)
 
     def _least_s(self, family: _Family, kind: RecomputeChoice) -> float:
         run = self._question.planned_run(kind.of(family.parallel))

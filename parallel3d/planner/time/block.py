@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from math import ceil
 from typing import NamedTuple
 
 from parallel3d.config.flops import attended_keys
@@ -96,19 +97,20 @@ class Product(NamedTuple):
     def forward_s(self, kernels: Kernels, *, turned: bool = False) -> float:
         """Returns the seconds of the product, or of the input's gradient, which is the same one
         `turned`."""
-        outputs, inputs = (self.inputs, self.outputs) if turned else (self.outputs, self.inputs)
+        outputs, inputs = (self.outputs, self.inputs)
+        if turned:
+            outputs, inputs = (self.inputs, self.outputs)
         if self.experts == 1:
             return matmul_s(kernels, self.rows, outputs, inputs)
-        each = -(-self.rows // self.experts)
-        rows = -(-each // _TILE_ROWS) * _TILE_ROWS * self.experts
-        weights = 2.0 * self.experts * outputs * inputs / kernels.memory_rate  # which all are read
-        return max(matmul_s(kernels, rows, outputs, inputs), weights)
+        tiles = ceil(ceil(self.rows / self.experts) / _TILE_ROWS)
+        rows = tiles * _TILE_ROWS * self.experts
+        read_s = 2.0 * self.experts * outputs * inputs / kernels.memory_rate  # of all weights
+        return max(matmul_s(kernels, rows, outputs, inputs), read_s)
 
     def weight_s(self, kernels: Kernels) -> float:
         """Returns the seconds of the weights' gradients."""
-        return matmul_s(
-            kernels, self.experts * self.outputs, self.inputs, max(1, self.rows // self.experts)
-        )
+        rows = max(1, self.rows // self.experts)
+        return matmul_s(kernels, self.experts * self.outputs, self.inputs, rows)
 
     @property
     def weights(self) -> int:
@@ -123,6 +125,7 @@ def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
     tp = run.layout.tp
     t = run.tokens
     h = run.shape.hidden
+    local = t // tp if layout.sequence_parallel else t
     kv = max(shape.kv_hidden // tp, shape.head_dim)
     found = [
         Product(t, shape.query_hidden // tp + 2 * kv, h),
@@ -130,11 +133,11 @@ def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
     ]
     if (latent := shape.latent) is not None:
         heads = shape.heads // tp
-        local = t // (tp if layout.sequence_parallel else 1)
-        queries = [Product(t, shape.query_hidden // tp, latent.query_rank or h)]
+        queries = Product(t, shape.query_hidden // tp, latent.query_rank or h)
         narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)
         values = Product(t, heads * (latent.plain + latent.value), latent.key_value_rank)
-        found = [Product(local, narrow, h), *queries, values, Product(t, h, heads * latent.value)]
+        out = Product(t, h, heads * latent.value)
+        found = [Product(local, narrow, h), queries, values, out]
     inputs = shape.feed_forward_inputs
     experts = shape.experts
     if experts is None or dense:
@@ -145,7 +148,7 @@ def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
         ]
     if shared := experts.shared_hidden // tp:
         found += [Product(t, inputs * shared, h), Product(t, h, shared)]
-    found.append(Product(t // (tp if layout.sequence_parallel else 1), experts.count, h))
+    found.append(Product(local, experts.count, h))
     rows = int(run.routed_rows)
     each = experts.hidden // layout.expert_tp
     here = max(1, experts.count // layout.ep)
@@ -163,9 +166,8 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
         weight_s += product.weight_s(kernels) + _accumulate_s(run, kernels, product.weights)
     attention_s, attention_back_s = _attention(run, kernels)
     moved, moved_back = elementwise_bytes(run, dense=dense)
-    rest_s, rest_back_s = (
-        memory_bound_s(kernels, b, launches=n) for b, n in ((moved, 8), (moved_back, 12))
-    )
+    rest_s = memory_bound_s(kernels, moved, launches=8)
+    rest_back_s = memory_bound_s(kernels, moved_back, launches=12)
     forward = products_s + attention_s + rest_s
     backward = products_back_s + weight_s + attention_back_s + rest_back_s
     program = run.program
@@ -177,9 +179,9 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
         "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
     }.get(recompute, 0.0)
-    count = program.launches + (
-        0 if run.shape.experts is None or dense else program.expert_launches
-    )
+    count = program.launches
+    if run.shape.experts is not None and not dense:
+        count += program.expert_launches
     launches = count * kernels.device.launch_s
     return BlockTimes(
         forward_s=max(forward, launches),
@@ -212,7 +214,9 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     queries = run.seq_len // layout.cp
     batch_heads = layout.microbatch_size * shape.heads / layout.tp
     if program.attention == "flash":
-        share = 0.0 if shape.window is None else shape.windowed_layers / shape.layers
+        share = 0.0
+        if shape.window is not None:
+            share = shape.windowed_layers / shape.layers
         kinds = ((1 - share, run.seq_len), (share, attended_keys(run.seq_len, shape.window)))
 
         def seconds(backward: bool) -> float:

@@ -37,25 +37,31 @@ class CalibratedHost:
         self.process = measured.process(on_host)
         self.ranks = measured.together(on_host)
         self.at_once = layout.pp * cores / on_host
-        self.contention = self.ranks.contention if self.ranks else 1.0
+        self.contention = 1.0
+        if self.ranks:
+            self.contention = self.ranks.contention
         self.slowdown = max(1.0, on_host / cores) * self.contention
         # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
         whole = layout.strategy in REPLICATED
         shards = layout.optimizer_shards
         self.tp = measured.overhead("tp_sequence" if layout.sequence_parallel else "tp", layout.tp)
-        split = measured.overhead("SHARD_OPTIMIZER" if whole else "FULL_SHARD", shards)
-        self.dp = split.plus(
-            measured.overhead("NO_SHARD" if whole else "HYBRID_SHARD", layout.dp // shards)
-        )
+        splits, repeats = ("FULL_SHARD", "HYBRID_SHARD")
+        if whole:
+            splits, repeats = ("SHARD_OPTIMIZER", "NO_SHARD")
+        replicas = measured.overhead(repeats, layout.dp // shards)
+        self.dp = measured.overhead(splits, shards).plus(replicas)
 
     def microbatch(self) -> MicrobatchTimes:
         run = self.run
         process = self.process
         recompute = self.run.layout.recompute
         kernels = Kernels(device=run.cluster.device, precision=run.precision, process=process)
-        block, (tp_forward, tp_backward) = block_times(run, kernels), self._tp_s()
+        block = block_times(run, kernels)
+        tp_forward, tp_backward = self._tp_s()
         # What recompute repeats costs its dispatch too, which was measured.
-        share = 1 / run.layout.recompute_every if recompute == "every_n" else 1.0
+        share = 1.0
+        if recompute == "every_n":
+            share = 1 / run.layout.recompute_every
         whole = "full" if recompute == "every_n" else recompute
         again = block.again_s + share * process.recompute.get(whole, 0.0)
         tp_backward += share * (tp_forward if whole == "full" else 0.0)
@@ -95,15 +101,14 @@ class CalibratedHost:
         group = run.group(layout.tp, 1)
         if self.ranks is None or group.nodes > 1:
             one = all_gather_s(run.cluster, group, bytes_) * 2
-            one = one if layout.sequence_parallel else all_reduce_s(run.cluster, group, bytes_)
+            if not layout.sequence_parallel:
+                one = all_reduce_s(run.cluster, group, bytes_)
             return 2 * one, 2 * one
         if not layout.sequence_parallel:
             one = measured.collective_s("all_reduce", layout.tp, bytes_)
             return 2 * one, 2 * one
-        gather, scatter = (
-            measured.collective_s(kind, layout.tp, bytes_)
-            for kind in ("all_gather", "reduce_scatter")
-        )
+        gather = measured.collective_s("all_gather", layout.tp, bytes_)
+        scatter = measured.collective_s("reduce_scatter", layout.tp, bytes_)
         return 2 * (gather + scatter), 4 * gather + 2 * scatter
 
     def action_s(self) -> float:
@@ -113,17 +118,16 @@ class CalibratedHost:
         layout = self.run.layout
         if layout.pp == 1:
             return 0.0
-        bytes_ = (
-            run.tokens
-            * run.shape.hidden
-            * run.item_bytes
-            / (layout.tp if layout.sequence_parallel else 1)
-        )
-        if self.ranks is None or layout.world_size > run.cluster.gpus_per_node:
-            return send_s(run.cluster, bytes_, nodes=1 if self.ranks is None else 2)
-        return self.ranks.action_s + max(
-            0.0, self.ranks.transfer.at(bytes_) - self.ranks.transfer.points[0][1]
-        )
+        bytes_ = run.tokens * run.shape.hidden * run.item_bytes
+        if layout.sequence_parallel:
+            bytes_ /= layout.tp
+        if self.ranks is None:
+            return send_s(run.cluster, bytes_, nodes=1)
+        if layout.world_size > run.cluster.gpus_per_node:
+            return send_s(run.cluster, bytes_, nodes=2)
+        transfer = self.ranks.transfer
+        _, least_s = transfer.points[0]
+        return self.ranks.action_s + max(0.0, transfer.at(bytes_) - least_s)
 
     def once_s(self, part: StageSlice) -> tuple[float, float, float]:
         """Returns a step's seconds of the data dimension, the optimizer and the host, on a rank
@@ -132,7 +136,9 @@ class CalibratedHost:
         layout = self.run.layout
         layers = part.layers
         parameters = self.run.stage_parameters(part)
-        rounds = layout.microbatches if "microbatch" in (layout.gather, layout.reduce) else 1
+        rounds = 1
+        if "microbatch" in (layout.gather, layout.reduce):
+            rounds = layout.microbatches
         data = rounds * (self.dp.step + layers * self.dp.layer + parameters * self.dp.parameter)
         optimizer = base.parameter * parameters / layout.optimizer_shards + layers * base.layer
         overhead = base.step + self.tp.step + layers * self.tp.layer

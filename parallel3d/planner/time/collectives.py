@@ -29,9 +29,9 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     """Seconds until each rank has `whole_bytes`; a reduce-scatter of them takes the same."""
     if group.size == 1:
         return 0.0
-    hops = (group.size - group.nodes) * cluster.node.latency_s + (
-        group.nodes - 1
-    ) * cluster.network.latency_s
+    hops_inside = (group.size - group.nodes) * cluster.node.latency_s
+    hops_across = (group.nodes - 1) * cluster.network.latency_s
+    hops = hops_inside + hops_across
     share = (group.size - 1) / group.size
     return share * whole_bytes / ring_bandwidth(cluster, group) + hops
 
@@ -43,8 +43,12 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
         return 0.0
     ring = 2 * all_gather_s(cluster, group, whole_bytes)
     bandwidth = ring_bandwidth(cluster, group)
-    inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s if group.per_node > 1 else 0.0
-    across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s if group.nodes > 1 else 0.0
+    inside = 0.0
+    if group.per_node > 1:
+        inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s
+    across = 0.0
+    if group.nodes > 1:
+        across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s
     tree = 2 * whole_bytes / (0.9 * bandwidth) + inside + across
     return min(ring, tree)
 
@@ -57,10 +61,10 @@ def exchange_s(cluster: Cluster, group: Group, within_bytes: float, across_bytes
     within_s = within_bytes / cluster.node.sustained + cluster.node.latency_s
     if group.nodes == 1:
         return within_s
-    bandwidth = min(
-        cluster.node.sustained, cluster.network.sustained / _spread(cluster, group.span)
-    )
-    return max(within_s, across_bytes / bandwidth + group.nodes * cluster.network.latency_s)
+    port = cluster.network.sustained / _spread(cluster, group.span)
+    bandwidth = min(cluster.node.sustained, port)
+    across_s = across_bytes / bandwidth + group.nodes * cluster.network.latency_s
+    return max(within_s, across_s)
 
 
 def experts_exchange_s(run: PlannedRun) -> float:
@@ -80,16 +84,16 @@ def experts_exchange_s(run: PlannedRun) -> float:
     # What came from another node goes on within this one to those of its ranks that have the
     # experts.
     within = experts.per_token * (1 - 1 / group.per_node)
-    return exchange_s(
-        run.cluster, group, tokens * token_bytes * within, tokens * token_bytes * copies
-    )
+    bytes_ = tokens * token_bytes
+    return exchange_s(run.cluster, group, bytes_ * within, bytes_ * copies)
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
     """Returns the seconds of a transfer between pipeline stages that lie on so many nodes, by the
     slowest link."""
     link = cluster.network if nodes > 1 else cluster.node
-    return bytes_ / (link.sustained / _spread(cluster, nodes)) + link.latency_s
+    bandwidth = link.sustained / _spread(cluster, nodes)
+    return bytes_ / bandwidth + link.latency_s
 
 
 def _spread(cluster: Cluster, nodes: int) -> float:
@@ -105,10 +109,12 @@ def reduced_once_s(run: PlannedRun, part: StageSlice, backward_s: float) -> floa
     program = run.program
     shards = run.layout.optimizer_shards
     gather_s, reduce_s = _unit_s(run, part, shards)
-    shown = (
-        max(0.1 * reduce_s, reduce_s - backward_s) if program.sends_in_last_backward else reduce_s
-    )
-    return shown * (1 - program.gradients_hidden) + gather_s * (1 - program.gathers_hidden)
+    shown = reduce_s
+    if program.sends_in_last_backward:
+        shown = max(0.1 * reduce_s, reduce_s - backward_s)
+    reduce_shown = shown * (1 - program.gradients_hidden)
+    gather_shown = gather_s * (1 - program.gathers_hidden)
+    return reduce_shown + gather_shown
 
 
 def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -> float:
@@ -131,9 +137,8 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
         gathered += run.stage_experts(block)
     moved = gathered * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
     forward_slow = max(0.0, gather_s - forward)
-    backward_slow = (
-        max(0.0, both - backward) + program.contention * moved / run.cluster.node.sustained
-    )
+    contention_s = program.contention * moved / run.cluster.node.sustained
+    backward_slow = max(0.0, both - backward) + contention_s
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
     rounds = layout.microbatches if run.gathers_each_microbatch else 1
     each = layers * (forward_slow + backward_slow) + ends_slow
@@ -147,10 +152,17 @@ def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, floa
     layout = run.layout
     ranks = layout.dp * layout.cp
     gather_s, reduce_s = _split_s(run, run.stage_parameters(part), shards, ranks, layout.tp)
-    if experts := run.stage_experts(part):
-        stride = layout.ep * layout.expert_tp
-        more = _split_s(run, experts, layout.expert_shards(shards), layout.expert_replicas, stride)
-        return gather_s + more[0], reduce_s + more[1]
+    experts = run.stage_experts(part)
+    if experts:
+        more_gather_s, more_reduce_s = _split_s(
+            run,
+            experts,
+            shards=layout.expert_shards(shards),
+            ranks=layout.expert_replicas,
+            stride=layout.ep * layout.expert_tp,
+        )
+        gather_s += more_gather_s
+        reduce_s += more_reduce_s
     return gather_s, reduce_s
 
 

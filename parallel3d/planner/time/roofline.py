@@ -44,7 +44,9 @@ class Kernels:
     @property
     def half(self) -> str:
         """The precision of what float8 leaves alone."""
-        return self.precision if self.precision in ("fp16", "fp32") else "bf16"
+        if self.precision in ("fp16", "fp32"):
+            return self.precision
+        return "bf16"
 
     @property
     def memory_rate(self) -> float:
@@ -73,7 +75,9 @@ def _matmul_s(
         tile_s = 2.0 * rows * columns * (k + _DEPTH) / (per_processor * speed)
         best = min(best, waves * tile_s)
     memory_s = itemsize * (m * k + k * n + m * n) / memory_rate
-    alignment = _UNALIGNED if any(size % 8 for size in (n, k)) else 1.0
+    alignment = 1.0
+    if any(size % 8 for size in (n, k)):
+        alignment = _UNALIGNED
     return max(best * alignment, memory_s) + kernel_s
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from math import inf, log2
+from math import ceil, inf, log2
 
 from parallel3d.optimizers.step_bytes import MuonCosts, busiest_shapes
 from parallel3d.planner.hardware.cluster import Scales
@@ -125,8 +125,12 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     busiest = rank_s.index(max(rank_s))
     part = run.ranks[busiest]
     block = micro.block
-    data_s, optimizer_s, overhead_s = _once_s(run, pipeline) if host is None else host.once_s(part)
-    slowdown = 1.0 if host is None else host.slowdown
+    slowdown = 1.0
+    if host is None:
+        data_s, optimizer_s, overhead_s = _once_s(run, pipeline)
+    else:
+        data_s, optimizer_s, overhead_s = host.once_s(part)
+        slowdown = host.slowdown
     work = min(pipeline.seconds, layout.microbatches * rank_s[busiest] * slowdown)
     each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
     p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
@@ -151,7 +155,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
         ep=(part.layers - part.dense) * each * block.ep,
     )
     if host is None:
-        waits = STRAGGLING * log2(-(-layout.world_size // run.cluster.gpus_per_node))
+        waits = STRAGGLING * log2(_nodes(run))
         parts = replace(parts, overhead=parts.overhead + waits * parts.total)
     else:
         parts = _scaled(parts, run.cluster.scales)
@@ -170,8 +174,10 @@ def _scaled(parts: TimeParts, scales: Scales) -> TimeParts:
     """Returns the parts of a step on a calibrated host as runs there have corrected them."""
     found = {}
     for kind, seconds in vars(parts).items():
-        is_sent = kind in ("tp", "cp", "pp_p2p", "dp", "ep")
-        found[kind] = seconds * (scales.network if is_sent else scales.arithmetic)
+        scale = scales.arithmetic
+        if kind in ("tp", "cp", "pp_p2p", "dp", "ep"):
+            scale = scales.network
+        found[kind] = seconds * scale
     return TimeParts(**found)
 
 
@@ -194,19 +200,22 @@ def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
     micro = _known_microbatch(run, known)
     shape = run.shape
     pp = run.layout.pp
-    work = shape.layers * (micro.forward.total + micro.backward.total) + shape.first_dense * sum(
-        micro.dense_s
-    )
+    work = shape.layers * (micro.forward.total + micro.backward.total)
+    work += shape.first_dense * sum(micro.dense_s)
     work += sum(micro.head_s) + sum(micro.embedding_s)
     rounds = run.layout.microbatches + (pp - 1) / turns
     return ROUNDED * rounds * work / pp + STEP_OVERHEAD_S
 
 
+def _nodes(run: PlannedRun) -> int:
+    return ceil(run.layout.world_size / run.cluster.gpus_per_node)
+
+
 def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
     measured = run.cluster.measured
-    return (
-        None if measured is None or not run.program.is_parallel3d else CalibratedHost(run, measured)
-    )
+    if measured is None or not run.program.is_parallel3d:
+        return None
+    return CalibratedHost(run, measured)
 
 
 def _pipeline(
@@ -216,8 +225,10 @@ def _pipeline(
     more than that."""
     layout = run.layout
     recompute = layout.recompute, layout.recompute_every
-    if host is not None or known is None:
-        micro = _microbatch(run) if host is None else host.microbatch()
+    if host is not None:
+        micro = host.microbatch()
+    elif known is None:
+        micro = _microbatch(run)
     elif recompute in known.pipelines:
         return known.pipelines[recompute]
     else:
@@ -234,9 +245,13 @@ def _pipeline(
         # With tp each rank sends its part, and without sequence parallelism gathers (Narayanan et
         # al. 2021, arXiv 2104.04473, section 4.1).
         bytes_ = run.tokens * run.shape.hidden * run.item_bytes / layout.tp
-        send = send_s(run.cluster, bytes_, nodes=-(-layout.world_size // run.cluster.gpus_per_node))
+        send = send_s(run.cluster, bytes_, nodes=_nodes(run))
         blocked = send * (1 - run.program.p2p_hidden)
     times = _stage_times(run, micro, blocked + action)
+
+    def numel(part: StageSlice) -> int:
+        return run.stage_parameters(part) + run.stage_experts(part)
+
     rank_s = [0.0] * layout.pp
     for rank, stage in zip(run.placement, times, strict=True):
         rank_s[rank] += stage.forward + stage.backward
@@ -250,16 +265,16 @@ def _pipeline(
         form = pipeline_s if exact else closed_form_s
         at_once = inf if host is None else host.at_once
         seconds = form(layout.schedule, layout.pp, layout.microbatches, times, send, at_once)
+    if host is not None:
+        seconds *= host.contention
     found = _Pipeline(
         micro=micro,
         stages=times,
         rank_s=rank_s,
         send_s=send,
         blocked_s=blocked,
-        seconds=seconds if host is None else seconds * host.contention,
-        most=max(
-            {*run.ranks}, key=lambda part: run.stage_parameters(part) + run.stage_experts(part)
-        ),
+        seconds=seconds,
+        most=max({*run.ranks}, key=numel),
     )
     if host is None and known is not None:
         known.pipelines[recompute] = found
@@ -297,13 +312,13 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     # beside other work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
     size = run.tokens * run.shape.hidden * run.item_bytes
     group = run.group(layout.tp, 1)
-    is_split = layout.sequence_parallel
-    one = (
-        2 * all_gather_s(run.cluster, group, size)
-        if is_split
-        else all_reduce_s(run.cluster, group, size)
-    )
-    speed = run.program.tp_speed * (TP_ACROSS_NODES if group.nodes > 1 else 1.0)
+    if layout.sequence_parallel:
+        one = 2 * all_gather_s(run.cluster, group, size)
+    else:
+        one = all_reduce_s(run.cluster, group, size)
+    speed = run.program.tp_speed
+    if group.nodes > 1:
+        speed *= TP_ACROSS_NODES
     tp = 2 * one * (1 - run.program.tp_hidden) / speed
     dense_tp = tp
     experts = run.shape.experts
@@ -312,24 +327,21 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
         tp *= 1.0 if experts.shared_hidden else 0.5
         if layout.expert_tp > 1:  # a part of an expert needs the rows of all its neighbours
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
-            within = 2 * all_gather_s(run.cluster, run.group(layout.expert_tp, 1), rows)
+            neighbours = run.group(layout.expert_tp, 1)
+            within = 2 * all_gather_s(run.cluster, neighbours, rows)
             tp += within * (1 - run.program.tp_hidden) / run.program.tp_speed
     # Keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889).
-    bytes_ = (
-        2
-        * 2.0
-        * layout.microbatch_size
-        * run.seq_len
-        * max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
-    )
-    cp = 0.5 * all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
+    kv_hidden = max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
+    bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * kv_hidden
+    ring = run.group(layout.cp, layout.tp)
+    cp = 0.5 * all_gather_s(run.cluster, ring, bytes_)
     # Nobody reads the output of a block that is recomputed, and its last collective is sent all the
     # same.
-    tp_again = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}.get(
-        layout.recompute, 0.0
-    ) * tp
+    repeated = {"full": 1.0, "every_n": 1 / layout.recompute_every}
     ep = 2 * experts_exchange_s(run) * (1 - run.program.expert_hidden)
-    ep_again = ep * {"full": 1.0, "every_n": 1 / layout.recompute_every}.get(layout.recompute, 0.0)
+    ep_again = ep * repeated.get(layout.recompute, 0.0)
+    repeated["op"] = 0.5
+    tp_again = tp * repeated.get(layout.recompute, 0.0)
     forward = BlockParts(compute=block.forward_s, tp=tp, cp=cp, ep=ep)
     backward = BlockParts(
         compute=block.backward_s,
@@ -356,12 +368,13 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
+    dense_forward_s, dense_backward_s = micro.dense_s
     made: dict[StageSlice, StageTimes] = {}  # stages in the middle are alike
     for stage in run.stages:
         if stage in made:
             continue
-        forward = stage.layers * micro.forward.total + stage.dense * micro.dense_s[0] + action_s
-        backward = stage.layers * micro.backward.total + stage.dense * micro.dense_s[1] + action_s
+        forward = stage.layers * micro.forward.total + stage.dense * dense_forward_s + action_s
+        backward = stage.layers * micro.backward.total + stage.dense * dense_backward_s + action_s
         if stage.embedding:
             forward += micro.embedding_s[0]
             backward += micro.embedding_s[1]
@@ -381,7 +394,8 @@ def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
     forward = micro.forward.total - micro.forward.cp
     backward = micro.backward.total - micro.backward.cp
     if layout.parameter_shards > 1:
-        data = sharded_s(run, forward, backward, sum(micro.head_s) + sum(micro.embedding_s))
+        ends_s = sum(micro.head_s) + sum(micro.embedding_s)
+        data = sharded_s(run, forward, backward, ends_s)
     else:
         last = backward * max(part.layers for part in run.stages)
         data = reduced_once_s(run, pipeline.most, last)
@@ -391,9 +405,9 @@ def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
     if run.shape.tied_embeddings and layout.pp > 1:
         # The two copies of the table, on the first and the last stage, sum their gradients: a ring
         # of two, each sends one half to be summed and then the other, summed.
-        nodes = -(-layout.world_size // run.cluster.gpus_per_node)
-        half = run.shape.vocab * run.shape.hidden / layout.tp * run.program.reduce_bytes / 2
-        optimizer += 2 * send_s(run.cluster, half, nodes=nodes)
+        numel = run.shape.vocab * run.shape.hidden / layout.tp
+        half_bytes = numel * run.program.reduce_bytes / 2
+        optimizer += 2 * send_s(run.cluster, half_bytes, nodes=_nodes(run))
     return data, optimizer, STEP_OVERHEAD_S
 
 
@@ -428,6 +442,8 @@ def _muon_s(run: PlannedRun, muon: MuonCosts) -> float:
         for sizes in ((short, short, long), (short, short, short), (short, long, short)):
             once_s = matmul_s(_kernels(run), *sizes, precision=precision)
             seconds += muon.iterations * count * once_s
-    own = sum(table.shard(shards) for table in hidden_tables(run.shape, layout.tp))
+    tables = hidden_tables(run.shape, layout.tp)
+    own = sum(table.shard(shards) for table in tables)
     sent = float(muon.item_bytes * blocks * own)
-    return seconds + 2 * all_gather_s(run.cluster, run.group(ranks, 1), sent)
+    stage = run.group(ranks, 1)
+    return seconds + 2 * all_gather_s(run.cluster, stage, sent)

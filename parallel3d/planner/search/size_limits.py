@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from math import ceil
 
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
@@ -33,24 +34,35 @@ def smallest_cluster(question: Question) -> Strategy | None:
     def tried(gpus: int) -> Strategy | None:
         return one_that_fits(replace(question, gpus=gpus))
 
-    sizes = [*divisors(node), *(2**doublings * node for doublings in range(1, _MOST_DOUBLINGS + 1))]
-    found = next((each for gpus in sizes if (each := tried(gpus)) is not None), None)
+    doubled = [node * 2**doublings for doublings in range(1, _MOST_DOUBLINGS + 1)]
+    found = None
+    for gpus in (*divisors(node), *doubled):
+        found = tried(gpus)
+        if found is not None:
+            break
     if found is None or found.question.gpus <= node:
         return found
     nodes = found.question.gpus // node
     step = max(1, nodes // 2 // _STEPS)
-    fewer = (tried(count * node) for count in range(nodes // 2 + step, nodes, step))
-    return next((each for each in fewer if each is not None), found)
+    for count in range(nodes // 2 + step, nodes, step):
+        fewer = tried(count * node)
+        if fewer is not None:
+            return fewer
+    return found
 
 
 def longest_sequence(question: Question) -> Strategy | None:
     """Finds the longest sequence that fits, by doublings or halves, then 16ths; a learned position
     table ends it."""
-    rows = question.shape.position_rows if question.shape.positions == "learned" else _LONGEST
+    rows = _LONGEST
+    if question.shape.positions == "learned":
+        rows = question.shape.position_rows
     first = min(question.seq_len, rows)
 
     def tried(length: int) -> Strategy | None:
-        return one_that_fits(replace(question, seq_len=length)) if length <= rows else None
+        if length <= rows:
+            return one_that_fits(replace(question, seq_len=length))
+        return None
 
     while first >= _SHORTEST and tried(first) is None:
         first //= 2
@@ -116,16 +128,23 @@ def _largest(tried: Callable[[int], Strategy | None], first: int) -> Strategy | 
     """The largest number that fits: doublings of the first, then multiples of a 16th of the last
     that does."""
     found = tried(first)
-    number = first
-    while found is not None and (more := tried(2 * number)) is not None:
-        found = more
-        number = 2 * number
     if found is None:
         return None
+    number = first
+    more = tried(2 * number)
+    while more is not None:
+        found = more
+        number *= 2
+        more = tried(2 * number)
     step = max(1, number // _STEPS)
-    low, high = 0, -(-number // step)  # steps beyond it that fit, and that do not
+    low = 0  # steps beyond it that fit
+    high = ceil(number / step)  # and that do not
     while high - low > 1:
         middle = (low + high) // 2
         more = tried(number + middle * step)
-        low, high, found = (middle, high, more) if more is not None else (low, middle, found)
+        if more is None:
+            high = middle
+        else:
+            low = middle
+            found = more
     return found
