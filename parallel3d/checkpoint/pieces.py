@@ -57,9 +57,9 @@ def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor
                     crc = zlib.crc32(chunk, crc)
                     file.write(chunk)
             assert item.tensor_data is not None
-            chunk_of = item.tensor_data.chunk
-            place = (name, at, file.tell() - at, at + len(head), f"{crc:08x}")
-            piece = SavedPiece(*place, tuple(chunk_of.offsets), tuple(chunk_of.sizes))
+            box, end = item.tensor_data.chunk, file.tell()
+            offsets, sizes = tuple(box.offsets), tuple(box.sizes)
+            piece = SavedPiece(name, at, end - at, at + len(head), f"{crc:08x}", offsets, sizes)
             pieces.append((item.index, piece))
         file.flush()
         os.fsync(file.fileno())
@@ -79,13 +79,6 @@ def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
         head = file.read(start)
         file.seek(start + tensor.nbytes)
         return head, file.read()
-
-
-def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
-    """Returns a full tensor of a checkpoint, on the CPU."""
-    tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-    read_box(folder, saved, [0] * tensor.ndim, tensor)
-    return tensor
 
 
 def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
