@@ -4,7 +4,6 @@ tokenizer. One process does it, a file at a time, whatever the layout that saved
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,15 +74,10 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor that is to be written: what it is made of, its shape and its type."""
+    """A tensor that is to be written, and what it is made of."""
 
     source: HfTensor
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    like: Tensor  # has its shape and type, on the meta device
 
 
 def export(checkpoint: Path, to: Path, form: ExportForm) -> Iterator[str]:
@@ -134,7 +128,8 @@ def _exported_tensors(
     for source in sources:
         first = manifest.tensors[f"model.{source.parameters[0]}"]
         dtype = getattr(torch, form.dtype or first.dtype)
-        tensors.append(ExportedTensor(source, source.shape(first.shape), dtype))
+        like = torch.empty(source.shape(first.shape), dtype=dtype, device="meta")
+        tensors.append(ExportedTensor(source, like))
     return tensors
 
 
@@ -143,7 +138,8 @@ def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[
     larger."""
     files: list[list[ExportedTensor]] = [[]]
     for tensor in tensors:
-        if files[-1] and sum(each.bytes for each in files[-1]) + tensor.bytes > largest_bytes:
+        filled_bytes = sum(each.like.nbytes for each in files[-1])
+        if files[-1] and filled_bytes + tensor.like.nbytes > largest_bytes:
             files.append([])
         files[-1].append(tensor)
     if len(files) == 1:
@@ -156,12 +152,12 @@ def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[
 def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tensor:
     """Returns a tensor as it is written. Raises CheckpointError if a weight is too large for
     float16."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    made = torch.empty_like(tensor.like, device="cpu")
     parts = (made.t() if tensor.source.transposed else made).chunk(len(tensor.source.parameters))
     for name, part in zip(tensor.source.parameters, parts, strict=True):
         saved = manifest.tensors[f"model.{name}"]
         read_box(checkpoint, saved, [0] * part.ndim, part)
-    if tensor.dtype == torch.float16 and not all(end.isfinite() for end in made.aminmax()):
+    if made.dtype == torch.float16 and not all(end.isfinite() for end in made.aminmax()):
         raise CheckpointError(
             f"{checkpoint}: {tensor.source.name} has numbers beyond float16's; try --dtype bf16"
         )
@@ -175,8 +171,8 @@ def _write_others(folder: Path, files: dict[str, list[ExportedTensor]], form: Ex
     total = 0
     for name, written in files.items():
         weights |= dict.fromkeys((tensor.source.name for tensor in written), name)
-        total += sum(tensor.bytes for tensor in written)
-    dtype = str(next(iter(files.values()))[0].dtype).removeprefix("torch.")
+        total += sum(tensor.like.nbytes for tensor in written)
+    dtype = str(next(iter(files.values()))[0].like.dtype).removeprefix("torch.")
     eos = form.end_of_text
     trees: dict[str, Any] = {
         CONFIG_JSON: to_hugging_face(

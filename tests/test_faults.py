@@ -99,6 +99,12 @@ def asked(signum: signal.Signals, act: Act, launch: Launch = local) -> Fault:
     return Fault(name=name, act=act, said=said, status=status, launch=launch, saves=True)
 
 
+def kill_in_a_save(run: LiveRun) -> None:
+    while not any(run.run_dir.glob("checkpoints/*.partial")):
+        assert run.command.poll() is None
+    to_rank(0, KILL)(run)
+
+
 def wrong_number(
     function: str, said: str, parallel: ParallelConfig = TENSOR, status: int = 70
 ) -> Fault:
@@ -122,6 +128,7 @@ ENDS = [
     *(killed(rank) for rank in (0, 3)),
     *(killed(3, launch) for launch in (torchrun, srun)),
     killed(0, srun),
+    Fault(name="SIGKILL of rank 0 in a save", act=kill_in_a_save),
     Fault(name="SIGKILL of the launcher", act=to_launcher(KILL), parallel=FOUR, status=-KILL),
     *(
         Fault(

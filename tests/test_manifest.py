@@ -32,7 +32,7 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     save_file,
 )
-from parallel3d.checkpoint.pieces import read_box, read_tensor, write_shard
+from parallel3d.checkpoint.pieces import read_box, read_own_part, write_shard
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
 PROGRESS = Progress(
@@ -94,7 +94,9 @@ def test_a_checkpoint_comes_back_as_it_was_written(original: Path) -> None:
     manifest = read_manifest(original)
     assert manifest.progress == PROGRESS and list(find_damage(original)) == []
     for name, tensor in TENSORS.items():
-        assert torch.equal(read_tensor(original, manifest.tensors[name]), tensor)
+        read = torch.empty_like(tensor)
+        read_own_part(original, manifest.tensors[name], read)
+        assert torch.equal(read, tensor)
     # the checksum of a file is the one that every tool computes
     for name, file in manifest.files.items():
         assert f"{zlib.crc32((original / name).read_bytes()):08x}" == file.crc32

@@ -26,6 +26,7 @@ from parallel3d.checkpoint.store import (
     find_checkpoints,
     list_checkpoints,
     retain,
+    step_of,
     superfluous,
     tidy,
 )
@@ -50,11 +51,11 @@ def make(folder: Path, step: int, save: int = 1, val_loss: float | None = None) 
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(os.listdir(folder))
 
 
 def steps(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in list_checkpoints(folder)]
+    return [step_of(path) for path in list_checkpoints(folder)]
 
 
 def test_checkpoints_are_listed_by_step_not_by_name(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def check_whole(folder: Path, saved: dict[int, int]) -> None:
     successor."""
     found = {}
     for path in list_checkpoints(folder):
-        step = int(path.name.removeprefix("step_"))
+        step = step_of(path)
         found[step] = read_manifest(path).progress.tokens
         assert names(path) == [MANIFEST_FILE, "shard_0", "shard_1"]
         assert {(path / f"shard_{shard}").read_text() for shard in range(2)} == {

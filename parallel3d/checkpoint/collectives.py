@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,20 +16,19 @@ Own = TypeVar("Own")
 
 def collect(
     step: Callable[[], Own],
-    reply: Callable[[list[Own]], Sequence[Any] | None] = list,
+    reply: Callable[[list[Own]], Any] = list,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Runs `step` on every rank, and `reply` on rank 0 with the results of all; gives each rank its
-    item of the reply, if that has any. An error of this project in either is raised on all
-    ranks."""
+    """Runs `step` on every rank, and `reply` on rank 0 with the results of all. Gives each rank its
+    item of the reply if that is a list, and else the reply. An error of this project in either is
+    raised on all ranks."""
     size = dist.get_world_size(group)
     everyone: list[Any] | None = [None] * size if dist.get_rank(group) == 0 else None
     answers: list[Any] | None = None
     dist.gather_object(_result_or_error(step), everyone, dst=0, group=group)
     if everyone is not None:
         answer = _result_or_error(lambda: reply(_without_errors(everyone)))
-        is_for_all = answer is None or isinstance(answer, Parallel3dError)
-        answers = [answer] * size if is_for_all else list(answer)
+        answers = answer if isinstance(answer, list) else [answer] * size
     own: list[Any] = [None]
     dist.scatter_object_list(own, answers, src=0, group=group)
     return _without_errors(own)[0]

@@ -108,10 +108,10 @@ def plan_save(
             store.check_room(partial.parent, state_bytes + len(config))
             partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
 
-    def all_as_before(answers: list[bool]) -> list[bool]:
+    def all_as_before(answers: list[bool]) -> bool:
         if earlier is not None and all(answers):
             make_folder(earlier.bytes)
-        return [all(answers)] * len(answers)
+        return all(answers)
 
     def all_plans(own_plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal index, total

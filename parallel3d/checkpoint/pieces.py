@@ -12,9 +12,11 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from tempfile import TemporaryFile
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import skip_data
 
 from parallel3d.checkpoint.manifest import Damage, SavedFile, SavedPiece, SavedTensor
 from parallel3d.torch_private import local_of, offsets_of
@@ -43,67 +45,40 @@ def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor
     """Writes and syncs the file of a rank, unless it has no part. Raises OSError."""
     if not parts:
         return WrittenShard({}, [])
-    name, pieces = f"__{rank}_0.distcp", []
-    # torch's own CRC-32 of each tensor costs time, and its reader never compares it.
-    summed = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        with (folder / name).open("wb") as raw:
-            file = _SummedFile(raw)
-            for item, part in parts:
-                assert item.tensor_data is not None
-                at, chunk = file.position, item.tensor_data.chunk
-                data = file.save(part)
-                place = (name, at, file.position - at, data, f"{file.crc:08x}")
-                piece = SavedPiece(*place, tuple(chunk.offsets), tuple(chunk.sizes))
-                pieces.append((item.index, piece))
-            raw.flush()
-            os.fsync(raw.fileno())
-    finally:
-        set_crc32_options(summed)
-    return WrittenShard({name: SavedFile(file.position, f"{file.crc:08x}")}, pieces)
+    name, crc, pieces = f"__{rank}_0.distcp", 0, []
+    with (folder / name).open("wb") as file:
+        for item, part in parts:
+            at = file.tell()
+            head, tail = _frame(part.dtype, part.shape)
+            elements = part.cpu().reshape(-1).view(torch.uint8).numpy().data
+            for content in (memoryview(head), elements, memoryview(tail)):
+                for start in range(0, len(content), _WRITTEN_BYTES):
+                    chunk = content[start : start + _WRITTEN_BYTES]
+                    crc = zlib.crc32(chunk, crc)
+                    file.write(chunk)
+            assert item.tensor_data is not None
+            box, end = item.tensor_data.chunk, file.tell()
+            offsets, sizes = tuple(box.offsets), tuple(box.sizes)
+            piece = SavedPiece(name, at, end - at, at + len(head), f"{crc:08x}", offsets, sizes)
+            pieces.append((item.index, piece))
+        file.flush()
+        os.fsync(file.fileno())
+        return WrittenShard({name: SavedFile(file.tell(), f"{crc:08x}")}, pieces)
 
 
-class _SummedFile:
-    """A file for torch.save that takes the checksum of what is written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.position = self.crc = 0
-        self._address = self._elements = 0
-
-    def save(self, part: Tensor) -> int:
-        """Writes a tensor as torch.save does, and returns the place of its elements, which are
-        known by their address."""
-        tensor = torch.empty(part.shape, dtype=part.dtype)
-        if part.numel():  # share the part's memory, without the rest of what it is a view of
-            flat = part.cpu().reshape(-1).view(torch.uint8).numpy()
-            tensor = torch.from_numpy(flat).view(part.dtype).view(part.shape)
-        self._address, self._elements = tensor.data_ptr(), -1
-        torch.save(tensor, cast(IO[bytes], self))
-        assert self._elements >= 0 or not part.numel(), "torch.save has copied the elements"
-        return max(self._elements, 0)
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
-        if view.ctypes.data == self._address:
-            self._elements = self.position
-        for start in range(0, len(view), _WRITTEN_BYTES):
-            chunk = view[start : start + _WRITTEN_BYTES].data
-            self.crc = zlib.crc32(chunk, self.crc)
-            self._file.write(chunk)
-        self.position += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Does nothing; torch calls it at the end of each tensor."""
-
-
-def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
-    """Returns a full tensor of a checkpoint, on the CPU."""
-    tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-    read_box(folder, saved, [0] * tensor.ndim, tensor)
-    return tensor
+@cache
+def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """Returns the bytes that torch.save writes before and after the elements of a tensor."""
+    tensor = torch.empty(shape, dtype=dtype)
+    with TemporaryFile() as file:
+        with skip_data():  # leaves a hole in the file for the elements
+            torch.save(tensor, file)
+        with ZipFile(file) as archive, archive.open("archive/data/0"):
+            start = file.tell()
+        file.seek(0)
+        head = file.read(start)
+        file.seek(start + tensor.nbytes)
+        return head, file.read()
 
 
 def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:

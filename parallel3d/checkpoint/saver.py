@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallel3d.checkpoint.files import Agreement, PlannedSave, plan_save, write_and_commit
 from parallel3d.checkpoint.manifest import Progress
@@ -57,7 +56,7 @@ class Saver(AbstractContextManager["Saver"]):
             wait = timeout_of(dist.group.WORLD, torch.device("cpu"))
             self._group = dist.new_group(backend="gloo", group_desc="saves", timeout=wait)
         # memory of the host for this rank's parts, pinned if they are on a GPU
-        self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._buffers: list[Tensor] = []
         self._under_way: _SaveUnderWay | None = None
         self._agreed: Agreement | None = None  # of the save before
 
@@ -88,12 +87,13 @@ class Saver(AbstractContextManager["Saver"]):
             begun.end.set()
             self.finish()
             return
-        save.keep, self._agreed = self._rule, save.agreed
+        save.keep = self._rule
         if self._rule.in_background:
             self._copy(save)
             threading.Thread(target=self._write, args=(begun, save), daemon=True).start()
         else:
             self._write(begun, save)
+        self._agreed = save.agreed
         if is_last or not self._rule.in_background:
             self.finish()
 
@@ -144,15 +144,17 @@ class Saver(AbstractContextManager["Saver"]):
         """Has the save write copies of its parts, made before this returns, so that the parts
         may change. The save before must have been written, because its copies are in the same
         memory."""
-        earlier, self._buffers = self._buffers, {}
-        for item, part in save.parts:
-            buffer = earlier.get(item.index)
-            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+        if save.agreed is not self._agreed:
+            self._buffers.clear()
+            for _, part in save.parts:
                 buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            self._buffers[item.index] = buffer.copy_(part, non_blocking=True)
+                self._buffers.append(buffer)
+        copies = []
+        for (item, part), buffer in zip(save.parts, self._buffers, strict=True):
+            copies.append((item, buffer.copy_(part, non_blocking=True)))
         for device in {part.device for _, part in save.parts if part.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # the copies into pinned memory
-        save.parts = [(item, self._buffers[item.index]) for item, _ in save.parts]
+        save.parts = copies
 
     def _write(self, begun: _SaveUnderWay, save: PlannedSave) -> None:
         """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes

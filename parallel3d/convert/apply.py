@@ -143,7 +143,10 @@ def tensor_parallelize(
         if not parameter.is_meta and not isinstance(parameter, DTensor):
             refuse_another_draw(name, parameter, axis, tp.device_type)
     with checked(module, tp, example) if check else nullcontext():
-        sharded = {each: shard_parameter(each, dim, tp) for each, dim in dims.items()}
+        sharded = {}
+        for each, dim in dims.items():
+            own = shard_tensor(each.detach(), dim, tp)
+            sharded[each] = nn.Parameter(own, each.requires_grad)
         for plan in plans:
             _convert(plan, sharded, axis)
         for plan in plans:  # at last, because two layers of a parent may set the same count
@@ -323,11 +326,6 @@ def split_dims(plans: Sequence[ModulePlan]) -> dict[nn.Parameter, int | None]:
     return dims
 
 
-def shard_parameter(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh) -> nn.Parameter:
-    """Returns a full parameter as a DTensor that is split in `dim`, or whole on every rank."""
-    return nn.Parameter(shard_tensor(parameter.detach(), dim, tp), parameter.requires_grad)
-
-
 def _convert(plan: ModulePlan, sharded: Mapping[nn.Parameter, nn.Parameter], axis: Axis) -> None:
     module = plan.module
     for name, parameter in module._parameters.items():
@@ -339,12 +337,11 @@ def _convert(plan: ModulePlan, sharded: Mapping[nn.Parameter, nn.Parameter], axi
         add_class(module, plan.parallel_class, axis, **plan.settings)
 
 
-def _set_count(owner: nn.Module, attribute: str, count: int) -> None:
+def _set_count(owner: Any, attribute: str, count: int) -> None:
     """Sets a count of a module, or of its config, of which the module gets a copy of its own."""
     name, _, of_config = attribute.partition(".")
     if of_config:
         config = copy.copy(getattr(owner, name))
-        setattr(config, of_config, count)
         setattr(owner, name, config)
-    else:
-        setattr(owner, name, count)
+        owner, name = config, of_config
+    setattr(owner, name, count)

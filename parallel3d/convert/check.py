@@ -5,7 +5,7 @@ that counts heads) shows in an output or a gradient."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,12 +69,14 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
             warnings.warn(words, stacklevel=4)
         yield
         return
-    axis, called = Axis.of(tp), guess_example(module, tp.size()) if example is None else example
+    axis = Axis.of(tp)
+    if example is None:
+        example = _guess_example(module, axis.size)
     with _in_float32(module):
-        whole = _run(module, axis, called, None)
+        whole = _run(module, axis, example, None)
         yield
         try:
-            split = _run(module, axis, called, whole)
+            split = _run(module, axis, example, whole)
         except Exception as error:
             words = f"the split module cannot be computed: {error}; usual causes: {_OUTPUT_CAUSES}"
             raise ValueError(f"{words}. {_AFTERWARDS}") from error
@@ -138,7 +140,7 @@ def _compare(
             )
 
 
-def guess_example(module: nn.Module, tp: int) -> Example:
+def _guess_example(module: nn.Module, tp: int) -> Example:
     """Returns two sequences of ids for a model of transformers. Raises ValueError for others."""
     vocab = getattr(getattr(module, "config", None), "vocab_size", None)
     if not vocab:
@@ -168,25 +170,9 @@ def _first_number(output: Any) -> Tensor | None:
 @contextmanager
 def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
     """Records the first output of each module, except inside experts, which see other tokens on
-    each rank."""
-    parts = module.named_modules()
-    experts = tuple(f"{name}." for name, part in parts if isinstance(part, ParallelExperts))
-
-    def keep(name: str, output: Any) -> None:
-        number = _first_number(output)
-        if number is not None and name not in trace.outputs and not name.startswith(experts):
-            trace.outputs[name] = figures(number)
-
-    with failures_named(module, keep):
-        yield
-
-
-@contextmanager
-def failures_named(
-    module: nn.Module, keep: Callable[[str, Any], None] = lambda name, output: None
-) -> Iterator[None]:
-    """Gives `keep` each module's name and output for a block. A failure inside a module becomes a
-    RuntimeError that names the innermost module."""
+    each rank. A failure inside a module becomes a RuntimeError that names the innermost module."""
+    parts = dict(module.named_modules())
+    experts = tuple(f"{name}." for name, part in parts.items() if isinstance(part, ParallelExperts))
     inside: list[str] = []
 
     def enter(name: str, part: nn.Module, inputs: Any) -> None:
@@ -194,10 +180,12 @@ def failures_named(
 
     def leave(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
         inside.pop()
-        keep(name, output)
+        number = _first_number(output)
+        if number is not None and not name.startswith(experts):
+            trace.outputs.setdefault(name, figures(number))
 
     hooks = []
-    for name, part in module.named_modules():
+    for name, part in parts.items():
         hooks.append(part.register_forward_pre_hook(partial(enter, name)))
         hooks.append(part.register_forward_hook(partial(leave, name)))
     try:

@@ -29,6 +29,8 @@ from parallel3d.convert.rules import (
 
 _Table = dict[str, Style | Word]
 
+_WHOLE_HEADS = Column(unit="head_dim")
+_SHARED_HEADS = Column(unit="head_dim", shared="num_key_value_groups")
 HEADS: _Table = {"**.lm_head": Column(gather_output=True)}
 _HEAD_NORMS: _Table = {  # this rank norms its own heads
     "**.self_attn.q_norm": Replicate(partial_gradient=True),
@@ -36,9 +38,9 @@ _HEAD_NORMS: _Table = {  # this rank norms its own heads
 }
 _ATTENTION: _Table = {
     "**.layers.*.self_attn": Enter(),
-    "**.layers.*.self_attn.q_proj": Column(unit="head_dim"),
-    "**.layers.*.self_attn.k_proj": Column(unit="head_dim", shared="num_key_value_groups"),
-    "**.layers.*.self_attn.v_proj": Column(unit="head_dim", shared="num_key_value_groups"),
+    "**.layers.*.self_attn.q_proj": _WHOLE_HEADS,
+    "**.layers.*.self_attn.k_proj": _SHARED_HEADS,
+    "**.layers.*.self_attn.v_proj": _SHARED_HEADS,
     "**.layers.*.self_attn.o_proj": Row(),
 }
 _LLAMA: _Table = {
@@ -81,13 +83,13 @@ _GPT2: _Table = {
     "**.h.*.mlp.c_proj": Row(),
     **HEADS,
 }
+_DENSE_MLP: _Table = {"**.mlp.dense_h_to_4h": Column(), "**.mlp.dense_4h_to_h": Row()}
 _GPT_NEOX: _Table = {
     "**.embed_in": Vocab(),
     # q, k and v of each head in turn
     "**.attention.query_key_value": Column(heads="config.num_attention_heads"),
     "**.attention.dense": Row(),
-    "**.mlp.dense_h_to_4h": Column(),
-    "**.mlp.dense_4h_to_h": Row(),
+    **_DENSE_MLP,
     "**.embed_out": Column(gather_output=True),
     **HEADS,
 }
@@ -95,9 +97,9 @@ _OPT: _Table = {
     "**.embed_tokens": Vocab(),
     **dict.fromkeys(("**.embed_positions", "**.project_in", "**.project_out"), "replicate"),
     "**.self_attn": Divide(("num_heads",)),
-    "**.self_attn.q_proj": Column(unit="head_dim"),
-    "**.self_attn.k_proj": Column(unit="head_dim"),
-    "**.self_attn.v_proj": Column(unit="head_dim"),
+    "**.self_attn.q_proj": _WHOLE_HEADS,
+    "**.self_attn.k_proj": _WHOLE_HEADS,
+    "**.self_attn.v_proj": _WHOLE_HEADS,
     "**.self_attn.out_proj": Row(),
     "**.fc1": Column(),
     "**.fc2": Row(),
@@ -106,8 +108,7 @@ _OPT: _Table = {
 _FALCON_REST: _Table = {
     "**.word_embeddings": Vocab(),
     "**.self_attention.dense": Row(),
-    "**.mlp.dense_h_to_4h": Column(),
-    "**.mlp.dense_4h_to_h": Row(),
+    **_DENSE_MLP,
     **HEADS,
 }
 FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
@@ -184,10 +185,9 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
 def _falcon_attention(config: object) -> _Table:
     """Returns the rules of Falcon's packed q, k and v."""
     own, packed = "**.self_attention", "**.self_attention.query_key_value"
-    if getattr(config, "multi_query", False) and not getattr(
-        config, "new_decoder_architecture", False
-    ):
-        parts = Column(unit="head_dim", parts=("num_heads", 1, 1))
-        return {own: Divide(("num_heads",)), packed: parts}
-    # q of each key-value head, then its k and v
-    return {own: Divide(("num_heads", "num_kv_heads")), packed: Column(heads="num_kv_heads")}
+    has_groups = getattr(config, "new_decoder_architecture", False)
+    if has_groups or not getattr(config, "multi_query", False):
+        # q of each key-value head, then its k and v
+        return {own: Divide(("num_heads", "num_kv_heads")), packed: Column(heads="num_kv_heads")}
+    parts = Column(unit="head_dim", parts=("num_heads", 1, 1))
+    return {own: Divide(("num_heads",)), packed: parts}
