@@ -1,7 +1,6 @@
 """Plants small faults in a copy of the tree, one after the other, and runs the tests that should
 find each: `python tests/mutations.py [NAME ...]`. Without a name it plants all. It exits with 1
-if a fault is not found, and stops with an error if the text that a fault replaces is not there
-exactly once."""
+if a fault is not found, or if the text that it replaces is not there exactly once."""
 
 from __future__ import annotations
 
@@ -66,7 +65,9 @@ def main() -> int:
             file, old, new, tests = faults[name]
             text = (tree / file).read_text()
             if text.count(old) != 1:
-                sys.exit(f"error: {name}: {file} has {text.count(old)} times: {old}")
+                print(f"{'stale text':<16} {name}: {file} has {text.count(old)} times: {old}")
+                is_missed = True
+                continue
             (tree / file).write_text(text.replace(old, new))
             command = [sys.executable, "-m", "pytest", "-x", "-q", *tests.split()]
             environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
