@@ -73,7 +73,7 @@ TABLE: list[tuple[AttentionCall, AttentionDevice, str, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "device", "name", "ways"), TABLE)
+@pytest.mark.parametrize("call, device, name, ways", TABLE)
 def test_each_call_has_its_kernel(
     call: AttentionCall, device: AttentionDevice, name: str, ways: set[str]
 ) -> None:

@@ -44,7 +44,7 @@ def test_the_batch_rises_evenly_to_its_full_size() -> None:
     assert [sizes.at(step) for step in range(3)] == [8, 8, 8]
 
 
-@pytest.mark.parametrize(("dp_size", "microbatch_size"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("dp_size, microbatch_size", [(1, 1), (2, 2)])
 def test_no_sample_is_lost_or_seen_twice_in_any_layout(dp_size: int, microbatch_size: int) -> None:
     """Tokens are their own places, so a sequence says where it comes from."""
     ranks = [

@@ -140,7 +140,7 @@ def test_ranks_share_a_gpu_each_as_if_on_a_host_of_its_own(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    "name, words",
     [
         ("data", "bench data runs on CPUs; on GPUs run step, layers, pipeline"),
         ("step", "sees no GPU"),

@@ -147,7 +147,7 @@ def test_shrinking_keeps_the_layout_and_what_it_divides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ("", "takes a RECIPE, such as quickstart"),
         ("quickstart --steps 0", "--steps: '0' must be a whole number from 1 on"),

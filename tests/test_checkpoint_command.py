@@ -167,7 +167,7 @@ def test_import_writes_the_recipe_of_a_model(tmp_path: Path, capsys: Said) -> No
 
 
 @pytest.mark.parametrize(
-    ("others", "refusal"),
+    "others, refusal",
     [
         ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias = true of config.json is left out"),
         ({"rope_parameters": [1] * 9999}, "must hold keys and values, or be null"),

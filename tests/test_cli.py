@@ -68,7 +68,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), BAD_INPUTS, ids=[arguments for arguments, _ in BAD_INPUTS]
+    "arguments, message", BAD_INPUTS, ids=[arguments for arguments, _ in BAD_INPUTS]
 )
 def test_a_users_mistake_is_one_line_and_status_2(
     arguments: str, message: str, capsys: Said, no_workers: list[Recipe]
@@ -155,7 +155,7 @@ def test_under_torchrun_only_rank_0_tells_a_mistake(
 
 @pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize(
-    ("error", "status", "says", "has_traceback"),
+    "error, status, says, has_traceback",
     [
         (NonFiniteError("step 3: loss nan"), 71, "step 3: loss nan", False),
         (ConnectionResetError("gone"), 70, "ConnectionResetError: gone", False),

@@ -157,7 +157,7 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize(("override", "message"), UNREADABLE)
+@pytest.mark.parametrize("override, message", UNREADABLE)
 def test_what_cannot_be_read_is_refused_by_name(load: Load, override: str, message: str) -> None:
     said = refused(load, override)
     assert message in said
@@ -260,7 +260,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message", "would_do"), BROKEN)
+@pytest.mark.parametrize("overrides, message, would_do", BROKEN)
 def test_a_broken_rule_names_a_value_that_would_do(
     load: Load, overrides: list[str], message: str, would_do: str
 ) -> None:
@@ -290,7 +290,7 @@ def test_all_problems_are_told_at_once_a_line_each(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         (
             "",
@@ -336,7 +336,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override, message",
     [
         (
             "train.offload_activations=1",

@@ -85,7 +85,7 @@ def test_fewer_heads_than_ranks_are_shared_and_their_group_shrinks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "tp", "message"),
+    "change, tp, message",
     [
         ({"*.atn.q": "column"}, 2, r"rule '\*.atn.q': matches no module; the names are"),
         ({"attn.*": "column"}, 2, r"attn.q: matched by two rules, 'attn.q' and 'attn.\*'"),

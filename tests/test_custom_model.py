@@ -59,7 +59,7 @@ def test_options_are_read_from_the_file_and_the_command_line_and_written_again(
 
 
 @pytest.mark.parametrize(
-    ("override", "said", "tries"),
+    "override, said, tries",
     [
         (
             "model.architecture=palms",
@@ -157,7 +157,7 @@ class Broken(Palm):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name, said",
     [
         (
             "Bare",
@@ -189,7 +189,7 @@ def test_a_class_that_lacks_something_is_refused_before_any_worker_starts(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name, said",
     [
         (
             "Unused",
@@ -208,7 +208,7 @@ def test_a_parameter_that_no_forward_uses_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "last"),
+    "text, said, last",
     [
         (CLASSES, "building it fails", "ZeroDivisionError: division by zero"),
         ("import numpyy", "importing classes fails", "No module named 'numpyy'"),

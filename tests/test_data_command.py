@@ -260,7 +260,7 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "says"),
+    "name, raw, says",
     [
         (
             "a.txt",
@@ -303,7 +303,7 @@ def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    "words, says",
     [
         (["nowhere"], "nowhere: is neither a file nor a folder"),
         (

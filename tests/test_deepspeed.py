@@ -104,7 +104,7 @@ def test_what_would_train_another_way_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text, words",
     [
         ("[1]", "must hold keys and values"),
         ("{", "cannot be read as JSON"),

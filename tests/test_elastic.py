@@ -25,7 +25,7 @@ RECIPE = Recipe(
 
 
 @pytest.mark.parametrize(
-    ("workers", "dp_shard", "microbatches"), [(4, 1, 12), (8, 2, 6), (12, 3, 4), (48, 12, 1)]
+    "workers, dp_shard, microbatches", [(4, 1, 12), (8, 2, 6), (12, 3, 4), (48, 12, 1)]
 )
 def test_the_number_of_workers_sets_dp_shard_and_keeps_the_global_batch(
     workers: int, dp_shard: int, microbatches: int
@@ -36,7 +36,7 @@ def test_the_number_of_workers_sets_dp_shard_and_keeps_the_global_batch(
 
 
 @pytest.mark.parametrize(
-    ("workers", "message"),
+    "workers, message",
     [
         (
             6,

@@ -120,7 +120,7 @@ def test_replay_sends_every_whole_line_as_a_new_run(
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    "command, message",
     [
         ("evaluate nowhere", "nowhere: has no config.yaml, so it is no run's folder"),
         (

@@ -159,7 +159,7 @@ def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    "change, refusal",
     [
         ({"layers": 3}, "has no model.layers.2.attention.k.weight"),
         ({"layers": 1}, "has model.layers.1.attention.k.weight; it is of another model"),

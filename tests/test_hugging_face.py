@@ -123,7 +123,7 @@ def test_both_forms_of_the_rotary_base_give_transformers_the_same_angles(
 
 
 @pytest.mark.parametrize(
-    ("model", "refusal"),
+    "model, refusal",
     [
         (
             replace(LLAMA, architecture="my_model:MyModel"),
@@ -159,7 +159,7 @@ DIFFERING: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "keys", "named"), DIFFERING)
+@pytest.mark.parametrize("family, keys, named", DIFFERING)
 def test_what_a_recipe_cannot_say_is_told(
     family: str, keys: dict[str, Any], named: str, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ def test_all_ranks_run_and_know_their_place(
 
 
 @pytest.mark.parametrize(
-    ("target", "world_size", "status", "line"),
+    "target, world_size, status, line",
     [
         (
             "raises_on_rank_2",
@@ -112,7 +112,7 @@ def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("target", "signum", "status"),
+    "target, signum, status",
     [
         ("sleeps", signal.SIGINT, 130),
         ("sleeps", signal.SIGTERM, 143),
@@ -190,7 +190,7 @@ MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "tasks"),
+    "environ, tasks",
     [
         (TORCHRUN, 4),
         (SLURM, 4),
@@ -206,7 +206,7 @@ def test_a_launchers_environment_says_who_a_worker_is(environ: dict[str, str], t
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    "environ, message",
     [
         (TORCHRUN | {"MASTER_PORT": "1"}, "and MASTER_ADDR must name the host of rank 0"),
         (TORCHRUN | {"MASTER_ADDR": "host0"}, "MASTER_PORT = None: must be a whole number"),

@@ -97,7 +97,7 @@ QUICK = ["quickstart", "data.source=text", "data.path=c"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
         (["pbs", "quickstart"], "pbs: no such command; known are torchrun, slurm"),
         (["slurm"], "RECIPE: required; try parallel3d-launch slurm quickstart"),

@@ -178,7 +178,7 @@ def test_a_manifest_with_a_piece_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "refusal"),
+    "old, new, refusal",
     [
         (f'"format": {FORMAT}', '"format": 999', "format: Input should be 1"),
         ('"step": 1', '"step": 1, "stop": 1', "progress.stop: Unexpected keyword argument"),

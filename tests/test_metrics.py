@@ -175,7 +175,7 @@ def test_mfu_goes_by_the_peak_of_the_devices_full_name_or_by_the_one_that_is_giv
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    "settings, expected",
     [
         ({"schedule": "constant"}, [0.5, 1.0, 1.0, 1.0, 1.0]),
         ({"schedule": "cosine"}, [0.5, 1.0, 0.1 + 0.9 * 0.413176, 0.1 + 0.9 * 0.178606, 0.1]),

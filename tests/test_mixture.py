@@ -163,7 +163,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("override", "line"), REFUSED)
+@pytest.mark.parametrize("override, line", REFUSED)
 def test_a_mixture_that_cannot_be_drawn_is_refused_in_one_line(
     tmp_path: Path, override: str, line: str
 ) -> None:

@@ -110,7 +110,7 @@ def test_a_matrix_comes_from_the_nearest_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    "overrides, message",
     [
         ("momentum=0.9", "needs optimizer.name = sgd or muon, and that is adamw; try"),
         ("name=sgd momentum=1.0", "(command line): must be below 1; try 0.5"),

@@ -44,7 +44,7 @@ def test_a_full_stdout_is_no_traceback_and_not_status_0(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "unbuffered"), [("tools.plan --help", False), ("tools.data merge --help", True)]
+    "command, unbuffered", [("tools.plan --help", False), ("tools.data merge --help", True)]
 )
 def test_a_reader_that_has_gone_ends_a_command_silently_and_a_closed_stdout_is_refused(
     command: str, unbuffered: bool

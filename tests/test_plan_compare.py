@@ -92,7 +92,7 @@ def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) 
 
 
 @pytest.mark.parametrize(
-    ("times", "arguments", "status", "rule"),
+    "times, arguments, status, rule",
     [
         ([9.0, 0.1], "--gpu h1000", 2, "h1000"),
         ([9.0, 0.1], "", 2, "one of the two; try --gpu h100"),

@@ -167,7 +167,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD_INPUTS)
+@pytest.mark.parametrize("arguments, message", BAD_INPUTS)
 def test_a_bad_input_is_one_line_and_status_2(
     arguments: str, message: str, files: Path, capsys: Said
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_bad_input_is_one_line_and_status_2(
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "value"),
+    "parse, text, value",
     [
         (tokens, "2T", 2e12),
         (tokens, "300B", 3e11),

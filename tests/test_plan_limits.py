@@ -101,7 +101,7 @@ def test_what_has_no_answer_is_said_and_ends_with_3(capsys: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         (ASKED, "--gpus: required"),
         (f"sequences {ASKED} --gpus 8", "invalid choice: 'sequences'"),

@@ -44,7 +44,7 @@ def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "rule"),
+    "said, rule",
     [
         ("--gpus 16,x", "must be numbers of devices, such as 16,24,32 or 64-1024"),
         ("--gpus 64-16", "must begin with the smaller number, such as 64-1024"),

@@ -56,7 +56,7 @@ def test_json_is_one_object_and_nothing_else(capsys: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "makespan"),
+    "options, makespan",
     [
         ("", 6.0),  # two forwards of 1, two backwards of 2
         ("--forward 2", 8.0),
@@ -87,7 +87,7 @@ def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ("", "no command is given; known are recommend, memory, verify, timeline"),
         ("timelime", "timelime: no such command; did you mean timeline?"),

@@ -143,7 +143,7 @@ def test_a_second_world_in_one_process_has_groups_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "chunk", "parallel"),
+    "precision, optimizer, chunk, parallel",
     [
         (
             "fp16",
@@ -188,7 +188,7 @@ def _stepped(parallel: ParallelConfig, precision: str, optimizer: OptimizerConfi
 
 
 @pytest.mark.parametrize(
-    ("parallel", "optimizer"),
+    "parallel, optimizer",
     [
         (ParallelConfig(), OptimizerConfig(name="muon")),
         (
@@ -231,7 +231,7 @@ def test_a_page_of_json_says_where_the_peak_is(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         (["--rank", "8"], "--rank 8: the layout has ranks 0 to 7"),
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),

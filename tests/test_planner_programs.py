@@ -55,7 +55,7 @@ def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered()
 
 
 @pytest.mark.parametrize(
-    ("framework", "year", "name"),
+    "framework, year, name",
     [
         ("NeMo 24.07 / Megatron-Core", 2024, "nemo"),
         ("NeMo Megatron", 2022, "nemo-2022"),
@@ -97,7 +97,7 @@ def test_devices_lose_what_was_set_on_their_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "file", "gib"),
+    "gpu, file, gib",
     [
         ("A100-40GB-SXM", "a100-40gb", 39.2),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb", 79.2),

@@ -76,7 +76,7 @@ def scored(tmp_path: Path, *rows: object) -> Score:
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value", "why"),
+    "section, key, value, why",
     [
         ("model", "hidden", None, "model.hidden: is missing"),
         ("model", "layers", -1, "model.layers = -1: must be a whole number, at least 1"),

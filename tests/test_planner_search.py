@@ -61,7 +61,7 @@ def test_every_strategy_is_a_valid_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "memory_fraction"),
+    "training, memory_fraction",
     [
         (OptimizerMemory(), 0.95),
         (OptimizerMemory(), 0.08),

@@ -42,7 +42,7 @@ def test_the_closed_form_is_near_the_simulation(pp: int, rounds: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual"),
+    "name, virtual",
     [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)],
 )
 @settings(deadline=None)
@@ -58,7 +58,7 @@ def test_live_microbatches_are_those_of_the_schedule(
     assert told == list(schedule.peak_live_microbatches)
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("name, virtual", [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
 @settings(deadline=None)
 @given(pp=st.integers(2, 6), microbatches=st.integers(1, 30))
 def test_amid_a_step_as_many_are_alive_as_the_schedule_has(

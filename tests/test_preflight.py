@@ -71,7 +71,7 @@ def with_fact(report: CheckReport, rank: int, **changes: Any) -> CheckReport:
 
 
 @pytest.mark.parametrize(
-    ("rank", "changes", "text"),
+    "rank, changes, text",
     [
         (
             3,

@@ -95,7 +95,7 @@ def test_without_torchrun_slurm_says_whether_it_is_a_restart(
         assert join_attempt(rendezvous(0, 1), 1.0).is_restart is is_restart
 
 
-@pytest.mark.parametrize(("resume", "at_first"), [("none", "auto"), ("path", "path")])
+@pytest.mark.parametrize("resume, at_first", [("none", "auto"), ("path", "path")])
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_restart_goes_on_from_the_runs_own_checkpoints(
     resume: str, at_first: str, saved: bool, tmp_path: Path

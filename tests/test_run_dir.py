@@ -135,7 +135,7 @@ def test_a_run_in_the_current_folder_works_twice_and_moves_its_own_files_alone(
 
 @pytest.mark.parametrize("resume", ["none", "auto"])
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         ("config.yaml", to_yaml(RECIPE)),
         ("metrics.jsonl", '{"accuracy": 0.5}\n'),

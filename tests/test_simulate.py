@@ -42,10 +42,10 @@ def idle(simulated: Timeline) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "v"),
+    "name, v",
     [("gpipe", 1), ("1f1b", 1), *((n, v) for n in LOOPED for v in (2, 3, 4))],
 )
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("p, m", SIZES)
 def test_virtual_stages_divide_the_bubble(name: ScheduleName, v: int, p: int, m: int) -> None:
     """Idle over busy time is (p - 1) / (v m) (arXiv 2104.04473, section 2.2), also where p does not
     divide m."""
@@ -54,7 +54,7 @@ def test_virtual_stages_divide_the_bubble(name: ScheduleName, v: int, p: int, m:
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("p, m", SIZES)
 def test_split_backwards_leave_ranks_idle_as_the_papers_say(
     p: int, m: int, times: StageTimes
 ) -> None:
@@ -68,7 +68,7 @@ def test_split_backwards_leave_ranks_idle_as_the_papers_say(
         assert idle(simulated) == pytest.approx((p - 1) * (F + I - W))
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 7), (4, 20), (8, 15), (8, 64)])
+@pytest.mark.parametrize("p, m", [(1, 1), (2, 3), (4, 7), (4, 20), (8, 15), (8, 64)])
 def test_zb_v_leaves_no_bubble_between_a_ranks_first_and_last_action(p: int, m: int) -> None:
     simulated = timeline("zb_v", p, m, 2)
     for spans, busy in zip(simulated.by_rank, simulated.busy_s, strict=True):
@@ -77,7 +77,7 @@ def test_zb_v_leaves_no_bubble_between_a_ranks_first_and_last_action(p: int, m: 
     assert simulated.bubble_fraction == pytest.approx((p - 1) / (6 * m + p - 1))
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(1, 1, 1), (2, 4, 1), (4, 8, 2), (4, 9, 2), (4, 7, 3)])
+@pytest.mark.parametrize("p, m, v", [(1, 1, 1), (2, 4, 1), (4, 8, 2), (4, 9, 2), (4, 7, 3)])
 def test_forwards_alone_take_as_few_steps_as_there_can_be(p: int, m: int, v: int) -> None:
     schedule = forward_only(pp=p, microbatches=m, virtual_stages=v)
     assert simulate(schedule, ActionTimes.uniform(schedule.stages)).makespan_s == v * m + p - 1

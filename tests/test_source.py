@@ -43,7 +43,7 @@ def test_a_folder_is_searched_recursively_and_sorted_by_relative_path(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    "config, words",
     [
         (DataConfig(path="a.md"), "data.path = a.md: not read if data.source = stdlib"),
         (DataConfig(source="text", path="gone"), "data.path = gone: no such file or folder at "),

@@ -54,9 +54,7 @@ def test_nothing_is_judged_before_half_of_the_window_and_spikes_in_it_do_not_mov
     assert 60 < risen.spikes < 70  # the level is the new one when it fills half of the window
 
 
-@pytest.mark.parametrize(
-    ("on_spike", "expected"), [("skip", [1, 2, 1, 2]), ("rollback", [1, 2, 3, 4])]
-)
+@pytest.mark.parametrize("on_spike, expected", [("skip", [1, 2, 1, 2]), ("rollback", [1, 2, 3, 4])])
 def test_spikes_are_in_a_row_where_nothing_or_for_a_rollback_less_than_a_window_lies_between(
     on_spike: str, expected: list[int]
 ) -> None:

@@ -100,7 +100,7 @@ def write_recipe(tmp_path: Path, boundaries: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("boundaries", "message"),
+    "boundaries, message",
     [
         ("[2, 4]", r"= \[2, 4\]: must be 3 rising numbers .*; try \[\d, \d, \d\]"),
         ("[2, 4, 7]", "must be 3 rising numbers from 0 to model.layers = 6"),

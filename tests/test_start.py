@@ -132,7 +132,7 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "refusal"),
+    "settings, refusal",
     [
         (
             "checkpoint.start_from=runs/none",

@@ -69,7 +69,7 @@ LOSSES: dict[int, float | None] = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 1.0,
 
 
 @pytest.mark.parametrize(
-    ("rule", "kept"),
+    "rule, kept",
     [
         (CheckpointConfig(keep=2), [60, 70]),
         (CheckpointConfig(keep=1, keep_every=30), [30, 60, 70]),

@@ -47,7 +47,7 @@ def write_all(folder: Path, *, vocab_size: int = END + 1, shard_tokens: int = 30
     return write_folder(folder, train, validation, end=END, **sizes)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "<u2"), (70_001, "<u4")])
+@pytest.mark.parametrize("vocab_size, dtype", [(1 << 16, "<u2"), (70_001, "<u4")])
 def test_a_folder_has_the_documents_in_shards_and_says_what_they_are(
     tmp_path: Path, vocab_size: int, dtype: str
 ) -> None:
@@ -134,7 +134,7 @@ def test_a_file_that_is_cut_is_found_at_the_start_and_one_that_shrinks_when_it_i
         open_tokens(tmp_path, 0.05)
 
 
-@pytest.mark.parametrize(("fraction", "validating"), [(0.05, 5), (0.001, 1)])
+@pytest.mark.parametrize("fraction, validating", [(0.05, 5), (0.001, 1)])
 def test_the_last_of_megatrons_documents_are_for_validation(
     tmp_path: Path, fraction: float, validating: int
 ) -> None:
@@ -227,7 +227,7 @@ def test_the_tokenizer_follows_from_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "value", "words"),
+    "part, key, value, words",
     [
         ("shard", "file", "../.bashrc", "is not the name of a file in this folder"),
         ("", "format", 2, "format: Input should be 1"),

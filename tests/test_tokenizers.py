@@ -34,7 +34,7 @@ def test_ids_are_the_bytes_and_never_end_of_text(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "text"),
+    "ids, text",
     [
         ([], ""),
         ([256], "<|end_of_text|>"),

@@ -67,7 +67,7 @@ STUCK = r"is stuck for \d+ s in {} after step 7, {}; mlp\.py:3 "
 
 
 @pytest.mark.parametrize(
-    ("fault", "hosts", "not_within_s", "rank", "said"),
+    "fault, hosts, not_within_s, rank, said",
     [
         (
             {"silent": (2,), "states": {2: "T"}},
@@ -114,7 +114,7 @@ def test_the_rank_at_fault_is_named_in_time_and_not_too_early(
 
 
 @pytest.mark.parametrize(
-    ("step_s", "more"),
+    "step_s, more",
     [
         (0.2, {"steps": True, "busy": {2: "data"}}),
         (0.2, {}),  # all wait, and the time-out decides

@@ -198,7 +198,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+@pytest.mark.parametrize("name, layout", LAYOUTS)
 def test_a_recipe_is_the_same_model(checked: Callable, name: str, layout: dict[str, Any]) -> None:
     comparison = checked(small(name, **layout))
     assert comparison.first is None, comparison.first

@@ -73,7 +73,7 @@ def full_disk_of_rank_1():
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    "spoil, words",
     [
         (no_room, "a checkpoint needs 0."),
         (

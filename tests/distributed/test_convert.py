@@ -208,7 +208,7 @@ def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
     world(4).run(train_with_fully_shard, "qwen2")
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "gpt2"), (4, "qwen2")])
+@pytest.mark.parametrize("size, kind", [(2, "gpt2"), (4, "qwen2")])
 def test_gradients_that_are_added_in_place_are_those_of_autograd(
     world: Callable, size: int, kind: str
 ) -> None:
@@ -257,7 +257,7 @@ def test_a_program_of_the_guide_learns(world: Callable, tmp_path: Path, number: 
     assert losses_of(first)[-1] < 0.1 and other == ""
 
 
-@pytest.mark.parametrize(("number", "tolerance"), [(0, 1e-3), (1, 1e-4)])
+@pytest.mark.parametrize("number, tolerance", [(0, 1e-3), (1, 1e-4)])
 def test_a_program_with_all_axes_trains_the_same_model_on_eight_processes_as_on_one(
     world: Callable, tmp_path: Path, number: int, tolerance: float
 ) -> None:

@@ -104,7 +104,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel"),
+    "model, parallel",
     [one_case(*each) for each in LAYOUTS],
 )
 def test_packed_documents_train_as_documents_one_by_one(

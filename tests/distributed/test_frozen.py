@@ -145,7 +145,7 @@ def trained(cases: list[Case]) -> list[Curve]:
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"), CASES.items(), ids=lambda value: str(value) if isinstance(value, int) else ""
+    "size, cases", CASES.items(), ids=lambda value: str(value) if isinstance(value, int) else ""
 )
 def test_frozen_parameters_neither_move_nor_decay_nor_count_in_the_norm(
     world: Callable, size: int, cases: list[Case]

@@ -129,7 +129,7 @@ def compare(config: ModelConfig, documents: PackedDocuments | None = None) -> No
 
 
 @pytest.mark.parametrize(
-    ("size", "model"),
+    "size, model",
     [*((2, model) for model in MODELS), (1, "dropped"), (4, "grouped")],
 )
 def test_activation_bytes_are_what_autograd_keeps(world: Callable, size: int, model: str) -> None:

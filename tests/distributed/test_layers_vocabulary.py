@@ -165,7 +165,7 @@ def sharded_twice(vocab: int, folder: str) -> None:
         assert torch.equal(state[name].full_tensor(), weight), f"{name} in another layout"
 
 
-@pytest.mark.parametrize(("size", "vocab"), [(1, 11), (2, 12), (4, 1005), (4, 50)])
+@pytest.mark.parametrize("size, vocab", [(1, 11), (2, 12), (4, 1005), (4, 50)])
 def test_vocabulary_is_plain_torchs_whatever_tp(world: Callable, size: int, vocab: int) -> None:
     world(size).run(compare_all, vocab)
 

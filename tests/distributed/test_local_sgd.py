@@ -224,7 +224,7 @@ def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "parallel", "message"),
+    "changes, parallel, message",
     [
         ({}, {"dp_replicate": 1}, "local_sgd.sync_every = 4: needs replicas"),
         ({}, {"sharding": "HYBRID_SHARD"}, "try FULL_SHARD"),

@@ -99,7 +99,7 @@ def named(parallel: ParallelConfig, rank: int, name: str, local_sgd: LocalSgdCon
 
 
 @pytest.mark.parametrize(
-    ("axis", "rank", "name", "place"),
+    "axis, rank, name, place",
     [
         ("pp", 0, "layers.2.attention_norm.weight", "pp 0, dp_replicate 0, dp_shard 0, tp 0"),
         ("dp", 1, "head.weight", "pp 0, dp_replicate 0, dp_shard 1, tp 0"),

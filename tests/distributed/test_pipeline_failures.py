@@ -95,7 +95,7 @@ BACKWARD = r"rank 3 .*, stage 3, microbatch 2, backward \(3B2, action 6 of 12\):
 
 
 @pytest.mark.parametrize(
-    ("fault", "at_stage", "told", "through_backend"),
+    "fault, at_stage, told, through_backend",
     [
         ("forward", 2, FORWARD, False),
         ("backward", 3, BACKWARD, True),

@@ -65,7 +65,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
 CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 
 
-@pytest.mark.parametrize(("model", "parallel"), CASES)
+@pytest.mark.parametrize("model, parallel", CASES)
 def test_layout_trains_as_plain_torch_does(
     world: Callable, model: ModelConfig, parallel: ParallelConfig
 ) -> None:

@@ -68,9 +68,7 @@ def exact(world: Callable) -> Curve:
     return curve
 
 
-@pytest.mark.parametrize(
-    ("precision", "close"), [("bf16", 4e-3), ("bf16_pure", 4e-3), ("fp16", 4e-4)]
-)
+@pytest.mark.parametrize("precision, close", [("bf16", 4e-3), ("bf16_pure", 4e-3), ("fp16", 4e-4)])
 def test_16_bits_follow_float32_in_every_layout(
     world: Callable, exact: Curve, precision: Precision, close: float
 ) -> None:

@@ -94,7 +94,7 @@ def flipped(recipe: Recipe, rank: int, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rank", "name"),
+    "recipe, rank, name",
     [
         pytest.param(recipe_of(dp_replicate=2), 1, "layers.1.mlp.up.weight", id="dp"),
         pytest.param(recipe_of(DEEP_TIED, pp=2), 1, "embed.weight", id="ends"),
@@ -108,7 +108,7 @@ def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int,
 
 
 @pytest.mark.parametrize(
-    ("recipe", "name", "others"),
+    "recipe, name, others",
     [
         pytest.param(
             recipe_of(tp=2, dp_replicate=2), "layers.1.mlp_norm.weight", "ranks 0 and 3", id="tp-dp"

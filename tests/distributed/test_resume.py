@@ -109,7 +109,7 @@ def saved_by_four(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel"),
+    "model, parallel",
     LAYOUTS,
     ids=["tp2-pp2-tied", "dp4-tied", "dpr2-pp2-v2", "tp2-dp2-zero1-tied"],
 )
@@ -153,7 +153,7 @@ def test_a_saved_model_has_the_same_loss_in_every_layout(
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel"),
+    "size, parallel",
     [
         (4, ParallelConfig(dp_shard=4)),
         (
@@ -302,7 +302,7 @@ def resume_and_tell(checkpoints: list[Path]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes, words",
     [
         ({"hidden": 64}, "model.embed.weight is [128, 32] there and [128, 64] here"),
         ({"layers": 4}, "model.layers.3.attention.q.weight is missing there and [32, 32] here"),

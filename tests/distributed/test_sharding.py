@@ -175,7 +175,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
 CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 
 
-@pytest.mark.parametrize(("model", "parallel"), CASES)
+@pytest.mark.parametrize("model, parallel", CASES)
 def test_a_strategy_trains_as_one_process_and_costs_what_its_formulas_say(
     world: Callable, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
@@ -195,7 +195,7 @@ SHORT: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("settings", "precision"),
+    "settings, precision",
     SHORT,
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )

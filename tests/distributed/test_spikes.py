@@ -176,9 +176,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "settings"), LAYOUTS, ids=["one", "dp2-background", "local-sgd"]
-)
+@pytest.mark.parametrize("parallel, settings", LAYOUTS, ids=["one", "dp2-background", "local-sgd"])
 def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
     world: Callable, tmp_path: Path, parallel: ParallelConfig, settings: dict[str, Any]
 ) -> None:

@@ -60,7 +60,7 @@ def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
 
 
 @pytest.mark.parametrize(
-    ("saved_by", "layouts"),
+    "saved_by, layouts",
     [
         (
             TOGETHER,

@@ -99,7 +99,7 @@ def stop_heard(parallel: ParallelConfig, local_sgd: LocalSgdConfig) -> list[bool
 
 
 @pytest.mark.parametrize(
-    ("parallel", "local_sgd"),
+    "parallel, local_sgd",
     [
         (ParallelConfig(pp=2), LocalSgdConfig()),
         (ParallelConfig(dp_replicate=2), LocalSgdConfig(sync_every=5)),

@@ -122,7 +122,7 @@ def train_and_fail(recipe: Recipe, rendezvous: Rendezvous, is_killed: bool) -> N
 
 
 @pytest.mark.usefixtures("nccl")
-@pytest.mark.parametrize(("is_killed", "cause"), [(False, PLANTED), (True, "SIGKILL")])
+@pytest.mark.parametrize("is_killed, cause", [(False, PLANTED), (True, "SIGKILL")])
 def test_a_rank_that_fails_ends_all(
     is_killed: bool, cause: str, tmp_path: Path, measured: Measure
 ) -> None:
