@@ -35,7 +35,12 @@ from tests.planted import FOLDER
 ROOT = Path(__file__).parents[1]
 LONGEST_S = 120.0  # a run or a wait that takes longer hangs
 MODEL = ModelConfig(
-    architecture="tests.planted:Planted", layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=258
+    architecture="tests.planted:Planted",
+    layers=2,
+    hidden=16,
+    heads=2,
+    ffn_hidden=32,
+    vocab=258,
 )
 _MARK = "PARALLEL3D_TEST_RUN"  # an environment variable that all processes of a run inherit
 # A cache for the next run, and what torchrun leaves when it is killed.

@@ -11,5 +11,9 @@ def one_rank(folder: Path) -> Rendezvous:
     """Returns the place of a rank that meets nobody. Its store is a new file in `folder`."""
     store = folder / f"store_{len(list(folder.iterdir()))}"
     return Rendezvous(
-        rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=f"file://{store}"
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        init_method=f"file://{store}",
     )

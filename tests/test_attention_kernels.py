@@ -94,7 +94,11 @@ def recipe_of(
     config = replace(card_config(card, shape_cards()[card]), **model)  # type: ignore[arg-type]
     seq_len = config.max_positions or 8192
     train = TrainConfig(
-        steps=1, global_batch_size=2, seq_len=seq_len, precision=precision, device="cuda"
+        steps=1,
+        global_batch_size=2,
+        seq_len=seq_len,
+        precision=precision,
+        device="cuda",
     )
     parallel = ParallelConfig(microbatch_size=2, tp=tp)
     return Recipe(model=config, train=train, parallel=parallel, run_dir="runs/x")

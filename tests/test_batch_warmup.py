@@ -37,7 +37,12 @@ RECIPE = Recipe(
 def test_the_batch_rises_evenly_to_its_full_size() -> None:
     sizes = RECIPE.batch_sizes
     assert [sizes.at(step) for step in range(12)] == [8] * 5 + [20] * 5 + [32] * 2
-    short = replace(RECIPE.train, global_batch_size=8, batch_warmup_start=2, batch_warmup_steps=6)
+    short = replace(
+        RECIPE.train,
+        global_batch_size=8,
+        batch_warmup_start=2,
+        batch_warmup_steps=6,
+    )
     sizes = replace(RECIPE, train=replace(short, batch_warmup_increment=None)).batch_sizes
     assert [sizes.at(step) for step in range(8)] == [2, 2, 4, 4, 6, 6, 8, 8]
     sizes = replace(RECIPE, train=replace(short, batch_warmup_start=None)).batch_sizes

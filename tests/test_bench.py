@@ -35,8 +35,21 @@ from parallel3d.tools.bench.step import (
 )
 from parallel3d.tools.local_ranks import device_of_rank, run_ranks
 
-TINY = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
-TINY_SIZE = StepSize(name="tiny", model=TINY, seq_len=6, rounds=1, steps=1)
+TINY = ModelConfig(
+    layers=3,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=24,
+    vocab=32,
+)
+TINY_SIZE = StepSize(
+    name="tiny",
+    model=TINY,
+    seq_len=6,
+    rounds=1,
+    steps=1,
+)
 
 
 def rounds_of(*cpu_pairs: tuple[float, float]) -> list[Round]:

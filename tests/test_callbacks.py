@@ -42,7 +42,12 @@ MODEL = ModelConfig(
     vocab=257,
 )
 TRAIN = TrainConfig(
-    steps=5, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=2
+    steps=5,
+    global_batch_size=2,
+    seq_len=16,
+    device="cpu",
+    eval_every=2,
+    eval_sequences=2,
 )
 
 

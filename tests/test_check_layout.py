@@ -133,11 +133,27 @@ def test_a_parameter_that_does_not_move_and_a_loss_are_named() -> None:
 
 
 def test_shrinking_keeps_the_layout_and_what_it_divides() -> None:
-    parallel = ParallelConfig(tp=8, pp=4, schedule="interleaved_1f1b", virtual_stages=5, dp_shard=8)
-    model = ModelConfig(
-        layers=80, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672, vocab=128256
+    parallel = ParallelConfig(
+        tp=8,
+        pp=4,
+        schedule="interleaved_1f1b",
+        virtual_stages=5,
+        dp_shard=8,
     )
-    train = TrainConfig(steps=1000, global_batch_size=1024, seq_len=8192, precision="bf16")
+    model = ModelConfig(
+        layers=80,
+        hidden=8192,
+        heads=64,
+        kv_heads=8,
+        ffn_hidden=28672,
+        vocab=128256,
+    )
+    train = TrainConfig(
+        steps=1000,
+        global_batch_size=1024,
+        seq_len=8192,
+        precision="bf16",
+    )
     recipe = shrink(Recipe(model=model, train=train, parallel=parallel), layers=3)
     assert recipe.parallel.axes == parallel.axes
     assert recipe.model.layers == max(3, parallel.stages)

@@ -97,7 +97,12 @@ def test_print_config_prints_a_recipe_that_says_the_same(capsys: Said, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["quickstart", "--print-config"], ["quickstart", "parallel.tp=3"]]
+    "arguments",
+    [
+        ["--help"],
+        ["quickstart", "--print-config"],
+        ["quickstart", "parallel.tp=3"],
+    ],
 )
 def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> None:
     program = textwrap.dedent(f"""
@@ -112,7 +117,11 @@ def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> N
     """)
     root = Path(parallel3d.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=60
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
 
@@ -183,7 +192,12 @@ def test_under_torchrun_a_failing_rank_says_who_it_is(
 
 
 @pytest.mark.parametrize(
-    "words", [["run_dir=runs/caf\udce9"], ["data.path=\udcff", "data.source=text"], ["odd.yaml"]]
+    "words",
+    [
+        ["run_dir=runs/caf\udce9"],
+        ["data.path=\udcff", "data.source=text"],
+        ["odd.yaml"],
+    ],
 )
 def test_a_path_that_is_not_utf_8_is_refused_in_a_line(words: list[str], capsys: Said) -> None:
     Path("odd.yaml").write_text('train: {sample_prompt: "\\ud800"}\n')

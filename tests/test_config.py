@@ -393,11 +393,19 @@ def test_every_layout_is_accepted_or_refused_in_words(
     head_dim: int,
 ) -> None:
     parallel = ParallelConfig(
-        pp=pp, dp_shard=dp_shard, tp=tp, virtual_stages=virtual, schedule=schedule
+        pp=pp,
+        dp_shard=dp_shard,
+        tp=tp,
+        virtual_stages=virtual,
+        schedule=schedule,
     )
     recipe = Recipe(
         model=ModelConfig(
-            layers=layers, hidden=heads * head_dim, heads=heads, ffn_hidden=48, vocab=vocab
+            layers=layers,
+            hidden=heads * head_dim,
+            heads=heads,
+            ffn_hidden=48,
+            vocab=vocab,
         ),
         train=TrainConfig(steps=1, global_batch_size=batch, seq_len=8),
         parallel=parallel,

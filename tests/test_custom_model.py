@@ -232,7 +232,13 @@ def test_local_workers_find_the_module_where_the_command_does(folder: Path) -> N
     settings += f"train.sample_tokens=2 data.source=text data.path={PAGE} run_dir=run"
     program = f"{sys.executable} -m parallel3d.recipes.pretrain {folder}/palm.yaml"
     command = [*program.split(), *settings.split(), "checkpoint.every=1"]
-    done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command,
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert "--- sample after step 1" in done.stdout
     (line,) = (elsewhere / "run/metrics.jsonl").read_text().splitlines()

@@ -238,7 +238,10 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
     draw, kills, ends = random.Random(0), 0, 0
     while kills < 20 or not ends:
         process = subprocess.Popen(
-            command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True
+            command,
+            env=environment,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             status = process.wait(timeout=draw.uniform(0.3, 4))

@@ -27,7 +27,11 @@ STAGE_2: dict[str, Any] = {
     },
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 10, "total_num_steps": 200},
+        "params": {
+            "warmup_max_lr": 1e-4,
+            "warmup_num_steps": 10,
+            "total_num_steps": 200,
+        },
     },
     "zero_optimization": {
         "stage": 2,

@@ -16,7 +16,11 @@ import pytest
 from parallel3d.config.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 _TOPS = "parallel3d|models|recipes|tools|tests|docs"
 _PATH = re.compile(rf"(?<![\w/.<])((?:{_TOPS})/[\w/]+\.(?:py|yaml|md|txt|json))\b")
 _MODULE = re.compile(r"python -m (parallel3d(?:\.\w+)+)")

@@ -177,7 +177,13 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     }
     blocks = blocks_of(page)
     command = ["bash", "-euo", "pipefail", "-c", script_of(blocks)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, (
         f"{(folder / 'blocks').read_text().split()[-1]}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     )

@@ -21,7 +21,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 def simulated(
     name: ScheduleName = "1f1b", times: StageTimes = EQUAL, virtual_stages: int = 1
 ) -> Timeline:
-    schedule = build_schedule(name, pp=2, microbatches=3, virtual_stages=virtual_stages)
+    schedule = build_schedule(
+        name,
+        pp=2,
+        microbatches=3,
+        virtual_stages=virtual_stages,
+    )
     return simulate(schedule, ActionTimes.uniform(schedule.stages, times))
 
 
@@ -36,7 +41,12 @@ def test_text_has_a_column_for_each_character_of_a_steps_longest_name() -> None:
 
 @pytest.mark.parametrize("width", [0, 33, 200])
 @pytest.mark.parametrize(
-    "times", [StageTimes(), StageTimes(forward=1.5), StageTimes(forward=0.37, input=1.21)]
+    "times",
+    [
+        StageTimes(),
+        StageTimes(forward=1.5),
+        StageTimes(forward=0.37, input=1.21),
+    ],
 )
 def test_text_keeps_to_its_width(width: int, times: StageTimes) -> None:
     lines = draw_text(simulated(times=times), width=width).splitlines()

@@ -31,7 +31,12 @@ RECIPE = Recipe(
         vocab=264,
     ),
     train=TrainConfig(
-        steps=4, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=4
+        steps=4,
+        global_batch_size=2,
+        seq_len=16,
+        device="cpu",
+        eval_every=2,
+        eval_sequences=4,
     ),
     # whose states a model that is only read must not need
     optimizer=OptimizerConfig(name="muon", warmup_steps=2),

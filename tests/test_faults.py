@@ -70,7 +70,13 @@ def names(
     """Returns a fault whose one error names the rank and its fate."""
     place = rf"(?m)^error: rank {rank} \(.*, {parallel.coordinates(rank)}\)"
     name = f"rank {rank} {fate}, {parallel.axes}"
-    return Fault(name=name, act=act, said=(place + fate,), parallel=parallel, launch=launch)
+    return Fault(
+        name=name,
+        act=act,
+        said=(place + fate,),
+        parallel=parallel,
+        launch=launch,
+    )
 
 
 def killed(rank: int, launch: Launch = local) -> Fault:
@@ -96,7 +102,14 @@ def asked(signum: signal.Signals, act: Act, launch: Launch = local) -> Fault:
     name = "Ctrl-C" if signum == signal.SIGINT else signum.name
     said = (rf"(?m)^error: stopped by {name} after step \d+, saved: ",)
     status = 130 if signum == signal.SIGINT else 75
-    return Fault(name=name, act=act, said=said, status=status, launch=launch, saves=True)
+    return Fault(
+        name=name,
+        act=act,
+        said=said,
+        status=status,
+        launch=launch,
+        saves=True,
+    )
 
 
 def wrong_number(
@@ -122,7 +135,12 @@ ENDS = [
     *(killed(rank) for rank in (0, 3)),
     *(killed(3, launch) for launch in (torchrun, srun)),
     killed(0, srun),
-    Fault(name="SIGKILL of the launcher", act=to_launcher(KILL), parallel=FOUR, status=-KILL),
+    Fault(
+        name="SIGKILL of the launcher",
+        act=to_launcher(KILL),
+        parallel=FOUR,
+        status=-KILL,
+    ),
     *(
         Fault(
             name="SIGKILL of the launcher, rank 1 stopped",

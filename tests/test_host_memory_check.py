@@ -39,7 +39,11 @@ def host(folder: Path, cgroup: str, files: dict[str, str]) -> FreeMemory | None:
 
 def test_the_least_of_the_system_and_of_all_control_groups_above_is_left(tmp_path: Path) -> None:
     assert host(tmp_path / "none", "0::/\n", {}) == FreeMemory(8 * GIB, "the system")
-    open_group = {"job/memory.max": "max\n", "job/memory.current": "5\n", "job/memory.stat": ""}
+    open_group = {
+        "job/memory.max": "max\n",
+        "job/memory.current": "5\n",
+        "job/memory.stat": "",
+    }
     assert host(tmp_path / "open", "0::/job\n", open_group) == FreeMemory(8 * GIB, "the system")
     outer = {"job/memory.max": f"{4 * GIB}\n", "job/memory.current": f"{3 * GIB}\n"}
     outer["job/memory.stat"] = f"anon 7\ninactive_file {GIB // 2}\n"

@@ -27,7 +27,13 @@ from parallel3d.models import model_class
 
 SEQ_LEN = 24
 LLAMA = ModelConfig(
-    layers=4, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=260, rope_theta=100.0
+    layers=4,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=48,
+    vocab=260,
+    rope_theta=100.0,
 )
 GPT2 = ModelConfig(
     architecture="gpt",
@@ -79,7 +85,12 @@ def test_each_table_has_all_parameters_of_ours_and_all_hf_tensors(
         )
     assert type(peer).__name__ == config_json(model)["architectures"][0]
     ours = model_class(model.architecture)(
-        model, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+        model,
+        tp=None,
+        sequence_parallel=False,
+        recompute="none",
+        recompute_every=1,
+        device="meta",
     )
     shapes = {name: spec.shape for name, spec in named_specs(ours)}
     table = [*hf_tensors(model)]

@@ -106,7 +106,13 @@ def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_pa
         train=TrainConfig(steps=1, global_batch_size=1, seq_len=4),
         run_dir=str(tmp_path),
     )
-    where = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method="env://")
+    where = Rendezvous(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        init_method="env://",
+    )
     assert run_rank(lambda: sys.exit(0), recipe, where) == (70, False)
     assert "SystemExit: 0" in outcome(tmp_path)["reason"]
 
@@ -184,8 +190,18 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "2",
+}
 MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 
 

@@ -30,7 +30,14 @@ from parallel3d.mesh import ONE_RANK, Axis
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 
-MODEL = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
+MODEL = ModelConfig(
+    layers=3,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=24,
+    vocab=32,
+)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -36,7 +36,12 @@ def loader(
 ) -> BatchLoader:
     windows = ShuffledWindows(TokensInMemory(tokens), seq_len=seq_len, seed=seed)
     return BatchLoader(
-        windows, global_batch_size=12, microbatch_size=1, dp_rank=0, dp_size=1, vocab=1000
+        windows,
+        global_batch_size=12,
+        microbatch_size=1,
+        dp_rank=0,
+        dp_size=1,
+        vocab=1000,
     )
 
 
@@ -53,7 +58,10 @@ class Division:
 
     def of(self, whole: BatchLoader, dp_rank: int) -> BatchLoader:
         return replace(
-            whole, dp_rank=dp_rank, dp_size=self.dp_size, microbatch_size=self.microbatch_size
+            whole,
+            dp_rank=dp_rank,
+            dp_size=self.dp_size,
+            microbatch_size=self.microbatch_size,
         )
 
 
@@ -99,7 +107,12 @@ def test_a_token_id_beyond_the_vocabulary_is_told_by_the_rank_that_reads_it_and_
     whole = replace(loader(tokens, seed=None), vocab=264)
     for dp_size, microbatch_size in ((1, 1), (2, 3), (4, 3), (12, 1)):
         for rank in range(dp_size):
-            share = replace(whole, dp_rank=rank, dp_size=dp_size, microbatch_size=microbatch_size)
+            share = replace(
+                whole,
+                dp_rank=rank,
+                dp_size=dp_size,
+                microbatch_size=microbatch_size,
+            )
             assert share.batch(0).wrong_id is None
             batch = share.batch(1)
             if 20 in batch.samples:

@@ -101,5 +101,11 @@ def test_no_command_that_looks_runs_modules_beside_a_recipe_or_in_a_run_or_check
 ) -> None:
     driver, marker = stranger.with_name("driver.py"), stranger.with_name("marker")
     words = [sys.executable, str(driver), json.dumps(commands), str(marker)]
-    done = subprocess.run(words, cwd=stranger, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        words,
+        cwd=stranger,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr

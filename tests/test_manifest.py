@@ -164,7 +164,14 @@ def test_a_manifest_that_lists_a_file_which_no_save_writes_is_refused(saved: Pat
             read_manifest(saved)
 
 
-@pytest.mark.parametrize("impossible", [{"sizes": (4,)}, {"sizes": (2**62, 5)}, {"data": 2**62}])
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"sizes": (4,)},
+        {"sizes": (2**62, 5)},
+        {"data": 2**62},
+    ],
+)
 def test_a_manifest_with_a_piece_that_cannot_be_is_refused(
     saved: Path, impossible: dict[str, Any]
 ) -> None:

@@ -37,7 +37,13 @@ from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError
 from tests.data_files import write_folder, write_megatron
 
-MODEL = ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=264)
+MODEL = ModelConfig(
+    layers=1,
+    hidden=16,
+    heads=2,
+    ffn_hidden=32,
+    vocab=264,
+)
 WEB_AND_CODE = "data.sources=[{path: text/web, weight: 0.7}, {path: text/code, weight: 0.3}]"
 
 

@@ -24,7 +24,12 @@ B, S = 2, 12
 
 def build(config: ModelConfig) -> nn.Module:
     model = model_class(config.architecture)(
-        config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+        config,
+        tp=None,
+        sequence_parallel=False,
+        recompute="none",
+        recompute_every=1,
+        device="meta",
     )
     initialize(model, 0, "cpu")
     # a bias of zero and a scale of one hide what is done to them

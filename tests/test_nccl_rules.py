@@ -28,7 +28,10 @@ def cases_of(name: ScheduleName) -> Iterator[Schedule]:
 
 def usual(name: ScheduleName, pp: int = 4) -> Schedule:
     return build_schedule(
-        name, pp=pp, microbatches=2 * pp, virtual_stages=SCHEDULES[name].stages.usual
+        name,
+        pp=pp,
+        microbatches=2 * pp,
+        virtual_stages=SCHEDULES[name].stages.usual,
     )
 
 

@@ -28,7 +28,12 @@ def ended(arguments: list[str], redirection: str, *, unbuffered: bool) -> tuple[
     os.close(reader)
     command = ["bash", "-c", script]
     done = subprocess.run(
-        command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+        command,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        timeout=60,
     )
     os.close(writer)
     return done.returncode, done.stderr

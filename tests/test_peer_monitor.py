@@ -31,7 +31,12 @@ def monitor(store: dist.TCPStore, rank: int, places: list[Place]) -> PeerMonitor
 
 
 def lost_peer(rank: int) -> Failure:
-    return Failure(rank=rank, coordinates="c", message="Connection closed by peer", secondary=True)
+    return Failure(
+        rank=rank,
+        coordinates="c",
+        message="Connection closed by peer",
+        secondary=True,
+    )
 
 
 def test_a_rank_that_was_alone_on_its_host_is_named_where_it_gives_no_sign(
@@ -107,7 +112,10 @@ own.report(Failure(rank=1, coordinates="c", message="Connection closed by peer",
 def test_a_rank_whose_neighbour_ends_while_the_store_is_cut_off_ends_as_well() -> None:
     """The neighbour's end brings the main thread to ask a store that never answers."""
     done = subprocess.run(
-        [sys.executable, "-c", CUT_OFF], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", CUT_OFF],
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert done.returncode == 70
     assert "its host is cut off, and its ranks end" in done.stderr

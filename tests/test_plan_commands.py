@@ -68,9 +68,20 @@ def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(
     tmp_path: Path, capsys: Said
 ) -> None:
     plain = Recipe(
-        model=ModelConfig(layers=6, hidden=1024, heads=16, ffn_hidden=2816, vocab=32000),
+        model=ModelConfig(
+            layers=6,
+            hidden=1024,
+            heads=16,
+            ffn_hidden=2816,
+            vocab=32000,
+        ),
         parallel=ParallelConfig(pp=2, dp_shard=2, stage_boundaries=(2,)),
-        train=TrainConfig(steps=1, global_batch_size=8, seq_len=1024, precision="bf16_pure"),
+        train=TrainConfig(
+            steps=1,
+            global_batch_size=8,
+            seq_len=1024,
+            precision="bf16_pure",
+        ),
     )
     changes = {
         "bf16_pure": plain,
@@ -91,7 +102,13 @@ def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(
 
 
 def test_any_rank_of_stages_cut_by_hand_can_be_the_fullest() -> None:
-    model = ModelConfig(layers=18, hidden=512, heads=8, ffn_hidden=1408, vocab=32_000)
+    model = ModelConfig(
+        layers=18,
+        hidden=512,
+        heads=8,
+        ffn_hidden=1408,
+        vocab=32_000,
+    )
     layout = ParallelConfig(pp=4, stage_boundaries=(1, 2, 9), microbatch_size=1)
     train = TrainConfig(steps=1, global_batch_size=8, seq_len=1024)
     run = run_of_recipe(Recipe(model=model, parallel=layout, train=train))

@@ -22,7 +22,12 @@ Said = pytest.CaptureFixture[str]
 RECIPE = Recipe(
     model=ModelConfig(layers=4, hidden=512, heads=8, ffn_hidden=1536, vocab=4096),
     parallel=ParallelConfig(pp=2, dp_shard=2, tp=2),
-    train=TrainConfig(steps=60, global_batch_size=16, seq_len=1024, precision="bf16"),
+    train=TrainConfig(
+        steps=60,
+        global_batch_size=16,
+        seq_len=1024,
+        precision="bf16",
+    ),
 )
 LINE = StepMetrics(
     step=0,
@@ -78,7 +83,12 @@ def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) 
     flops = model_flops_per_token(from_config(RECIPE.model), RECIPE.train.seq_len)
     metrics = MetricsFile(folders[0] / "metrics.jsonl", resumed_step=0)
     for step in (1, 11):
-        line = replace(LINE, step=step, step_time_s=0.5, tokens_per_s_per_device=4096.0)
+        line = replace(
+            LINE,
+            step=step,
+            step_time_s=0.5,
+            tokens_per_s_per_device=4096.0,
+        )
         metrics.write(replace(line, mfu=4096.0 * flops / 312e12))
     cautions = [
         compare(folder, find_cluster(name)).other_device

@@ -151,7 +151,11 @@ def fake(name: str, script: str) -> None:
 
 
 def with_fakes(**variables: str) -> dict[str, str]:
-    return {**os.environ, "PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}", **variables}
+    return {
+        **os.environ,
+        "PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}",
+        **variables,
+    }
 
 
 def test_a_recipe_has_what_differs_from_the_defaults(capsys: Said) -> None:

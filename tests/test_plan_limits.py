@@ -30,7 +30,13 @@ ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
 def question(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> Question:
     cluster = find_cluster("a100-40gb")
     shape = named_shape(name, shape_cards())
-    whole = Question(shape=shape, cluster=cluster, gpus=gpus, seq_len=2048, global_batch_size=64)
+    whole = Question(
+        shape=shape,
+        cluster=cluster,
+        gpus=gpus,
+        seq_len=2048,
+        global_batch_size=64,
+    )
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -83,7 +89,12 @@ def test_the_largest_batch_is_taken_at_once_and_twice_as_much_is_not() -> None:
     found = largest_batch(asked)
     batch = held(found).global_batch_size
     assert found is not None and batch == found.parallel.dp * found.parallel.microbatch_size
-    twice = Fixed(recompute="none", tp=1, pp=1, microbatch_size=2 * found.parallel.microbatch_size)
+    twice = Fixed(
+        recompute="none",
+        tp=1,
+        pp=1,
+        microbatch_size=2 * found.parallel.microbatch_size,
+    )
     assert one_that_fits(replace(asked, global_batch_size=2 * batch, fixed=twice)) is None
 
 

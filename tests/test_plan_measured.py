@@ -96,7 +96,12 @@ def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> N
         * model_flops_per_token(from_config(RECIPE.model), 1024)
         / cluster.device.peak("bf16")
     )
-    line = replace(LINE, step_time_s=1.5 * predicted_s, tokens_per_s_per_device=tokens, mfu=mfu)
+    line = replace(
+        LINE,
+        step_time_s=1.5 * predicted_s,
+        tokens_per_s_per_device=tokens,
+        mfu=mfu,
+    )
     line = replace(line, peak_memory_bytes=bytes_)
     for step in (1, 11, 21, 31):
         metrics.write(replace(line, step=step))

@@ -63,8 +63,18 @@ ACCURACY = dict(
     throughput_runs=400,
     memory_runs=100,
     fit_runs=600,
-    blind=_figures(throughput_median=9.0, throughput_p90=25.0, memory_median=7.0, memory_p90=30.0),
-    fitted=_figures(throughput_median=4.0, throughput_p90=12.0, memory_median=3.0, memory_p90=10.0),
+    blind=_figures(
+        throughput_median=9.0,
+        throughput_p90=25.0,
+        memory_median=7.0,
+        memory_p90=30.0,
+    ),
+    fitted=_figures(
+        throughput_median=4.0,
+        throughput_p90=12.0,
+        memory_median=3.0,
+        memory_p90=10.0,
+    ),
     spread={
         "level": 0.8,
         "throughput": {"known": 0.12, "unknown": 0.15},

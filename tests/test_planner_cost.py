@@ -31,7 +31,11 @@ def a100() -> Cluster:
 def run(cluster: Cluster, **layout: object) -> PlannedRun:
     shape = named_shape("llama2-7b", shape_cards())
     return PlannedRun(
-        shape=shape, cluster=cluster, layout=RunLayout(**layout), program=PARALLEL3D, seq_len=2048
+        shape=shape,
+        cluster=cluster,
+        layout=RunLayout(**layout),
+        program=PARALLEL3D,
+        seq_len=2048,
     )  # type: ignore[arg-type]
 
 
@@ -106,7 +110,7 @@ def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
 
 def test_the_causes_add_up_to_the_step(a100: Cluster) -> None:
     cost = step_cost(run(a100, pp=4, dp_shard=4, tp=2, microbatches=16, parameter_shards=4, gradient_shards=4,  # noqa: E501
-                         optimizer_shards=4, sequence_parallel=True))  # fmt: skip
+                         optimizer_shards=4, sequence_parallel=True,))  # fmt: skip
     assert sum(getattr(cost.parts, part.name) for part in fields(cost.parts)) == pytest.approx(
         cost.step_time_s
     )

@@ -34,15 +34,33 @@ from parallel3d.tools.calibrate.probes import (
     probes,
 )
 
-MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
+MODEL = ModelConfig(
+    layers=8,
+    hidden=192,
+    heads=8,
+    kv_heads=4,
+    ffn_hidden=512,
+    vocab=1024,
+)
 LAYOUTS = (
     ParallelConfig(),
     ParallelConfig(recompute="full"),
-    ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2),
+    ParallelConfig(
+        pp=2,
+        virtual_stages=2,
+        schedule="interleaved_1f1b",
+        dp_replicate=2,
+    ),
     ParallelConfig(dp_shard=2, tp=2, sequence_parallel=True),
     ParallelConfig(tp=4),
 )
-TRUE = Overhead(block=1e-3, microbatch=4e-4, layer=2e-4, step=3e-3, parameter=2e-9)
+TRUE = Overhead(
+    block=1e-3,
+    microbatch=4e-4,
+    layer=2e-4,
+    step=3e-3,
+    parameter=2e-9,
+)
 RATE = 5e10  # operations per second of every product and of attention
 BYTE_S = 4e-10  # seconds per byte of every other operator
 GRADIENT_S = 1e-9  # seconds per weight and microbatch
@@ -118,7 +136,13 @@ def times_alone(larger: LargerRuns, parameters: float, **more_s: float) -> Times
 
 def worlds(*, cores: int) -> dict[int, Any]:
     """The measurements of an ideal host: one rate for everything, worlds of 1 and 2."""
-    common = {"device": "CPU", "torch": "2", "cores": cores, "memory_bytes": 2**34, "processors": 1}
+    common = {
+        "device": "CPU",
+        "torch": "2",
+        "cores": cores,
+        "memory_bytes": 2**34,
+        "processors": 1,
+    }
     alone = times_alone(ON_CPU, ON_CPU.parameters, selective=5e-4, full=1e-3)
     one = {**common, "processes": {1: process_tree(kernels(), alone)}}
     added = replace(TRUE, block=2e-3, step=5e-3)

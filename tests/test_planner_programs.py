@@ -33,13 +33,23 @@ def run(program: TrainingProgram, **layout: Any) -> PlannedRun:
     cluster = load_cluster("a100-80gb", FOLDERS)
     shape = named_shape("llama2-7b", shape_cards())
     return PlannedRun(
-        shape=shape, cluster=cluster, layout=RunLayout(**layout), program=program, seq_len=2048
+        shape=shape,
+        cluster=cluster,
+        layout=RunLayout(**layout),
+        program=program,
+        seq_len=2048,
     )
 
 
 def sharded(program: TrainingProgram, **layout: Any) -> PlannedRun:
     dp = layout["dp_shard"]
-    return run(program, parameter_shards=dp, gradient_shards=dp, optimizer_shards=dp, **layout)
+    return run(
+        program,
+        parameter_shards=dp,
+        gradient_shards=dp,
+        optimizer_shards=dp,
+        **layout,
+    )
 
 
 def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered() -> None:
@@ -138,7 +148,11 @@ def test_a_run_that_does_not_say_what_it_recomputes_recomputes_as_little_as_fits
 
     def recomputed(sequences: int, **train: str) -> tuple[str, int]:
         fields = Fields(
-            {**tree, "train": {"micro_batch": sequences, **train}, "parallel": {"zero_stage": 3}}
+            {
+                **tree,
+                "train": {"micro_batch": sequences, **train},
+                "parallel": {"zero_stage": 3},
+            }
         )
         layout = run_of_case(fields, Knowledge(FOLDERS)).layout
         filled = "train.activation_recompute (every_n, because less does not fit)" in fields.filled

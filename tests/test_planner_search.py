@@ -31,13 +31,24 @@ from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import score as plan_score
 
 CASES = Path(plan_score.__file__).parents[1] / "cases" / "published.json"
-MODEL = ModelConfig(layers=6, hidden=1024, heads=16, kv_heads=4, ffn_hidden=2816, vocab=32000)
+MODEL = ModelConfig(
+    layers=6,
+    hidden=1024,
+    heads=16,
+    kv_heads=4,
+    ffn_hidden=2816,
+    vocab=32000,
+)
 
 
 def question(**changes: object) -> Question:
     cluster = load_cluster("a100-40gb", [HARDWARE])
     whole = Question(
-        shape=from_config(MODEL), cluster=cluster, gpus=16, seq_len=1024, global_batch_size=64
+        shape=from_config(MODEL),
+        cluster=cluster,
+        gpus=16,
+        seq_len=1024,
+        global_batch_size=64,
     )
     return replace(whole, **changes)  # type: ignore[arg-type]
 
@@ -72,7 +83,10 @@ def test_no_layout_left_out_is_better_than_the_best(
     training: OptimizerMemory, memory_fraction: float
 ) -> None:
     asked = question(
-        gpus=8, global_batch_size=16, training=training, memory_fraction=memory_fraction
+        gpus=8,
+        global_batch_size=16,
+        training=training,
+        memory_fraction=memory_fraction,
     )
     best = search(asked, top=1).strategies[0]
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -65,7 +65,11 @@ def run(engine: str, hardware: str = "h100-80gb", **layout: Any) -> PlannedRun:
     program = PARALLEL3D if engine == "parallel3d" else programs()[engine]
     shape, cluster = named_shape("llama2-7b", shape_cards()), load_cluster(hardware, [HARDWARE])
     return PlannedRun(
-        shape=shape, cluster=cluster, layout=RunLayout(**layout), program=program, seq_len=2048
+        shape=shape,
+        cluster=cluster,
+        layout=RunLayout(**layout),
+        program=program,
+        seq_len=2048,
     )
 
 
@@ -99,7 +103,13 @@ def test_a_layout_that_fills_the_safe_share_fits_with_the_chance_that_was_asked_
 
 def test_equal_layouts_come_with_less_memory_first() -> None:
     shape, cluster = named_shape("llama3-8b", shape_cards()), load_cluster("h100-80gb", [HARDWARE])
-    asked = Question(shape=shape, cluster=cluster, gpus=64, seq_len=8192, global_batch_size=512)
+    asked = Question(
+        shape=shape,
+        cluster=cluster,
+        gpus=64,
+        seq_len=8192,
+        global_batch_size=512,
+    )
     found = search(asked, top=10)
     settled = settle_ties(found)
     speeds = [each.cost.tokens_per_s_per_gpu for each in settled.strategies]

@@ -51,7 +51,13 @@ def in_order() -> CheckReport:
             for pair in ((rank, other), (other, rank)):
                 links.append(TimedLink(axis=axis, kind="message", ranks=pair, bandwidth=1e9))
     needs = RecipeNeeds(memory_bytes=(GIB,), checkpoints=3, checkpoint_bytes=GIB)
-    return CheckReport(recipe=RECIPE, needs=needs, facts=facts, matmuls=[1e10] * 6, links=links)
+    return CheckReport(
+        recipe=RECIPE,
+        needs=needs,
+        facts=facts,
+        matmuls=[1e10] * 6,
+        links=links,
+    )
 
 
 def with_rate(report: CheckReport, hosts: tuple[str, str], rate: float) -> CheckReport:
@@ -137,7 +143,10 @@ def test_four_local_ranks_are_fine_and_leave_nothing(tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     check = f"-m parallel3d.tools.launch check {recipe} train.callbacks=[] --json".split()
     ended = subprocess.run(
-        [sys.executable, *check], capture_output=True, text=True, env=ENVIRONMENT
+        [sys.executable, *check],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
     )
     assert ended.returncode == 0, ended.stderr
     tree = json.loads(ended.stdout)

@@ -30,7 +30,11 @@ def test_a_slow_host_and_a_link_that_is_slow_one_way_are_named(tmp_path: Path) -
             pair.hosts[1].start("taskset", "-c", "1", sys.executable, "-c", "while True: pass")
         started = []
         for core, host in enumerate(pair.hosts):
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ENVIRONMENT}
+            pipes = {
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "env": ENVIRONMENT,
+            }
             started.append(host.start("taskset", "-c", str(core), *agent, **pipes))
         (out, error), *_ = [process.communicate(timeout=240) for process in started]
     assert started[0].returncode == 0, error

@@ -83,7 +83,13 @@ def plan(
     ranks: int = 2,
 ) -> None:
     """Has rank 0 of a run on so many ranks signal a rank, or a process, after a step."""
-    wanted = {"step": step, "ranks": ranks, "signal": signum, "rank": rank, "pid": pid}
+    wanted = {
+        "step": step,
+        "ranks": ranks,
+        "signal": signum,
+        "rank": rank,
+        "pid": pid,
+    }
     partial = folder / "plan.partial"
     partial.write_text(json.dumps(wanted))
     partial.rename(folder / "plan")

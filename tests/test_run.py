@@ -42,7 +42,10 @@ METRICS = {
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *SMALL, *overrides], capture_output=True, text=True, timeout=240
+        [*COMMAND, *SMALL, *overrides],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 

@@ -155,7 +155,13 @@ def test_a_file_that_no_run_has_written_is_not_overwritten(
 def test_the_outcome_says_how_a_run_was_stopped_and_stays_where_a_start_is_refused(
     tmp_path: Path,
 ) -> None:
-    words = {0: "done", 75: "preempted", 143: "stopped", 130: "stopped", 70: "failed"}
+    words = {
+        0: "done",
+        75: "preempted",
+        143: "stopped",
+        130: "stopped",
+        70: "failed",
+    }
     for status, word in words.items():
         RunOutcome(exit_status=status).write(str(tmp_path))
         assert json.loads((tmp_path / "outcome.json").read_text())["status"] == word

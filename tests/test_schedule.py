@@ -23,7 +23,10 @@ def built(draw: st.DrawFn) -> Schedule:
     traits = SCHEDULES[name]
     virtual_stages = draw(st.integers(traits.stages.least, traits.stages.most or 4))
     return build_schedule(
-        name, pp=draw(sizes), microbatches=draw(st.integers(1, 25)), virtual_stages=virtual_stages
+        name,
+        pp=draw(sizes),
+        microbatches=draw(st.integers(1, 25)),
+        virtual_stages=virtual_stages,
     )
 
 

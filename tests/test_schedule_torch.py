@@ -71,5 +71,10 @@ def test_several_stages_on_each_rank(name: Any, sizes: tuple[int, int, int]) -> 
     for rank in range(pp):
         schedule.rank = rank
         orders.append(schedule._calculate_single_rank_operations(rank))
-    ours = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    ours = build_schedule(
+        name,
+        pp=pp,
+        microbatches=microbatches,
+        virtual_stages=virtual_stages,
+    )
     assert from_csv(as_csv(orders), name=name) == ours

@@ -31,7 +31,12 @@ def timeline(
     virtual_stages: int = 1,
     times: StageTimes = EQUAL,
 ) -> Timeline:
-    schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    schedule = build_schedule(
+        name,
+        pp=pp,
+        microbatches=microbatches,
+        virtual_stages=virtual_stages,
+    )
     return simulate(schedule, ActionTimes.uniform(schedule.stages, times))
 
 
@@ -43,7 +48,11 @@ def idle(simulated: Timeline) -> float:
 
 @pytest.mark.parametrize(
     "name, v",
-    [("gpipe", 1), ("1f1b", 1), *((n, v) for n in LOOPED for v in (2, 3, 4))],
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        *((n, v) for n in LOOPED for v in (2, 3, 4)),
+    ],
 )
 @pytest.mark.parametrize("p, m", SIZES)
 def test_virtual_stages_divide_the_bubble(name: ScheduleName, v: int, p: int, m: int) -> None:

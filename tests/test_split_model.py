@@ -36,7 +36,12 @@ LAYERS_OF: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         **_EXPERTS,
     },
-    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0, "max_position_embeddings": 16},
+    "opt": {
+        "ffn_dim": 24,
+        "word_embed_proj_dim": 8,
+        "dropout": 0.0,
+        "max_position_embeddings": 16,
+    },
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in FAMILIES} | {
     "opt without projections": ("opt", {"word_embed_proj_dim": 16}),

@@ -27,7 +27,13 @@ from parallel3d.pipeline.stage import (
 from parallel3d.schedules.balance import PartCosts, balanced_cut, cut_points, sizes_between
 
 EVEN = PartCosts(embedding=0.0, block=1.0, head=0.0)
-MODEL = ModelConfig(layers=5, hidden=8, heads=2, ffn_hidden=12, vocab=16)
+MODEL = ModelConfig(
+    layers=5,
+    hidden=8,
+    heads=2,
+    ffn_hidden=12,
+    vocab=16,
+)
 
 
 @given(stages=st.integers(1, 12), more=st.integers(0, 30))

@@ -32,7 +32,13 @@ from parallel3d.checkpoint.store import (
 from parallel3d.config.recipe import CheckpointConfig
 
 PROGRESS = Progress(
-    step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={"tp": 2}
+    step=1,
+    tokens=2,
+    seed=3,
+    global_batch_size=4,
+    seq_len=5,
+    parameters=6,
+    parallel={"tp": 2},
 )
 
 
@@ -65,7 +71,15 @@ def test_checkpoints_are_listed_by_step_not_by_name(tmp_path: Path) -> None:
     assert find_checkpoints(str(made[0]), tmp_path) == [made[0]]
 
 
-LOSSES: dict[int, float | None] = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 1.0, 60: 4.0, 70: None}
+LOSSES: dict[int, float | None] = {
+    10: 3.0,
+    20: 1.0,
+    30: None,
+    40: 2.0,
+    50: 1.0,
+    60: 4.0,
+    70: None,
+}
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,12 @@ def test_the_tokenizer_follows_from_the_folder(tmp_path: Path) -> None:
 def test_a_value_of_another_type_in_tokens_json_is_damage(
     tmp_path: Path, part: str, key: str, value: object, words: str
 ) -> None:
-    tokenizer = ShardTokenizer(kind="json", file="tokenizer.json", sha256="0", end_of_text="</s>")
+    tokenizer = ShardTokenizer(
+        kind="json",
+        file="tokenizer.json",
+        sha256="0",
+        end_of_text="</s>",
+    )
     write_folder(tmp_path, [[1]], [], tokenizer=tokenizer)
     path = tmp_path / "tokens.json"
     tree = json.loads(path.read_text())

@@ -41,7 +41,10 @@ class Host:
 
     def run(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, timeout=timeout_s
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:

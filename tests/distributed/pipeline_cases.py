@@ -121,7 +121,11 @@ class Pipeline:
                 part.named_parameters(), self.whole[stage].parameters(), strict=True
             ):
                 torch.testing.assert_close(
-                    ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=f"stage {stage}: {name}"
+                    ours.grad,
+                    theirs.grad,
+                    rtol=1e-10,
+                    atol=1e-12,
+                    msg=f"stage {stage}: {name}",
                 )
 
     def check_evaluation(self, microbatches: int, seq: int) -> None:

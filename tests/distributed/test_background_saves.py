@@ -44,7 +44,13 @@ RECIPES: dict[str, Recipe] = {
     ),
     "local-sgd-pp2": replace(
         make_recipe(
-            DEEP_TIED, ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2)
+            DEEP_TIED,
+            ParallelConfig(
+                dp_replicate=2,
+                pp=2,
+                schedule="zb_v",
+                virtual_stages=2,
+            ),
         ),
         local_sgd=DILOCO,
     ),

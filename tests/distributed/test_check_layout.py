@@ -178,7 +178,13 @@ GPT = {
     "dropout": 0.1,
     "attention_dropout": 0.1,
 }
-HEADS = {"heads": 8, "kv_heads": 2, "hidden": 128, "qkv_bias": True, "qk_norm": True}
+HEADS = {
+    "heads": 8,
+    "kv_heads": 2,
+    "hidden": 128,
+    "qkv_bias": True,
+    "qk_norm": True,
+}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 
 

@@ -84,12 +84,20 @@ class Fault:
         layers = max(2, self.layout.get("pp", 1))
         architecture = f"tests.distributed.custom_models:{self.model}"
         sizes = ModelConfig(
-            architecture=architecture, layers=layers, hidden=32, heads=4, ffn_hidden=32, vocab=264
+            architecture=architecture,
+            layers=layers,
+            hidden=32,
+            heads=4,
+            ffn_hidden=32,
+            vocab=264,
         )
         parallel = ParallelConfig(microbatch_size=2, **self.layout)  # type: ignore[arg-type]
         train = TrainConfig(steps=2, global_batch_size=16, seq_len=16)
         recipe = Recipe(
-            model=sizes, train=train, parallel=parallel, optimizer=OptimizerConfig(weight_decay=0.1)
+            model=sizes,
+            train=train,
+            parallel=parallel,
+            optimizer=OptimizerConfig(weight_decay=0.1),
         )
         return shrink(recipe, layers=layers, hidden=32, steps=2)
 

@@ -22,7 +22,13 @@ from parallel3d.checkpoint.pieces import read_tensor
 from parallel3d.errors import DamagedCheckpointError, SaveError
 
 PROGRESS = Progress(
-    step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={}
+    step=1,
+    tokens=2,
+    seed=3,
+    global_batch_size=4,
+    seq_len=5,
+    parameters=6,
+    parallel={},
 )
 
 

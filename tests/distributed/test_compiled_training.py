@@ -26,8 +26,19 @@ from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, 
 PRELOAD = ("torch._inductor.compile_fx",)
 LAYOUTS = [
     ParallelConfig(dp_shard=2, recompute="full", microbatch_size=2),
-    ParallelConfig(tp=2, sequence_parallel=True, recompute="full", microbatch_size=2),
-    ParallelConfig(tp=2, pp=2, schedule="zb_h1", recompute="selective", microbatch_size=2),
+    ParallelConfig(
+        tp=2,
+        sequence_parallel=True,
+        recompute="full",
+        microbatch_size=2,
+    ),
+    ParallelConfig(
+        tp=2,
+        pp=2,
+        schedule="zb_h1",
+        recompute="selective",
+        microbatch_size=2,
+    ),
 ]
 
 

@@ -108,7 +108,11 @@ def train_with_fully_shard(kind: str) -> None:
         optimizer.step()
     for (name, ours), parameter in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(
-            whole(ours), parameter, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            whole(ours),
+            parameter,
+            rtol=1e-5,
+            atol=1e-5,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 

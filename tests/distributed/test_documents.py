@@ -149,7 +149,13 @@ def test_losses_and_gradients_are_those_of_documents_alone(
     assert packed[0] == pytest.approx(alone[0], rel=1e-6)
     assert packed[1].keys() == alone[1].keys()
     for name, gradient in packed[1].items():
-        torch.testing.assert_close(gradient, alone[1][name], rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            gradient,
+            alone[1][name],
+            rtol=1e-4,
+            atol=1e-5,
+            msg=name,
+        )
 
 
 def gpt_curve(parallel: ParallelConfig) -> Curve:

@@ -32,7 +32,12 @@ _DECODER = {
     "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 3,
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-_FALCON = {**_DECODER, "alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+_FALCON = {
+    **_DECODER,
+    "alibi": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,25 @@ class Model:
 # norms of heads, or rotations, that compute in float32 whatever the model's type
 FLOAT32_INSIDE = 1e-6
 _HEADS = {**_DECODER, "head_dim": 8}
-_QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_QWEN3_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64, "vocab_size": VOCAB}
-_OPT = {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0, "attention_dropout": 0.0}
+_GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 8,
+    "n_positions": 64,
+    "vocab_size": VOCAB,
+}
+_OPT = {
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 16,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 _GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 4}
 # by the row of docs/layers-in-your-model.md, of which the first word is the family
 MODELS: dict[str, Model] = {

@@ -157,7 +157,11 @@ class Fuzzed(Llama):
         self, config: ModelConfig, *, tp: Any, sequence_parallel: bool, device: Any, **settings: Any
     ) -> None:
         super().__init__(
-            config, tp=tp, sequence_parallel=sequence_parallel, device=device, **settings
+            config,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            **settings,
         )
         self.drawn = drawn = Drawn(**config.options)
         more = {"biased": {"bias": True}, "gathered": {"gather_output": True}}.get(drawn.head, {})
@@ -263,7 +267,14 @@ def draw(seed: int) -> Case:
     )
     data = DataConfig(ignore_token_ids=(IGNORED_ID,) if "loss" in odd else ())
     return Case(
-        seed, Recipe(model=config, train=train, parallel=parallel, optimizer=optimizer, data=data)
+        seed,
+        Recipe(
+            model=config,
+            train=train,
+            parallel=parallel,
+            optimizer=optimizer,
+            data=data,
+        ),
     )
 
 
@@ -316,7 +327,12 @@ def plain_loss(logits: Tensor, labels: Tensor, train: TrainConfig) -> Tensor:
 def train_plainly(recipe: Recipe) -> tuple[Trained, dict[str, Array]]:
     """Trains the case in plain torch, and returns the initial weights, too."""
     model, train = Plain(recipe.model), recipe.train
-    alone = Recipe(model=recipe.model, train=train, parallel=ParallelConfig(), data=recipe.data)
+    alone = Recipe(
+        model=recipe.model,
+        train=train,
+        parallel=ParallelConfig(),
+        data=recipe.data,
+    )
     loader = batches(alone, 0)
     meta = Fuzzed(recipe.model, tp=None, sequence_parallel=False, device="meta")
     with torch.no_grad():

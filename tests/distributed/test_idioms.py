@@ -42,7 +42,13 @@ class OfLayers(nn.Module):
         self.norm = LayerNorm(HIDDEN, tp=tp)
         self.attention = ParallelAttention(HIDDEN, 4, 2, tp=tp)
         self.mlp = ParallelMLP(HIDDEN, 64, tp=tp, bias=True)
-        self.head = ColumnParallelLinear(HIDDEN, 104, tp=tp, gather_output=True, bias=True)
+        self.head = ColumnParallelLinear(
+            HIDDEN,
+            104,
+            tp=tp,
+            gather_output=True,
+            bias=True,
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.positions(self.embed(ids))
@@ -59,9 +65,19 @@ def build(kind: str, tp: DeviceMesh | None, *, tied: bool = False) -> Any:
 
     if kind == "gpt2":
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": S, "bos_token_id": 0}
+        sizes = {
+            "n_embd": HIDDEN,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": S,
+            "bos_token_id": 0,
+        }
         config: Any = hf.GPT2Config(
-            vocab_size=VOCAB, tie_word_embeddings=tied, eos_token_id=0, **sizes, **dropouts
+            vocab_size=VOCAB,
+            tie_word_embeddings=tied,
+            eos_token_id=0,
+            **sizes,
+            **dropouts,
         )
     else:
         config = hf.LlamaConfig(

@@ -72,7 +72,11 @@ def attention(
     chosen = AttentionOptions(head_dim=K, **options)
     build = partial(ParallelAttention, D, H, kv_heads, rotary=rotary, options=chosen)
     return Case(
-        name=name, build=build, reference=reference, shapes=((B, S, D),), arguments=arguments
+        name=name,
+        build=build,
+        reference=reference,
+        shapes=((B, S, D),),
+        arguments=arguments,
     )
 
 
@@ -102,7 +106,13 @@ CASES = {
         attention("documents", 2, rotary=PLAIN, packed=True, recompute=True),
         attention("documents, window", 8, packed=True, window=3),
         attention("bidirectional", 4, rotary=PLAIN, causal=False),
-        attention("bidirectional, window", 2, causal=False, window=3, recompute=True),
+        attention(
+            "bidirectional, window",
+            2,
+            causal=False,
+            window=3,
+            recompute=True,
+        ),
         attention("a mask", 8, mask=NOT_THIRD),
         attention("a mask, bidirectional", 2, mask=NOT_THIRD, causal=False),
     ],

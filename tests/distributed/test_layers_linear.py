@@ -59,7 +59,12 @@ def mlp(activation: Activation, bias: bool) -> Case:
         return F.linear(inner, w["down.weight"], w.get("down.bias"))
 
     build = partial(ParallelMLP, D, OUT, activation=activation, bias=bias)
-    return Case(name=f"{activation} bias={bias}", build=build, reference=reference, shapes=(SHAPE,))
+    return Case(
+        name=f"{activation} bias={bias}",
+        build=build,
+        reference=reference,
+        shapes=(SHAPE,),
+    )
 
 
 def rms_norm(w: Weights, x: Tensor) -> Tensor:

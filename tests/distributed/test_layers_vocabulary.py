@@ -63,7 +63,12 @@ class Ends(nn.Module):
             return head_cross_entropy(x, labels, self.head, chunk_tokens=5, z_loss=z_loss)
         logits, tp, chunk = self.head(x), self.head.tp, 7 if z_loss else None
         return vocab_parallel_cross_entropy(
-            logits, labels, tp, vocab=self.vocab, chunk_tokens=chunk, z_loss=z_loss
+            logits,
+            labels,
+            tp,
+            vocab=self.vocab,
+            chunk_tokens=chunk,
+            z_loss=z_loss,
         )
 
     def weights(self) -> dict[str, Tensor]:

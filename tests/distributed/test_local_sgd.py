@@ -120,7 +120,12 @@ def test_resuming_between_synchronisations_is_bitwise_or_in_another_layout_alike
 ) -> None:
     """Tied weights are on both ends of a pipeline."""
     path = tmp_path / "step_00000006"
-    pipeline = ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2)
+    pipeline = ParallelConfig(
+        dp_replicate=2,
+        pp=2,
+        schedule="zb_v",
+        virtual_stages=2,
+    )
     uninterrupted = world(4).run(half_and_on, (DEEP_TIED, pipeline, DILOCO), path, HALF)[0]
     assert world(4).run(resumed, (DEEP_TIED, pipeline, DILOCO), path)[0][1] == uninterrupted[HALF:]
     tensor = ParallelConfig(dp_replicate=2, tp=2)
@@ -172,7 +177,12 @@ def test_a_trainer_that_would_not_synchronise_is_refused() -> None:
         Trainer(recipe, mesh=no, device=no, model_class=no)
 
 
-AVERAGING = LocalSgdConfig(sync_every=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
+AVERAGING = LocalSgdConfig(
+    sync_every=1,
+    outer_lr=1.0,
+    outer_momentum=0.0,
+    nesterov=False,
+)
 SGD = OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0)
 AVERAGED = [
     (DEEP_TIED, ParallelConfig(dp_replicate=2, tp=2, sequence_parallel=True, microbatch_size=2)),

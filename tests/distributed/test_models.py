@@ -47,7 +47,12 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
         (DROPPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 4, "recompute": "full"}),
         (
             DEEP_DROPPED,
-            {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "every_n"},
+            {
+                "pp": 2,
+                "schedule": "interleaved_1f1b",
+                "virtual_stages": 2,
+                "recompute": "every_n",
+            },
         ),
         (DROPPED_GPT, {"pp": 2, "schedule": "1f1b"}),
         (GPT, {"tp": 2, "sequence_parallel": True}),
@@ -60,7 +65,12 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
         (QWEN, {"tp": 2, "pp": 2, "microbatch_size": 2}),
         (
             ODD,
-            {"tp": 4, "microbatch_size": 4, "sequence_parallel": True, "recompute": "selective"},
+            {
+                "tp": 4,
+                "microbatch_size": 4,
+                "sequence_parallel": True,
+                "recompute": "selective",
+            },
         ),
     ],
 }

@@ -172,7 +172,11 @@ def test_what_data_ranks_have_summed_is_told_apart_by_loss_and_weights(world: Ca
 def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[str | None], int]:
     """Returns the scales, what steps say of it that they are left out, and how many are."""
     recipe = make_recipe(
-        GROUPED, TWO["dp"], precision="fp16", on_nonfinite="skip", nonfinite_in_a_row=2
+        GROUPED,
+        TWO["dp"],
+        precision="fp16",
+        on_nonfinite="skip",
+        nonfinite_in_a_row=2,
     )
     trainer = make_trainer(replace(recipe, loss_scale=LossScaleConfig(initial=4.0, interval=100)))
     plant_nan(trainer, {1, 2, 3, 4}, 1, "layers.1.mlp.up.weight")

@@ -47,7 +47,10 @@ OPTIMIZERS = {
 }
 NARROW = {
     "muon in bf16": replace(
-        OPTIMIZERS["muon"], state_dtype="bf16", lr_adjust="original", muon_lr=0.02
+        OPTIMIZERS["muon"],
+        state_dtype="bf16",
+        lr_adjust="original",
+        muon_lr=0.02,
     ),
     "adamw in bf16": OptimizerConfig(lr=1e-3, state_dtype="bf16", min_lr_ratio=1.0),
 }

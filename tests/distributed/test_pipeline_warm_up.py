@@ -35,7 +35,12 @@ from tests.distributed.training_cases import (
 
 STEPS = 3
 FOUR = ParallelConfig(pp=2, dp_shard=2, microbatch_size=2)
-SPLIT = replace(FOUR, schedule="interleaved_zb", virtual_stages=3, sharding="SHARD_GRAD_OP")
+SPLIT = replace(
+    FOUR,
+    schedule="interleaved_zb",
+    virtual_stages=3,
+    sharding="SHARD_GRAD_OP",
+)
 TP = ParallelConfig(pp=2, tp=2, sequence_parallel=True, microbatch_size=2)
 # one for each way in which a backward pass leaves something behind
 RECIPES = [

@@ -31,7 +31,12 @@ MODEL = replace(GROUPED, layers=4)  # a stage each of two interleaved ones
 
 LAYOUTS = [
     ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4),
-    ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatch_size=2),
+    ParallelConfig(
+        pp=2,
+        schedule="interleaved_1f1b",
+        virtual_stages=2,
+        microbatch_size=2,
+    ),
     ParallelConfig(dp_shard=2, microbatch_size=2),
     ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=2),
     ParallelConfig(dp_shard=2, sharding="SHARD_OPTIMIZER", microbatch_size=2),
@@ -68,7 +73,14 @@ def exact(world: Callable) -> Curve:
     return curve
 
 
-@pytest.mark.parametrize("precision, close", [("bf16", 4e-3), ("bf16_pure", 4e-3), ("fp16", 4e-4)])
+@pytest.mark.parametrize(
+    "precision, close",
+    [
+        ("bf16", 4e-3),
+        ("bf16_pure", 4e-3),
+        ("fp16", 4e-4),
+    ],
+)
 def test_16_bits_follow_float32_in_every_layout(
     world: Callable, exact: Curve, precision: Precision, close: float
 ) -> None:

@@ -71,7 +71,13 @@ FAMILIES = {
     "mistral": ("Mistral", {**_LLAMA, "sliding_window": 7}),
     "gpt2": (
         "GPT2",
-        {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 1005},
+        {
+            "n_layer": 4,
+            "n_embd": 32,
+            "n_head": 4,
+            "n_positions": 32,
+            "vocab_size": 1005,
+        },
     ),
 }
 SHORT = ("llama3.1", "qwen3", "gpt2")

@@ -72,7 +72,11 @@ def run_strategy(
     curve += train(trainer, STEPS - 3)
     costs = _costs(trainer, precision)
     # as gloo sends it
-    kinds = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "all_reduce": None}
+    kinds = {
+        "all_gather": "broadcast",
+        "reduce_scatter": "all_to_all",
+        "all_reduce": None,
+    }
     counted = SentBytes(
         **{
             kind: counter.of(*DATA_AXES, kind=kind)

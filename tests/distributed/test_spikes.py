@@ -71,7 +71,12 @@ class WithNonsense:
 
 def spiky_recipe(parallel: ParallelConfig, on_spike: str, **train: object) -> Recipe:
     recipe = make_recipe(
-        GROUPED, parallel, on_spike=on_spike, spike_window=8, spike_loss_ratio=1.05, **train
+        GROUPED,
+        parallel,
+        on_spike=on_spike,
+        spike_window=8,
+        spike_loss_ratio=1.05,
+        **train,
     )
     return replace(recipe, checkpoint=CheckpointConfig(every=6), logging=LoggingConfig(every=1))
 

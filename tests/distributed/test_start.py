@@ -33,7 +33,13 @@ APART = LocalSgdConfig(sync_every=2, outer_lr=0.7)
 def start_recipe(parallel: ParallelConfig, local_sgd: LocalSgdConfig = TOGETHER) -> Recipe:
     """Returns a recipe of the same model with another seed, batch, length of sequences and
     optimizer than `saved`'s."""
-    recipe = make_recipe(DEEP_TIED, parallel, seed=5, seq_len=16, global_batch_size=16)
+    recipe = make_recipe(
+        DEEP_TIED,
+        parallel,
+        seed=5,
+        seq_len=16,
+        global_batch_size=16,
+    )
     return replace(
         recipe, optimizer=OptimizerConfig(name="sgd", lr=0.1, min_lr_ratio=1.0), local_sgd=local_sgd
     )
@@ -116,7 +122,13 @@ def test_all_ranks_refuse_another_model_in_the_same_words(world: Callable, tmp_p
     path = tmp_path / "step_00000003"
     world(4).run(save, path, TOGETHER)
     recipe = make_recipe(
-        replace(DEEP_TIED, layers=8, kv_heads=4, tied_embeddings=False), ParallelConfig(tp=2, pp=2)
+        replace(
+            DEEP_TIED,
+            layers=8,
+            kv_heads=4,
+            tied_embeddings=False,
+        ),
+        ParallelConfig(tp=2, pp=2),
     )
     said = world(4).run(refused, recipe, path)
     assert len(set(said)) == 1

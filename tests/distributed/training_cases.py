@@ -53,7 +53,14 @@ END_OF_TEXT = ord("e")  # with data.documents = mask: it cuts most sequences
 
 # A first block, one in the middle and a last one: more of them only take longer. DEEP is for
 # pipelines of more stages.
-GROUPED = ModelConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
+GROUPED = ModelConfig(
+    layers=3,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=48,
+    vocab=VOCAB,
+)
 TIED = replace(GROUPED, tied_embeddings=True)
 DEEP = replace(GROUPED, layers=6)
 DEEP_TIED = replace(TIED, layers=6)
@@ -76,7 +83,13 @@ QWEN = replace(
     window=7,
     rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=64),
 )
-MANY_HEADS = ModelConfig(layers=2, hidden=32, heads=8, ffn_hidden=64, vocab=VOCAB)
+MANY_HEADS = ModelConfig(
+    layers=2,
+    hidden=32,
+    heads=8,
+    ffn_hidden=64,
+    vocab=VOCAB,
+)
 
 
 def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -> Recipe:
@@ -259,5 +272,9 @@ def label(parallel: ParallelConfig, model: ModelConfig) -> str:
     )
     parts += [parallel.strategy] * bool(parallel.sharding or parallel.zero_stage is not None)
     return "-".join(
-        [*parts, *["uneven"] * bool(parallel.stage_boundaries), *["tied"] * model.tied_embeddings]
+        [
+            *parts,
+            *["uneven"] * bool(parallel.stage_boundaries),
+            *["tied"] * model.tied_embeddings,
+        ]
     )

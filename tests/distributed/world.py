@@ -91,7 +91,10 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=size,
             )
             torch.manual_seed(0)  # equal on all ranks, whatever earlier jobs drew
             value, text = function(*args), ""

@@ -15,7 +15,12 @@ Measure = Callable[[str, float], float]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-report", type=Path, metavar="FILE", help="the report goes into FILE")
+    parser.addoption(
+        "--gpu-report",
+        type=Path,
+        metavar="FILE",
+        help="the report goes into FILE",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -89,9 +89,22 @@ def trace(recipe: Recipe) -> list[Kernel]:
 
 @pytest.mark.usefixtures("nccl")
 def test_tensor_parallel_collectives_overlap_matmuls(measured: Measure) -> None:
-    model = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=8, ffn_hidden=8192, vocab=2048)
+    model = ModelConfig(
+        layers=4,
+        hidden=2048,
+        heads=16,
+        kv_heads=8,
+        ffn_hidden=8192,
+        vocab=2048,
+    )
     parallel = ParallelConfig(tp=2, sequence_parallel=True)
-    recipe = small(model, parallel, global_batch_size=2, seq_len=2048, precision="bf16")
+    recipe = small(
+        model,
+        parallel,
+        global_batch_size=2,
+        seq_len=2048,
+        precision="bf16",
+    )
     kernels = run_ranks(trace, recipe, world_size=2, device="cuda")
     collectives = [kernel for kernel in kernels if kernel.is_collective]
     others = [kernel for kernel in kernels if not kernel.is_collective]

@@ -44,7 +44,14 @@ PRECISIONS = {
     "bf16_pure": small(precision="bf16_pure"),
     "fp16": replace(small(precision="fp16"), loss_scale=OVERFLOW),
 }
-LARGE = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32_000)
+LARGE = ModelConfig(
+    layers=8,
+    hidden=2048,
+    heads=16,
+    kv_heads=8,
+    ffn_hidden=5632,
+    vocab=32_000,
+)
 
 
 def on_gpu_and_cpu(recipes: dict[str, Recipe]) -> tuple[dict[str, Trained], dict[str, Trained]]:

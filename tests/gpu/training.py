@@ -28,9 +28,22 @@ from parallel3d.tools.local_ranks import own_device
 from parallel3d.training.trainer import Trainer
 
 STEPS = 5
-LLAMA = ModelConfig(layers=6, hidden=128, heads=4, kv_heads=2, ffn_hidden=256, vocab=512)
+LLAMA = ModelConfig(
+    layers=6,
+    hidden=128,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=256,
+    vocab=512,
+)
 GPT = ModelConfig(
-    architecture="gpt", layers=6, hidden=128, heads=4, ffn_hidden=256, vocab=512, max_positions=64
+    architecture="gpt",
+    layers=6,
+    hidden=128,
+    heads=4,
+    ffn_hidden=256,
+    vocab=512,
+    max_positions=64,
 )
 
 
