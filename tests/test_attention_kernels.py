@@ -125,7 +125,8 @@ def test_what_a_gpu_would_write_out_is_refused_before_anything_starts() -> None:
     validate(replace(dropped, train=replace(dropped.train, device="cpu")))
     longer = replace(dropped, train=replace(dropped.train, seq_len=2080))
     (line,) = attention_errors(longer, H100)
-    assert "takes 8.3 GiB" in line and "a smaller parallel.microbatch_size" in line
+    assert "takes 8.3 GiB" in line
+    assert "a smaller parallel.microbatch_size" in line
     # 2 heads, 1 sequence
     assert attention_errors(replace(dropped, parallel=ParallelConfig(tp=16)), H100) == []
 
@@ -201,7 +202,9 @@ def flash_varlen(
 ) -> Tensor:
     """What CUDA's kernel computes: query i of a sequence sees keys i - left to i + right, all on a
     side that is -1."""
-    assert query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0 and query.is_contiguous()
+    assert query.dtype == torch.bfloat16
+    assert query.shape[-1] % 8 == 0
+    assert query.is_contiguous()
     assert starts.dtype == key_starts.dtype == torch.int32
     assert starts[-1] == len(query) == len(key) == len(value)
     assert longest == longest_key == int((starts[1:] - starts[:-1]).max())
@@ -256,7 +259,8 @@ def test_varlen_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyP
             x = torch.empty(B, S, D, dtype=torch.bfloat16, requires_grad=True)
             y = layer(x, documents=documents)
             (gradient,) = torch.autograd.grad(y.sum(), x)
-            assert y.shape == gradient.shape == x.shape and y.dtype == torch.bfloat16
+            assert y.shape == gradient.shape == x.shape
+            assert y.dtype == torch.bfloat16
 
 
 def test_a_deterministic_run_takes_no_kernel_of_cudnn() -> None:

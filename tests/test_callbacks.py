@@ -129,7 +129,8 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
         *[("step", 5), ("evaluated", 5), ("measured", 5), ("saved", 5)],
         ("ended", 5),
     ]
-    assert witness.told[0][2] == without[0]["loss"] and witness.told[-1][2] is None
+    assert witness.told[0][2] == without[0]["loss"]
+    assert witness.told[-1][2] is None
     assert witness.told[3][2] == ("validation", "dickens")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "callback" in line]
     assert "tests.test_callbacks:Broken has failed in step_done after step 1: SystemExit" in line

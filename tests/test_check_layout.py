@@ -68,7 +68,8 @@ def scale_gradients(layout: TrainingRecord, factor: float, *names: str) -> None:
 
 def test_the_same_records_have_no_difference() -> None:
     comparison = compare(record(), record(LAYOUT))
-    assert comparison.first is None and comparison.steps == 2
+    assert comparison.first is None
+    assert comparison.steps == 2
     assert set(comparison.largest.values()) == {0.0}
 
 
@@ -98,7 +99,8 @@ def test_a_gradient_that_only_one_side_has_is_named() -> None:
     del alone.steps[0].gradients["up.weight"]
     frozen = compare(alone, record(LAYOUT)).first
     missing = first(lambda layout: layout.steps[0].gradients.pop("up.weight"))
-    assert frozen is not None and missing.size == float("inf")
+    assert frozen is not None
+    assert missing.size == float("inf")
     for found in (frozen, missing):
         assert (found.what, found.name) == ("gradient", "up.weight")
         assert found.causes[0].startswith("one side has no gradient for it")
@@ -116,7 +118,8 @@ def test_the_norm_is_compared_with_the_gradients_of_its_own_layout() -> None:
 def test_a_number_that_is_not_finite_differs_and_is_null_in_json() -> None:
     comparison = compared(lambda layout: scale_gradients(layout, float("nan"), "norm.weight"))
     content = json.loads(as_json(comparison), parse_constant=pytest.fail)
-    assert content["same"] is False and content["layout"]["tp"] == 2
+    assert content["same"] is False
+    assert content["layout"]["tp"] == 2
     assert content["first_difference"]["name"] == "norm.weight"
     assert content["largest"]["gradient"] is None
 
@@ -158,7 +161,8 @@ def test_shrinking_keeps_the_layout_and_what_it_divides() -> None:
     assert recipe.parallel.axes == parallel.axes
     assert recipe.model.layers == max(3, parallel.stages)
     assert recipe.model.heads == 2 * recipe.model.key_value_heads
-    assert recipe.model.hidden <= 128 and recipe.train.precision == "fp32"
+    assert recipe.model.hidden <= 128
+    assert recipe.train.precision == "fp32"
     assert recipe.microbatches <= 2 * parallel.pp
 
 

@@ -63,14 +63,13 @@ def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(
     assert [row["val_loss"] for row in rows[:2]] == [line["val_loss"] for line in metrics[1::2]]
     assert rows[1]["val_loss"] < rows[0]["val_loss"]
     files = [*(folder / "step_00000002").iterdir()]
-    assert (
-        rows[0]["bytes"] == sum(file.stat().st_size for file in files)
-        and rows[0]["saved"][:4].isdigit()
-    )
+    assert rows[0]["bytes"] == sum(file.stat().st_size for file in files)
+    assert rows[0]["saved"][:4].isdigit()
     assert main(["ls", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{folder}: 2 whole of 4")
-    assert "whole, best\n" in said and "damaged, __0_0.distcp: has" in said
+    assert "whole, best\n" in said
+    assert "damaged, __0_0.distcp: has" in said
     assert main(["ls", str(run_dir / "nothing")]) == 2
     assert "has no checkpoints; try the folder of a run" in capsys.readouterr().err
 
@@ -78,14 +77,16 @@ def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(
 def test_inspect_says_what_a_checkpoint_holds(run_dir: Path, capsys: Said) -> None:
     assert main(["inspect", str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["checkpoint"].endswith("step_00000004") and found["torch"] == torch.__version__
+    assert found["checkpoint"].endswith("step_00000004")
+    assert found["torch"] == torch.__version__
     assert (found["progress"]["step"], found["progress"]["tokens"]) == (4, 4 * 2 * 16)
     assert found["tensors"]["model.embed.weight"] == {"dtype": "float32", "shape": [264, 16]}
     numbers = [
         each["shape"] for name, each in found["tensors"].items() if name.startswith("model.")
     ]
     assert sum(torch.Size(shape).numel() for shape in numbers) == found["progress"]["parameters"]
-    assert found["recipe"]["model.hidden"] == 16 and found["recipe"]["checkpoint.every"] == 2
+    assert found["recipe"]["model.hidden"] == 16
+    assert found["recipe"]["checkpoint.every"] == 2
     assert main(["inspect", str(run_dir / "checkpoints/step_00000002")]) == 0
     said = capsys.readouterr().out
     assert "  step: 2\n  tokens: 64\n" in said
@@ -105,14 +106,16 @@ def test_verify_reads_every_byte_and_names_files_and_tensors(run_dir: Path, caps
     (damaged / piece["file"]).write_bytes(shard)
     assert main(["verify", str(run_dir), "--json"]) == 65
     first, second = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert first["whole"] and not second["whole"]
+    assert first["whole"]
+    assert not second["whole"]
     assert {(each["file"], *each["tensors"]) for each in second["damage"]} == {
         ("config.yaml",),
         (piece["file"], "model.norm.weight"),
     }
     assert main(["verify", str(damaged)]) == 65
     said = capsys.readouterr().out
-    assert f"{damaged}: 2 damaged" in said and f"  {piece['file']}: is not what was saved" in said
+    assert f"{damaged}: 2 damaged" in said
+    assert f"  {piece['file']}: is not what was saved" in said
     assert "    model.norm.weight\n" in said
     (damaged / "manifest.json").unlink()
     assert main(["verify", str(damaged)]) == 65
@@ -179,7 +182,8 @@ def test_import_names_what_a_recipe_cannot_say(
     write_pretrained(MODEL, tmp_path, **others)
     assert main(["import", str(tmp_path), "-o", str(tmp_path / "recipe.yaml")]) == 2
     said = capsys.readouterr().err
-    assert refusal in said and len(said) < 2000
+    assert refusal in said
+    assert len(said) < 2000
     assert not (tmp_path / "recipe.yaml").exists()
 
 

@@ -133,7 +133,8 @@ def test_a_run_that_resumes_goes_on_in_its_folder(
     saved.mkdir(parents=True)
     (saved / MANIFEST_FILE).touch()
     assert pretrain.main(["quickstart", "checkpoint.resume=auto"]) == 65
-    assert no_workers == [] and "manifest.json: is not what was saved" in capsys.readouterr().err
+    assert no_workers == []
+    assert "manifest.json: is not what was saved" in capsys.readouterr().err
     monkeypatch.setattr("parallel3d.checkpoint.store.check_manifests", lambda checkpoints: None)
     for resume in ("auto", "runs/quickstart/checkpoints/step_00000100"):
         assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 0

@@ -419,6 +419,7 @@ def test_every_layout_is_accepted_or_refused_in_words(
         )
     else:
         assert parallel.stages <= layers
-        assert heads % tp == 0 and head_dim % 2 == 0
+        assert heads % tp == 0
+        assert head_dim % 2 == 0
         assert (tp - 1) * -(-vocab // tp) < vocab  # every rank has a row
         assert batch == recipe.microbatches * dp_shard

@@ -140,7 +140,9 @@ def test_a_bpe_is_trained_on_the_text_and_encodes_as_its_library_does(
     assert run(*words, "--workers", workers) == 0
     assert (tmp_path / "tokens" / "tokenizer.json").read_text() == train_bpe(originals, 300)
     header = TokensJson.read(tmp_path / "tokens")
-    assert header.vocab_size == 300 and header.dtype == "uint16" and header.validation == ()
+    assert header.vocab_size == 300
+    assert header.dtype == "uint16"
+    assert header.validation == ()
     library = pytest.importorskip("tokenizers").Tokenizer.from_file(
         str(tmp_path / "tokens" / "tokenizer.json")
     )
@@ -157,7 +159,8 @@ def test_a_long_text_is_encoded_in_slices_with_the_same_ids(
     choice = encode.TokenizerChoice(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(encode, "_MOST_CHARACTERS", 500)
     slices = encode._slices(text, choice)
-    assert "".join(slices) == text and 20 < len(slices) < len(text) / 500
+    assert "".join(slices) == text
+    assert 20 < len(slices) < len(text) / 500
     tokenizer = choice.build()
     ids = np.concatenate([tokenizer.encode(each) for each in slices])
     assert np.array_equal(ids, tokenizer.encode(text))
@@ -253,7 +256,8 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
             process.wait()
             kills += 1
             continue
-        assert status == 0 and content(tmp_path / "cut") == whole
+        assert status == 0
+        assert content(tmp_path / "cut") == whole
         assert not (tmp_path / "cut.partial").exists()
         shutil.rmtree(tmp_path / "cut")  # the next one starts anew
         ends += 1
@@ -302,7 +306,9 @@ def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
     (tmp_path / name).write_bytes(raw)
     assert tokenize(tmp_path / name, "--out", tmp_path / "tokens") == 65
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert says in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -335,7 +341,9 @@ def test_a_users_mistake_is_one_line_and_status_2(
     out = [] if "--out" in words else ["--out", "tokens"]
     assert tokenize(*words, *out) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert says in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "tokens").exists()
 
 
@@ -350,7 +358,8 @@ def test_inspect_tells_what_a_folder_holds(tmp_path: Path, capsys: Said) -> None
     found = json.loads(capsys.readouterr().out)
     tokens = sum(len(text.encode()) + 1 for text in originals)
     assert found["tokens"] == tokens == sum(part["tokens"] for part in found["parts"].values())
-    assert found["documents"] == 40 and found["mean_document_tokens"] == tokens / 40
+    assert found["documents"] == 40
+    assert found["mean_document_tokens"] == tokens / 40
     assert (found["vocab_size"], found["end_of_text"], found["dtype"]) == (257, 256, "uint16")
     assert run("inspect", folder) == 0
     assert f"{tokens:,} tokens in 40 documents" in capsys.readouterr().out
@@ -365,7 +374,8 @@ def test_check_shows_three_documents_and_finds_what_is_damaged(
     capsys.readouterr()
     assert run("check", folder, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["faults"] == [] and found["samples"]
+    assert found["faults"] == []
+    assert found["samples"]
     starts = [sample.partition(SEPARATOR)[0] for sample in found["samples"]]
     assert all(any(text.startswith(start) for text in originals) for start in starts)
     shard = folder / "train-00000.bin"
@@ -438,7 +448,8 @@ def test_foreign_files_with_the_names_of_the_result_are_left_alone(
     mine.parent.mkdir()
     mine.write_text("precious")
     assert tokenize(source, "--out", tmp_path / "tokens") == 2
-    assert "holds files of the user" in capsys.readouterr().err and mine.read_text() == "precious"
+    assert "holds files of the user" in capsys.readouterr().err
+    assert mine.read_text() == "precious"
     assert [*mine.parent.iterdir()] == [mine]
 
 

@@ -123,4 +123,5 @@ def test_a_broken_configuration_is_refused_in_words(
     path.write_text(text)
     assert main(["--from-deepspeed", str(path)]) == 2
     said = capsys.readouterr().err
-    assert words in said and "\x1b" not in said
+    assert words in said
+    assert "\x1b" not in said

@@ -93,7 +93,8 @@ def test_generate_writes_as_its_options_say(run_dir: Path, tmp_path: Path, capsy
         ]
 
     greedy = text("--prompt class --tokens 5")
-    assert greedy.startswith("class") and len(greedy) > len("class")
+    assert greedy.startswith("class")
+    assert len(greedy) > len("class")
     drawn = "--tokens 30 --top-k 200 --temperature 3"
     assert text(f"{drawn} --seed 1") == text(f"{drawn} --seed 1") != text(f"{drawn} --seed 2")
 
@@ -144,5 +145,7 @@ def test_a_users_mistake_is_one_line_and_status_2(
 ) -> None:
     assert pretrain.main(command.replace("RUN", str(run_dir)).split()) == 2
     said, message = capsys.readouterr(), message.replace("RUN", str(run_dir))
-    assert said.out == "" and said.err.startswith("error: ") and message in said.err
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert message in said.err
     assert len(said.err.splitlines()) == 1

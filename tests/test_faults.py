@@ -228,7 +228,8 @@ def check_end(fault: Fault, folder: Path) -> LiveRun:
     assert len(re.findall("(?m)^error: ", stderr)) == most_errors, stderr
     if fault.saves:
         (newest, *_) = find_checkpoints("auto", run.run_dir / "checkpoints")
-        assert newest.name == f"step_{run.step():08d}" and run.step() <= step + 2
+        assert newest.name == f"step_{run.step():08d}"
+        assert run.step() <= step + 2
     return run
 
 

@@ -63,5 +63,6 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     then = fingerprint(data)
     (tmp_path / "a" / "more.txt").write_text("more")
     told = differences(then, fingerprint(data))
-    assert len(told) == 2 and told[0].startswith(("train_tokens ", "validation_tokens "))
+    assert len(told) == 2
+    assert told[0].startswith(("train_tokens ", "validation_tokens "))
     assert differences(then, (then[0], then[0])) == ["1 sources, now 2"]

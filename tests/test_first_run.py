@@ -43,5 +43,6 @@ def test_the_page_goes_from_text_to_a_model(tmp_path: Path) -> None:
         r"^.* is in exported/mine: LlamaForCausalLM, float32\n(?:  .*\n)*", text, flags=re.MULTILINE
     )
     written = ours[ours.index("\n") + 1 :]
-    assert written.startswith("def ") and len(written) > 20
+    assert written.startswith("def ")
+    assert len(written) > 20
     assert theirs == written, "transformers writes another text"

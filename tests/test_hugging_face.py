@@ -113,8 +113,10 @@ def test_a_config_json_is_read_as_it_was_written_by_new_readers_and_old(
     five = {
         key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")
     }
-    assert four["rope_theta"] == 100.0 and as_read_from(four, tmp_path) == model
-    assert five["rope_parameters"]["rope_theta"] == 100.0 and as_read_from(five, tmp_path) == model
+    assert four["rope_theta"] == 100.0
+    assert as_read_from(four, tmp_path) == model
+    assert five["rope_parameters"]["rope_theta"] == 100.0
+    assert as_read_from(five, tmp_path) == model
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gpt2")])

@@ -74,7 +74,8 @@ def test_a_rank_draws_its_part_of_the_tensor_that_all_draw_together(
     for dim in (None, 0, 1)[: 1 + len(shape)]:
         spec = ParameterSpec(shape, dim, init, uneven=True)
         whole = initial_part(spec, "some.weight", 5, ONE_RANK)
-        assert whole.shape == shape and whole.unique().numel() > 0.95 * min(whole.numel(), 2**19)
+        assert whole.shape == shape
+        assert whole.unique().numel() > 0.95 * min(whole.numel(), 2**19)
         for tp in (Axis(4, 0, None), Axis(4, 2, None)):
             of_tp = spec.local_part(whole, tp)
             assert torch.equal(initial_part(spec, "some.weight", 5, tp), of_tp)
@@ -94,7 +95,8 @@ def test_the_weights_of_a_seed_stay_what_they_are() -> None:
     )
     expected = [0.6309854984, 0.1834932566, -1.0255668163, 1.2421560288, 0.8680661917]
     torch.testing.assert_close(corners, torch.tensor(expected), rtol=1e-6, atol=1e-7)
-    assert abs(weight.mean().item()) < 0.01 and weight.std().item() == pytest.approx(1.0, abs=0.01)
+    assert abs(weight.mean().item()) < 0.01
+    assert weight.std().item() == pytest.approx(1.0, abs=0.01)
 
 
 GRADIENTS = ("by autograd", "added to a bf16 total", "added to a float32 total")
@@ -118,9 +120,8 @@ def test_a_frequent_token_keeps_all_its_gradients_in_bf16(kept: str) -> None:
     exact = torch.zeros(7, 16, dtype=torch.float64).index_add_(
         0, ids.flatten(), gradients.flatten(0, 1).double()
     )
-    assert found[[1, 2, 4, 6]].eq(0).all() and torch.equal(
-        found[5], gradients[0, 7].to(found.dtype)
-    )
+    assert found[[1, 2, 4, 6]].eq(0).all()
+    assert torch.equal(found[5], gradients[0, 7].to(found.dtype))
     torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=0.0)
 
 

@@ -29,7 +29,9 @@ def test_bf16_queries_are_turned_in_float32_and_rounded_once() -> None:
     rotary = RotaryEmbedding(64, theta=10_000.0)
     y = rotary(x)
     y.backward(gradient)
-    assert y.dtype == torch.bfloat16 and x.grad is not None and x.grad.dtype == torch.bfloat16
+    assert y.dtype == torch.bfloat16
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
     wide = x.detach().double().requires_grad_()
     wanted = turned_exactly(wide, 10_000.0)
     wanted.backward(gradient.double())
@@ -54,7 +56,8 @@ def test_the_backward_of_a_rotation_is_its_gradient() -> None:
 
 def test_an_end_of_text_belongs_to_the_document_that_it_ends() -> None:
     packed = PackedDocuments.ended_by(9, torch.tensor([[1, 9, 9, 2, 3], [9, 1, 2, 3, 9]]))
-    assert packed.lengths == (2, 1, 2, 1, 4) and packed.starts.tolist() == [0, 2, 3, 5, 6, 10]
+    assert packed.lengths == (2, 1, 2, 1, 4)
+    assert packed.starts.tolist() == [0, 2, 3, 5, 6, 10]
     assert packed.positions.tolist() == [[0, 1, 0, 0, 1], [0, 0, 1, 2, 3]]
 
 

@@ -169,9 +169,8 @@ def test_batches_made_ahead_are_the_loaders_own_also_where_their_size_changes() 
     assert [len(batch.inputs) for batch in found] == [4, 4, 8, 8, 8, 12, 12, 12]
     for step, batch in enumerate(found, 1):
         expected = growing.batch(step)
-        assert torch.equal(batch.inputs, expected.inputs) and torch.equal(
-            batch.labels, expected.labels
-        )
+        assert torch.equal(batch.inputs, expected.inputs)
+        assert torch.equal(batch.labels, expected.labels)
         assert torch.equal(batch.samples, expected.samples)
 
 

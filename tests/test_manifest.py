@@ -92,7 +92,8 @@ def saved(original: Path, tmp_path: Path) -> Path:
 
 def test_a_checkpoint_comes_back_as_it_was_written(original: Path) -> None:
     manifest = read_manifest(original)
-    assert manifest.progress == PROGRESS and list(find_damage(original)) == []
+    assert manifest.progress == PROGRESS
+    assert list(find_damage(original)) == []
     for name, tensor in TENSORS.items():
         assert torch.equal(read_tensor(original, manifest.tensors[name]), tensor)
     # the checksum of a file is the one that every tool computes

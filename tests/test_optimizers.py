@@ -157,4 +157,5 @@ def test_the_norm_of_a_large_gradient_does_not_lose_small_squares(dtype: torch.d
     gradient = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).to(dtype)
     (norm,) = norms([gradient], torch.float32)
     expected = gradient.double().norm().item()
-    assert norm.dtype == torch.float32 and norm.item() == pytest.approx(expected, rel=1e-6)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(expected, rel=1e-6)

@@ -49,7 +49,8 @@ def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
 def test_memory_has_every_rank_and_the_worst_is_named(capsys: Said) -> None:
     found = tree(LAYOUT, capsys)
     totals = [rank["memory_gib"]["total"] for rank in found["ranks"]]
-    assert len(totals) == 4 and sum(rank["layers"] for rank in found["ranks"]) == 32
+    assert len(totals) == 4
+    assert sum(rank["layers"] for rank in found["ranks"]) == 32
     assert found["memory_gib"]["total"] == max(totals) == totals[found["worst_rank"]]
     assert found["fits"] is True
 
@@ -161,7 +162,8 @@ def test_a_clusters_file_is_its_devices_but_for_its_links(tmp_path: Path, capsys
 
 def test_models_are_counted(capsys: Said) -> None:
     listed = said("models", capsys)
-    assert "124,439,808" in listed and all(f"\n{name} " in listed for name in shape_cards())
+    assert "124,439,808" in listed
+    assert all(f"\n{name} " in listed for name in shape_cards())
     assert "8,030,261,248 parameters" in said("models llama3-8b", capsys)
     assert tree("models gpt3-175b", capsys)["parameters"] == 174_604_259_328
     assert len(tree("models", capsys)["models"]) > 40
@@ -182,6 +184,5 @@ def test_score_has_the_keys_of_its_contract(tmp_path: Path, capsys: Said) -> Non
         "mfu",
     }
     for case in found["cases"]:
-        assert {"id", "predicted", "measured", "error_pct"} <= set(case) and wanted <= set(
-            case["predicted"]
-        )
+        assert {"id", "predicted", "measured", "error_pct"} <= set(case)
+        assert wanted <= set(case["predicted"])

@@ -115,7 +115,8 @@ def test_a_bad_input_is_one_line(
 ) -> None:
     assert plan.main(["compare", str(run_of(tmp_path, times)), *arguments.split()]) == status
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and rule in line
+    assert line.startswith("error: ")
+    assert rule in line
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: Said) -> None:

@@ -174,7 +174,8 @@ def test_a_bad_input_is_one_line_and_status_2(
     assert plan.main(shlex.split(arguments)) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
     assert message in said.err
 
 
@@ -218,7 +219,8 @@ def test_a_layout_takes_the_names_of_others() -> None:
 def test_a_model_is_a_config_json_its_folder_a_recipe_or_a_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     by_file, by_folder = read_model(str(tmp_path / "config.json")), read_model(str(tmp_path))
-    assert by_file.shape == by_folder.shape and by_file.shape.kv_heads == 4
+    assert by_file.shape == by_folder.shape
+    assert by_file.shape.kv_heads == 4
     assert read_model("quickstart").recipe is not None
     assert read_model("Llama3_8B").shape == read_model("llama3-8b").shape
     assert total_parameters(read_model("gpt2").shape) == 124_439_808

@@ -80,7 +80,8 @@ def test_the_longest_sequence_fits_and_a_sixteenth_more_does_not() -> None:
     step = 2048
     while 2 * step <= length:
         step *= 2
-    assert length > 2048 and length % (step // 16) == 0
+    assert length > 2048
+    assert length % (step // 16) == 0
     assert one_that_fits(replace(asked, seq_len=length + step // 16)) is None
 
 
@@ -88,7 +89,8 @@ def test_the_largest_batch_is_taken_at_once_and_twice_as_much_is_not() -> None:
     asked = question("gpt2-xl", seq_len=1024, fixed=Fixed(recompute="none", tp=1, pp=1))
     found = largest_batch(asked)
     batch = held(found).global_batch_size
-    assert found is not None and batch == found.parallel.dp * found.parallel.microbatch_size
+    assert found is not None
+    assert batch == found.parallel.dp * found.parallel.microbatch_size
     twice = Fixed(
         recompute="none",
         tp=1,
@@ -101,8 +103,11 @@ def test_the_largest_batch_is_taken_at_once_and_twice_as_much_is_not() -> None:
 def test_the_smallest_cluster_needs_no_number_of_devices(capsys: Said) -> None:
     assert plan.main(shlex.split(f"limits cluster {ASKED} --fix tp=4")) == 0
     page = capsys.readouterr().out
-    assert "devices that hold it: " in page and " tp=4 " in page and "the best layout: " in page
-    assert page.isascii() and max(map(len, page.splitlines())) <= 100
+    assert "devices that hold it: " in page
+    assert " tp=4 " in page
+    assert "the best layout: " in page
+    assert page.isascii()
+    assert max(map(len, page.splitlines())) <= 100
 
 
 def test_what_has_no_answer_is_said_and_ends_with_3(capsys: Said) -> None:
@@ -124,4 +129,6 @@ def test_a_bad_question_is_one_line_and_status_2(
 ) -> None:
     assert plan.main(shlex.split(f"limits {arguments}")) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and message in said.err
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert message in said.err

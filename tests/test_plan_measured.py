@@ -57,7 +57,8 @@ def tree(arguments: str, capsys: Said) -> Any:
 
 def test_a_run_that_sends_little_tells_of_arithmetic_alone() -> None:
     found = scales_of([in_truth(ALONE, Scales(arithmetic=1.3))])
-    assert 1.15 < found.arithmetic < 1.3 and found.network == pytest.approx(1.0, abs=0.02)
+    assert 1.15 < found.arithmetic < 1.3
+    assert found.network == pytest.approx(1.0, abs=0.02)
     assert (found.timed, found.weighed) == (("parallel3d",), ("parallel3d",))
     talking = scales_of([in_truth(TALKING, Scales(network=1.5))])
     assert log(talking.network) > 4 * log(talking.arithmetic) > 0

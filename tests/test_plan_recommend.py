@@ -126,11 +126,13 @@ def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
     )
     asked = said["input"]
     assert said["schema"] == "parallel3d.plan/1"
-    assert asked["model"]["name"] == "llama3.2-1b" and asked["model"]["parameters"] == 1_235_814_400
+    assert asked["model"]["name"] == "llama3.2-1b"
+    assert asked["model"]["parameters"] == 1_235_814_400
     assert asked["fixed"] == {"tp": 2, "max_pp": 4}
     assert (asked["precision"], asked["risk"], asked["objective"]) == ("bf16", 0.05, "throughput")
     assert asked["memory_fraction"] == 0.914
-    assert asked["tokens"] == 3e11 and asked["hardware"]["price_per_hour"] == 2
+    assert asked["tokens"] == 3e11
+    assert asked["hardware"]["price_per_hour"] == 2
     assert asked["hardware"]["memory_gib"] == pytest.approx(80e9 / 2**30, rel=1e-4)
 
 
@@ -151,7 +153,8 @@ def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
         assert tokens == pytest.approx(64 * 2048 / each["step_time_s"], rel=1e-3)
         assert each["mfu"] == pytest.approx(each["tflops_per_gpu"] / 312, rel=1e-3)
         assert each["run"]["price"] == pytest.approx(2 * each["run"]["gpu_hours"], rel=1e-3)
-        assert each["fits"] is True and 0 <= each["worst_rank"] < each["parallel"]["pp"]
+        assert each["fits"] is True
+        assert 0 <= each["worst_rank"] < each["parallel"]["pp"]
         assert ParallelConfig(**each["parallel"]).world_size == each["gpus"] == 8
 
 
@@ -171,7 +174,8 @@ def test_an_objective_changes_the_order(capsys: Said) -> None:
         [each["memory_gib"]["total"] for each in answer(words, capsys)["strategies"]]
         for words in (asked, f"{asked} --objective memory")
     )
-    assert other == sorted(other) and other[0] < min(usual)
+    assert other == sorted(other)
+    assert other[0] < min(usual)
 
 
 def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
@@ -228,7 +232,8 @@ VERIFIED = (
 def test_a_winner_that_fits_is_verified_by_a_dry_run(capsys: Said) -> None:
     found = answer(f"{VERIFIED} --verify", capsys)
     (checked,) = found["verified"]
-    assert checked["fits"] and checked["parallel"] == found["strategies"][0]["parallel"]
+    assert checked["fits"]
+    assert checked["parallel"] == found["strategies"][0]["parallel"]
     assert checked["dry_run_gib"] == pytest.approx(checked["estimated_gib"], rel=0.05)
     assert run(f"{VERIFIED} --verify") == 0
     assert "by a dry run of the real code" in capsys.readouterr().out

@@ -35,7 +35,8 @@ def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
     sizes = tree(asked, capsys)["sizes"]
     days = {size["gpus"]: size["strategy"]["run"]["days"] for size in sizes}
     hours = {size["gpus"]: size["strategy"]["run"]["gpu_hours"] for size in sizes}
-    assert list(days) == [8, 16, 32, 64] and days[8] > days[16] > days[32] > days[64]
+    assert list(days) == [8, 16, 32, 64]
+    assert days[8] > days[16] > days[32] > days[64]
     assert tree(f"{asked} --max-days {1.01 * days[8]}", capsys)["chosen"] == min(
         hours, key=lambda gpus: hours[gpus]
     )
@@ -61,4 +62,5 @@ def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
 def test_a_bad_input_is_one_line_and_status_2(said: str, rule: str, capsys: Said) -> None:
     assert plan.main(shlex.split(f"sweep {ASKED} {said}")) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and rule in line
+    assert line.startswith("error: ")
+    assert rule in line

@@ -252,9 +252,8 @@ def test_muon_has_one_momentum_and_gathers_whole_matrices(
     train = replace(recipe.train, seq_len=64, global_batch_size=parallel.dp)
     found = verify(replace(recipe, optimizer=optimizer, train=train), 0)
     assert_safe(found)
-    assert found.model.moment == "optimizer's step" and found.dry.at.startswith(
-        "after the last action"
-    )
+    assert found.model.moment == "optimizer's step"
+    assert found.dry.at.startswith("after the last action")
     width = 2 if optimizer.state_dtype == "bf16" else 4
     kinds = {kind: (model, dry) for kind, model, dry in found.rows()}
     if parallel.world_size == 1:
@@ -268,7 +267,8 @@ def test_a_page_of_json_says_where_the_peak_is(
 ) -> None:
     assert main(["verify", "quickstart", "train.device=cpu", "--pipeline-rank", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["rank"] == 4 and told["pipeline_rank"] == 1
+    assert told["rank"] == 4
+    assert told["pipeline_rank"] == 1
     assert told["parameters"]["model"] == told["parameters"]["dry_run"] > 0
     assert -3 < told["difference_pct"] < 15
     assert told["peak_at"]["dry_run"].startswith("action ")
@@ -297,7 +297,8 @@ def test_a_bad_input_is_one_line_and_status_2(
 ) -> None:
     assert main(["verify", "quickstart", *arguments]) == 2
     told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+    assert said in told
+    assert told.count("\n") == 1
 
 
 def test_the_last_of_sixteen_thousand_ranks_owns_nothing_and_is_run_in_seconds() -> None:

@@ -175,7 +175,9 @@ def host() -> Cluster:
 
 def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
     measured = host.measured
-    assert measured is not None and measured.cores == 2 and measured.synchronous
+    assert measured is not None
+    assert measured.cores == 2
+    assert measured.synchronous
     assert measured.processes[1].overhead.block == pytest.approx(TRUE.block, rel=1e-3)
     assert measured.processes[1].byte_s == pytest.approx(BYTE_S, rel=1e-3)
     assert measured.processes[1].gradient_s == pytest.approx(GRADIENT_S, rel=1e-3)

@@ -195,13 +195,13 @@ def test_published_runs_of_mixtures_come_out_as_the_page_says() -> None:
     found = score(read_cases(CASES, [HARDWARE]))
     assert found.skipped == ()
     errors = found.apart["mixture of experts"]["throughput"]
-    assert (
-        errors.cases == 25
-        and errors.median is not None
-        and errors.bias is not None
-        and errors.p90 is not None
-    )
-    assert 12 < errors.median < 14 and 12 < errors.bias < 14 and errors.p90 < 28
+    assert errors.cases == 25
+    assert errors.median is not None
+    assert errors.bias is not None
+    assert errors.p90 is not None
+    assert 12 < errors.median < 14
+    assert 12 < errors.bias < 14
+    assert errors.p90 < 28
     at_scale = [
         abs(each.error_pct or 0)
         for each in found.cases

@@ -92,8 +92,11 @@ def test_what_was_set_on_a_source_is_taken_back_where_it_is_left_out() -> None:
     known, left_out = (
         program_of("NeMo", traits, left_out=sources) for sources in ((), ("dgxc_benchmarking",))
     )
-    assert known.tp_hidden == 0.6 and left_out.name == "unknown-fused" and left_out.tp_hidden == 0
-    assert left_out.default_sequence_parallel and left_out.default_schedule == "interleaved_1f1b"
+    assert known.tp_hidden == 0.6
+    assert left_out.name == "unknown-fused"
+    assert left_out.tp_hidden == 0
+    assert left_out.default_sequence_parallel
+    assert left_out.default_schedule == "interleaved_1f1b"
     assert program_of("NeMo", traits, left_out=("hagemann",)) == known
     # by its parent's runs
     assert program_of("fms-fsdp", traits, left_out=("llm_foundry",)).name == "unknown-2024"
@@ -117,9 +120,8 @@ def test_devices_lose_what_was_set_on_their_runs() -> None:
 )
 def test_a_device_is_found_by_whole_words(gpu: str, file: str, gib: float) -> None:
     cluster = Knowledge(FOLDERS).cluster(gpu)
-    assert cluster.device_file == file and cluster.device.memory_bytes / 2**30 == pytest.approx(
-        gib, rel=0.02
-    )
+    assert cluster.device_file == file
+    assert cluster.device.memory_bytes / 2**30 == pytest.approx(gib, rel=0.02)
 
 
 def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
@@ -134,7 +136,8 @@ def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
         found = run_of_case(fields, Knowledge(FOLDERS, engine="unknown")).program
         return found.attention, found.dropout
 
-    assert program(2021) == ("softmax", True) and program(2024) == ("flash", False)
+    assert program(2021) == ("softmax", True)
+    assert program(2024) == ("flash", False)
     assert program(2024, softmax_attention=True, dropout=True) == ("softmax", True)
     assert program(2021, softmax_attention=False) == ("flash", True)
 
@@ -162,5 +165,6 @@ def test_a_run_that_does_not_say_what_it_recomputes_recomputes_as_little_as_fits
     found = [recomputed(sequences) for sequences in range(4, 90)]
     ways = [("none", 2), ("every_n", 4), ("every_n", 2), ("full", 2)]
     # where even all is not enough
-    assert [*dict.fromkeys(found)] == ways and found[-1] == ("none", 2)
+    assert [*dict.fromkeys(found)] == ways
+    assert found[-1] == ("none", 2)
     assert recomputed(40, activation_recompute="none")[0] == "none"

@@ -117,7 +117,8 @@ def test_what_is_fixed_stays_fixed() -> None:
     found = search(
         question(fixed=Fixed(tp=2, pp=2, schedule="1f1b", recompute="full")), top=5
     ).strategies
-    assert found and all(
+    assert found
+    assert all(
         (s.parallel.tp, s.parallel.pp, s.parallel.recompute) == (2, 2, "full") for s in found
     )
 
@@ -125,7 +126,8 @@ def test_what_is_fixed_stays_fixed() -> None:
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "interleaved_zb", "gpipe"])
 def test_any_schedule_can_be_asked_for(schedule: ScheduleName) -> None:
     found = search(question(fixed=Fixed(schedule=schedule, pp=2)), top=3).strategies
-    assert found and all(s.parallel.schedule == schedule for s in found)
+    assert found
+    assert all(s.parallel.schedule == schedule for s in found)
 
 
 def test_where_nothing_fits_the_nearest_are_told_first() -> None:
@@ -133,7 +135,9 @@ def test_where_nothing_fits_the_nearest_are_told_first() -> None:
     answer = search(question(shape=shape, gpus=8, seq_len=8192, global_batch_size=8))
     assert not answer.strategies
     shortages = [rejected.short_bytes for rejected in answer.rejected]
-    assert shortages and shortages == sorted(shortages) and shortages[0] > 0
+    assert shortages
+    assert shortages == sorted(shortages)
+    assert shortages[0] > 0
     assert "GiB more" in answer.rejected[0].reason
 
 

@@ -37,15 +37,20 @@ def blind() -> Score:
 
 
 def test_sources_left_out_are_predicted_within_the_bars(blind: Score) -> None:
-    assert not blind.skipped and blind.throughput.cases > 400 and blind.memory.cases > 100
-    assert (blind.throughput.median or 99) <= 12 and (blind.throughput.p90 or 99) <= 40
-    assert abs(blind.throughput.bias or 99) <= 5 and (blind.memory.median or 99) <= 12
+    assert not blind.skipped
+    assert blind.throughput.cases > 400
+    assert blind.memory.cases > 100
+    assert (blind.throughput.median or 99) <= 12
+    assert (blind.throughput.p90 or 99) <= 40
+    assert abs(blind.throughput.bias or 99) <= 5
+    assert (blind.memory.median or 99) <= 12
     assert (blind.fit.accuracy or 0) >= 92
 
 
 def test_ranges_hold_the_truth_in_eight_cases_of_ten(blind: Score) -> None:
     for errors in (blind.throughput, blind.memory):
-        assert errors.covered is not None and 75 <= errors.covered <= 87
+        assert errors.covered is not None
+        assert 75 <= errors.covered <= 87
 
 
 def test_each_case_of_the_score_has_its_ranges(tmp_path: Path, capsys: Said) -> None:
@@ -58,7 +63,8 @@ def test_each_case_of_the_score_has_its_ranges(tmp_path: Path, capsys: Said) -> 
         assert (known["program"], case["program"]) == ("megatron-2021", "unknown-2022")
         assert around["step_time_s"]["low"] < said["step_time_s"] < around["step_time_s"]["high"]
         wide, narrow = (each["ranges"]["memory_gib"] for each in (case, known))
-        assert wide["high"] / wide["low"] > narrow["high"] / narrow["low"] and wide["level"] == 0.8
+        assert wide["high"] / wide["low"] > narrow["high"] / narrow["low"]
+        assert wide["level"] == 0.8
 
 
 def run(engine: str, hardware: str = "h100-80gb", **layout: Any) -> PlannedRun:
@@ -98,7 +104,8 @@ def test_a_layout_that_fills_the_safe_share_fits_with_the_chance_that_was_asked_
     for risk in (0.01, 0.05, 0.5, 0.9):
         assert spread.chance_to_fit(safe_share(0.1, risk) * 80e9, 80e9) == pytest.approx(1 - risk)
     around = spread.around("memory", 60.0)
-    assert around.low < 60 < around.high and around.low * around.high == pytest.approx(3600)
+    assert around.low < 60 < around.high
+    assert around.low * around.high == pytest.approx(3600)
 
 
 def test_equal_layouts_come_with_less_memory_first() -> None:

@@ -105,4 +105,5 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: flo
         assert told == sorted(told)
         assert told[:1] == sorted(times)[:1]
         leanest = cut.leanest()
-        assert leanest is not None and leanest.bytes == pytest.approx(min(held.values()))
+        assert leanest is not None
+        assert leanest.bytes == pytest.approx(min(held.values()))

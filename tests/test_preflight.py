@@ -103,7 +103,8 @@ def test_what_would_break_the_run_is_told_with_its_host(
     assert in_order().findings() == []
     report = with_fact(in_order(), rank, **changes)
     (finding,) = report.findings()
-    assert finding.breaks and finding.text.startswith(text)
+    assert finding.breaks
+    assert finding.text.startswith(text)
     assert "1 would break the run" in [*report.lines()][-1]
 
 
@@ -132,7 +133,8 @@ def test_a_folder_that_another_host_does_not_see_is_told(tmp_path: Path) -> None
     with marked(run_dir) as mark:
         assert (tmp_path / mark).is_file()
         found = host_facts(facts, RECIPE, run_dir, mark)
-    assert found.disk_free_bytes and found.problems == ()
+    assert found.disk_free_bytes
+    assert found.problems == ()
     (problem,) = host_facts(facts, RECIPE, run_dir, mark).problems
     assert "is not the folder that rank 0 writes into" in problem
     assert not [*tmp_path.iterdir()]
@@ -150,7 +152,8 @@ def test_four_local_ranks_are_fine_and_leave_nothing(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     tree = json.loads(ended.stdout)
-    assert not any(each["breaks"] for each in tree["findings"]) and ended.stderr == ""
+    assert not any(each["breaks"] for each in tree["findings"])
+    assert ended.stderr == ""
     assert [rate > 0 for rate in tree["matmul_flops"]] == [True] * 4
     links = {(each["axis"], each["kind"]): each for each in tree["links"]}
     assert set(links) == {*product(("tp", "dp_shard"), ("all-reduce", "message"))}
@@ -166,4 +169,5 @@ def test_a_data_file_that_is_missing_breaks_the_run_and_is_told_once(
     (tmp_path / "corpus.txt").unlink()
     assert main(["check", str(recipe), "train.callbacks=[]"]) == 1
     said = capfd.readouterr()
-    assert said.err.count("\n") == 1 and "corpus.txt: no such file or folder" in said.err
+    assert said.err.count("\n") == 1
+    assert "corpus.txt: no such file or folder" in said.err

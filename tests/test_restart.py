@@ -60,14 +60,16 @@ def test_each_attempt_has_a_name_of_its_own_and_a_restart_is_one_after_the_folde
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = attempt(4)
-    assert len({each.attempt for each in first}) == 1 and not any(each.is_restart for each in first)
+    assert len({each.attempt for each in first}) == 1
+    assert not any(each.is_restart for each in first)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = attempt(4)  # the first has failed before it had a folder
     assert not any(each.is_restart for each in again)
     record_start()
     fewer, more = attempt(2), attempt(5)
     names = [{each.attempt for each in ranks} for ranks in (first, again, fewer, more)]
-    assert [len(each) for each in names] == [1] * 4 and len(set.union(*names)) == 4
+    assert [len(each) for each in names] == [1] * 4
+    assert len(set.union(*names)) == 4
     assert all(each.is_restart for each in (*fewer, *more))
 
 

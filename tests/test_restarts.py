@@ -120,11 +120,9 @@ def test_a_killed_worker_is_started_again_from_the_last_save_each_time(
         assert agent.returncode == 0, said
         assert (folder / "done").exists()
         assert losses(folder / "run") == expected
-        assert (
-            said.count("is now") == 1
-            and (folder / "run.1").is_dir()
-            and not (folder / "run.2").exists()
-        )
+        assert said.count("is now") == 1
+        assert (folder / "run.1").is_dir()
+        assert not (folder / "run.2").exists()
         assert "as with checkpoint.resume=auto, not none" in said
         assert f"goes on from step {(3 + trial) // 3 * 3} of " in said
         assert json.loads((folder / "run" / "outcome.json").read_text())["status"] == "done"
@@ -166,7 +164,8 @@ def test_a_run_goes_on_with_two_ranks_of_four_when_a_node_is_lost(
     assert (tmp_path / "done").exists(), said
     all_end(json.loads((tmp_path / "workers").read_text()))
     found, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
-    assert found == pytest.approx(expected, rel=1e-4) and len(found) == STEPS
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert len(found) == STEPS
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert "dp_shard: 2" in (tmp_path / "run" / "config.yaml").read_text()
     assert not (tmp_path / "run.1").exists()

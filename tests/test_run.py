@@ -71,9 +71,11 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     lines = metrics(straight)
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert all(set(line) == METRICS for line in lines)
-    assert lines[-1]["tokens"] == 10 * 8 * 32 and lines[0]["mfu"] is None
+    assert lines[-1]["tokens"] == 10 * 8 * 32
+    assert lines[0]["mfu"] is None
     assert all(0 < line["data_wait_s"] < line["step_time_s"] for line in lines)
-    assert lines[4]["val_loss"] is not None and lines[3]["val_loss"] is None
+    assert lines[4]["val_loss"] is not None
+    assert lines[3]["val_loss"] is None
     kept = sorted((straight / "checkpoints").iterdir())
     assert [path.name for path in kept] == ["step_00000008", "step_00000010"]
     assert json.loads((straight / "outcome.json").read_text())["status"] == "done"
@@ -104,7 +106,8 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(
         assert process.stderr is not None
         next(line for line in process.stderr if line.startswith("step 3/"))
         second = pretrain.main([*command[3:], "checkpoint.resume=none"])
-        assert second == 73 and f"pid {process.pid}, since 20" in capsys.readouterr().err
+        assert second == 73
+        assert f"pid {process.pid}, since 20" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
         workers = descendants(process.pid)
         os.kill(workers[-1], signal.SIGKILL)
@@ -119,7 +122,8 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(
         assert time.monotonic() - killed_at < 30, f"{alive} outlive the run"
         time.sleep(0.05)  # the fork server sees the launcher's end, and ends
     outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert outcome["exit_status"] == 70 and "SIGKILL" in outcome["reason"]
+    assert outcome["exit_status"] == 70
+    assert "SIGKILL" in outcome["reason"]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -146,7 +150,8 @@ def test_a_signal_to_all_processes_saves_and_the_command_is_told_that_goes_on(
     is_ctrl_c = signum == signal.SIGINT
     assert process.returncode == (130 if is_ctrl_c else 75)
     last = int(metrics(run_dir)[-1]["step"])
-    assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir() and last < 100
+    assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir()
+    assert last < 100
     (told,) = [line for line in said if line.startswith("error: ")]
     assert told.startswith(
         f"error: stopped by {'Ctrl-C' if is_ctrl_c else 'SIGTERM'} after step {last}, saved: "

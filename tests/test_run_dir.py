@@ -67,10 +67,8 @@ def test_a_refused_resume_changes_nothing_in_the_folder_of_the_run(
         assert files(run_dir) == before, other
     assert train(*resume, "train.steps=3") == 0
     after = files(run_dir)
-    assert (
-        b"steps: 3" in after["config.yaml"]
-        and "checkpoints/step_00000009.partial/cut_off" not in after
-    )
+    assert b"steps: 3" in after["config.yaml"]
+    assert "checkpoints/step_00000009.partial/cut_off" not in after
 
 
 def test_a_checkpoint_of_a_newer_version_stops_auto_and_is_not_renamed(
@@ -129,8 +127,10 @@ def test_a_run_in_the_current_folder_works_twice_and_moves_its_own_files_alone(
     assert train("run_dir=.", "train.seed=1") == 0
     earlier, now = files(tmp_path / "project.1"), files(project)
     assert first == {**earlier, **foreign}
-    assert now == now | foreign and set(now) == set(first)
-    assert Path.cwd() == project and b"seed: 1" in now["config.yaml"]
+    assert now == now | foreign
+    assert set(now) == set(first)
+    assert Path.cwd() == project
+    assert b"seed: 1" in now["config.yaml"]
 
 
 @pytest.mark.parametrize("resume", ["none", "auto"])

@@ -47,10 +47,8 @@ def test_messages_arrive_whole_and_in_order(
         assert incoming.poll() == number
         into = [torch.empty(size, dtype=torch.int32), torch.empty((), dtype=torch.float64)]
         incoming.read(into)
-        assert (
-            torch.equal(into[0], torch.arange(size, dtype=torch.int32) + number)
-            and into[1].item() == number
-        )
+        assert torch.equal(into[0], torch.arange(size, dtype=torch.int32) + number)
+        assert into[1].item() == number
 
     order = deque(takes)
     for number, size in enumerate(sizes):
@@ -64,7 +62,8 @@ def test_messages_arrive_whole_and_in_order(
             take()
     while sent:
         take()
-    assert not outgoing.is_waiting and incoming.poll() is None
+    assert not outgoing.is_waiting
+    assert incoming.poll() is None
 
 
 def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
@@ -97,7 +96,8 @@ def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: P
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     sender.join(timeout=10)
-    assert not sender.is_alive() and outgoing.is_waiting
+    assert not sender.is_alive()
+    assert outgoing.is_waiting
     into = [torch.empty(())]
     for number in range(count):
         outgoing.flush()

@@ -196,8 +196,8 @@ def test_a_sink_that_fails_is_told_once_and_changes_no_loss(
         )
         run_worker(recipe, one_rank(tmp_path), Llama, lambda name, precision: None)
         losses.append(curves_of_the_file(tmp_path / name)["loss"])
-    assert losses[0] == losses[1] and list(losses[0]) == [1, 2, 3, 4]
+    assert losses[0] == losses[1]
+    assert list(losses[0]) == [1, 2, 3, 4]
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
-    assert says in told and told.endswith(
-        f"`parallel3d-train replay {tmp_path}/with wandb` sends everything again"
-    )
+    assert says in told
+    assert told.endswith(f"`parallel3d-train replay {tmp_path}/with wandb` sends everything again")

@@ -24,7 +24,8 @@ def test_each_document_is_in_one_part_and_neither_part_is_empty(
 ) -> None:
     found = documents(names)
     train, validation = split_documents(found, fraction)
-    assert train and validation
+    assert train
+    assert validation
     assert sorted((*train, *validation), key=lambda document: document.name) == found
 
 

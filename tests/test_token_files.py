@@ -64,7 +64,8 @@ def test_a_folder_has_the_documents_in_shards_and_says_what_they_are(
         )
         assert shard.documents == np.count_nonzero(content == END)
         found.append(content)
-    assert len(header.train) > 5 and len(header.validation) == 1
+    assert len(header.train) > 5
+    assert len(header.validation) == 1
     assert np.array_equal(np.concatenate(found), joined(DOCUMENTS[:90]))
     assert (header.vocab_size, header.largest_id, header.end_of_text) == (vocab_size, END, END)
     assert list(verify(tmp_path)) == []
@@ -80,13 +81,15 @@ def test_windows_of_shards_are_those_of_the_same_ids_in_memory(tmp_path: Path) -
         ShuffledWindows(stream, seq_len=70, seed=3).draw(samples)
         for stream in (files.train, in_memory)
     ]
-    assert drawn[0].dtype == np.uint16 and np.array_equal(*drawn)
+    assert drawn[0].dtype == np.uint16
+    assert np.array_equal(*drawn)
 
 
 def test_a_corpus_of_more_shards_than_may_be_open_is_read(tmp_path: Path) -> None:
     files = open_tokens(write_all(tmp_path, shard_tokens=1), 0.05)
     before = len(os.listdir("/proc/self/fd"))
-    assert len(files.train.slices) == 90 and ids(files.train) == joined(DOCUMENTS[:90]).tolist()
+    assert len(files.train.slices) == 90
+    assert ids(files.train) == joined(DOCUMENTS[:90]).tolist()
     assert len(os.listdir("/proc/self/fd")) == before + 64
     del files
     assert len(os.listdir("/proc/self/fd")) == before
@@ -145,7 +148,8 @@ def test_the_last_of_megatrons_documents_are_for_validation(
 
 def test_a_single_document_of_megatrons_keeps_its_end_for_validation(tmp_path: Path) -> None:
     files = open_tokens(write_megatron(tmp_path / "corpus", [np.arange(99)], end=END), 0.1)
-    assert ids(files.train) == [*range(90)] and ids(files.validation) == [*range(90, 99), END]
+    assert ids(files.train) == [*range(90)]
+    assert ids(files.validation) == [*range(90, 99), END]
 
 
 def test_a_megatron_document_of_several_sequences_stays_whole(tmp_path: Path) -> None:

@@ -171,8 +171,10 @@ def test_a_beat_shows_the_steps_the_phase_and_where_the_main_thread_is(own: Hear
     with phase("evaluation"), phase("save"):
         found = beat_of_main_thread(own)
     assert (found.count, found.step, found.phase, found.waits) == (1, 2, "save", False)
-    assert found.step_s is not None and found.step_s < 1
-    assert "threading.py" in found.stack and "test_watch.py" in found.stack
+    assert found.step_s is not None
+    assert found.step_s < 1
+    assert "threading.py" in found.stack
+    assert "test_watch.py" in found.stack
     assert Beat.from_json(found.to_json()) == found
     assert beat_of_main_thread(own).phase == "other"
 
@@ -225,7 +227,8 @@ def test_no_garbage_is_collected_while_threads_are_read(
 
     monkeypatch.setattr(heartbeat, "_inspect_main_thread", look)
     own.beat()
-    assert may_collect == [False] and gc.isenabled()
+    assert may_collect == [False]
+    assert gc.isenabled()
 
 
 def test_a_step_without_compile_is_not_seen_in_compilation(own: Heartbeat) -> None:

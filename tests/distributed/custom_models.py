@@ -77,7 +77,8 @@ class TwoTies(Llama):
 
     def __init__(self, config: Any, *, tp: LayerTp = None, **settings: Any) -> None:
         super().__init__(config, tp=tp, **settings)
-        assert self.embed is not None and self.norm is not None
+        assert self.embed is not None
+        assert self.norm is not None
         gains = [Gain(config.hidden, tp) for _ in range(4)]
         self.embed = nn.Sequential(self.embed, gains[0], nn.Tanh(), gains[1])
         self.norm = Scaled(gains[2], self.norm, gains[3])

@@ -97,7 +97,8 @@ def global_gradient(parameter: Tensor, spec: ParameterSpec, *, fused: bool) -> T
     assert gradient is not None
     if not isinstance(parameter, DTensor):
         return gradient
-    assert isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+    assert isinstance(gradient, DTensor)
+    assert gradient.placements == parameter.placements
     whole = gradient.full_tensor()
     if fused and spec.partial_gradient:
         dist.all_reduce(whole)

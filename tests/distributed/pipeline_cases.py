@@ -144,4 +144,5 @@ class Pipeline:
             total = sum(loss_fn(y, label).item() for y, label in zip(outputs, labels, strict=True))
             torch.testing.assert_close(loss.item(), total, rtol=1e-12, atol=0.0)
         else:
-            assert outputs == [] and loss.item() == 0.0
+            assert outputs == []
+            assert loss.item() == 0.0

@@ -81,9 +81,8 @@ def train_while_saving(recipe: Recipe, folder: Path) -> tuple[Curve, list[str]]:
             early += [each.name for each in told if each == path]
             opened.set()
             curve += train(trainer, 1)
-    assert [path.name for path in told] == ["step_00000003", "step_00000006"] and all(
-        path.is_dir() for path in told
-    )
+    assert [path.name for path in told] == ["step_00000003", "step_00000006"]
+    assert all(path.is_dir() for path in told)
     return curve, early
 
 
@@ -100,7 +99,8 @@ def test_a_background_save_is_of_its_own_step_to_the_bit(
     recipe = RECIPES[layout]
     answers = world(4).run(train_while_saving, recipe, tmp_path)
     curve, early = answers[0]
-    assert len(curve) == 9 and early == []
+    assert len(curve) == 9
+    assert early == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000006"]
     assert world(4).run(train_in_peace, recipe)[0] == curve
     for step in (3, 6):

@@ -94,8 +94,10 @@ def test_a_save_that_fails_on_one_rank_fails_on_both_and_leaves_the_older_one(
     path = tmp_path / "step_00000001"
     world(2).run(save, path, 100.0)
     refusals = world(2).run(save_and_be_refused, path, spoil)
-    assert refusals[0] == refusals[1] and words in refusals[0]
-    assert list(tmp_path.iterdir()) == [path] and first_element(path) == 100.0
+    assert refusals[0] == refusals[1]
+    assert words in refusals[0]
+    assert list(tmp_path.iterdir()) == [path]
+    assert first_element(path) == 100.0
 
 
 def load_and_be_refused(path: Path) -> str:
@@ -119,7 +121,8 @@ def test_damage_that_one_rank_finds_changes_no_tensor_of_any(
     (damage,) = find_damage(path)
     refusals = world(2).run(load_and_be_refused, path)
     assert refusals == [str(damage.error(path))] * 2
-    assert damage.tensors and damage.tensors[0] in refusals[0]
+    assert damage.tensors
+    assert damage.tensors[0] in refusals[0]
 
 
 def lose_a_peer_while_loading(path: Path) -> str:

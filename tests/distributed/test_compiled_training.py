@@ -77,7 +77,8 @@ def test_what_is_compiled_trains_as_what_is_not(world: Callable, parallel: Paral
         eager, compiled, strict=True
     ):
         assert own_names == names
-        assert own_products == products and (max(products, default=0) > 0) == (parallel.pp == 2)
+        assert own_products == products
+        assert (max(products, default=0) > 0) == (parallel.pp == 2)
         assert own[1] == pytest.approx(evaluated, rel=1e-5)
         for pair, own_pair in zip(steps, own[0], strict=True):
             assert own_pair == pytest.approx(pair, rel=1e-5)

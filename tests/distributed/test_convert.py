@@ -130,9 +130,8 @@ def keep_logits_split() -> None:
     assert tensor_parallelize(model, tp, table)(
         torch.zeros(1, 3, dtype=torch.int64)
     ).logits.shape == (1, 3, 52)
-    assert isinstance(model.lm_head.weight, DTensor) and model.lm_head.weight.placements == (
-        Shard(0),
-    )  # type: ignore[union-attr]
+    assert isinstance(model.lm_head.weight, DTensor)
+    assert model.lm_head.weight.placements == (Shard(0),)
 
 
 def use_it_as_transformers_does(kind: str) -> None:
@@ -168,7 +167,8 @@ def add_in_place(kind: str) -> None:
     for (name, theirs), ours in zip(
         models[0].named_parameters(), models[1].parameters(), strict=True
     ):
-        assert isinstance(ours.grad, DTensor) and isinstance(theirs.grad, DTensor)
+        assert isinstance(ours.grad, DTensor)
+        assert isinstance(theirs.grad, DTensor)
         assert ours.grad.placements == theirs.grad.placements, name
         torch.testing.assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
 
@@ -258,7 +258,8 @@ def test_a_program_of_the_guide_learns(world: Callable, tmp_path: Path, number: 
     name, text = blocks_of("layers-in-your-model.md")[number]
     (tmp_path / name).write_text(text)
     first, other = world(2).run(run_program, tmp_path / name)
-    assert losses_of(first)[-1] < 0.1 and other == ""
+    assert losses_of(first)[-1] < 0.1
+    assert other == ""
 
 
 @pytest.mark.parametrize("number, tolerance", [(0, 1e-3), (1, 1e-4)])

@@ -78,7 +78,8 @@ def check_files(exported: Path, vocab: int) -> None:
     """Compares the index with the files, and the embedding with the vocabulary."""
     index, data_bytes = json.loads((exported / "model.safetensors.index.json").read_text()), 0
     files = sorted(exported.glob("*.safetensors"))
-    assert {file.name for file in files} == {*index["weight_map"].values()} and len(files) > 1
+    assert {file.name for file in files} == {*index["weight_map"].values()}
+    assert len(files) > 1
     for file in files:
         for name, tensor in load_file(file).items():
             assert index["weight_map"][name] == file.name

@@ -143,7 +143,8 @@ def sharded_twice(vocab: int, folder: str) -> None:
     load(module, whole)
     for part in (module.embed, module.head):
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
-        assert isinstance(part.weight, DTensor) and part.weight.shape == (vocab, D)
+        assert isinstance(part.weight, DTensor)
+        assert part.weight.shape == (vocab, D)
     ids, labels = torch.randint(0, vocab, (2, 2, B, S), generator=torch.Generator().manual_seed(4))
     own = mesh["dp"].get_local_rank()
     x = module.embed(ids[own])

@@ -146,7 +146,8 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
     for size, case in ((4, (GROUPED, ParallelConfig(dp_replicate=4), DILOCO)), (2, synchronous)):
         loss, curve = world(size).run(resumed, case, path)[0]
         assert loss == pytest.approx(saved, rel=1e-6)
-        assert len(curve) == STEPS - HALF and curve[-1][0] < curve[0][0] + 0.1
+        assert len(curve) == STEPS - HALF
+        assert curve[-1][0] < curve[0][0] + 0.1
     again = tmp_path / "step_00000007"
     curve = world(2).run(half_and_on, synchronous, again, HALF)[0]
     _, apart = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), again)[0]
@@ -230,7 +231,9 @@ def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:
     for precision, close in {"bf16_pure": 4e-3, "fp16": 4e-4}.items():
         curve, skipped, dtypes = world(2).run(train_in, precision)[0]
         assert losses(curve) == pytest.approx(losses(exact), rel=close), precision
-        assert curve != exact and skipped == 0 and dtypes == {"torch.float32"}
+        assert curve != exact
+        assert skipped == 0
+        assert dtypes == {"torch.float32"}
 
 
 @pytest.mark.parametrize(

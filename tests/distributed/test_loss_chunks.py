@@ -123,7 +123,8 @@ def test_aligned_rows_of_logits_train_the_same_model(world: Callable) -> None:
 
 
 def test_a_chunk_is_a_share_of_the_devices_memory() -> None:
-    assert chunk_bytes(None) == 2**29 and chunk_bytes(79.1 * 2**30) == 2**31
+    assert chunk_bytes(None) == 2**29
+    assert chunk_bytes(79.1 * 2**30) == 2**31
 
 
 def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:

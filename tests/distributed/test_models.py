@@ -104,8 +104,10 @@ def test_every_layout_trains_the_same_model(world: Callable, size: int) -> None:
 
 def test_dropout_is_another_in_each_step_and_none_in_validation(world: Callable) -> None:
     first, again, second, evaluated, plain = world(1).run(losses_of_one_batch)[0]
-    assert first == again and abs(first - second) > 1e-4
-    assert evaluated == pytest.approx(plain, rel=1e-6) and abs(evaluated - first) > 1e-4
+    assert first == again
+    assert abs(first - second) > 1e-4
+    assert evaluated == pytest.approx(plain, rel=1e-6)
+    assert abs(evaluated - first) > 1e-4
 
 
 def losses_of_one_batch() -> tuple[float, ...]:

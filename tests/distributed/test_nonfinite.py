@@ -110,11 +110,10 @@ def test_the_rank_and_the_parameter_of_the_first_bad_gradient_are_named(
 ) -> None:
     messages = world(2).run(named, TWO[axis], rank, name, LocalSgdConfig())
     assert messages[0] == messages[1]
-    assert (
-        messages[0].startswith("step 6: loss ")
-        and "gradient norm nan; the first gradient" in messages[0]
-    )
-    assert f"is that of {name} on rank {rank} (" in messages[0] and f", {place})" in messages[0]
+    assert messages[0].startswith("step 6: loss ")
+    assert "gradient norm nan; the first gradient" in messages[0]
+    assert f"is that of {name} on rank {rank} (" in messages[0]
+    assert f", {place})" in messages[0]
     assert ("to which any of ranks 0 and 1 may have given it" in messages[0]) == (axis == "dp")
     assert "weights are those of step 3" in messages[0]
 
@@ -123,7 +122,8 @@ def test_replicas_that_train_apart_skip_together_and_name_the_one(world: Callabl
     apart, name = ParallelConfig(dp_replicate=2, microbatch_size=4), "layers.5.mlp.down.weight"
     messages = world(2).run(named, apart, 1, name, LocalSgdConfig(sync_every=2))
     assert messages[0] == messages[1]
-    assert f"is that of {name} on rank 1 (" in messages[0] and "it is a sum" not in messages[0]
+    assert f"is that of {name} on rank 1 (" in messages[0]
+    assert "it is a sum" not in messages[0]
 
 
 def before_the_sum(kind: str) -> str:
@@ -151,22 +151,21 @@ def before_the_sum(kind: str) -> str:
                 lambda module, inputs, output: output * float("inf")
             )  # type: ignore[union-attr]
     result = trainer.train_step(make_loader(recipe, dist.get_rank()).batch(1))
-    assert result.is_skipped and trainer.skipped_steps == 1 and result.left_out is not None
+    assert result.is_skipped
+    assert trainer.skipped_steps == 1
+    assert result.left_out is not None
     return result.left_out
 
 
 def test_what_data_ranks_have_summed_is_told_apart_by_loss_and_weights(world: Callable) -> None:
     gradient = world(2).run(before_the_sum, "gradient")
-    assert gradient[0] == gradient[1] and gradient[0].endswith(
-        "the step is left out, 1 in a row of 10 at most"
-    )
+    assert gradient[0] == gradient[1]
+    assert gradient[0].endswith("the step is left out, 1 in a row of 10 at most")
     assert "that of layers.1.mlp.up.weight on ranks 0 and 1 (rank 0: " in gradient[0]
     assert "any of ranks 0 and 1 may have given it" in gradient[0]
     (loss, _) = world(2).run(before_the_sum, "loss")
-    assert (
-        "the loss is not finite on rank 1 (" in loss
-        and "that of head.weight on ranks 0 and 1" in loss
-    )
+    assert "the loss is not finite on rank 1 (" in loss
+    assert "that of head.weight on ranks 0 and 1" in loss
 
 
 def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[str | None], int]:
@@ -190,4 +189,5 @@ def test_in_fp16_a_step_is_left_out_also_where_no_scale_is_small_enough(world: C
     scales, told, skipped = world(2).run(skipped_at_the_smallest_scale)[0]
     assert scales == [4.0, 4.0, 2.0, 1.0, 1.0, 1.0]
     assert [text is not None for text in told] == [False, False, False, True, True, False]
-    assert "even at a loss scale of 1; the first gradient" in told[3] and skipped == 4
+    assert "even at a loss scale of 1; the first gradient" in told[3]
+    assert skipped == 4

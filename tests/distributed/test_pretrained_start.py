@@ -177,7 +177,8 @@ def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: P
     index = (tmp_path / "model.safetensors.index.json").read_text()
     outside = index.replace("model-00001-of", "../model-00001-of", 1)
     (tmp_path / "model.safetensors.index.json").write_text(outside)
-    assert "../model-00001-of" in said() and "is not the name of a file in this folder" in said()
+    assert "../model-00001-of" in said()
+    assert "is not the name of a file in this folder" in said()
     (tmp_path / "model.safetensors.index.json").unlink()
     assert said() == "", "several files without an index"
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -196,7 +197,8 @@ def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: P
         tmp_path / "model.safetensors",
     )
     lines = said(replace(model, layers=6, vocab=1000)).splitlines()
-    assert lines[0] == f"{tmp_path}: is of another model:" and len(lines) == 16
+    assert lines[0] == f"{tmp_path}: is of another model:"
+    assert len(lines) == 16
     assert {
         "  transformer.extra is [2] there and missing here",
         "  transformer.h.*.attn.c_attn.weight (2 tensors) is missing there and [32, 96] here",

@@ -61,7 +61,8 @@ def recipe_of(
 def test_what_ranks_hold_alike_stays_the_same_to_the_bit(world: Callable) -> None:
     two, four = world(2), world(4)
     tp = two.run(compared, recipe_of(QWEN, tp=2, sequence_parallel=True))[0]
-    assert "layers.1.attention_norm.weight" in tp and "optimizer.exp_avg.norm.weight" in tp
+    assert "layers.1.attention_norm.weight" in tp
+    assert "optimizer.exp_avg.norm.weight" in tp
     assert not any(name.endswith(("up.weight", "q.weight")) for name in tp)
     tied = two.run(compared, recipe_of(DEEP_TIED, pp=2))[0]
     assert set(tied) == {"embed.weight"} | {
@@ -71,7 +72,8 @@ def test_what_ranks_hold_alike_stays_the_same_to_the_bit(world: Callable) -> Non
     apart = two.run(compared, recipe_of(dp_replicate=2, every=2))[0]
     assert {"outer layers.1.mlp.up.weight", "optimizer.outer.head.weight"} < set(apart)
     heads = four.run(compared, recipe_of(tp=4))[0]
-    assert "layers.0.attention.k.weight" in heads and "layers.0.attention.q.weight" not in heads
+    assert "layers.0.attention.k.weight" in heads
+    assert "layers.0.attention.q.weight" not in heads
     muon = four.run(compared, recipe_of(optimizer="muon", dp_replicate=2, tp=2))[0]
     assert "optimizer.momentum_buffer.layers.0.mlp.up.weight" in muon
 
@@ -104,7 +106,8 @@ def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int,
     messages = world(2).run(flipped, recipe, rank, name)
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"step 4: {name} is not the same on ranks 0 and 1 (rank 0: ")
-    assert "; rank 1: " in messages[0] and "and one of them is wrong" in messages[0]
+    assert "; rank 1: " in messages[0]
+    assert "and one of them is wrong" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +124,8 @@ def test_of_four_ranks_the_odd_one_is_named(
     messages = world(4).run(flipped, recipe, 2, name)
     assert messages == [messages[0]] * 4
     place = recipe.parallel.coordinates(2)
-    assert (
-        messages[0].startswith(f"step 4: {name} on rank 2 (rank 2: ")
-        and f", {place}) is not what it is" in messages[0]
-    )
+    assert messages[0].startswith(f"step 4: {name} on rank 2 (rank 2: ")
+    assert f", {place}) is not what it is" in messages[0]
     assert f"is not what it is on {others}; go on from a checkpoint" in messages[0]
 
 
@@ -155,10 +156,8 @@ def test_layers_built_from_several_seeds_are_refused_where_ranks_must_hold_the_s
         assert positions.startswith(
             "LearnedPositions.weight [8, 16]: was drawn differently on another tp rank"
         )
-        assert (
-            copies.startswith("ColumnParallelLinear.weight [32, 16]: ")
-            and "torch.manual_seed(0)" in copies
-        )
+        assert copies.startswith("ColumnParallelLinear.weight [32, 16]: ")
+        assert "torch.manual_seed(0)" in copies
         assert "was drawn differently on another tp rank" in drawn
 
 
@@ -187,5 +186,6 @@ def test_a_model_whose_initializer_draws_for_itself_is_refused_at_the_start(
     world: Callable,
 ) -> None:
     message, other = world(2).run(draws_for_itself)
-    assert message == other and message.startswith("the initial weights: embed.")
+    assert message == other
+    assert message.startswith("the initial weights: embed.")
     assert "an initializer must draw from the generator that it is given" in message

@@ -133,7 +133,8 @@ def published_late() -> tuple[list[list[float]], list[int], bool]:
 def test_stepped_parameters_arrive_while_the_next_forward_is_under_way(world: Callable) -> None:
     """Four buckets, what no block holds first; block 0 is used twice."""
     for (usual, late), seen, is_same in world(2).run(published_late):
-        assert late == usual and usual[0] != usual[-1]
+        assert late == usual
+        assert usual[0] != usual[-1]
         assert seen[:5] == [2, 6, 8, 8, 8]
         assert is_same
 
@@ -173,7 +174,8 @@ def test_sixteen_bit_parameters_have_float32_gradients_and_masters(
     world: Callable, strategy: ShardingName
 ) -> None:
     for parameters, gradients, drift in world(2).run(wide_gradients, strategy):
-        assert parameters == {torch.bfloat16} and gradients == {torch.float32}
+        assert parameters == {torch.bfloat16}
+        assert gradients == {torch.float32}
         assert 0 < drift < 2**-8, "the model computes with its masters, rounded"
 
 

@@ -113,8 +113,7 @@ def test_weights_shared_by_other_stages_than_the_ends_are_refused_on_every_rank(
     (first, *others) = world(4).run(refused, cases)
     assert all(messages == first for messages in others)
     for message in first:
-        assert (
-            "layers.0.mlp.up.weight and layers.1.mlp.up.weight" in message
-            and "stages 0 and 1" in message
-        )
-        assert "parallel.pp=1" in message and "\n" not in message
+        assert "layers.0.mlp.up.weight and layers.1.mlp.up.weight" in message
+        assert "stages 0 and 1" in message
+        assert "parallel.pp=1" in message
+        assert "\n" not in message

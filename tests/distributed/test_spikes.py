@@ -187,9 +187,11 @@ def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
 ) -> None:
     recipe = replace(spiky_recipe(parallel, "rollback", spike_steps=1), **settings)
     straight, without = world(parallel.world_size).run(rolled_back_and_without, recipe, tmp_path)[0]
-    assert straight.back_at == [12] and without.back_at == []
+    assert straight.back_at == [12]
+    assert without.back_at == []
     assert straight.curve == without.curve  # to the bit
-    assert straight.left_out == without.left_out and straight.skipped_steps == 0
+    assert straight.left_out == without.left_out
+    assert straight.skipped_steps == 0
     if "local_sgd" not in settings:
         everywhere = plain_curve(replace(recipe, data=DataConfig(skip=without.left_out)), STEPS)
         assert_follows(list(straight.curve.values()), everywhere)
@@ -222,7 +224,8 @@ def test_a_run_that_is_killed_after_it_went_back_resumes_to_the_bit(
 ) -> None:
     recipe = spiky_recipe(ParallelConfig(pp=2, microbatch_size=2), "rollback")
     straight, killed, resumed = world(2).run(killed_and_resumed, recipe, tmp_path)[0]
-    assert straight.back_at == killed.back_at == [12] and resumed.back_at == []
+    assert straight.back_at == killed.back_at == [12]
+    assert resumed.back_at == []
     assert resumed.curve == {step: straight.curve[step] for step in range(13, STEPS + 1)}
     two_steps = SequenceRange(first=104, last=119)
     assert resumed.left_out == straight.left_out == (two_steps,)
@@ -244,7 +247,8 @@ def spikes_by_what_is_done(folder: Path) -> dict[str, Ended]:
 def test_a_spike_is_told_or_left_out_or_too_many(world: Callable, tmp_path: Path) -> None:
     (ended,) = world(1).run(spikes_by_what_is_done, tmp_path)
     warned, skipped = ended["warn"], ended["skip"]
-    assert len(warned.said) == 1 and warned.skipped_steps == 0
+    assert len(warned.said) == 1
+    assert warned.skipped_steps == 0
     assert skipped.said == [f"{warned.said[0]}; its update is left out"]
     assert skipped.skipped_steps == 1
     same = [step for step in warned.curve if warned.curve[step] == skipped.curve[step]]
@@ -254,4 +258,5 @@ def test_a_spike_is_told_or_left_out_or_too_many(world: Callable, tmp_path: Path
     assert "it is number 2 in a row, more than train.spikes_in_a_row = 1" in ended["too many"].error
     early = ended["early"]
     assert early.said[1:] == ["there is no checkpoint yet to go back to, so the run goes on"]
-    assert list(early.curve) == list(range(1, STEPS + 1)) and early.skipped_steps == 1
+    assert list(early.curve) == list(range(1, STEPS + 1))
+    assert early.skipped_steps == 1

@@ -22,7 +22,8 @@ from unittest import mock
 
 if __name__ == "__main__":  # the guard has to be loaded before torch
     SPEC = importlib.util.find_spec("torch")
-    assert SPEC is not None and SPEC.origin is not None
+    assert SPEC is not None
+    assert SPEC.origin is not None
     for library in ("libtorch_global_deps.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(Path(SPEC.origin).parent / "lib" / library), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(sys.argv[1])
@@ -118,7 +119,8 @@ class Census(TorchDispatchMode):
 
     def _send(self, func: Any, args: Any) -> None:
         op = collective_name(func)
-        assert op is not None and func.namespace == "c10d"
+        assert op is not None
+        assert func.namespace == "c10d"
         group = next(group for arg in args if (group := as_group(arg)) is not None)
         ranks = dist.get_process_group_ranks(group)
         peer = ranks[args[2]] if op in ("send", "recv_") else None

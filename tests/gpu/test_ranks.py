@@ -146,5 +146,6 @@ def test_a_rank_that_fails_ends_all(
     took_s = time.time() - float((tmp_path / "failed_at").read_text())
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert status == RankError.exit_status
-    assert outcome["rank"] == 1 and cause in outcome["reason"]
+    assert outcome["rank"] == 1
+    assert cause in outcome["reason"]
     assert measured("s to the end", took_s) <= 20.0
