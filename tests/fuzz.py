@@ -54,17 +54,17 @@ def call(
 ) -> Answer:
     """Calls a command with standard streams of an encoding. `shows_text`: it may print every
     character of what it has read, such as a generated sample."""
-    path, environ, folder, before = (
-        list(sys.path),
-        dict(os.environ),
-        Path.cwd(),
-        (sys.stdout, sys.stderr),
-    )
-    out, err = _stream(encoding, "strict"), _stream(encoding, "backslashreplace")
+    path = list(sys.path)
+    environ = dict(os.environ)
+    folder = Path.cwd()
+    before = (sys.stdout, sys.stderr)
+    out = _stream(encoding, "strict")
+    err = _stream(encoding, "backslashreplace")
     status, crash = 1, ""
     heard = signal.signal(signal.SIGALRM, _hang)
     signal.alarm(_PATIENCE_S)
-    sys.stdout, sys.stderr = out, err
+    sys.stdout = out
+    sys.stderr = err
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

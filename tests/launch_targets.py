@@ -124,7 +124,8 @@ def _sign_in(recipe: Recipe, rendezvous: Rendezvous) -> None:
 def main() -> int:
     target, world_size, folder = sys.argv[1:]
     preload = ("torch",) if target.startswith("reduces") else ()
-    local.REPORTS_S, local.STRAGGLERS_S = 1.0, 0.7
+    local.REPORTS_S = 1.0
+    local.STRAGGLERS_S = 0.7
     status = local.launch_local(
         f"launch_targets:{target}",
         recipe_in(Path(folder), int(world_size)),

@@ -105,7 +105,9 @@ class LiveRun:
     """A run in a session of its own. `folder` holds its recipe and its stderr."""
 
     def __init__(self, folder: Path, recipe: Recipe, launch: Launch = local) -> None:
-        self.folder, self.run_dir, self._launch = folder, folder / "run", launch
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self._launch = launch
         self._mark = uuid4().hex
         self._temporary = Path(tempfile.mkdtemp(prefix="p3d-"))  # short: sockets are made there
         recipe_file = folder / "recipe.yaml"
@@ -178,7 +180,8 @@ class LiveRun:
     def exit_status(self) -> int:
         """Returns the exit status of the run. torchrun and srun end with their own, so that of
         outcome.json counts."""
-        status, outcome = self.command.returncode, self.run_dir / "outcome.json"
+        status = self.command.returncode
+        outcome = self.run_dir / "outcome.json"
         if status >= 0 and self._launch in (torchrun, srun) and outcome.exists():
             status = self.outcome()["exit_status"]
         return status

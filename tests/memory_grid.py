@@ -74,7 +74,8 @@ def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
 
 def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     """None where the numbers drawn do not suit each other."""
-    tp, pp = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 2, 4, 8, 16))
+    tp = draw.choice((1, 2, 4, 8))
+    pp = draw.choice((1, 1, 2, 4, 8, 16))
     schedule: ScheduleName = draw.choice(_SCHEDULES) if pp > 1 else "1f1b"
     most = SCHEDULES[schedule].stages.most
     virtual = draw.choice((2, 3, 4)) if most is None else most

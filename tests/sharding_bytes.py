@@ -60,7 +60,8 @@ def held_bytes(shapes: Iterable[Shape], layout: DataLayout, *, states: int = 2) 
     """Returns what a rank holds of parameters of these shapes (this tp rank's parts). The optimizer
     keeps `states` numbers for each element (AdamW 2)."""
     shapes = list(shapes)
-    compute, master = layout.compute_bytes, layout.master_bytes
+    compute = layout.compute_bytes
+    master = layout.master_bytes
     whole = sum(math.prod(shape) for shape in shapes)
     rank, ranks = (0, 1) if layout.strategy == "NO_SHARD" else (layout.rank, layout.shard)
     own = sum(math.prod(shape[1:]) * len(shard_rows(shape[0], rank, ranks)) for shape in shapes)

@@ -24,7 +24,8 @@ from parallel3d.tools.check_layout.report import as_json, as_text
 from parallel3d.tools.check_layout.shrink import shrink
 
 NAMES = ("norm.weight", "up.weight", "down.weight")
-ALONE, LAYOUT = ParallelConfig(), ParallelConfig(tp=2, dp_replicate=3)
+ALONE = ParallelConfig()
+LAYOUT = ParallelConfig(tp=2, dp_replicate=3)
 
 
 def drawn(seed: int) -> dict[str, Array]:
@@ -38,7 +39,9 @@ def seen_by(ranks: int, tensors: dict[str, Array]) -> Views:
 
 def record(parallel: ParallelConfig = ALONE) -> TrainingRecord:
     """Two steps of a run that is the same whatever its layout."""
-    ranks, weights, steps = parallel.world_size, drawn(0), []
+    ranks = parallel.world_size
+    weights = drawn(0)
+    steps = []
     start = seen_by(ranks, weights)
     for number in (1, 2):
         gradients = drawn(number)
@@ -77,7 +80,9 @@ def test_the_gradient_that_the_backward_pass_reaches_first_is_named_with_its_rat
     comparison = compared(lambda layout: scale_gradients(layout, 3.0, *NAMES))
     found = comparison.first
     assert found is not None
-    assert (found.step, found.what, found.name) == (2, "gradient", NAMES[-1])
+    assert found.step == 2
+    assert found.what == "gradient"
+    assert found.name == NAMES[-1]
     assert found.causes[0].startswith("it is 3 x the reference: summed instead of averaged")
     text = as_text(comparison)
     assert text.startswith("dp_replicate 3 x tp 2 against one process, 2 steps in float32")
@@ -90,7 +95,9 @@ def test_copies_that_differ_are_named() -> None:
         layout.steps[0].gradients["norm.weight"][3] = drawn(7)["norm.weight"]
 
     found = first(change)
-    assert (found.step, found.name, found.ranks) == (1, "norm.weight", (3,))
+    assert found.step == 1
+    assert found.name == "norm.weight"
+    assert found.ranks == (3,)
     assert found.causes[0].startswith("the ranks hold different gradients")
 
 
@@ -102,7 +109,8 @@ def test_a_gradient_that_only_one_side_has_is_named() -> None:
     assert frozen is not None
     assert missing.size == float("inf")
     for found in (frozen, missing):
-        assert (found.what, found.name) == ("gradient", "up.weight")
+        assert found.what == "gradient"
+        assert found.name == "up.weight"
         assert found.causes[0].startswith("one side has no gradient for it")
 
 
@@ -131,7 +139,8 @@ def test_a_parameter_that_does_not_move_and_a_loss_are_named() -> None:
     def triple(layout: TrainingRecord) -> None:
         layout.steps[0].loss *= 3.0
 
-    assert (first(stop).what, first(stop).name) == ("parameter", "down.weight")
+    assert first(stop).what == "parameter"
+    assert first(stop).name == "down.weight"
     assert first(triple).what == "loss"
 
 

@@ -25,8 +25,11 @@ def test_documents_are_joined_each_with_its_end_of_text(tmp_path: Path) -> None:
     corpus = load_corpus(DataConfig(source="text", path=str(tmp_path), validation_fraction=0.25))
     streams = (corpus.train, corpus.validation)
     parts = [corpus.tokenizer.decode(ids(stream)).split("<|end_of_text|>") for stream in streams]
-    assert all(part.pop() == "" for part in parts)
-    assert all(part == sorted(part) and part for part in parts)
+    for part in parts:
+        assert part.pop() == ""
+    for part in parts:
+        assert part == sorted(part)
+        assert part
     assert sorted(parts[0] + parts[1]) == sorted(texts.values())
 
 

@@ -88,7 +88,8 @@ def test_each_document_comes_once_and_equal_texts_go_to_the_same_part(tmp_path: 
     originals = [*texts(60), *texts(20)]  # the last 20 are there twice
     source = write_lines(tmp_path / "a.jsonl", originals)
     folder = tokenized(tmp_path / "tokens", source, "--validation-fraction", "0.3")
-    train, validation = documents(folder, "train"), documents(folder, "validation")
+    train = documents(folder, "train")
+    validation = documents(folder, "validation")
     assert sorted(train + validation) == sorted(originals)
     assert not set(train) & set(validation)
     assert 8 < len(validation) < 40
@@ -108,7 +109,8 @@ def test_all_forms_of_the_same_text_give_the_same_files(tmp_path: Path) -> None:
     (tmp_path / "a.JSONL.GZ").write_bytes(gzip.compress(raw[:half]) + gzip.compress(raw[half:]))
     for name in ("folder", "a.JSONL.GZ"):
         assert content(tokenized(tmp_path / f"tokens-{name}", tmp_path / name)) == expected, name
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"id": range(80), "text": originals})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=13)
     (tmp_path / "saved").mkdir()
@@ -238,7 +240,9 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
     words = ["tokenize", source, "--train-bpe", 500, "--out", tmp_path / "cut", "--workers", 2]
     command = [sys.executable, str(tmp_path / "program.py"), *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    draw, kills, ends = random.Random(0), 0, 0
+    draw = random.Random(0)
+    kills = 0
+    ends = 0
     while kills < 20 or not ends:
         process = subprocess.Popen(
             command,
@@ -360,7 +364,9 @@ def test_inspect_tells_what_a_folder_holds(tmp_path: Path, capsys: Said) -> None
     assert found["tokens"] == tokens == sum(part["tokens"] for part in found["parts"].values())
     assert found["documents"] == 40
     assert found["mean_document_tokens"] == tokens / 40
-    assert (found["vocab_size"], found["end_of_text"], found["dtype"]) == (257, 256, "uint16")
+    assert found["vocab_size"] == 257
+    assert found["end_of_text"] == 256
+    assert found["dtype"] == "uint16"
     assert run("inspect", folder) == 0
     assert f"{tokens:,} tokens in 40 documents" in capsys.readouterr().out
 
@@ -377,7 +383,8 @@ def test_check_shows_three_documents_and_finds_what_is_damaged(
     assert found["faults"] == []
     assert found["samples"]
     starts = [sample.partition(SEPARATOR)[0] for sample in found["samples"]]
-    assert all(any(text.startswith(start) for text in originals) for start in starts)
+    for start in starts:
+        assert any(text.startswith(start) for text in originals)
     shard = folder / "train-00000.bin"
     raw = bytearray(shard.read_bytes())
     raw[10] ^= 1

@@ -74,12 +74,20 @@ def test_what_is_taken_is_a_recipe_with_deepspeeds_defaults(tmp_path: Path) -> N
     settings = ["model.name=gpt3-125m", "train.seq_len=1024"]
     recipe = load_recipe(tmp_path / "mine.yaml", settings, cards=shape_cards())
     train, optimizer = recipe.train, recipe.optimizer
-    assert (train.global_batch_size, train.precision, train.steps) == (64, "bf16", 200)
-    assert (train.grad_clip, recipe.microbatches) == (0.5, 4)
-    assert (recipe.parallel.dp_shard, recipe.parallel.strategy) == (8, "SHARD_GRAD_OP")
-    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-4, (0.9, 0.98), 0.0)
-    assert (optimizer.schedule, optimizer.warmup_steps) == ("linear", 10)
-    assert (recipe.logging.sinks, recipe.logging.project) == (("wandb",), "tries")
+    assert train.global_batch_size == 64
+    assert train.precision == "bf16"
+    assert train.steps == 200
+    assert train.grad_clip == 0.5
+    assert recipe.microbatches == 4
+    assert recipe.parallel.dp_shard == 8
+    assert recipe.parallel.strategy == "SHARD_GRAD_OP"
+    assert optimizer.lr == 1e-4
+    assert optimizer.betas == (0.9, 0.98)
+    assert optimizer.weight_decay == 0.0
+    assert optimizer.schedule == "linear"
+    assert optimizer.warmup_steps == 10
+    assert recipe.logging.sinks == ("wandb",)
+    assert recipe.logging.project == "tries"
 
 
 def test_what_the_trainer_fills_in_is_still_to_be_given(tmp_path: Path) -> None:

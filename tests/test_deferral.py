@@ -31,13 +31,15 @@ def run(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def test_second_half_adds_what_the_first_left_out() -> None:
-    plain, split = make_model(), make_model()
+    plain = make_model()
+    split = make_model()
     delayed = delay_weight_gradients(split)
     assert [name for name, _ in split.named_parameters()] == [
         name for name, _ in plain.named_parameters()
     ]
     for _ in range(2):  # the second time the gradients add up
-        x_plain, x_split = torch.randn(2, 3, 5, 4)[0].requires_grad_(), None
+        x_plain = torch.randn(2, 3, 5, 4)[0].requires_grad_()
+        x_split = None
         x_split = x_plain.detach().clone().requires_grad_()
         run(plain, x_plain).backward()
         before = copy.deepcopy(split[0].weight.grad)

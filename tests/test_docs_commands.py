@@ -154,7 +154,8 @@ def script_of(blocks: list[Block]) -> str:
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for library in LIBRARIES.get(page.stem, ()):
         pytest.importorskip(library, reason="a command of the page needs it")
-    programs, folder = tmp_path / "bin", tmp_path / "folder"
+    programs = tmp_path / "bin"
+    folder = tmp_path / "folder"
     programs.mkdir()
     folder.mkdir()
     (folder / "recipes").symlink_to(ROOT / "recipes")

@@ -32,7 +32,8 @@ def test_the_number_of_workers_sets_dp_shard_and_keeps_the_global_batch(
 ) -> None:
     fitted = fit_to_workers(RECIPE, workers)
     assert fitted == replace(RECIPE, parallel=replace(RECIPE.parallel, dp_shard=dp_shard))
-    assert (fitted.parallel.world_size, fitted.microbatches) == (workers, microbatches)
+    assert fitted.parallel.world_size == workers
+    assert fitted.microbatches == microbatches
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ def test_a_users_mistake_is_one_line_and_status_2(
     command: str, message: str, run_dir: Path, capsys: Said
 ) -> None:
     assert pretrain.main(command.replace("RUN", str(run_dir)).split()) == 2
-    said, message = capsys.readouterr(), message.replace("RUN", str(run_dir))
+    said = capsys.readouterr()
+    message = message.replace("RUN", str(run_dir))
     assert said.out == ""
     assert said.err.startswith("error: ")
     assert message in said.err

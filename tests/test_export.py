@@ -135,7 +135,8 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
 
 
 def test_what_is_at_dir_is_not_lost(run_dir: Path, tmp_path: Path, capsys: Said) -> None:
-    checkpoint, there = run_dir / "checkpoints/step_00000002", tmp_path / "there"
+    checkpoint = run_dir / "checkpoints/step_00000002"
+    there = tmp_path / "there"
     there.mkdir()
     (there / "results.csv").write_text("dear")
     (tmp_path / "file").touch()

@@ -40,7 +40,8 @@ from tests.live_run import (
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-DATA, TENSOR = ParallelConfig(dp_shard=2), ParallelConfig(tp=2)
+DATA = ParallelConfig(dp_shard=2)
+TENSOR = ParallelConfig(tp=2)
 FOUR = ParallelConfig(pp=2, tp=2)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 STOP_ONE = to_rank(1, STOP)
@@ -241,7 +242,8 @@ def test_a_failing_rank_is_told_once_and_ends_all(fault: Fault, tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ENDS, ids=str)
 def test_a_run_names_the_fault_that_ends_it_and_resumes(fault: Fault, tmp_path: Path) -> None:
-    run, recipe = check_end(fault, tmp_path), recipe_of(fault, tmp_path)
+    run = check_end(fault, tmp_path)
+    recipe = recipe_of(fault, tmp_path)
     (tmp_path / "plant").unlink(missing_ok=True)  # a fault of all ranks is still there
     again = LiveRun(tmp_path, recipe, fault.launch)
     try:

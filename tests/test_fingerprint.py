@@ -41,7 +41,8 @@ def flip_a_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
 def test_moved_data_is_the_same_and_changed_data_is_not(kind: str, tmp_path: Path) -> None:
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here = tmp_path / "here"
+    elsewhere = tmp_path / "elsewhere"
     path = write_text(here) if kind == "text" else write_tokens(here)
     data = DataConfig(source=kind, path=path, validation_fraction=0.25)  # type: ignore[arg-type]
     then = fingerprint(data)

@@ -163,7 +163,8 @@ def _templates() -> Path:
 
 def faults_of(name: str, seed: int) -> list[str]:
     """Returns what is wrong with the answers to the mutation of a seed."""
-    form, draw = FORMATS[name], random.Random(f"{name} {seed}")
+    form = FORMATS[name]
+    draw = random.Random(f"{name} {seed}")
     with tempfile.TemporaryDirectory(prefix="fuzz-files-") as at:
         original = _templates() / form.file
         folder = Path(at).resolve() / "step_00000002"
@@ -178,7 +179,8 @@ def faults_of(name: str, seed: int) -> list[str]:
 
 
 def _faults(form: Format, folder: Path, file: Path) -> Iterator[str]:
-    out, before = folder.with_name("out"), _files(folder)
+    out = folder.with_name("out")
+    before = _files(folder)
     for main, words in form.commands:
         with chdir(folder):
             filled = words.format(file=file, folder=folder, out=out).split()

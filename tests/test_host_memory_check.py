@@ -65,10 +65,8 @@ def test_a_batch_that_does_not_fit_is_answered_with_a_leaner_layout() -> None:
 
 
 def test_a_host_of_several_is_asked_about_its_own_ranks_and_gpus_about_nothing() -> None:
-    free, large = (
-        FreeMemory(6 * GIB, "the system"),
-        quickstart("model.layers=24", "model.hidden=1536"),
-    )
+    free = FreeMemory(6 * GIB, "the system")
+    large = quickstart("model.layers=24", "model.hidden=1536")
     with pytest.raises(
         ConfigError, match="8 processes of this host need .*try .*, or 2 such hosts under torchrun"
     ):

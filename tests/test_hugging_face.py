@@ -104,7 +104,8 @@ def test_each_table_has_all_parameters_of_ours_and_all_hf_tensors(
 def test_a_config_json_is_read_as_it_was_written_by_new_readers_and_old(
     family: str, tmp_path: Path
 ) -> None:
-    model, config = FAMILIES[family], config_json(FAMILIES[family])
+    model = FAMILIES[family]
+    config = config_json(FAMILIES[family])
     assert as_read_from(config, tmp_path) == model
     if family.startswith("gpt2"):
         return
@@ -123,7 +124,8 @@ def test_a_config_json_is_read_as_it_was_written_by_new_readers_and_old(
 def test_both_forms_of_the_rotary_base_give_transformers_the_same_angles(
     family: str, tmp_path: Path
 ) -> None:
-    config, found = config_json(FAMILIES[family]), []
+    config = config_json(FAMILIES[family])
+    found = []
     for left in ((), ("rope_parameters",), ("rope_theta", "rope_scaling")):
         (tmp_path / "config.json").write_text(
             json.dumps({key: config[key] for key in config if key not in left})

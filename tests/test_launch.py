@@ -42,14 +42,14 @@ def test_all_ranks_run_and_know_their_place(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = launched("tells_its_environment", 3, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
     told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
     assert [
         (one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in told
     ] == [(str(rank), str(rank), "3", "3") for rank in range(3)]
-    assert all(
-        int(one["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3) for one in told
-    )
+    for one in told:
+        assert int(one["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
     assert len({one["init_method"] for one in told}) == 1
     meeting_place = Path(told[0]["init_method"].removeprefix("file://")).parent
     assert not meeting_place.exists()
@@ -91,13 +91,15 @@ def test_the_cause_of_a_failure_is_told_once_and_all_ranks_end(
 ) -> None:
     done = launched(target, world_size, tmp_path)
     first, *rest = done.stderr.splitlines()
-    assert (done.returncode, outcome(tmp_path)["exit_status"]) == (status, status)
+    assert done.returncode == status
+    assert outcome(tmp_path)["exit_status"] == status
     assert fnmatch(first, f"error: {line}"), done.stderr
     assert "error:" not in "".join(rest)
     # only a bug has a traceback
     has_traceback = "ValueError" in line or "SystemExit" in line
     assert ("Traceback" in done.stderr) == bool(rest) == has_traceback
-    assert not any(is_alive(pid) for pid in signed_in(tmp_path, 0))
+    for pid in signed_in(tmp_path, 0):
+        assert not is_alive(pid)
 
 
 def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_path: Path) -> None:
@@ -140,7 +142,8 @@ def test_a_stopped_launcher_takes_its_workers_down(
     _, stderr = launcher.communicate(timeout=20)
     assert launcher.returncode == status
     assert stderr == f"error: stopped by {signum.name}\n"
-    assert not any(is_alive(pid) for pid in pids)
+    for pid in pids:
+        assert not is_alive(pid)
     assert outcome(tmp_path)["exit_status"] == status
 
 

@@ -41,17 +41,16 @@ def test_the_scripts_pass_shellcheck(kind: str, where: str, tmp_path: Path, caps
     script = tmp_path / "script"
     script.write_text(printed(f"{kind} {where} {site}", capsys))
     checked = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
-    assert (checked.returncode, checked.stdout) == (0, "")
+    assert checked.returncode == 0
+    assert checked.stdout == ""
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_settings_of_gpus_have_their_reasons_and_a_run_on_cpus_has_none(
     kind: str, capsys: Said
 ) -> None:
-    with_gpus, without = (
-        printed(f"{kind} {GPUS}", capsys),
-        printed(f"{kind} quickstart train.device=cpu", capsys),
-    )
+    with_gpus = printed(f"{kind} {GPUS}", capsys)
+    without = printed(f"{kind} quickstart train.device=cpu", capsys)
     for setting in ("TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}", "NCCL_DEBUG=$"):
         assert setting in with_gpus
         assert setting not in without
@@ -83,7 +82,8 @@ def test_kubernetes_takes_the_manifest_and_the_recipe_in_it_is_the_resolved_one(
     for part in parts:
         kubernetes_validate.validate(part, "1.31", strict=True)
     config, service, job = parts
-    recipe, spec = yaml.safe_load(config["data"]["recipe.yaml"]), job["spec"]
+    recipe = yaml.safe_load(config["data"]["recipe.yaml"])
+    spec = job["spec"]
     assert recipe["train"]["steps"] == 7
     assert recipe["checkpoint"]["resume"] == "none"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
@@ -92,7 +92,9 @@ def test_kubernetes_takes_the_manifest_and_the_recipe_in_it_is_the_resolved_one(
     syntax = subprocess.run(
         ["bash", "-n", "-c", container["args"][0]], capture_output=True, text=True
     )
-    assert (syntax.returncode, syntax.stderr, container["image"]) == (0, "", "registry/image:1")
+    assert syntax.returncode == 0
+    assert syntax.stderr == ""
+    assert container["image"] == "registry/image:1"
     assert "/recipe/recipe.yaml checkpoint.resume=auto" in container["args"][0]
 
 

@@ -47,7 +47,8 @@ def test_llama_has_the_gradients_of_plain_torch(
     """Over two microbatches, so that the second is added to the first."""
     monkeypatch.setattr("parallel3d.layers.linear.FUSED_FROM_ELEMENTS", 0)  # small weights too
     torch.manual_seed(0)
-    model, plain = Llama(MODEL, device="meta"), PlainLlama(MODEL)
+    model = Llama(MODEL, device="meta")
+    plain = PlainLlama(MODEL)
     initialize(model, 0, "cpu")
     plain.load(initial_weights(model, 0))
     set_fused_gradients(model, fused)
@@ -112,7 +113,8 @@ def test_a_frequent_token_keeps_all_its_gradients_in_bf16(kept: str) -> None:
         weight.grad = torch.zeros_like(weight)
     if kept == "added to a float32 total":
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-    ids, gradients = torch.full((2, 2001), 3), torch.rand(2, 2001, 16).add(0.5).bfloat16()
+    ids = torch.full((2, 2001), 3)
+    gradients = torch.rand(2, 2001, 16).add(0.5).bfloat16()
     ids[:, 7] = torch.tensor([5, 0])
     embedding(ids).backward(gradients)
     found = getattr(weight, "main_grad", weight.grad)
@@ -127,7 +129,8 @@ def test_a_frequent_token_keeps_all_its_gradients_in_bf16(kept: str) -> None:
 
 def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() -> None:
     positions = LearnedPositions(4, 8, tp=ParallelContext(dtype=torch.bfloat16))
-    places, gradients = torch.arange(4).repeat(1, 1000), torch.rand(1, 4000, 8).add(0.5).bfloat16()
+    places = torch.arange(4).repeat(1, 1000)
+    gradients = torch.rand(1, 4000, 8).add(0.5).bfloat16()
     positions.longest = 4000
     x = torch.zeros(1, 4000, 8, dtype=torch.bfloat16)
     assert torch.equal(positions(x, places)[0, :4], positions.weight)
@@ -138,7 +141,8 @@ def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() 
 
 
 def test_gradient_that_overwrites_a_copy_of_the_logits_is_returned() -> None:
-    drawn, labels = torch.randn(5, 3, 7), torch.randint(0, 7, (3, 5))
+    drawn = torch.randn(5, 3, 7)
+    labels = torch.randint(0, 7, (3, 5))
     ours, plain = (drawn.clone().requires_grad_() for _ in range(2))
     logits = ours.transpose(0, 1) * 1.0  # [3, 5, 7], not contiguous
     terms = TokenLoss(ONE_RANK, 7, z_loss=0.01)
@@ -154,7 +158,8 @@ class Reading:
     """A collective that reads what it sends when it is waited for, as a GPU does."""
 
     def __init__(self, received: Tensor, sent: Tensor) -> None:
-        self.received, self.sent = received, weakref.ref(sent)
+        self.received = received
+        self.sent = weakref.ref(sent)
 
     def wait(self) -> None:
         sent = self.sent()

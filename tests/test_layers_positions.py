@@ -15,7 +15,8 @@ def turned_exactly(x: torch.Tensor, theta: float) -> torch.Tensor:
     angles = torch.outer(
         torch.arange(x.shape[1]).double(), theta ** -(torch.arange(half).double() / half)
     )
-    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    cos = angles.cos().unsqueeze(1)
+    sin = angles.sin().unsqueeze(1)
     first, second = x.double().split(half, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

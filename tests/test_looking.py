@@ -61,7 +61,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe and a run, beside and in which modules lie that leave a mark when they
     are run."""
     tmp_path = tmp_path_factory.mktemp("looking")
-    stranger, marker = tmp_path / "stranger", tmp_path / "marker"
+    stranger = tmp_path / "stranger"
+    marker = tmp_path / "marker"
     (stranger / "run").mkdir(parents=True)
     (stranger / "text.txt").write_text("All happy families are alike. " * 100)
     recipe = replace(
@@ -99,7 +100,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_command_that_looks_runs_modules_beside_a_recipe_or_in_a_run_or_checkpoint(
     stranger: Path, commands: list[tuple[int | str, ...]]
 ) -> None:
-    driver, marker = stranger.with_name("driver.py"), stranger.with_name("marker")
+    driver = stranger.with_name("driver.py")
+    marker = stranger.with_name("marker")
     words = [sys.executable, str(driver), json.dumps(commands), str(marker)]
     done = subprocess.run(
         words,

@@ -118,11 +118,14 @@ def test_any_box_of_a_tensor_is_read_from_the_pieces_that_have_it(
 
 
 def test_each_of_200_flipped_bits_is_told_by_its_file_and_its_tensor(saved: Path) -> None:
-    manifest, draw, told = read_manifest(saved), random.Random(0), 0
+    manifest = read_manifest(saved)
+    draw = random.Random(0)
+    told = 0
     for trial in range(200):
         file = sorted(saved.iterdir())[trial % len(manifest.files) - 1]
         whole = file.read_bytes()
-        at, bit = draw.randrange(len(whole)), draw.randrange(8)
+        at = draw.randrange(len(whole))
+        bit = draw.randrange(8)
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
         held = manifest.pieces.get(file.name, [])
         tensors = tuple(name for each, name in held if each.at <= at < each.at + each.bytes)

@@ -82,7 +82,8 @@ def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> 
 
 
 def test_garbage_in_the_metrics_stops_no_resume_and_is_kept_aside(tmp_path: Path) -> None:
-    path, good = tmp_path / "metrics.jsonl", json.dumps(LINE.scalars)
+    path = tmp_path / "metrics.jsonl"
+    good = json.dumps(LINE.scalars)
     before = "\n".join([good, "\ufffd garbage", "[1]", '{"step": "x"}', "[" * 100_000, ""])
     path.write_text(before)
     file = MetricsFile(path, resumed_step=20)

@@ -59,7 +59,9 @@ def orders(draw: st.DrawFn) -> MixtureOrder:
     """Returns stages of a few samples to some thousand, with weights for equally many sources."""
     count = draw(st.integers(1, 5))
     one = st.lists(st.integers(0, 12), min_size=count, max_size=count).filter(any).map(tuple)
-    lengths, first, stages = draw(st.lists(st.integers(1, 200), max_size=4)), 0, []
+    lengths = draw(st.lists(st.integers(1, 200), max_size=4))
+    first = 0
+    stages = []
     for length in [*lengths, 0]:
         stages.append(MixtureStage(first, draw(one)))
         first += length
@@ -70,7 +72,8 @@ def orders(draw: st.DrawFn) -> MixtureOrder:
 def test_each_source_has_its_share_of_any_first_samples_to_within_one(
     weights: tuple[int, ...],
 ) -> None:
-    period, used = sum(weights), sum(weight > 0 for weight in weights)
+    period = sum(weights)
+    used = sum(weight > 0 for weight in weights)
     source = np.tile(mixture_pattern(weights)[0], 2)
     counts = np.cumsum(source[:, None] == np.arange(len(weights)), axis=0)
     # in 1 / W samples
@@ -186,10 +189,8 @@ def text_source(folder: Path, text: str) -> SourceConfig:
 
 
 def test_the_check_of_the_data_names_the_source_that_will_not_do(tmp_path: Path) -> None:
-    fine, short = (
-        text_source(tmp_path / "web", "w" * 90_000),
-        text_source(tmp_path / "code", "c" * 3000),
-    )
+    fine = text_source(tmp_path / "web", "w" * 90_000)
+    short = text_source(tmp_path / "code", "c" * 3000)
     with pytest.raises(
         ConfigError,
         match=r"2001 tokens, and there are 151 in data.sources\[1\].path = .*code for validation",
@@ -210,8 +211,10 @@ def test_files_of_ids_are_mixed_where_one_tokenizer_has_made_them(tmp_path: Path
         ShardTokenizer(kind="json", file="tokenizer.json", sha256=name)
         for name in ("ours", "theirs")
     )
-    first, same = token_source(tmp_path / "a", ours), token_source(tmp_path / "b", ours)
-    unknown, other = token_source(tmp_path / "c", None), token_source(tmp_path / "d", theirs)
+    first = token_source(tmp_path / "a", ours)
+    same = token_source(tmp_path / "b", ours)
+    unknown = token_source(tmp_path / "c", None)
+    other = token_source(tmp_path / "d", theirs)
     prefix = tmp_path / "e"
     write_megatron(prefix, [np.arange(200, 240)] * 2)
     megatron = SourceConfig(path=str(prefix))

@@ -213,12 +213,14 @@ def test_a_layout_takes_the_names_of_others() -> None:
         "microbatch_size": 2,
     }
     parallel = read_parallel(["tp=2,pp=2,vpp=2"], "--layout")
-    assert (parallel.schedule, parallel.sequence_parallel) == ("interleaved_1f1b", True)
+    assert parallel.schedule == "interleaved_1f1b"
+    assert parallel.sequence_parallel
 
 
 def test_a_model_is_a_config_json_its_folder_a_recipe_or_a_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    by_file, by_folder = read_model(str(tmp_path / "config.json")), read_model(str(tmp_path))
+    by_file = read_model(str(tmp_path / "config.json"))
+    by_folder = read_model(str(tmp_path))
     assert by_file.shape == by_folder.shape
     assert by_file.shape.kv_heads == 4
     assert read_model("quickstart").recipe is not None

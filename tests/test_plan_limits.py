@@ -60,7 +60,8 @@ def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
 def test_the_smallest_cluster_holds_the_model_and_fewer_devices_do_not(name: str) -> None:
     at = held(smallest_cluster(question(name, seq_len=1024)))
     fewer = [gpus for gpus in (1, 2, 4, *range(8, at.gpus, 8)) if gpus < at.gpus]
-    assert all(one_that_fits(replace(at, gpus=gpus)) is None for gpus in fewer)
+    for gpus in fewer:
+        assert one_that_fits(replace(at, gpus=gpus)) is None
 
 
 @pytest.mark.parametrize("engine", ["megatron-core"])

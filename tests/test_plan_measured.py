@@ -59,7 +59,8 @@ def test_a_run_that_sends_little_tells_of_arithmetic_alone() -> None:
     found = scales_of([in_truth(ALONE, Scales(arithmetic=1.3))])
     assert 1.15 < found.arithmetic < 1.3
     assert found.network == pytest.approx(1.0, abs=0.02)
-    assert (found.timed, found.weighed) == (("parallel3d",), ("parallel3d",))
+    assert found.timed == ("parallel3d",)
+    assert found.weighed == ("parallel3d",)
     talking = scales_of([in_truth(TALKING, Scales(network=1.5))])
     assert log(talking.network) > 4 * log(talking.arithmetic) > 0
 
@@ -86,12 +87,11 @@ def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> N
     run = run_of(tmp_path, [])
     cluster = find_cluster("a100")
     predicted = compare(run_of(tmp_path, [9.0, 1.0]), cluster)
-    predicted_s, bytes_ = predicted.cost.step_time_s, round(1.1 * predicted.memory.allocated)
+    predicted_s = predicted.cost.step_time_s
+    bytes_ = round(1.1 * predicted.memory.allocated)
     (run / "metrics.jsonl").unlink()
-    metrics, tokens = (
-        MetricsFile(run / "metrics.jsonl", resumed_step=0),
-        16 * 1024 / 8 / (1.5 * predicted_s),
-    )
+    metrics = MetricsFile(run / "metrics.jsonl", resumed_step=0)
+    tokens = 16 * 1024 / 8 / (1.5 * predicted_s)
     mfu = (
         tokens
         * model_flops_per_token(from_config(RECIPE.model), 1024)

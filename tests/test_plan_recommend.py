@@ -108,7 +108,8 @@ def answer(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
 def test_the_page_is_what_it_was(name: str, capsys: Said) -> None:
     status = run(PAGES[name])
     said = capsys.readouterr()
-    assert (status, said.err) == (3 if name == "nothing_fits" else 0, "")
+    assert (status) == (3 if name == "nothing_fits" else 0)
+    assert said.err == ""
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("PARALLEL3D_UPDATE_GOLDEN"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +130,9 @@ def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
     assert asked["model"]["name"] == "llama3.2-1b"
     assert asked["model"]["parameters"] == 1_235_814_400
     assert asked["fixed"] == {"tp": 2, "max_pp": 4}
-    assert (asked["precision"], asked["risk"], asked["objective"]) == ("bf16", 0.05, "throughput")
+    assert asked["precision"] == "bf16"
+    assert asked["risk"] == 0.05
+    assert asked["objective"] == "throughput"
     assert asked["memory_fraction"] == 0.914
     assert asked["tokens"] == 3e11
     assert asked["hardware"]["price_per_hour"] == 2
@@ -142,7 +145,8 @@ def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
     times = [each["step_time_s"] for each in said["strategies"]]
     assert times[0] <= min(times) * 1.001
     for each in said["strategies"]:
-        memory, parts = each["memory_gib"], each["time_s"]
+        memory = each["memory_gib"]
+        parts = each["time_s"]
         assert memory["total"] == pytest.approx(sum(memory[kind] for kind in KINDS), rel=1e-3)
         assert set(memory) == {"total", *KINDS}
         assert each["step_time_s"] == pytest.approx(sum(parts.values()), rel=1e-3)
@@ -246,7 +250,8 @@ def test_a_winner_that_the_dry_run_refuses_gives_its_place_to_the_next(
     from parallel3d.tools.verify import dry_run as module
     from parallel3d.tools.verify.ledger import Snapshot
 
-    usual, runs = module.dry_run, []
+    usual = module.dry_run
+    runs = []
 
     def planted(*args: Any, **settings: Any) -> module.DryRun:
         runs.append(args)

@@ -74,7 +74,9 @@ def test_what_actions_take_is_an_option(options: str, makespan: float, capsys: S
 
 
 def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
-    csv, svg, trace = tmp_path / "s.csv", tmp_path / "s.svg", tmp_path / "s.json"
+    csv = tmp_path / "s.csv"
+    svg = tmp_path / "s.svg"
+    trace = tmp_path / "s.json"
     before = figures(
         f"--schedule dualpipe_v --pp 2 --microbatches 5 --csv {csv} --svg {svg} --trace {trace}",
         capsys,

@@ -104,8 +104,10 @@ def test_an_unknown_device_is_answered_with_the_nearest() -> None:
 
 
 def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
-    inside, across = axis_group(a100, 8, 1, world=64), axis_group(a100, 8, 8, world=64)
-    assert (inside.nodes, across.nodes) == (1, 8)
+    inside = axis_group(a100, 8, 1, world=64)
+    across = axis_group(a100, 8, 8, world=64)
+    assert inside.nodes == 1
+    assert across.nodes == 8
     assert all_gather_s(a100, across, 1e9) > 5 * all_gather_s(a100, inside, 1e9)
 
 
@@ -115,4 +117,5 @@ def test_the_causes_add_up_to_the_step(a100: Cluster) -> None:
     assert sum(getattr(cost.parts, part.name) for part in fields(cost.parts)) == pytest.approx(
         cost.step_time_s
     )
-    assert all(getattr(cost.parts, part.name) >= 0 for part in fields(cost.parts))
+    for part in fields(cost.parts):
+        assert getattr(cost.parts, part.name) >= 0

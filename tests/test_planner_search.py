@@ -118,16 +118,18 @@ def test_what_is_fixed_stays_fixed() -> None:
         question(fixed=Fixed(tp=2, pp=2, schedule="1f1b", recompute="full")), top=5
     ).strategies
     assert found
-    assert all(
-        (s.parallel.tp, s.parallel.pp, s.parallel.recompute) == (2, 2, "full") for s in found
-    )
+    for s in found:
+        assert s.parallel.tp == 2
+        assert s.parallel.pp == 2
+        assert s.parallel.recompute == "full"
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "interleaved_zb", "gpipe"])
 def test_any_schedule_can_be_asked_for(schedule: ScheduleName) -> None:
     found = search(question(fixed=Fixed(schedule=schedule, pp=2)), top=3).strategies
     assert found
-    assert all(s.parallel.schedule == schedule for s in found)
+    for s in found:
+        assert s.parallel.schedule == schedule
 
 
 def test_where_nothing_fits_the_nearest_are_told_first() -> None:

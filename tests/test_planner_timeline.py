@@ -90,7 +90,9 @@ def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
         virtual_stages=virtual,
     )
     for rank, actions in enumerate(schedule.ranks):
-        alive, backwards, found = 0, Counter[int](), []
+        alive = 0
+        backwards = Counter[int]()
+        found = []
         for stage, kind, _ in actions:
             if len(backwards) == virtual and max(backwards.values()) < microbatches:
                 found.append(alive)

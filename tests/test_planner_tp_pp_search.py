@@ -57,12 +57,14 @@ def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
 
 @pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
 def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...]) -> None:
-    asked, seen = question(0.95, *schedules), 0
+    asked = question(0.95, *schedules)
+    seen = 0
     for family in (family for own in families(asked).values() for family in own):
         for parallel in every(asked, family):
             run = asked.planned_run(parallel)
             recompute = parallel.recompute, parallel.recompute_every
-            floors, split = RunFloors(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
+            floors = RunFloors(run)
+            split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
             all_split = RunFloors(
                 asked.planned_run(
                     replace(

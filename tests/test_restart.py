@@ -61,23 +61,28 @@ def test_each_attempt_has_a_name_of_its_own_and_a_restart_is_one_after_the_folde
 ) -> None:
     first = attempt(4)
     assert len({each.attempt for each in first}) == 1
-    assert not any(each.is_restart for each in first)
+    for each in first:
+        assert not each.is_restart
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = attempt(4)  # the first has failed before it had a folder
-    assert not any(each.is_restart for each in again)
+    for each in again:
+        assert not each.is_restart
     record_start()
-    fewer, more = attempt(2), attempt(5)
+    fewer = attempt(2)
+    more = attempt(5)
     names = [{each.attempt for each in ranks} for ranks in (first, again, fewer, more)]
     assert [len(each) for each in names] == [1] * 4
     assert len(set.union(*names)) == 4
-    assert all(each.is_restart for each in (*fewer, *more))
+    for each in (*fewer, *more):
+        assert each.is_restart
 
 
 def test_a_new_store_was_lost_with_its_node_if_an_agent_counts_a_restart(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert all(each.is_restart for each in attempt(3))
+    for each in attempt(3):
+        assert each.is_restart
 
 
 def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore) -> None:

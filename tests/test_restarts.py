@@ -156,14 +156,16 @@ def test_a_run_goes_on_with_two_ranks_of_four_when_a_node_is_lost(
     options += f"--rdzv-endpoint 127.0.0.1:{meeting_place.port} --rdzv-id elastic".split()
     options += f"--local-addr 127.0.0.1 --rdzv-conf {conf}".split()
     agents = [torchrun(recipe, *options), torchrun(recipe, *options)]
-    goes, stays = agents[lost], agents[1 - lost]
+    goes = agents[lost]
+    stays = agents[1 - lost]
     plan(tmp_path, 7, signal.SIGKILL, pid=goes.pid, ranks=4)
     _, said = stays.communicate(timeout=240)
     goes.communicate(timeout=20)
     assert stays.returncode == 0, said
     assert (tmp_path / "done").exists(), said
     all_end(json.loads((tmp_path / "workers").read_text()))
-    found, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
+    found = losses(tmp_path / "run")
+    expected = losses(tmp_path / "alone")
     assert found == pytest.approx(expected, rel=1e-4)
     assert len(found) == STEPS
     assert found[0] == pytest.approx(expected[0], rel=1e-6)

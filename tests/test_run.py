@@ -56,7 +56,8 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Ten steps without a stop, and the last two again from what a stop after the eighth would have
     left: the same to the bit."""
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    straight = tmp_path / "straight"
+    stopped = tmp_path / "stopped"
     done = run(
         f"run_dir={straight}",
         "train.steps=10",
@@ -70,10 +71,12 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert re.search(r"step 10/10  loss \d\.\d{4}  val \d\.\d{4}  grad .* tok/s", done.stderr)
     lines = metrics(straight)
     assert [line["step"] for line in lines] == list(range(1, 11))
-    assert all(set(line) == METRICS for line in lines)
+    for line in lines:
+        assert set(line) == METRICS
     assert lines[-1]["tokens"] == 10 * 8 * 32
     assert lines[0]["mfu"] is None
-    assert all(0 < line["data_wait_s"] < line["step_time_s"] for line in lines)
+    for line in lines:
+        assert 0 < line["data_wait_s"] < line["step_time_s"]
     assert lines[4]["val_loss"] is not None
     assert lines[3]["val_loss"] is None
     kept = sorted((straight / "checkpoints").iterdir())

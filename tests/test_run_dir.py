@@ -125,7 +125,8 @@ def test_a_run_in_the_current_folder_works_twice_and_moves_its_own_files_alone(
     assert not (tmp_path / "project.1").exists()  # another program's checkpoints are no earlier run
     first = files(project)
     assert train("run_dir=.", "train.seed=1") == 0
-    earlier, now = files(tmp_path / "project.1"), files(project)
+    earlier = files(tmp_path / "project.1")
+    now = files(project)
     assert first == {**earlier, **foreign}
     assert now == now | foreign
     assert set(now) == set(first)

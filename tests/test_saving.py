@@ -42,7 +42,8 @@ class After(Callback):
     """Does something to the run's folder after a step."""
 
     def __init__(self, step: int, act: Callable[[Path], object]) -> None:
-        self._step, self._act = step, act
+        self._step = step
+        self._act = act
 
     def step_done(self, run: RunView, result: StepResult) -> None:
         if run.step == self._step:
@@ -176,7 +177,8 @@ WAITS_S = 60.0
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds every save in the background back until it is set."""
-    opened, write = threading.Event(), saver.write_and_commit
+    opened = threading.Event()
+    write = saver.write_and_commit
 
     def held_back(*args: Any) -> None:
         assert opened.wait(WAITS_S), "training waits for the save"

@@ -12,7 +12,10 @@ from parallel3d.schedules.classic import groups
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+F = Kind.FORWARD
+B = Kind.BACKWARD
+I = Kind.INPUT  # noqa: E741
+W = Kind.WEIGHT
 sizes = st.integers(1, 8)
 
 
@@ -54,7 +57,8 @@ def test_the_gradient_of_a_split_backward_goes_to_the_half_that_takes_it() -> No
 def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
     """`build_schedule` proves the order before it returns; this checks what is derived from the
     order."""
-    stages, microbatches = schedule.stages, schedule.microbatches
+    stages = schedule.stages
+    microbatches = schedule.microbatches
     actions = {action for rank in schedule.ranks for action in rank}
     forwards = stages * microbatches
     assert sum(action.kind is F for action in actions) == forwards
@@ -74,7 +78,8 @@ def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
 def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
     """The most forwards alive are as many as the formula says; with few microbatches the formula is
     a bound."""
-    p, m = len(schedule.ranks), schedule.microbatches
+    p = len(schedule.ranks)
+    m = schedule.microbatches
     v = schedule.stages // p
     g = groups(p, m)[0]
     for rank, alive in enumerate(schedule.peak_live_microbatches):

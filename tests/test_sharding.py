@@ -100,9 +100,9 @@ def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> 
         axis = Axis(ranks, rank, None)
         own = [torch.zeros_like(own_rows(tensor, axis)) for tensor in tensors]
         packing.unpack_own(packed[rank], own)
-        assert all(
-            torch.equal(part, own_rows(t, axis)) for part, t in zip(own, tensors, strict=True)
-        )
+        for part, t in zip(own, tensors, strict=True):
+            assert torch.equal(part, own_rows(t, axis))
     back = [torch.zeros_like(tensor) for tensor in tensors]
     packing.unpack(packed, back)
-    assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
+    for a, b in zip(back, tensors, strict=True):
+        assert torch.equal(a, b)

@@ -87,7 +87,8 @@ def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: P
     reserve(tmp_path / "small")
     incoming = Incoming(tmp_path / "small", 0)
     fcntl.fcntl(incoming.headers, fcntl.F_SETPIPE_SZ, 4096)
-    outgoing, count = Outgoing(tmp_path / "small", 1), 1500
+    outgoing = Outgoing(tmp_path / "small", 1)
+    count = 1500
 
     def send() -> None:
         for number in range(count):

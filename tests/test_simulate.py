@@ -69,7 +69,9 @@ def test_split_backwards_leave_ranks_idle_as_the_papers_say(
 ) -> None:
     """A rank is idle for (p - 1) (F + I - W), in 1F1B for (p - 1) (F + I + W) (arXiv 2401.10241,
     table 2). In DualPipe-V it is (p - 1) (F&B + B - 3 W) where pairs overlap."""
-    F, I, W = times.forward, times.input, times.weight  # noqa: E741
+    F = times.forward
+    I = times.input  # noqa: E741
+    W = times.weight
     assert idle(timeline("zb_h1", p, m, times=times)) == pytest.approx((p - 1) * (F + I - W))
     assert idle(timeline("1f1b", p, m, times=times)) == pytest.approx((p - 1) * (F + I + W))
     if m >= 2 * p:

@@ -82,10 +82,8 @@ def read_tensorboard(folder: Path) -> Curves:
     reader = events.EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
     curves = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
-    assert all(
-        [event.step for event in curve] == sorted({event.step for event in curve})
-        for curve in curves.values()
-    )
+    for curve in curves.values():
+        assert [event.step for event in curve] == sorted({event.step for event in curve})
     return {tag: {event.step: event.value for event in curve} for tag, curve in curves.items()}
 
 
@@ -94,11 +92,9 @@ def read_mlflow(folder: Path) -> Curves:
     tracking = pytest.importorskip("mlflow.tracking")
     client = tracking.MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
-    assert (run.info.status, run.info.run_name, run.data.params["train.seq_len"]) == (
-        "FINISHED",
-        folder.name,
-        "16",
-    )
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == folder.name
+    assert run.data.params["train.seq_len"] == "16"
     histories = {
         name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
     }
@@ -146,7 +142,8 @@ class Broken:
     """A sink that raises, exits or hangs in one of its methods."""
 
     def __init__(self, where: str, act: Callable[[], Any]) -> None:
-        self._where, self._act = where, act
+        self._where = where
+        self._act = act
 
     def start(self, run: SinkRun) -> None:
         self._at("start")

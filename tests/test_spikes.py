@@ -58,7 +58,9 @@ def test_nothing_is_judged_before_half_of_the_window_and_spikes_in_it_do_not_mov
 def test_spikes_are_in_a_row_where_nothing_or_for_a_rollback_less_than_a_window_lies_between(
     on_spike: str, expected: list[int]
 ) -> None:
-    rule, counts, history = replace(RULE, on_spike=on_spike), [], QUIET
+    rule = replace(RULE, on_spike=on_spike)
+    counts = []
+    history = QUIET
     for step, loss in enumerate([9.0, 9.0, 2.5, 9.0, 9.0], 201):
         found, history = find_spike(history, step, loss, 0.4, rule)
         if found:

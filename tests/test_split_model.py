@@ -94,7 +94,8 @@ def test_the_stages_of_a_family_are_its_model(name: str) -> None:
     padded = torch.ones(2, 8, dtype=torch.int64)
     padded[0, 2:4] = 0  # inside, so that each token has one to look at in its window
     for keywords in ({}, {"attention_mask": padded}):
-        ours, wanted = through(stages, ids, **keywords), alone(ids, **keywords).logits
+        ours = through(stages, ids, **keywords)
+        wanted = alone(ids, **keywords).logits
         assert torch.equal(ours, wanted)
         ours.square().mean().backward()
         wanted.square().mean().backward()
@@ -119,7 +120,8 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(VOCAB, 8), nn.Embedding(16, 8)
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.positions = nn.Embedding(16, 8)
         self.blocks = nn.ModuleList(OwnBlock(8, 8) for _ in range(BLOCKS))
         self.head = nn.Linear(8, VOCAB)
         self.scale = nn.Parameter(torch.ones(()))
@@ -133,7 +135,8 @@ class Own(nn.Module):
 
 
 def test_a_model_of_ones_own_is_cut_by_its_table() -> None:
-    model, ids = Own(), torch.arange(16).view(2, 8)
+    model = Own()
+    ids = torch.arange(16).view(2, 8)
     table = SplitSpec("blocks", ("embed",), ("head",), added=("positions",))
     with pytest.raises(ValueError, match=r"^scale: no rule gives it to a stage"):
         split_model(model, [2], table, example=ids)

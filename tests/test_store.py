@@ -135,7 +135,8 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_and_the_damaged_ones_a
 
 
 def test_a_checkpoint_without_its_manifest_is_tried_and_does_not_count(tmp_path: Path) -> None:
-    older, newer = make(tmp_path, 1), make(tmp_path, 2)
+    older = make(tmp_path, 1)
+    newer = make(tmp_path, 2)
     (newer / MANIFEST_FILE).unlink()
     assert list_checkpoints(tmp_path) == [older]
     # the resume says what is wrong with it
@@ -209,9 +210,11 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_saved(
 ) -> None:
     """The process dies at every operation of saving, replacing and retention, and at every one of
     the next tidying."""
-    disk, kills = Disk(monkeypatch), 0
+    disk = Disk(monkeypatch)
+    kills = 0
     while True:
-        folder, saved = tmp_path / f"kill_{kills}", dict[int, int]()
+        folder = tmp_path / f"kill_{kills}"
+        saved = dict[int, int]()
         folder.mkdir()
         if not disk.is_killed(kills, lambda: save_and_retain(folder, saved)):  # noqa: B023
             break

@@ -42,7 +42,8 @@ def ids(stream: TokenStream) -> list[int]:
 
 
 def write_all(folder: Path, *, vocab_size: int = END + 1, shard_tokens: int = 300) -> Path:
-    train, validation = DOCUMENTS[:90], DOCUMENTS[90:]
+    train = DOCUMENTS[:90]
+    validation = DOCUMENTS[90:]
     sizes = {"vocab_size": vocab_size, "shard_tokens": shard_tokens}
     return write_folder(folder, train, validation, end=END, **sizes)
 
@@ -57,17 +58,17 @@ def test_a_folder_has_the_documents_in_shards_and_says_what_they_are(
     for at, shard in enumerate(header.train):
         raw = (tmp_path / shard.file).read_bytes()
         content = np.frombuffer(raw, dtype=dtype)
-        assert (shard.file, shard.tokens, shard.crc32) == (
-            f"train-{at:05}.bin",
-            len(content),
-            zlib.crc32(raw),
-        )
+        assert shard.file == f"train-{at:05}.bin"
+        assert shard.tokens == len(content)
+        assert shard.crc32 == zlib.crc32(raw)
         assert shard.documents == np.count_nonzero(content == END)
         found.append(content)
     assert len(header.train) > 5
     assert len(header.validation) == 1
     assert np.array_equal(np.concatenate(found), joined(DOCUMENTS[:90]))
-    assert (header.vocab_size, header.largest_id, header.end_of_text) == (vocab_size, END, END)
+    assert header.vocab_size == vocab_size
+    assert header.largest_id == END
+    assert header.end_of_text == END
     assert list(verify(tmp_path)) == []
 
 
@@ -160,7 +161,8 @@ def test_a_megatron_document_of_several_sequences_stays_whole(tmp_path: Path) ->
         index + struct.pack("<4q", 0, 4, 10, 18) + struct.pack("<3q", 0, 1, 4)
     )
     files = open_tokens(tmp_path / "s", 0.5)
-    assert (ids(files.train), ids(files.validation)) == ([0, 1], [*range(2, 10)])
+    assert ids(files.train) == [0, 1]
+    assert ids(files.validation) == [*range(2, 10)]
 
 
 def test_what_is_no_data_set_of_megatrons_is_refused(tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ class Story:
 
     def __init__(self, hosts: str = "aaaa", step_s: float | None = 0.2) -> None:
         self.detector = HangDetector(list(hosts), "a")
-        self.now, self.count, self.hosts, self.step_s = 100.0, 0, hosts, step_s
+        self.now = 100.0
+        self.count = 0
+        self.hosts = hosts
+        self.step_s = step_s
         self.last: dict[int, Beat] = {}
         self.go_on(1.0, steps=True)
 
@@ -46,7 +49,8 @@ class Story:
     ) -> tuple[int, str] | None:
         """Returns what the detector finds first within so many seconds."""
         for _ in range(round(seconds / 0.5)):
-            self.now, self.count = self.now + 0.5, self.count + 1
+            self.now = self.now + 0.5
+            self.count = self.count + 1
             for rank in {*range(len(self.hosts))} - {*silent}:
                 phase = (busy or {}).get(rank)
                 self.last[rank] = Beat(
@@ -170,7 +174,10 @@ def test_a_beat_shows_the_steps_the_phase_and_where_the_main_thread_is(own: Hear
     heartbeat.step_done(2)
     with phase("evaluation"), phase("save"):
         found = beat_of_main_thread(own)
-    assert (found.count, found.step, found.phase, found.waits) == (1, 2, "save", False)
+    assert found.count == 1
+    assert found.step == 2
+    assert found.phase == "save"
+    assert not found.waits
     assert found.step_s is not None
     assert found.step_s < 1
     assert "threading.py" in found.stack

@@ -64,7 +64,9 @@ class Scaled(nn.Module):
 
     def __init__(self, before: Gain, inner: nn.Module, after: Gain) -> None:
         super().__init__()
-        self.before, self.inner, self.after = before, inner, after
+        self.before = before
+        self.inner = inner
+        self.after = after
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.after(self.inner(self.before(x)))

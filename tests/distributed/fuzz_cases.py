@@ -103,7 +103,8 @@ def draw_layout(random: Random, processes: int) -> ParallelConfig:
 
 def prime_factors(number: int) -> list[int]:
     """Returns the prime factors of a number, small ones first."""
-    factors, divisor = [], 2
+    factors = []
+    divisor = 2
     while number > 1:
         while number % divisor == 0:
             factors.append(divisor)
@@ -123,7 +124,8 @@ def train_all(
     for size in sorted({case.recipe.parallel.world_size for case in cases}):
         left = [case for case in cases if case.recipe.parallel.world_size == size]
         while left:
-            together, pool = left[:CASES_IN_A_JOB], world(size)
+            together = left[:CASES_IN_A_JOB]
+            pool = world(size)
             try:
                 ranks = pool.run(run_cases, job, together, folder, patience_s)
             except (EOFError, ConnectionError, TimeoutError):
@@ -143,7 +145,8 @@ def run_cases(
     """Runs the job with each recipe on this rank. Returns the answers, or instead of an answer the
     error of the project. Any other error is the last answer, because it may leave a process group
     in the middle of a collective."""
-    path, answers = folder / f"rank{dist.get_rank()}", []
+    path = folder / f"rank{dist.get_rank()}"
+    answers = []
     for case in cases:
         with path.open("w") as log:
             print(case.seed, file=log, flush=True)
@@ -201,7 +204,9 @@ def combined(case: Case, answers: Sequence[Any]) -> Outcome:
 def assert_follow(differences: Iterable[tuple[Outcome, list[str]]]) -> None:
     """Asserts that no case fails or differs from its reference, and that two thirds are not
     refused."""
-    failures, refused, followed = [], [], 0
+    failures = []
+    refused = []
+    followed = 0
     for outcome, found in differences:
         if outcome.refused is not None:
             refused.append(f"seed {outcome.case.seed}: {outcome.refused}")

@@ -29,7 +29,9 @@ from parallel3d.layers.parameter import (
 )
 from parallel3d.mesh import Axis
 
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+F64 = torch.float64
+F32 = torch.float32
+BF16 = torch.bfloat16
 # relative to the largest number of the reference, or to 1
 TOLERANCE = {F64: 1e-10, F32: 1e-5, BF16: 5e-2}
 Weights = Mapping[str, Tensor]

@@ -32,7 +32,8 @@ class Part(nn.Module):
 
     def __init__(self, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first = is_first
+        self.is_last = is_last
         self.linear = nn.Linear(D, D, dtype=F64)
         self.unbiased = nn.Linear(D, D, bias=False, dtype=F64)
         self.norm = nn.LayerNorm(D, dtype=F64)
@@ -41,7 +42,8 @@ class Part(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.is_first:
             h, ids = tensors
-            aside, factor = h.mean(-1), h.new_full((1,), 0.5)
+            aside = h.mean(-1)
+            factor = h.new_full((1,), 0.5)
         else:
             h, ids, aside, factor = tensors
         h = self.norm(self.unbiased(self.linear(h).tanh()) + h * factor) + self.table(ids)
@@ -59,7 +61,8 @@ def make_batch(
     microbatches: int, seq: int, seed: int = 0
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Returns inputs and labels, one entry per microbatch."""
-    draw, shape = torch.Generator().manual_seed(seed), (BATCH, seq)
+    draw = torch.Generator().manual_seed(seed)
+    shape = (BATCH, seq)
     inputs = [
         (
             torch.randn(*shape, D, dtype=F64, generator=draw),
@@ -97,7 +100,8 @@ class Pipeline:
     @classmethod
     def of(cls, schedule: Schedule) -> Pipeline:
         pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-        whole, copies = make_parts(schedule.stages), make_parts(schedule.stages)
+        whole = make_parts(schedule.stages)
+        copies = make_parts(schedule.stages)
         own = {stage: copies[stage] for stage in schedule.stages_of(dist.get_rank())}
         return cls(
             whole, own, PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY)
@@ -135,10 +139,8 @@ class Pipeline:
         sizes = {"batch": BATCH, "seq": seq}
         loss = self.runtime.evaluate(inputs, labels, sizes=sizes)
         outputs = self.runtime.forward(inputs, sizes=sizes)
-        assert all(
-            part.linear.weight.grad is grad
-            for part, grad in zip(self.own.values(), before, strict=True)
-        )
+        for part, grad in zip(self.own.values(), before, strict=True):
+            assert part.linear.weight.grad is grad
         if self.runtime.is_last:
             assert [tuple(y.shape) for y in outputs] == [(BATCH, seq)] * microbatches
             total = sum(loss_fn(y, label).item() for y, label in zip(outputs, labels, strict=True))

@@ -60,8 +60,11 @@ RECIPES: dict[str, Recipe] = {
 def train_while_saving(recipe: Recipe, folder: Path) -> tuple[Curve, list[str]]:
     """Saves after steps 3 and 6, each held back until two more steps have been trained; returns the
     curve of nine steps and what was told to be in place before it could be, which is nothing."""
-    trainer, told, early = make_trainer(recipe), list[Path](), list[str]()
-    opened, write = threading.Event(), saver.write_and_commit
+    trainer = make_trainer(recipe)
+    told = list[Path]()
+    early = list[str]()
+    opened = threading.Event()
+    write = saver.write_and_commit
 
     def held_back(*args: object) -> None:
         assert opened.wait(60.0)
@@ -120,7 +123,9 @@ def fit_where_one_rank_cannot_write(
     recipe = replace(
         recipe, checkpoint=CheckpointConfig(every=1, keep=9, in_background=in_background)
     )
-    trainer, rank, write = make_trainer(recipe), dist.get_rank(), files.write_shard
+    trainer = make_trainer(recipe)
+    rank = dist.get_rank()
+    write = files.write_shard
 
     def write_shard(partial: Path, *args: object) -> object:
         if rank == 1 and partial.name.startswith("step_00000003"):

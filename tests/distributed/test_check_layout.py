@@ -48,7 +48,8 @@ class Block(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        self.up, self.down = nn.Linear(hidden, 64), nn.Linear(64, hidden)
+        self.up = nn.Linear(hidden, 64)
+        self.down = nn.Linear(64, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
@@ -114,8 +115,10 @@ def completed_twice(self: update.Update, observe: Any = None) -> None:
     COMPLETE(self, observe)
 
 
-LAYER_NORM, BOX = nn.LayerNorm.forward, ParameterSpec.box
-SQUARED_NORM, COMPLETE = update.squared_norm, update.Update.complete
+LAYER_NORM = nn.LayerNorm.forward
+BOX = ParameterSpec.box
+SQUARED_NORM = update.squared_norm
+COMPLETE = update.Update.complete
 PATCHES: dict[str, tuple[object, str, object]] = {
     "norm gradient not reduced": (norm, "ParameterSpec", whole_gradient),
     "output doubled": (nn.LayerNorm, "forward", doubled_norm),

@@ -39,8 +39,10 @@ from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.training import loss as training_loss
 from parallel3d.training import update
 
-CUT, INITIAL = parallelize.cut, parallelize.initial_part
-TOKEN_LOSSES, COMPLETE = layers_loss.token_losses, update.Update.complete
+CUT = parallelize.cut
+INITIAL = parallelize.initial_part
+TOKEN_LOSSES = layers_loss.token_losses
+COMPLETE = update.Update.complete
 
 
 def overwrite_all(*args: Any, overwrite_logits: bool) -> Tensor:

@@ -78,7 +78,8 @@ def save_split(kind: str, folder: str) -> None:
 
 def load_split(kind: str, folder: str) -> None:
     """At another tp than it was saved at, into another model, and into plain tensors."""
-    wanted, model = build(kind), build(kind)
+    wanted = build(kind)
+    model = build(kind)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -176,7 +177,8 @@ def add_in_place(kind: str) -> None:
 def compile_it() -> None:
     """A compiled model gives what it gives without the compiler."""
     model: Any = tensor_parallelize(build("gpt2"), init_device_mesh("cpu", (get_world_size(),)))
-    ids, results = torch.randint(0, VOCAB, (B, S)), []
+    ids = torch.randint(0, VOCAB, (B, S))
+    results = []
     for run in (model, torch.compile(model, backend="aot_eager")):
         loss = run(ids, labels=ids).loss
         loss.backward()

@@ -74,7 +74,8 @@ class Custom(Llama):
 
     def __init__(self, config: ModelConfig, **settings: object) -> None:
         super().__init__(config, **settings)  # type: ignore[arg-type]
-        self.name, self.tp = CustomOptions(**config.options).after_head, settings["tp"]
+        self.name = CustomOptions(**config.options).after_head
+        self.tp = settings["tp"]
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         y = super().forward(*args, **kwargs)  # type: ignore[arg-type]

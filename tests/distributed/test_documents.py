@@ -114,7 +114,8 @@ def test_packed_documents_train_as_documents_one_by_one(
     parallel: ParallelConfig,
 ) -> None:
     found = world(parallel.world_size).run(run_layout, model, parallel)
-    assert all(each == found[0] for each in found), "the ranks do not agree on what they did"
+    for each in found:
+        assert each == found[0], "the ranks do not agree on what they did"
     evaluated, curve = found[0]
     assert_follows(curve, references[model])
     assert evaluated == pytest.approx(references[model][0][0], rel=1e-6)
@@ -127,7 +128,8 @@ def gradients(model: ModelConfig, alone: bool) -> tuple[float, dict[str, Tensor]
     batch = make_loader(trainer.recipe, 0).batch(0)
     (stage,) = trainer.stages
     assert batch.documents is not None
-    inputs, labels = batch.inputs[0], batch.labels[0]
+    inputs = batch.inputs[0]
+    labels = batch.labels[0]
     if alone:
         pairs = [pair for row in zip(inputs, labels, strict=True) for pair in documents_of(*row)]
         parts = [(stage.module(ids.unsqueeze(0)), own.unsqueeze(0)) for ids, own in pairs]

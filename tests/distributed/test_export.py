@@ -76,7 +76,8 @@ def check_families(world: Callable, folder: Path, families: list[str]) -> None:
 
 def check_files(exported: Path, vocab: int) -> None:
     """Compares the index with the files, and the embedding with the vocabulary."""
-    index, data_bytes = json.loads((exported / "model.safetensors.index.json").read_text()), 0
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    data_bytes = 0
     files = sorted(exported.glob("*.safetensors"))
     assert {file.name for file in files} == {*index["weight_map"].values()}
     assert len(files) > 1

@@ -200,10 +200,8 @@ def pipeline_differences(name: str) -> tuple[float, float]:
 
     torch.manual_seed(1)
     ids, labels = torch.randint(4, VOCAB, (2, 2, B, S))
-    gap, schedule = (
-        TensorSpec((B, S, 32), torch.float64),
-        build_schedule("1f1b", pp=2, microbatches=2),
-    )
+    gap = TensorSpec((B, S, 32), torch.float64)
+    schedule = build_schedule("1f1b", pp=2, microbatches=2)
     loss = PipelineRuntime([stage], schedule, pp, loss_fn, boundaries=gap).run(ids, labels)
     wanted = loss_fn(alone(ids[0]).logits, labels[0]) + loss_fn(alone(ids[1]).logits, labels[1])
     wanted.backward()

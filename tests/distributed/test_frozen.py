@@ -119,7 +119,8 @@ def copies(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def check(trainer: Trainer, before: dict[str, torch.Tensor]) -> None:
     """Asserts that the frozen parameters are what they were before, and in float32 no others."""
-    frozen, precision = trainer.recipe.model.options["frozen"], trainer.recipe.train.precision
+    frozen = trainer.recipe.model.options["frozen"]
+    precision = trainer.recipe.train.precision
     for name, value in copies(trainer).items():
         has_moved = not torch.equal(value, before[name])
         assert not (has_moved and is_frozen(name, frozen)), name
@@ -131,7 +132,9 @@ def check(trainer: Trainer, before: dict[str, torch.Tensor]) -> None:
             parameter.name
         )
     for module in (stage.module for stage in trainer.stages):
-        assert all(p.grad is None for p in module.parameters() if not p.requires_grad)
+        for p in module.parameters():
+            if not p.requires_grad:
+                assert p.grad is None
 
 
 def trained(cases: list[Case]) -> list[Curve]:
@@ -152,7 +155,8 @@ def test_frozen_parameters_neither_move_nor_decay_nor_count_in_the_norm(
 ) -> None:
     ranks = world(size).run(trained, cases)
     for case, *curves in zip(cases, *ranks, strict=True):
-        assert all(curve == curves[0] for curve in curves), case
+        for curve in curves:
+            assert curve == curves[0], case
         if "precision" in case[3]:
             assert losses(curves[0]) == pytest.approx(losses(plain(case)), rel=5e-3), case
         else:

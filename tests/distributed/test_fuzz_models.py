@@ -56,7 +56,8 @@ from tests.distributed.fuzz_cases import (
 )
 from tests.distributed.training_cases import make_trainer
 
-SHORT, LONG = range(18), range(300)
+SHORT = range(18)
+LONG = range(300)
 STEPS, HIDDEN, IGNORED_ID = 3, 32, 5
 CLOSE = 1e-5
 
@@ -302,7 +303,8 @@ def train_case(recipe: Recipe) -> Trained:
     """Trains the case on this rank."""
     validate(recipe)
     check_model(recipe.model)
-    trainer, loader = make_trainer(recipe), batches(recipe, dist.get_rank())
+    trainer = make_trainer(recipe)
+    loader = batches(recipe, dist.get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(STEPS)]
     batch = loader.batch(STEPS)
     weights = [(p.name, whole(p.distributed(p.local.detach())).numpy()) for p in trainer.parameters]
@@ -326,7 +328,8 @@ def plain_loss(logits: Tensor, labels: Tensor, train: TrainConfig) -> Tensor:
 
 def train_plainly(recipe: Recipe) -> tuple[Trained, dict[str, Array]]:
     """Trains the case in plain torch, and returns the initial weights, too."""
-    model, train = Plain(recipe.model), recipe.train
+    model = Plain(recipe.model)
+    train = recipe.train
     alone = Recipe(
         model=recipe.model,
         train=train,
@@ -342,7 +345,8 @@ def train_plainly(recipe: Recipe) -> tuple[Trained, dict[str, Array]]:
     names = [name for name, _ in meta.named_parameters()]
     start = {name: model.get_parameter(name).detach().clone().numpy() for name in names}
     optimizers = plain_optimizers(model, recipe.optimizer, matrices=[])
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(STEPS):
         inputs, labels = flat(loader.batch(step))
         model.zero_grad()
@@ -374,14 +378,13 @@ def differences(outcome: Outcome) -> Iterator[str]:
     weights = dict(expected.weights)
     for rank, answer in enumerate(outcome.answers):
         for what in ("losses", "norms", "evaluation", "parameters"):
-            ours, theirs = getattr(answer, what), getattr(expected, what)
+            ours = getattr(answer, what)
+            theirs = getattr(expected, what)
             if ours != pytest.approx(theirs, rel=CLOSE):
                 yield f"rank {rank}: {what} {ours}, in plain PyTorch {theirs}"
         for name, ours in answer.weights:
-            error, moved = (
-                np.linalg.norm(ours - weights[name]),
-                np.linalg.norm(weights[name] - start[name]),
-            )
+            error = np.linalg.norm(ours - weights[name])
+            moved = np.linalg.norm(weights[name] - start[name])
             size = np.linalg.norm(weights[name])
             if not error <= min(CLOSE * size, 10 * CLOSE * moved + CLOSE / 10 * size):
                 yield (

@@ -48,7 +48,8 @@ from tests.distributed.fuzz_cases import (
 from tests.distributed.training_cases import make_loader, make_trainer
 from tests.distributed.world import World
 
-SHORT, LONG = (0, 1, 2, 5, 7, 10), range(11, 211)
+SHORT = (0, 1, 2, 5, 7, 10)
+LONG = range(11, 211)
 STEPS = 4
 FIRST, LATER, GRADIENT = 1e-6, 1e-4, 1e-5  # relative, in float32
 # of losses to float32's: a rounding of the type
@@ -181,7 +182,8 @@ class Trained:
 def train_case(recipe: Recipe) -> Trained:
     """Trains the recipe on this rank."""
     validate(recipe)
-    trainer, loader = make_trainer(recipe), make_loader(recipe, dist.get_rank())
+    trainer = make_trainer(recipe)
+    loader = make_loader(recipe, dist.get_rank())
     gradients: list[tuple[str, Array]] = []
 
     def keep(parameter: LocalParameter) -> None:
@@ -246,14 +248,16 @@ def differences(outcome: Outcome, references: Sequence[Outcome]) -> Iterator[str
             yield f"one process: {reference.failed or reference.refused}"
             return
     recipe = outcome.case.recipe
-    exact, same = references[0].answers[0], references[-1].answers[0]
+    exact = references[0].answers[0]
+    same = references[-1].answers[0]
     precision = recipe.train.precision
     sends_bf16 = recipe.parallel.reduce_dtype == "bf16" and recipe.parallel.dp > 1
     coarsest = "bf16" if sends_bf16 else precision
     close = max(CLOSE[precision], CLOSE[coarsest])
     rounding = max(ROUNDING[precision], ROUNDING[coarsest])
     first = FIRST if precision == "fp32" else close
-    of_one, of_exact = dict(same.gradients), dict(exact.gradients)
+    of_one = dict(same.gradients)
+    of_exact = dict(exact.gradients)
     total = exact.norms[0]
     for rank, answer in enumerate(outcome.answers):
         pairs = [
@@ -268,7 +272,8 @@ def differences(outcome: Outcome, references: Sequence[Outcome]) -> Iterator[str
                 yield f"rank {rank}: {ours}, in one process {theirs}, limit {limit}"
         for name, gradient in answer.gradients:
             limit = max(GRADIENT, NOISE * distance(of_one[name], of_exact[name]) + rounding)
-            size, error = np.linalg.norm(of_exact[name]), np.linalg.norm(gradient - of_exact[name])
+            size = np.linalg.norm(of_exact[name])
+            error = np.linalg.norm(gradient - of_exact[name])
             if not error <= limit * size + GRADIENT * total:
                 yield f"rank {rank}: the gradient of {name} is off by {error / size:.2g}"
     held = {name for answer in outcome.answers for name, _ in answer.gradients}

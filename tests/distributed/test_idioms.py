@@ -122,7 +122,8 @@ def refusal(call: Callable[[], object]) -> str:
 def reset_it(kind: str) -> None:
     """Without memory, then with some, then reset: the layers start as from their constructors,
     torch's own as a whole model that is reset likewise."""
-    tp, models = mesh(), []
+    tp = mesh()
+    models = []
     for axis in (tp, None):
         model = build(kind, axis).to("meta").to_empty(device="cpu")
         with torch.no_grad():
@@ -153,7 +154,8 @@ def init_weights(module: nn.Module) -> None:
 
 
 def apply_it(kind: str) -> None:
-    tp, found = mesh(), []
+    tp = mesh()
+    found = []
     for model in (build(kind, tp), build(kind, None)):
         torch.manual_seed(1)
         model.apply(init_weights)
@@ -166,7 +168,8 @@ def apply_it(kind: str) -> None:
 
 def exchange_states(kind: str) -> None:
     """Loads a plain state dict of a whole model into a split one, and back."""
-    model, alone = build(kind, mesh()), build(kind, None)
+    model = build(kind, mesh())
+    alone = build(kind, None)
     changed = {name: value + 1 for name, value in alone.state_dict().items()}
     assert str(model.load_state_dict(changed)) == "<All keys matched successfully>"
     gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -180,7 +183,8 @@ def exchange_states(kind: str) -> None:
 
 
 def autocast_it(kind: str) -> None:
-    tp, found = mesh(), []
+    tp = mesh()
+    found = []
     for model in (build(kind, tp), build(kind, None)):
         with torch.autocast("cpu", torch.bfloat16):
             y = logits(model(IDS))
@@ -215,7 +219,8 @@ class Adapter(nn.Module):
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
-        self.base_layer, self.down = base_layer, nn.Linear(HIDDEN, 2)
+        self.base_layer = base_layer
+        self.down = nn.Linear(HIDDEN, 2)
 
     def forward(self, x: Tensor) -> Any:
         return self.base_layer(x)

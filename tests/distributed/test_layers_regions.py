@@ -53,7 +53,9 @@ def check_pair(
 
 
 def check_regions(shape: tuple[int, ...], dim: int, backend: str) -> None:
-    axis, n, rank = Axis.of(tp_mesh()), get_world_size(), get_rank()
+    axis = Axis.of(tp_mesh())
+    n = get_world_size()
+    rank = get_rank()
     short = tuple(size // n if i == dim % len(shape) else size for i, size in enumerate(shape))
 
     def each(size: tuple[int, ...], salt: int) -> list[Tensor]:
@@ -74,7 +76,9 @@ def check_regions(shape: tuple[int, ...], dim: int, backend: str) -> None:
 
         return torch.compile(region, backend=backend) if backend else region
 
-    whole, partial, parts = same(shape, 1), each(shape, 2), each(short, 3)
+    whole = same(shape, 1)
+    partial = each(shape, 2)
+    parts = each(short, 3)
     check_pair(compiled(copy_to_region), whole, whole[0], partial, sum(partial))
     check_pair(compiled(reduce_from_region), partial, sum(partial), whole, whole[0])
     check_pair(compiled(scatter_to_region, dim), whole, part(whole[0]), parts, join(parts))

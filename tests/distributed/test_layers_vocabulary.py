@@ -61,7 +61,9 @@ class Ends(nn.Module):
         x = torch.tanh(self.embed(ids))
         if chunked:
             return head_cross_entropy(x, labels, self.head, chunk_tokens=5, z_loss=z_loss)
-        logits, tp, chunk = self.head(x), self.head.tp, 7 if z_loss else None
+        logits = self.head(x)
+        tp = self.head.tp
+        chunk = 7 if z_loss else None
         return vocab_parallel_cross_entropy(
             logits,
             labels,
@@ -107,7 +109,8 @@ def compare(
     load(module, {"embed.weight": embed, "head.weight": head})
     for _ in range(2):
         ids, labels = torch.randint(0, vocab, (2, B, S), generator=generator)
-        ids[0, :2], labels[0, :3] = vocab - 1, torch.tensor([vocab - 1, 0, IGNORED])
+        ids[0, :2] = vocab - 1
+        labels[0, :3] = torch.tensor([vocab - 1, 0, IGNORED])
         weights = torch.rand(B, S, generator=generator)
         losses = plain_losses(embed, head, ids, labels, z_loss)
         ours = module(ids, labels, chunked, z_loss)
@@ -116,7 +119,8 @@ def compare(
         (ours * weights).sum().backward()
     pairs: list[tuple[ParallelModule, Tensor]] = [(module.embed, embed), (module.head, head)]
     for part, reference in pairs:
-        spec, weight = part.specs["weight"], part.get_parameter("weight")
+        spec = part.specs["weight"]
+        weight = part.get_parameter("weight")
         assert weight.shape == (vocab, D)
         assert_near(
             global_gradient(weight, spec, fused=fused), reference.grad, "gradient of a weight"
@@ -126,7 +130,8 @@ def compare(
 def compare_all(vocab: int) -> None:
     both = (False, True)
     for dtype, sp, fused, chunked in product((F64, F32), both, both, both):
-        multiple, extras = 8 if fused == sp else 1, chunked != fused
+        multiple = 8 if fused == sp else 1
+        extras = chunked != fused
         compare(vocab, dtype, sp, fused, sp != fused, chunked, extras, multiple=multiple)
     for chunked in both:
         compare(vocab, BF16, True, True, tied=False, chunked=chunked, extras=chunked)

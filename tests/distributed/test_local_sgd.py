@@ -85,7 +85,8 @@ def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable) -> N
         (model, ParallelConfig(dp_replicate=2, **settings), DILOCO) for model, settings in LAYOUTS
     ]
     ranks = world(4).run(run_cases, cases)
-    assert all(results == ranks[0] for results in ranks), "the ranks do not agree on what they did"
+    for results in ranks:
+        assert results == ranks[0], "the ranks do not agree on what they did"
     (expected,) = world(1).run(run_referee, cases)
     for (curve, outer_loss, own_loss), (referee_curve, referee_outer_loss) in zip(
         ranks[0], expected, strict=True
@@ -218,7 +219,8 @@ def train_in(precision: str) -> tuple[Curve, int, set[str]]:
     averaged."""
     parallel = ParallelConfig(dp_replicate=2, microbatch_size=4)
     recipe = make_recipe(GROUPED, parallel, precision=precision)
-    local, scale = LocalSgdConfig(sync_every=3), LossScaleConfig(initial=1024.0)
+    local = LocalSgdConfig(sync_every=3)
+    scale = LossScaleConfig(initial=1024.0)
     trainer = make_trainer(replace(recipe, local_sgd=local, loss_scale=scale))
     assert isinstance(trainer.outer_loop, LocalSgd)
     dtypes = {str(value.dtype) for value in trainer.outer_loop.values.values()}

@@ -53,7 +53,8 @@ def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Cur
 @contextmanager
 def watched_logits() -> Iterator[list[int]]:
     """The tokens of each piece of logits that a loss is computed of."""
-    forward, seen = TokenLoss.forward, []
+    forward = TokenLoss.forward
+    seen = []
 
     def watched(
         token_loss: TokenLoss, logits: torch.Tensor, labels: torch.Tensor, **kwargs: bool
@@ -97,10 +98,12 @@ def train_aligned(cases: list[tuple[ModelConfig, ParallelConfig, int | None]]) -
     are."""
     for model, parallel, chunk in cases:
         recipe = make_recipe(replace(model, vocab=130), parallel, loss_chunk_tokens=chunk)
-        plain, aligned = make_trainer(recipe), make_trainer(recipe)
+        plain = make_trainer(recipe)
+        aligned = make_trainer(recipe)
         for stage in aligned.stages:
             align_logits(stage.module)
-        curve, of_aligned = train(plain, STEPS), train(aligned, STEPS)
+        curve = train(plain, STEPS)
+        of_aligned = train(aligned, STEPS)
         assert_follows(of_aligned, curve, last=None)
         for ours, theirs in zip(aligned.parameters, plain.parameters, strict=True):
             assert ours.local.shape == theirs.local.shape

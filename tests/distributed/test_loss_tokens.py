@@ -63,7 +63,8 @@ def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:
     """Returns the losses of batches before training on them, the curve of the training, and the
     tokens counted."""
     trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
-    evaluated, curve = [], []
+    evaluated = []
+    curve = []
     for step in range(STEPS):
         batch = share(trainer.recipe, masked(trainer.recipe, step))
         evaluated.append(trainer.evaluate(batch))

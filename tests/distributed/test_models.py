@@ -96,9 +96,11 @@ def test_every_layout_trains_the_same_model(world: Callable, size: int) -> None:
     cases = LAYOUTS[size]
     ranks = world(size).run(curves, cases)
     for index, (model, settings) in enumerate(cases):
-        curve, reference = ranks[0][index], alone(world, model)
+        curve = ranks[0][index]
+        reference = alone(world, model)
         where = f"{model.architecture} {settings}"
-        assert all(rank[index] == curve for rank in ranks), where
+        for rank in ranks:
+            assert rank[index] == curve, where
         assert_follows(curve, reference)
 
 

@@ -65,11 +65,14 @@ def left_out(layouts: list[ParallelConfig], rank: int, name: str) -> list[bool]:
     same = []
     for parallel in layouts:
         recipe = make_recipe(DEEP, parallel, on_nonfinite="skip", nonfinite_in_a_row=2)
-        skipping, other = make_trainer(recipe), make_trainer(recipe)
+        skipping = make_trainer(recipe)
+        other = make_trainer(recipe)
         plant_nan(skipping, {2, 4, 5}, rank, name)
         without_update(other, {2, 4, 5})
         curves = train(skipping, 8), train(other, 8)
-        assert (skipping.skipped_steps, skipping.step, skipping.tokens) == (3, 8, other.tokens)
+        assert skipping.skipped_steps == 3
+        assert skipping.step == 8
+        assert skipping.tokens == other.tokens
         assert [loss for loss, _ in curves[0]] == [loss for loss, _ in curves[1]]
         pairs = zip(state_of(skipping), state_of(other), strict=True)
         same.append(all(torch.equal(one, two) for one, two in pairs))
@@ -94,7 +97,8 @@ def named(parallel: ParallelConfig, rank: int, name: str, local_sgd: LocalSgdCon
     assert [loss == loss for loss, _ in before] == [True] * 5
     with pytest.raises(NonFiniteError) as error:
         train(trainer, 1)
-    assert (trainer.step, trainer.skipped_steps) == (5, 3)
+    assert trainer.step == 5
+    assert trainer.skipped_steps == 3
     return str(error.value)
 
 
@@ -119,7 +123,8 @@ def test_the_rank_and_the_parameter_of_the_first_bad_gradient_are_named(
 
 
 def test_replicas_that_train_apart_skip_together_and_name_the_one(world: Callable) -> None:
-    apart, name = ParallelConfig(dp_replicate=2, microbatch_size=4), "layers.5.mlp.down.weight"
+    apart = ParallelConfig(dp_replicate=2, microbatch_size=4)
+    name = "layers.5.mlp.down.weight"
     messages = world(2).run(named, apart, 1, name, LocalSgdConfig(sync_every=2))
     assert messages[0] == messages[1]
     assert f"is that of {name} on rank 1 (" in messages[0]

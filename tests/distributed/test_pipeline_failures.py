@@ -84,7 +84,8 @@ def message_of_failure(fault: str, at_stage: int, through_backend: bool) -> tupl
 
 def refusal_of_different_schedules() -> str:
     name = "1f1b" if dist.get_rank() == 0 else "gpipe"
-    schedule, boundary = build_schedule(name, pp=2, microbatches=2), TensorSpec((2, WIDTH))
+    schedule = build_schedule(name, pp=2, microbatches=2)
+    boundary = TensorSpec((2, WIDTH))
     with pytest.raises(ScheduleError) as error:
         PipelineRuntime([Fragile("none")], schedule, pipeline_mesh(), boundaries=boundary)
     return str(error.value)

@@ -73,9 +73,8 @@ def compare(recipes: list[Recipe]) -> None:
         what = f"{recipe.model} {recipe.parallel}"
         assert warm_forwards > cold_forwards == recipe.of_one_replica.microbatches, what
         assert warm_curve == cold_curve, what
-        assert all(
-            torch.equal(old, new) for old, new in zip(cold_weights, warm_weights, strict=True)
-        ), what
+        for old, new in zip(cold_weights, warm_weights, strict=True):
+            assert torch.equal(old, new), what
         assert torch.equal(torch.get_rng_state(), state), what
 
 
@@ -84,7 +83,9 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.dropout(self.norm(self.linear(x)))
@@ -95,7 +96,8 @@ def noisy_runs(*, warms_up: bool) -> dict[str, Tensor]:
     """Returns the state and the gradients of a stage after two runs whose gradients add up."""
     torch.manual_seed(dist.get_rank())
     pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    schedule, stage = build_schedule("zb_h1", pp=pp.size(), microbatches=4), Noisy()
+    schedule = build_schedule("zb_h1", pp=pp.size(), microbatches=4)
+    stage = Noisy()
     specs = TensorSpec(("batch", 4))
     runtime = PipelineRuntime(
         [stage], schedule, pp, lambda y, label: y.square().sum(), boundaries=specs
@@ -108,9 +110,11 @@ def noisy_runs(*, warms_up: bool) -> dict[str, Tensor]:
 
 
 def compare_noisy() -> None:
-    cold, warm = noisy_runs(warms_up=False), noisy_runs(warms_up=True)
+    cold = noisy_runs(warms_up=False)
+    warm = noisy_runs(warms_up=True)
     assert len(cold) == len(warm) == 12
-    assert all(torch.equal(cold[name], warm[name]) for name in cold)
+    for name in cold:
+        assert torch.equal(cold[name], warm[name])
 
 
 def tied_ends_by_the_backend(model: ModelConfig, parallel: ParallelConfig) -> Curve:

@@ -96,15 +96,19 @@ def skip_together(layouts: list[ParallelConfig]) -> None:
         trainer = make_trainer(recipe_of("fp16", parallel, initial=1024.0, interval=2))
         overflow_on(trainer, {2}, rank=dist.get_world_size() - 1)
         train(trainer, 2)
-        assert (trainer.progress.loss_scale, trainer.progress.loss_scale_good_steps) == (2048.0, 0)
+        assert trainer.progress.loss_scale == 2048.0
+        assert trainer.progress.loss_scale_good_steps == 0
         before = local_weights(trainer)
         result = trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(2))
-        assert (result.loss_scale, result.grad_norm) == (2048.0, float("inf"))
+        assert result.loss_scale == 2048.0
+        assert result.grad_norm == float("inf")
         assert has_weights(trainer, before)
         assert trainer.progress.loss_scale == 1024.0
         train(trainer, 1)
         assert not has_weights(trainer, before)
-        assert (trainer.step, trainer.skipped_steps, trainer.tokens) == (4, 1, 4 * 8 * 24)
+        assert trainer.step == 4
+        assert trainer.skipped_steps == 1
+        assert trainer.tokens == 4 * 8 * 24
 
 
 def test_an_overflow_on_one_rank_alone_skips_the_step_on_all(world: Callable) -> None:
@@ -115,14 +119,17 @@ def resumed_scale(path: Path, parallel: ParallelConfig) -> tuple[Curve, Curve, f
     """Eight steps without a stop, and the last four of them after a resume; then the scales of
     both."""
     recipe = recipe_of("fp16", parallel, initial=256.0, interval=3)
-    whole, second = make_trainer(recipe), make_trainer(recipe)
+    whole = make_trainer(recipe)
+    second = make_trainer(recipe)
     overflow_on(whole, {1, 6}, rank=1)
     overflow_on(second, {6}, rank=1)
     train(whole, 4)
     save_trainer(whole, path)
     load_trainer(second, path)
-    assert (second.skipped_steps, second.tokens) == (1, 4 * 8 * 24)
-    curve, resumed = train(whole, 4), train(second, 4)
+    assert second.skipped_steps == 1
+    assert second.tokens == 4 * 8 * 24
+    curve = train(whole, 4)
+    resumed = train(second, 4)
     assert second.skipped_steps == 2
     return curve, resumed, whole.progress.loss_scale, second.progress.loss_scale
 

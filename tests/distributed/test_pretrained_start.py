@@ -148,12 +148,12 @@ def test_what_is_imported_computes_as_transformers_does_and_is_exported_bitwise(
     losses = world(4).run(first_loss, model, TP2_PP2, theirs, saved)
     assert losses == pytest.approx([expected] * 4, rel=1e-6)
     assert parallel3d_checkpoint(["export", str(saved), str(again)]) == 0
-    first, second = weights(theirs), weights(again)
+    first = weights(theirs)
+    second = weights(again)
     assert first.keys() == second.keys()
-    assert all(
-        torch.equal(tensor, second[name]) and tensor.dtype == second[name].dtype
-        for name, tensor in first.items()
-    )
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+        assert tensor.dtype == second[name].dtype
 
 
 def start_one(model: ModelConfig, folder: Path) -> str:

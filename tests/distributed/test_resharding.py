@@ -89,7 +89,8 @@ def test_every_layout_saves_again_what_any_layout_saved(
     pairs = [(path, tmp_path / name) for name, path in saved.items()]
     world(parallel.world_size).run(loaded_and_saved, parallel, pairs)
     for there, here in pairs:
-        first, again = global_tensors(there), global_tensors(here)
+        first = global_tensors(there)
+        again = global_tensors(here)
         assert first.keys() == again.keys() and len(first) == 3 * (4 * 9 + 2), there.name
         for name, tensor in first.items():
             assert torch.equal(tensor, again[name]) and tensor.isfinite().all(), (there.name, name)

@@ -280,7 +280,8 @@ def resume_on_other_data(path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, saved: Path) -> None:
-    flipped, short = saved.with_name("step_00000020"), saved.with_name("step_00000030")
+    flipped = saved.with_name("step_00000020")
+    short = saved.with_name("step_00000030")
     for newer, damage in ((flipped, b"x"), (short, b"")):
         shutil.copytree(saved, newer)
         shard = next(newer.glob("*.distcp"))
@@ -318,7 +319,8 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 def test_a_pickle_in_a_checkpoint_is_never_run(world: Callable, saved: Path) -> None:
     """An index and a piece that would make a file, under checksums that are right."""
-    manifest, canary = read_manifest(saved), saved.parent / "canary"
+    manifest = read_manifest(saved)
+    canary = saved.parent / "canary"
     (saved / INDEX_FILE).write_bytes(pickle.dumps(Payload(canary)))
     content = (saved / INDEX_FILE).read_bytes()
     index = SavedFile(len(content), f"{zlib.crc32(content):08x}")

@@ -59,7 +59,8 @@ def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
     """Collectives that had started when the last backward returned, those after all, and the
     largest difference of a gradient from one process's."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    alone, model = Net(), Net()
+    alone = Net()
+    model = Net()
     data = shard(model, mesh, strategy, options=ShardingOptions(bucket_mib=1e-4))
     whole = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1))
     for microbatch in whole:
@@ -92,7 +93,8 @@ def test_gradients_leave_while_the_backward_is_under_way(
     """Four buckets: three blocks and the rest, which is known only at the end; block 0 is used
     twice and waits for both."""
     for early, all_of_them, worst in world(2).run(early_reductions, strategy):
-        assert (early, all_of_them) == (3, 4)
+        assert early == 3
+        assert all_of_them == 4
         assert worst < 1e-6
 
 
@@ -101,7 +103,9 @@ def published_late() -> tuple[list[list[float]], list[int], bool]:
     broadcasts under way or done after `publish` and at the beginning of each block; whether the
     state dicts are equal, after a second `publish` too."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    curves, states, seen = [], [], []
+    curves = []
+    states = []
+    seen = []
     kind = ("dp_shard", "broadcast")  # gloo's all-gather: one from each rank
     for late in (False, True):
         model = Net()
@@ -141,7 +145,8 @@ def test_stepped_parameters_arrive_while_the_next_forward_is_under_way(world: Ca
 
 def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.dtype], float]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    model, exact = Net(), Net()
+    model = Net()
+    exact = Net()
     data = shard(model, mesh, strategy, dtypes=BF16)
     parts = named_parts(model, data)
     optimizer = torch.optim.SGD([part.local for part in parts.values()], lr=0.1)

@@ -119,7 +119,8 @@ def run(
     """Trains to the end, from the newest checkpoint if there is one, as a worker does. The weights
     are spoilt when a sequence among `harmful` has been trained on. `killed_in` is the number of the
     step, of this process, in which all ranks end without a word."""
-    rank, checkpoints = dist.get_rank(), folder / "checkpoints"
+    rank = dist.get_rank()
+    checkpoints = folder / "checkpoints"
     if rank == 0:
         checkpoints.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -143,7 +144,10 @@ def run(
     trainer.train_step = step  # type: ignore[assignment]
     loader = make_loader(recipe, rank)
     loader = replace(loader, source=WithNonsense(loader.source, nonsense))
-    told, said, progress, error = Told(), list[str](), ProgressDisplay(), ""
+    told = Told()
+    said = list[str]()
+    progress = ProgressDisplay()
+    error = ""
     progress.say = said.append  # type: ignore[method-assign]
     metrics, view = None, None
     if rank == 0:
@@ -205,8 +209,11 @@ def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
     rollbacks = [json.loads(line)["rollbacks"] for line in lines]
     assert rollbacks == [0] * 12 + [1] * (STEPS - 12)
     saved = read_manifest(tmp_path / "straight/checkpoints/step_00000020").progress
-    assert (saved.skip, saved.skipped_by_rollbacks) == ((), without.left_out)
-    assert (saved.spikes.spikes, saved.spikes.rollbacks, saved.spikes.last_spike) == (1, 1, SPIKED)
+    assert saved.skip == ()
+    assert saved.skipped_by_rollbacks == without.left_out
+    assert saved.spikes.spikes == 1
+    assert saved.spikes.rollbacks == 1
+    assert saved.spikes.last_spike == SPIKED
 
 
 def killed_and_resumed(recipe: Recipe, folder: Path) -> tuple[Ended, Ended, Ended]:
@@ -232,7 +239,8 @@ def test_a_run_that_is_killed_after_it_went_back_resumes_to_the_bit(
 
 
 def spikes_by_what_is_done(folder: Path) -> dict[str, Ended]:
-    recipe, early = spiky_recipe(ONE, "skip"), range(4 * BATCH, 5 * BATCH)
+    recipe = spiky_recipe(ONE, "skip")
+    early = range(4 * BATCH, 5 * BATCH)
     once = spiky_recipe(ONE, "skip", spikes_in_a_row=1)
     resumed = run(recipe, folder / "killed", killed_in=STEPS)
     return {
@@ -246,7 +254,8 @@ def spikes_by_what_is_done(folder: Path) -> dict[str, Ended]:
 
 def test_a_spike_is_told_or_left_out_or_too_many(world: Callable, tmp_path: Path) -> None:
     (ended,) = world(1).run(spikes_by_what_is_done, tmp_path)
-    warned, skipped = ended["warn"], ended["skip"]
+    warned = ended["warn"]
+    skipped = ended["skip"]
     assert len(warned.said) == 1
     assert warned.skipped_steps == 0
     assert skipped.said == [f"{warned.said[0]}; its update is left out"]

@@ -59,7 +59,8 @@ def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
     first step."""
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == STEPS
-    assert (trainer.step, trainer.tokens) == (0, 0)
+    assert trainer.step == 0
+    assert trainer.tokens == 0
     if again is not None:
         save_trainer(trainer, again)
     return train(trainer, STEPS)
@@ -96,11 +97,11 @@ def test_every_layout_starts_with_the_saved_model(
         again = tmp_path / f"step_0000010{number}"
         curve = world(4).run(started, start_recipe(parallel, local), path, again)[0]
         saved_again = global_tensors(again)
-        assert all(tensor.equal(saved_again[name]) for name, tensor in model.items())
+        for name, tensor in model.items():
+            assert tensor.equal(saved_again[name])
         if local == APART:
-            assert all(
-                tensor.equal(saved_again[f"replica.1.{name}"]) for name, tensor in model.items()
-            )
+            for name, tensor in model.items():
+                assert tensor.equal(saved_again[f"replica.1.{name}"])
             assert curve[0][0] == pytest.approx(alone[0][0], rel=1e-6)
         else:
             assert_follows(curve, alone, last=None)
@@ -112,7 +113,8 @@ def refused(recipe: Recipe, path: Path) -> str:
     before = local_weights(trainer)
     with pytest.raises(CheckpointError) as refusal:
         load_model(trainer, path)
-    assert all(old.equal(new) for old, new in zip(before, local_weights(trainer), strict=True))
+    for old, new in zip(before, local_weights(trainer), strict=True):
+        assert old.equal(new)
     # no rank has left the others alone
     trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0))
     return str(refusal.value)

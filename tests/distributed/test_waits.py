@@ -52,11 +52,10 @@ def test_a_shorter_limit_holds_for_messages_of_a_pipeline_that_has_been_at_work(
 def receives_in_vain() -> str:
     """Rank 0 waits for a message of rank 1 that does not come, after one that came. Both go by the
     backend."""
-    mesh, schedule = (
-        build_mesh(ParallelConfig(pp=2), "cpu"),
-        build_schedule("1f1b", pp=2, microbatches=1),
-    )
-    links, x = Links(mesh["pp"], schedule, CPU), torch.zeros(1)
+    mesh = build_mesh(ParallelConfig(pp=2), "cpu")
+    schedule = build_schedule("1f1b", pp=2, microbatches=1)
+    links = Links(mesh["pp"], schedule, CPU)
+    x = torch.zeros(1)
     links.open_groups()
     if links.rank == 1:
         links.isend(x + 1, 0).wait()

@@ -31,7 +31,8 @@ KINDS = ("llama", "qwen2, tied", "qwen3", "mistral", "gpt2", "phi3", "opt")
 
 
 def refuse_norms_taken_for_whole_ones() -> None:
-    tp, model = init_device_mesh("cpu", (get_world_size(),)), build("qwen3")
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    model = build("qwen3")
     table = {**rules_of(model), "**.self_attn.k_norm": Replicate()}
     with pytest.raises(ValueError, match="k_norm.weight: its gradient differs.*partial_gradient"):
         tensor_parallelize(model, tp, table)
@@ -65,7 +66,9 @@ def spoiled(draw: random.Random, models: dict[str, nn.Module]) -> tuple[str, Rul
 
 def refuse_drawn() -> list[str]:
     """Returns the drawn tables of this process's that were accepted."""
-    draw, tp, silent = random.Random(0), init_device_mesh("cpu", (get_world_size(),)), []
+    draw = random.Random(0)
+    tp = init_device_mesh("cpu", (get_world_size(),))
+    silent = []
     models = {kind: build(kind) for kind in KINDS}
     for _ in range(DRAWN):
         kind, table, done = spoiled(draw, models)
@@ -93,7 +96,8 @@ def ask_for_an_example() -> None:
     for example in (x, (x,), {"input": x}):
         split = tensor_parallelize(copy.deepcopy(model), tp, table, example=example)
         assert split(torch.ones(1, 4)).shape == (1, 3)
-        assert all(parameter.grad is None for parameter in split.parameters())
+        for parameter in split.parameters():
+            assert parameter.grad is None
         assert split.training
 
 

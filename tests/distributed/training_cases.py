@@ -122,7 +122,8 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
 def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
     """Builds the recipe's trainer on this rank; every rank of the world calls it. What is not
     initialised is NaN."""
-    mesh, build = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
+    mesh = build_mesh(recipe.parallel, "cpu")
+    build = model_class(recipe.model.architecture)
     trainer = Trainer(
         recipe,
         mesh=mesh,
@@ -156,11 +157,13 @@ def resume_beside(
 
     `into` is the recipe of the resumed run where it is another one.
     """
-    trainer, resumed = make_trainer(recipe), make_trainer(into or recipe)
+    trainer = make_trainer(recipe)
+    resumed = make_trainer(into or recipe)
     train(trainer, before)
     save_trainer(trainer, path)
     load_trainer(resumed, path)
-    assert (resumed.step, resumed.tokens) == (before, trainer.tokens)
+    assert resumed.step == before
+    assert resumed.tokens == trainer.tokens
     return train(trainer, after), train(resumed, after)
 
 

@@ -97,10 +97,12 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
                 world_size=size,
             )
             torch.manual_seed(0)  # equal on all ranks, whatever earlier jobs drew
-            value, text = function(*args), ""
+            value = function(*args)
+            text = ""
             dist.barrier()  # nobody leaves while another still needs it
         except BaseException:
-            value, text = None, traceback.format_exc()
+            value = None
+            text = traceback.format_exc()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -58,7 +58,8 @@ def streams() -> Iterator[None]:
     stream = mock.Mock(spec=["wait_stream", "wait_event", "record_event"])
     handle = mock.MagicMock()
     handle.Stream.return_value = handle.current_stream.return_value = stream
-    handle.current_device.return_value, handle.device_count.return_value = 0, 8
+    handle.current_device.return_value = 0
+    handle.device_count.return_value = 8
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
             is_torchs = name.startswith(
@@ -164,7 +165,8 @@ def group_labels() -> Any:
 
 def run(layout: str, rank: int) -> Program:
     """Trains a step of one rank, the second one if there are data-parallel ranks."""
-    recipe, program = LAYOUTS[layout], Program(layout, rank)
+    recipe = LAYOUTS[layout]
+    program = Program(layout, rank)
     try:
         with world_of_none(recipe.parallel.world_size, rank), streams():
             mesh = build_mesh(recipe.parallel, "cuda")
@@ -172,7 +174,8 @@ def run(layout: str, rank: int) -> Program:
                 trainer, batch = build_dry(recipe, mesh, DEVICE, gpu_bytes=80 * 2**30)
                 if recipe.parallel.dp > 1:
                     trainer.train_step(batch)
-                census, read = Census(program), FakeTensor.tolist
+                census = Census(program)
+                read = FakeTensor.tolist
 
                 def tolist(tensor: FakeTensor) -> Any:
                     is_vector = tensor.device.type == "cuda" and tensor.ndim == 1

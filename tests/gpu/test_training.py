@@ -94,7 +94,8 @@ def test_all_blocks_share_one_compiled_graph(measured: Measure) -> None:
 
 
 def test_dropout_drops_what_a_cpu_drops() -> None:
-    x, key = torch.zeros(3, 64, 96), dropout_key(0, 7, torch.arange(3))
+    x = torch.zeros(3, 64, 96)
+    key = dropout_key(0, 7, torch.arange(3))
     exact = Dropout(0.3, name="layers.0", mode="exact")
     mask = exact.dropped(x.cuda(), key)
     assert torch.equal(mask.cpu(), exact.dropped(x, key))
@@ -127,7 +128,8 @@ def waits_in_a_step(recipe: Recipe) -> list[str]:
     for seed in range(3):
         batch = random_batch(recipe, 0, seed)
         # The loader hands over batches on the device.
-        inputs, labels = batch.inputs.cuda(), batch.labels.cuda()
+        inputs = batch.inputs.cuda()
+        labels = batch.labels.cuda()
         batches.append(replace(batch, inputs=inputs, labels=labels))
     for batch in batches[:2]:
         trainer.train_step(batch)
