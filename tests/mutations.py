@@ -29,7 +29,7 @@ momentum of Muon swapped | parallel3d/optimizers/muon.py | lerp_(gradient, 1 - m
 adjusted rate of Muon | parallel3d/optimizers/muon.py | 0.2 * math.sqrt(max(rows, columns)) | 0.2 * math.sqrt(min(rows, columns)) | tests/test_optimizers.py tests/distributed/test_optimizers.py
 every epoch in one order | parallel3d/data/order.py | seed_key ^ epoch.astype(np.uint64) | seed_key ^ np.zeros_like(epoch).astype(np.uint64) | tests/test_order.py tests/test_loader.py
 skipped samples off by one | parallel3d/data/order.py | each.last - each.first + 1 | each.last - each.first | tests/test_order.py tests/distributed/test_skipped_data.py tests/test_loader.py
-last window lost | parallel3d/data/windows.py | (len(self.stream) - 1) // self.seq_len | (len(self.stream) - 1) // self.seq_len - 1 | tests/test_source.py tests/test_loader.py tests/test_corpus.py
+last window lost | parallel3d/data/windows.py | (len(self.stream) - 1) // self.seq_len | (len(self.stream) - 1) // self.seq_len - 1 | tests/test_evaluation.py
 places of a V swapped | parallel3d/schedules/build.py | (*range(pp), *reversed(range(pp))) | (*range(pp), *range(pp)) | tests/test_schedule.py
 shards of a table doubled | parallel3d/planner/model/parameters.py | return self.rows * self.columns * self.times | return self.rows * self.columns | tests/test_planner_parameters.py
 own rows of the vocabulary | parallel3d/planner/model/parameters.py | return len(shard_rows(shape.vocab, rank, tp)) | return shape.vocab // tp | tests/test_planner_parameters.py tests/test_planner_shapes.py tests/test_plan_verify.py

@@ -14,14 +14,13 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.launch.run_dir import check_compiler
 from parallel3d.pipeline.execution import ScheduleExecutor
 from parallel3d.schedules.schedule import Action
-from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.training_cases import GROUPED, make_recipe, make_trainer, own_batch, train
 
 PRELOAD = ("torch._inductor.compile_fx",)
 LAYOUTS = [
@@ -59,7 +58,7 @@ def curve(
 
     with mock.patch.object(ScheduleExecutor, "_backward_weights", count):
         steps = train(trainer, 3)
-    evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
+    evaluated = trainer.evaluate(own_batch(trainer.recipe, 0))
     return (
         steps,
         evaluated,

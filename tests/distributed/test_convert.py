@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -26,6 +25,7 @@ from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.rules import Column
 from parallel3d.layers.parameter import set_fused_gradients
+from tests.distributed.layer_cases import tp_mesh
 
 # it imports what all of transformers' models import
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
@@ -72,7 +72,7 @@ def whole(x: Tensor | None) -> Tensor:
 
 
 def save_split(kind: str, folder: str) -> None:
-    model = tensor_parallelize(build(kind), init_device_mesh("cpu", (get_world_size(),)))
+    model = tensor_parallelize(build(kind), tp_mesh())
     dcp.save(model.state_dict(), checkpoint_id=folder)
 
 
@@ -84,7 +84,7 @@ def load_split(kind: str, folder: str) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     plain = {name: torch.zeros_like(value) for name, value in wanted.state_dict().items()}
-    tensor_parallelize(model, init_device_mesh("cpu", (get_world_size(),)))
+    tensor_parallelize(model, tp_mesh())
     state = model.state_dict()
     dcp.load(state, checkpoint_id=folder)
     dcp.load(plain, checkpoint_id=folder)
@@ -119,7 +119,7 @@ def train_with_fully_shard(kind: str) -> None:
 
 def keep_logits_split() -> None:
     """A rule of the table replaced: the head gives this rank's part of the vocabulary."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     model = build("llama")
     table = {**rules_of(model), "**.lm_head": Column()}
     with pytest.raises(
@@ -137,7 +137,7 @@ def keep_logits_split() -> None:
 
 def use_it_as_transformers_does(kind: str) -> None:
     """Generation with its cache, eager attention and activation checkpointing."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     alone: Any = build(kind)
     split: Any = tensor_parallelize(build(kind), tp)
     ids = torch.randint(5, VOCAB, (B, 6))
@@ -157,7 +157,7 @@ def use_it_as_transformers_does(kind: str) -> None:
 
 def add_in_place(kind: str) -> None:
     """Two microbatches' gradients, added in place, are those that autograd adds up."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     models = [
         tensor_parallelize(build(kind, kv_heads=2, dtype=torch.float64), tp) for _ in range(2)
     ]
@@ -176,7 +176,7 @@ def add_in_place(kind: str) -> None:
 
 def compile_it() -> None:
     """A compiled model gives what it gives without the compiler."""
-    model: Any = tensor_parallelize(build("gpt2"), init_device_mesh("cpu", (get_world_size(),)))
+    model: Any = tensor_parallelize(build("gpt2"), tp_mesh())
     ids = torch.randint(0, VOCAB, (B, S))
     results = []
     for run in (model, torch.compile(model, backend="aot_eager")):
@@ -192,7 +192,7 @@ def refuse_a_patchwork() -> None:
     """Each rank has drawn its own weights."""
     torch.manual_seed(torch.distributed.get_rank())
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     with pytest.raises(
         ValueError, match=r"0.weight .*: was drawn differently on another tp rank.*manual_seed"
     ):

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,9 +27,9 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     plain_stack,
     train,
     whole_batch,
@@ -131,7 +130,7 @@ def train_all(cases: list[Case], model_class: type[Llama]) -> list[tuple[float, 
         trainer = make_trainer(recipe_of(case, model_class))
         for stage in trainer.stages:
             align_logits(stage.module)  # as on a GPU
-        evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
+        evaluated = trainer.evaluate(own_batch(trainer.recipe, 0))
         found.append((evaluated, train(trainer, STEPS)))
     return found
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -34,6 +33,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     one_case,
+    own_batch,
     plain_stack,
     train,
     whole_batch,
@@ -89,7 +89,7 @@ def references() -> dict[ModelConfig, Curve]:
 def run_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, Curve]:
     """Returns the loss of the first batch without training on it, and the curve."""
     trainer = make_trainer(masked(model, parallel))
-    evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
+    evaluated = trainer.evaluate(own_batch(trainer.recipe, 0))
     return evaluated, train(trainer, STEPS)
 
 

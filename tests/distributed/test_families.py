@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +22,7 @@ from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.split_model import FAMILIES as CUT_FAMILIES
 from parallel3d.pipeline.split_model import split_model
 from parallel3d.schedules.build import build_schedule
+from tests.distributed.layer_cases import tp_mesh
 
 # it imports what all of transformers' models import
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
@@ -142,7 +142,7 @@ def differences(
     name: str, dtype: torch.dtype, sequence_parallel: bool = False
 ) -> tuple[float, float]:
     """Returns the largest difference of an output, and of a gradient."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     alone = build(name, dtype)
     rules = rules_of(alone, sequence_parallel=sequence_parallel)
     split = tensor_parallelize(copy.deepcopy(alone), tp, rules)

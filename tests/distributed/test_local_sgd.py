@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from parallel3d.config.recipe import (
     LocalSgdConfig,
@@ -33,9 +32,9 @@ from tests.distributed.training_cases import (
     Curve,
     assert_follows,
     losses,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     plain_curve,
     train,
     whole_batch,
@@ -55,7 +54,7 @@ def run(trainer: Trainer, steps: int) -> tuple[Curve, float, float]:
     """The next steps, and the losses of a batch after them: of the outer parameters, and of the
     replicas' own."""
     curve = train(trainer, steps)
-    batch = make_loader(trainer.recipe, dist.get_rank()).batch(50)
+    batch = own_batch(trainer.recipe, 50)
     return curve, trainer.evaluate(batch), trainer.train_step(batch).loss
 
 
@@ -109,7 +108,7 @@ def resumed(case: Case, path: Path) -> tuple[float, Curve]:
     """The loss of what was loaded (of the outer parameters), and the curve from there."""
     trainer = make_trainer(local_sgd_recipe(*case))
     load_trainer(trainer, path)
-    loss = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(50))
+    loss = trainer.evaluate(own_batch(trainer.recipe, 50))
     return loss, train(trainer, STEPS - trainer.step)
 
 

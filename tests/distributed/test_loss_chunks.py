@@ -22,9 +22,9 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     plain_curve,
     train,
 )
@@ -38,7 +38,7 @@ def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Cur
     for model, parallel in cases:
         trainer = make_trainer(make_recipe(model, parallel, loss_chunk_tokens=CHUNK))
         whole = make_trainer(make_recipe(model, parallel))
-        batch = make_loader(trainer.recipe, torch.distributed.get_rank()).batch(0)
+        batch = own_batch(trainer.recipe, 0)
         assert trainer.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-6)
         for chunked, at_once in zip(
             trainer.logits(batch.inputs), whole.logits(batch.inputs), strict=True
@@ -107,7 +107,7 @@ def train_aligned(cases: list[tuple[ModelConfig, ParallelConfig, int | None]]) -
         assert_follows(of_aligned, curve, last=None)
         for ours, theirs in zip(aligned.parameters, plain.parameters, strict=True):
             assert ours.local.shape == theirs.local.shape
-        batch = make_loader(recipe, torch.distributed.get_rank()).batch(0)
+        batch = own_batch(recipe, 0)
         for ours, theirs in zip(
             aligned.logits(batch.inputs), plain.logits(batch.inputs), strict=True
         ):

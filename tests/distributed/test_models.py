@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
@@ -27,9 +26,9 @@ from tests.distributed.training_cases import (
     Curve,
     assert_follows,
     losses,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     train,
 )
 
@@ -117,7 +116,7 @@ def losses_of_one_batch() -> tuple[float, ...]:
     step's, in validation, and without dropout at all."""
     still = make_recipe(DROPPED, ParallelConfig(microbatch_size=8))
     trainer = make_trainer(still)
-    batch = make_loader(still, dist.get_rank()).batch(0)
+    batch = own_batch(still, 0)
     start = [p.local.detach().clone() for p in trainer.parameters]
     losses = []
     for step in (0, 0, 1):

@@ -22,6 +22,7 @@ from tests.distributed.training_cases import (
     make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     train,
 )
 
@@ -155,7 +156,7 @@ def before_the_sum(kind: str) -> str:
             trainer.stages[0].module.norm.register_forward_hook(
                 lambda module, inputs, output: output * float("inf")
             )  # type: ignore[union-attr]
-    result = trainer.train_step(make_loader(recipe, dist.get_rank()).batch(1))
+    result = trainer.train_step(own_batch(recipe, 1))
     assert result.is_skipped
     assert trainer.skipped_steps == 1
     assert result.left_out is not None

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -30,9 +29,9 @@ from tests.distributed.training_cases import (
     assert_follows,
     block_matrices,
     losses,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     plain_curve,
     train,
 )
@@ -90,7 +89,7 @@ def one_step(recipe: Recipe) -> dict[str, float]:
         parameters[p.name].data = whole(p.distributed(p.local.detach()))
         parameters[p.name].grad = whole(p.distributed(p.local.grad))
 
-    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0), observe=take_gradient)
+    trainer.train_step(own_batch(recipe, 0), observe=take_gradient)
     for optimizer in plain_optimizers(plain, recipe.optimizer, block_matrices(plain)):
         optimizer.step()
     differences = {}

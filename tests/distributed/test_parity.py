@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from tests.distributed.training_cases import (
@@ -24,10 +23,10 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    make_loader,
     make_recipe,
     make_trainer,
     one_case,
+    own_batch,
     plain_curve,
     train,
 )
@@ -41,7 +40,7 @@ def evaluate_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float
     """Returns the loss of a batch without training on it, and then with."""
     recipe = make_recipe(model, parallel)
     trainer = make_trainer(recipe)
-    batch = make_loader(recipe, torch.distributed.get_rank()).batch(0)
+    batch = own_batch(recipe, 0)
     return trainer.evaluate(batch), trainer.train_step(batch).loss
 
 

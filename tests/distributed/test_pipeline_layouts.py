@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers import linear
@@ -23,10 +22,10 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    make_loader,
     make_recipe,
     make_trainer,
     one_case,
+    own_batch,
     plain_curve,
     resume_beside,
     train,
@@ -41,7 +40,7 @@ def run_layout(model: ModelConfig, parallel: ParallelConfig, precision: str) -> 
     linear.FUSED_FROM_ELEMENTS = 0  # so that even these small weights' gradients are put off
     trainer = make_trainer(make_recipe(model, parallel, precision=precision))
     curve = train(trainer, STEPS)
-    return curve, trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
+    return curve, trainer.evaluate(own_batch(trainer.recipe, 0))
 
 
 def resume_layout(

@@ -6,12 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.schedules.build import build_schedule
 from parallel3d.training.timeline import traced_step
-from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.training_cases import GROUPED, make_recipe, make_trainer, own_batch, train
 
 PARALLEL = ParallelConfig(pp=2, tp=2, schedule="zb_h1", microbatch_size=2)
 
@@ -21,7 +19,7 @@ def trace(folder: Path) -> tuple[str, list[float], list[float]]:
     which none is."""
     traced, plain = (make_trainer(make_recipe(GROUPED, PARALLEL)) for _ in range(2))
     losses = [loss for loss, _ in train(traced, 1)]
-    batch = make_loader(traced.recipe, dist.get_rank()).batch(traced.step)
+    batch = own_batch(traced.recipe, traced.step)
     result, report = traced_step(traced, batch, folder)
     losses += [result.loss, *(loss for loss, _ in train(traced, 1))]
     return report, losses, [loss for loss, _ in train(plain, 3)]

@@ -20,10 +20,10 @@ from tests.distributed.training_cases import (
     has_weights,
     local_weights,
     losses,
-    make_loader,
     make_recipe,
     make_trainer,
     overflow_on,
+    own_batch,
     train,
 )
 
@@ -99,7 +99,7 @@ def skip_together(layouts: list[ParallelConfig]) -> None:
         assert trainer.progress.loss_scale == 2048.0
         assert trainer.progress.loss_scale_good_steps == 0
         before = local_weights(trainer)
-        result = trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(2))
+        result = trainer.train_step(own_batch(trainer.recipe, 2))
         assert result.loss_scale == 2048.0
         assert result.grad_norm == float("inf")
         assert has_weights(trainer, before)
@@ -159,7 +159,7 @@ def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
             }
             trainer = make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, **settings)))
             first = train(trainer, 8)[0][0]
-            gains.append(first - trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(0)))
+            gains.append(first - trainer.evaluate(own_batch(recipe, 0)))
             kept = torch.bfloat16 if precision == "bf16_pure" else torch.float32
             assert trainer.parameters[0].local.dtype == kept
             assert state_dtypes(trainer) == {torch.float32 if state_dtype == "fp32" else kept}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from parallel3d.checkpoint.store import check_start
@@ -21,9 +20,9 @@ from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
 from parallel3d.training.state import load_start, save_trainer
 from tests.distributed.training_cases import (
     BATCH,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     whole_batch,
 )
 
@@ -105,7 +104,7 @@ def first_loss(model: ModelConfig, parallel: ParallelConfig, folder: Path, saved
     trainer = make_trainer(recipe, initialize=False)
     load_start(trainer, folder)
     save_trainer(trainer, saved)
-    return trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0)).loss
+    return trainer.train_step(own_batch(recipe, 0)).loss
 
 
 def loss_of(peer: torch.nn.Module, model: ModelConfig) -> float:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from parallel3d.checkpoint.manifest import (
@@ -35,9 +34,9 @@ from tests.distributed.training_cases import (
     assert_follows,
     has_weights,
     local_weights,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     train,
 )
 
@@ -128,7 +127,7 @@ def loss_of_the_saved_model(model: ModelConfig, parallel: ParallelConfig, path: 
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd", momentum=0.0))
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == HALF
-    return trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(HALF))
+    return trainer.evaluate(own_batch(recipe, HALF))
 
 
 def test_a_saved_model_has_the_same_loss_in_every_layout(

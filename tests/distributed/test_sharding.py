@@ -30,6 +30,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     one_case,
+    own_batch,
     plain_curve,
     train,
 )
@@ -231,7 +232,7 @@ def gradients_of(sharding: str, reduce_dtype: str, precision: str) -> torch.Tens
         gradient = parameter.distributed(parameter.local.grad.clone())
         found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
 
-    trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(0), observe=keep)
+    trainer.train_step(own_batch(trainer.recipe, 0), observe=keep)
     return torch.cat([gradient.flatten() for gradient in found])
 
 

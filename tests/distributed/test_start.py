@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from parallel3d.config.recipe import LocalSgdConfig, OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.errors import CheckpointError
@@ -19,9 +18,9 @@ from tests.distributed.training_cases import (
     Curve,
     assert_follows,
     local_weights,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     train,
 )
 
@@ -116,7 +115,7 @@ def refused(recipe: Recipe, path: Path) -> str:
     for old, new in zip(before, local_weights(trainer), strict=True):
         assert old.equal(new)
     # no rank has left the others alone
-    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0))
+    trainer.train_step(own_batch(recipe, 0))
     return str(refusal.value)
 
 

@@ -119,6 +119,11 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
     return training_loader(recipe, training_windows(recipe, streams), rank, document_end)
 
 
+def own_batch(recipe: Recipe, step: int) -> Batch:
+    """Returns this rank's part of the batch of a step."""
+    return make_loader(recipe, dist.get_rank()).batch(step)
+
+
 def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
     """Builds the recipe's trainer on this rank; every rank of the world calls it. What is not
     initialised is NaN."""
