@@ -18,6 +18,7 @@ from parallel3d.shard_sizes import largest_shard, shard_rows
 from parallel3d.sharding.bytes import frees_after_forward
 
 Shape = tuple[int, ...]
+ADAMW_STATES = 2  # numbers for each element
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,9 @@ class SentBytes:
     all_reduce: float = 0.0
 
 
-def held_bytes(shapes: Iterable[Shape], layout: DataLayout, *, states: int = 2) -> HeldBytes:
-    """Returns what a rank holds of parameters of these shapes (this tp rank's parts). The optimizer
-    keeps `states` numbers for each element (AdamW 2)."""
+def held_bytes(shapes: Iterable[Shape], layout: DataLayout) -> HeldBytes:
+    """Returns what a rank holds of parameters of these shapes (this tp rank's parts), with the
+    states of AdamW."""
     shapes = list(shapes)
     compute = layout.compute_bytes
     master = layout.master_bytes
@@ -70,11 +71,11 @@ def held_bytes(shapes: Iterable[Shape], layout: DataLayout, *, states: int = 2) 
         return HeldBytes(
             parameters=whole * compute + copies,
             gradients=whole * master,
-            optimizer=own * master * states,
+            optimizer=own * master * ADAMW_STATES,
         )
     filled = _filled(shapes, ranks)
     return HeldBytes(
-        parameters=filled * master, gradients=filled * master, optimizer=own * master * states
+        parameters=filled * master, gradients=filled * master, optimizer=own * master * ADAMW_STATES
     )
 
 

@@ -18,9 +18,9 @@ def text_data(tmp_path: Path, content: bytes, name: str = "corpus.txt") -> DataC
     return DataConfig(source="text", path=str(path))
 
 
-def refusal(data: DataConfig, *, seq_len: int = 8, vocab: int = 264) -> str:
+def refusal(data: DataConfig, *, seq_len: int = 8) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_data(data, seq_len=seq_len, vocab=vocab)
+        check_data(data, seq_len=seq_len, vocab=264)
     return str(caught.value)
 
 

@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 
 from parallel3d.schedules.build import build_schedule
-from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.draw import draw_svg, draw_text, draw_trace
 from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate
@@ -18,15 +17,8 @@ from parallel3d.timeline.spans import Span, Timeline
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def simulated(
-    name: ScheduleName = "1f1b", times: StageTimes = EQUAL, virtual_stages: int = 1
-) -> Timeline:
-    schedule = build_schedule(
-        name,
-        pp=2,
-        microbatches=3,
-        virtual_stages=virtual_stages,
-    )
+def simulated(times: StageTimes = EQUAL) -> Timeline:
+    schedule = build_schedule("1f1b", pp=2, microbatches=3)
     return simulate(schedule, ActionTimes.uniform(schedule.stages, times))
 
 

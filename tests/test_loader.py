@@ -31,10 +31,8 @@ from parallel3d.errors import ConfigError, DataError
 TOKENS = np.arange(1000, dtype=np.uint16)
 
 
-def loader(
-    tokens: NDArray[np.integer] = TOKENS, *, seq_len: int = 7, seed: int | None = 5
-) -> BatchLoader:
-    windows = ShuffledWindows(TokensInMemory(tokens), seq_len=seq_len, seed=seed)
+def loader(tokens: NDArray[np.integer] = TOKENS, *, seed: int | None = 5) -> BatchLoader:
+    windows = ShuffledWindows(TokensInMemory(tokens), seq_len=7, seed=seed)
     return BatchLoader(
         windows,
         global_batch_size=12,

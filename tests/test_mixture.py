@@ -138,11 +138,11 @@ def test_a_run_that_goes_on_in_the_middle_of_a_stage_at_another_dp_draws_each_se
     assert loader(0, 1).source.windows == 350
 
 
-def recipe_of(tmp_path: Path, *overrides: str, data: str = "{source: text}") -> Recipe:
+def recipe_of(tmp_path: Path, *overrides: str) -> Recipe:
     path = tmp_path / "small.yaml"
     path.write_text(
         "model: {layers: 1, hidden: 16, heads: 2, ffn_hidden: 32, vocab: 264}\n"
-        f"train: {{steps: 20, global_batch_size: 8, seq_len: 8}}\ndata: {data}\n"
+        "train: {steps: 20, global_batch_size: 8, seq_len: 8}\ndata: {source: text}\n"
     )
     return load_recipe(path, overrides, cards={})
 
@@ -198,11 +198,9 @@ def test_the_check_of_the_data_names_the_source_that_will_not_do(tmp_path: Path)
         check_data(DataConfig(source="text", sources=(fine, short)), seq_len=2000, vocab=264)
 
 
-def token_source(
-    folder: Path, tokenizer: ShardTokenizer | None, end_of_text: int = 256
-) -> SourceConfig:
+def token_source(folder: Path, tokenizer: ShardTokenizer | None) -> SourceConfig:
     ids = np.arange(100)
-    write_folder(folder, [ids], [ids[:20]], end=end_of_text, tokenizer=tokenizer)
+    write_folder(folder, [ids], [ids[:20]], tokenizer=tokenizer)
     return SourceConfig(path=str(folder))
 
 

@@ -43,9 +43,9 @@ LINE = StepMetrics(
 )
 
 
-def run_of(folder: Path, times: list[float], recipe: Recipe = RECIPE) -> Path:
+def run_of(folder: Path, times: list[float]) -> Path:
     """A run that logged every ten steps."""
-    (folder / "config.yaml").write_text(to_yaml(recipe))
+    (folder / "config.yaml").write_text(to_yaml(RECIPE))
     metrics = MetricsFile(folder / "metrics.jsonl", resumed_step=0)
     for at, seconds in enumerate(times):
         metrics.write(replace(LINE, step=10 * at + 1, step_time_s=seconds))

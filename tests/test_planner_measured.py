@@ -135,12 +135,12 @@ def times_alone(larger: LargerRuns, parameters: float, **more_s: float) -> Times
     return alone
 
 
-def worlds(*, cores: int) -> dict[int, Any]:
+def worlds() -> dict[int, Any]:
     """The measurements of an ideal host: one rate for everything, worlds of 1 and 2."""
     common = {
         "device": "CPU",
         "torch": "2",
-        "cores": cores,
+        "cores": 2,
         "memory_bytes": 2**34,
         "processors": 1,
     }
@@ -169,9 +169,7 @@ def worlds(*, cores: int) -> dict[int, Any]:
 
 @pytest.fixture
 def host() -> Cluster:
-    return cluster_from_tree(
-        yaml.safe_load(hardware_text(worlds(cores=2), date="2026-01-02")), "host"
-    )
+    return cluster_from_tree(yaml.safe_load(hardware_text(worlds(), date="2026-01-02")), "host")
 
 
 def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
@@ -224,7 +222,7 @@ def test_parts_of_a_calibrated_step_are_not_negative_and_add_up(host: Cluster) -
 
 
 def test_a_file_whose_measurements_are_incomplete_is_refused() -> None:
-    tree = yaml.safe_load(hardware_text(worlds(cores=2), date="2026-01-02"))
+    tree = yaml.safe_load(hardware_text(worlds(), date="2026-01-02"))
     del tree["measured"]["processes"][1]["byte_s"]
     with pytest.raises(
         ConfigError, match="measured: must be as parallel3d-plan calibrate writes it"

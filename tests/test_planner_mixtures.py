@@ -114,14 +114,12 @@ def h100() -> Cluster:
     return load_cluster("h100-80gb", [HARDWARE])
 
 
-def run(
-    cluster: Cluster, shape: str, engine: str = "megatron-core", **layout: object
-) -> PlannedRun:
+def run(cluster: Cluster, shape: str, **layout: object) -> PlannedRun:
     return PlannedRun(
         shape=named_shape(shape, shape_cards()),
         cluster=cluster,
         layout=RunLayout(**layout),  # type: ignore[arg-type]
-        program=named_program(engine),
+        program=named_program("megatron-core"),
         seq_len=4096,
     )
 

@@ -14,10 +14,10 @@ from parallel3d.training.guard import find_spike
 RULE = TrainConfig(steps=1000, global_batch_size=8, seq_len=8)
 
 
-def history_of(losses: list[float], norms: list[float], rule: TrainConfig = RULE) -> SpikeHistory:
+def history_of(losses: list[float], norms: list[float]) -> SpikeHistory:
     history = SpikeHistory()
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
-        _, history = find_spike(history, step, loss, norm, rule)
+        _, history = find_spike(history, step, loss, norm, RULE)
     return history
 
 

@@ -39,12 +39,12 @@ class Host:
         enter = f"ip netns exec {self.namespace} unshare --uts sh -c".split()
         return [*enter, named, self.name, *arguments]
 
-    def run(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments),
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=60,
         )
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -26,49 +26,18 @@ from parallel3d.convert.families import rules_of
 from parallel3d.convert.rules import Column
 from parallel3d.layers.parameter import set_fused_gradients
 from tests.distributed.layer_cases import tp_mesh
+from tests.distributed.test_families import VOCAB, B, S, build, whole
 
 # it imports what all of transformers' models import
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
 ROOT = Path(__file__).parents[2]
-VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
 
 
-def build(
-    kind: str, *, kv_heads: int = 4, tied: bool = False, dtype: torch.dtype = torch.float32
-) -> nn.Module:
-    """Random weights, biases and norms too; no dropout, which would differ between one process and
-    several."""
-    import transformers as hf
-
+def build_sharing(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Returns a model with two heads of keys, if the kind lets one choose."""
     if kind == "gpt2":
-        config: Any = hf.GPT2Config(
-            n_embd=32, n_layer=2, n_head=8, n_positions=64, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0,  # noqa: E501
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type=(
-                "ForCausalLM"
-            ), tie_word_embeddings=tied,
-        )  # fmt: skip
-        model_class: Any = hf.GPT2LMHeadModel
-    else:
-        classes = {
-            "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {"pad_token_id": 3}),
-            "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {}),
-        }
-        config_class, model_class, more = classes[kind]
-        config = config_class(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, vocab_size=VOCAB,  # noqa: E501
-            num_key_value_heads=kv_heads, max_position_embeddings=64, tie_word_embeddings=tied, **more,  # noqa: E501
-        )  # fmt: skip
-    torch.manual_seed(0)
-    model: nn.Module = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype)
-
-
-def whole(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x.full_tensor() if isinstance(x, DTensor) else x
+        return build(kind, dtype)
+    return build(kind, dtype, num_key_value_heads=2, tie_word_embeddings=False)
 
 
 def save_split(kind: str, folder: str) -> None:
@@ -96,8 +65,8 @@ def train_with_fully_shard(kind: str) -> None:
     """Trains dp_shard 2 x tp 2 on one batch cut in two by a step of AdamW, and one process on the
     whole batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    alone = build(kind, kv_heads=2)
-    model: Any = tensor_parallelize(build(kind, kv_heads=2), mesh)
+    alone = build_sharing(kind)
+    model: Any = tensor_parallelize(build_sharing(kind), mesh)
     for block in model.transformer.h if kind == "gpt2" else model.model.layers:
         fully_shard(block, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
@@ -158,9 +127,7 @@ def use_it_as_transformers_does(kind: str) -> None:
 def add_in_place(kind: str) -> None:
     """Two microbatches' gradients, added in place, are those that autograd adds up."""
     tp = tp_mesh()
-    models = [
-        tensor_parallelize(build(kind, kv_heads=2, dtype=torch.float64), tp) for _ in range(2)
-    ]
+    models = [tensor_parallelize(build_sharing(kind, torch.float64), tp) for _ in range(2)]
     set_fused_gradients(models[1], True)
     for ids in torch.randint(0, VOCAB, (2, B, S)):
         for model in models:
@@ -211,10 +178,10 @@ def test_what_else_transformers_does_with_a_model_works(world: Callable, kind: s
 
 
 def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
-    world(4).run(train_with_fully_shard, "qwen2")
+    world(4).run(train_with_fully_shard, "qwen2, tied")
 
 
-@pytest.mark.parametrize("size, kind", [(2, "gpt2"), (4, "qwen2")])
+@pytest.mark.parametrize("size, kind", [(2, "gpt2"), (4, "qwen2, tied")])
 def test_gradients_that_are_added_in_place_are_those_of_autograd(
     world: Callable, size: int, kind: str
 ) -> None:

@@ -137,7 +137,7 @@ def test_a_fault_planted_in_the_users_model_is_found(
 def resumed(folder: Path, recipe: Recipe, other: Recipe) -> tuple[Curve, Curve]:
     """Returns the steps after a checkpoint, gone on with and resumed in another layout."""
     with known(folder):
-        return resume_beside(recipe, folder / "checkpoint", 2, 2, into=other)
+        return resume_beside(recipe, folder / "checkpoint", 2, into=other)
 
 
 def test_a_checkpoint_of_the_users_model_goes_on_in_another_layout(

@@ -29,7 +29,7 @@ from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.vocabulary import VocabParallelEmbedding
 from parallel3d.sharding.apply import shard
 
-PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
+PRELOAD = ("transformers.models.gpt2.modeling_gpt2",)
 VOCAB, HIDDEN, S = 101, 32, 12
 KINDS = ["layers", "gpt2"]
 
@@ -57,40 +57,25 @@ class OfLayers(nn.Module):
         return y
 
 
-def build(kind: str, tp: DeviceMesh | None, *, tied: bool = False) -> Any:
+def build(kind: str, tp: DeviceMesh | None) -> Any:
     torch.manual_seed(0)
     if kind == "layers":
         return OfLayers(tp)
     import transformers as hf
 
-    if kind == "gpt2":
-        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = {
-            "n_embd": HIDDEN,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": S,
-            "bos_token_id": 0,
-        }
-        config: Any = hf.GPT2Config(
-            vocab_size=VOCAB,
-            tie_word_embeddings=tied,
-            eos_token_id=0,
-            **sizes,
-            **dropouts,
-        )
-    else:
-        config = hf.LlamaConfig(
-            hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=VOCAB,
-            max_position_embeddings=S,
-            tie_word_embeddings=tied,
-            pad_token_id=3,
-        )
+    config = hf.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=4,
+        n_positions=S,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model: Any = hf.AutoModelForCausalLM.from_config(config)
     return model if tp is None else tensor_parallelize(model, tp, check=False)
 

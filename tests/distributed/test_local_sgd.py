@@ -41,6 +41,7 @@ from tests.distributed.training_cases import (
 )
 
 Case = tuple[ModelConfig, ParallelConfig, LocalSgdConfig]
+HALF = 6
 STEPS = 14  # three synchronisations, and two steps more
 DILOCO = LocalSgdConfig(sync_every=4)
 
@@ -97,11 +98,11 @@ def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable) -> N
         )
 
 
-def half_and_on(case: Case, path: Path, half: int) -> Curve:
+def half_and_on(case: Case, path: Path) -> Curve:
     trainer = make_trainer(local_sgd_recipe(*case))
-    first = train(trainer, half)
+    first = train(trainer, HALF)
     save_trainer(trainer, path)
-    return first + train(trainer, STEPS - half)
+    return first + train(trainer, STEPS - HALF)
 
 
 def resumed(case: Case, path: Path) -> tuple[float, Curve]:
@@ -110,9 +111,6 @@ def resumed(case: Case, path: Path) -> tuple[float, Curve]:
     load_trainer(trainer, path)
     loss = trainer.evaluate(own_batch(trainer.recipe, 50))
     return loss, train(trainer, STEPS - trainer.step)
-
-
-HALF = 6
 
 
 def test_resuming_between_synchronisations_is_bitwise_or_in_another_layout_alike(
@@ -126,7 +124,7 @@ def test_resuming_between_synchronisations_is_bitwise_or_in_another_layout_alike
         schedule="zb_v",
         virtual_stages=2,
     )
-    uninterrupted = world(4).run(half_and_on, (DEEP_TIED, pipeline, DILOCO), path, HALF)[0]
+    uninterrupted = world(4).run(half_and_on, (DEEP_TIED, pipeline, DILOCO), path)[0]
     assert world(4).run(resumed, (DEEP_TIED, pipeline, DILOCO), path)[0][1] == uninterrupted[HALF:]
     tensor = ParallelConfig(dp_replicate=2, tp=2)
     _, curve = world(4).run(resumed, (DEEP_TIED, tensor, DILOCO), path)[0]
@@ -140,7 +138,7 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
     """Two replicas, then one of a synchronous run, four, and back: what is loaded is always the
     saved outer model."""
     path = tmp_path / "step_00000006"
-    world(2).run(half_and_on, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path, HALF)
+    world(2).run(half_and_on, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path)
     saved, _ = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path)[0]
     synchronous = (GROUPED, ParallelConfig(dp_shard=2), LocalSgdConfig())
     for size, case in ((4, (GROUPED, ParallelConfig(dp_replicate=4), DILOCO)), (2, synchronous)):
@@ -149,7 +147,7 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
         assert len(curve) == STEPS - HALF
         assert curve[-1][0] < curve[0][0] + 0.1
     again = tmp_path / "step_00000007"
-    curve = world(2).run(half_and_on, synchronous, again, HALF)[0]
+    curve = world(2).run(half_and_on, synchronous, again)[0]
     _, apart = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), again)[0]
     assert apart[0][0] == pytest.approx(curve[HALF][0], rel=1e-6), (
         "the first loss is that of the loaded weights"

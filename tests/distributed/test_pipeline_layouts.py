@@ -48,7 +48,7 @@ def resume_layout(
 ) -> tuple[Curve, Curve]:
     """Returns the last two steps of an uninterrupted run, and of one that was resumed before
     them."""
-    return resume_beside(make_recipe(model, parallel), folder / "checkpoint", STEPS - 2, 2)
+    return resume_beside(make_recipe(model, parallel), folder / "checkpoint", STEPS - 2)
 
 
 ZB_V = {"pp": 2, "schedule": "zb_v", "virtual_stages": 2}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import (
-    ModelConfig,
     ParallelConfig,
     Recipe,
 )
@@ -117,9 +116,9 @@ def compare_noisy() -> None:
         assert torch.equal(cold[name], warm[name])
 
 
-def tied_ends_by_the_backend(model: ModelConfig, parallel: ParallelConfig) -> Curve:
+def tied_ends_by_the_backend(parallel: ParallelConfig) -> Curve:
     with without_shared_memory(True):
-        return train(make_trainer(make_recipe(model, parallel)), 2)
+        return train(make_trainer(make_recipe(DEEP_TIED, parallel)), 2)
 
 
 def test_warmed_stages_train_bitwise_as_cold_ones(world: Callable) -> None:
@@ -134,5 +133,5 @@ def test_tied_ends_reach_each_other_by_the_backend_too(world: Callable) -> None:
     """The end ranks have a group more than those between them, after which torch would name the
     pipeline's groups."""
     layout = ParallelConfig(pp=4, microbatch_size=2)
-    curves = world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
-    assert curves == world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
+    curves = world(4).run(tied_ends_by_the_backend, layout)
+    assert curves == world(4).run(tied_ends_by_the_backend, layout)

@@ -25,7 +25,6 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
 from parallel3d.training.state import load_model, load_trainer, resume_from, save_trainer
 from tests.distributed.training_cases import (
-    BATCH,
     DEEP,
     DEEP_TIED,
     GROUPED,
@@ -43,20 +42,17 @@ from tests.distributed.training_cases import (
 HALF = 3  # after the first resumed step comes one whose loss knows the states, and another
 
 
-def straight_through(
-    model: ModelConfig, parallel: ParallelConfig, path: Path, batch: int = BATCH
-) -> Curve:
+def straight_through(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
     """Six steps, with a checkpoint after three."""
-    trainer = make_trainer(make_recipe(model, parallel, global_batch_size=batch))
+    trainer = make_trainer(make_recipe(model, parallel))
     first = train(trainer, HALF)
     save_trainer(trainer, path)
     return first + train(trainer, HALF)
 
 
-def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path, batch: int = BATCH) -> Curve:
+def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
     """A trainer that loads first needs no initial weights."""
-    recipe = make_recipe(model, parallel, global_batch_size=batch)
-    trainer = make_trainer(recipe, initialize=False)
+    trainer = make_trainer(make_recipe(model, parallel), initialize=False)
     load_trainer(trainer, path)
     assert trainer.step == HALF
     return train(trainer, HALF)
@@ -120,10 +116,10 @@ def test_resuming_in_the_same_layout_is_bitwise(
     assert world(4).run(resumed, model, parallel, path)[0] == uninterrupted[HALF:]
 
 
-def loss_of_the_saved_model(model: ModelConfig, parallel: ParallelConfig, path: Path) -> float:
+def loss_of_the_saved_model(parallel: ParallelConfig, path: Path) -> float:
     """Returns the loss on a batch that nobody has trained on, of a checkpoint loaded without the
     optimizer's states."""
-    recipe = make_recipe(model, parallel)
+    recipe = make_recipe(DEEP_TIED, parallel)
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd", momentum=0.0))
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == HALF
@@ -134,7 +130,7 @@ def test_a_saved_model_has_the_same_loss_in_every_layout(
     world: Callable, saved_by_four: tuple[Path, Curve]
 ) -> None:
     path, curve = saved_by_four
-    (alone,) = world(1).run(loss_of_the_saved_model, DEEP_TIED, ParallelConfig(), path)
+    (alone,) = world(1).run(loss_of_the_saved_model, ParallelConfig(), path)
     # the loss of the next step, before it was trained
     assert alone == pytest.approx(curve[HALF][0], rel=1e-6)
     for parallel in (
@@ -147,7 +143,7 @@ def test_a_saved_model_has_the_same_loss_in_every_layout(
             virtual_stages=2,
         ),
     ):
-        each = world(4).run(loss_of_the_saved_model, DEEP_TIED, parallel, path)
+        each = world(4).run(loss_of_the_saved_model, parallel, path)
         assert each == pytest.approx([alone] * 4, rel=1e-6)
 
 

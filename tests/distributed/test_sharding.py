@@ -52,12 +52,8 @@ class Seen:
     sent: tuple[SentBytes, SentBytes]
 
 
-def run_strategy(
-    model: ModelConfig, parallel: ParallelConfig, batch: int, precision: str = "fp32"
-) -> Seen:
-    trainer = make_trainer(
-        make_recipe(model, parallel, global_batch_size=batch, precision=precision)
-    )
+def run_strategy(model: ModelConfig, parallel: ParallelConfig, precision: str = "fp32") -> Seen:
+    trainer = make_trainer(make_recipe(model, parallel, precision=precision))
     shapes = _shapes(trainer)
     curve = train(trainer, 2)  # the first step opens what the later ones use
     loader = make_loader(trainer.recipe, dist.get_rank())
@@ -184,7 +180,7 @@ CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 def test_a_strategy_trains_as_one_process_and_costs_what_its_formulas_say(
     world: Callable, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
-    ranks = world(parallel.world_size).run(run_strategy, model, parallel, 8)
+    ranks = world(parallel.world_size).run(run_strategy, model, parallel)
     assert all(seen.curve == ranks[0].curve for seen in ranks)
     assert_follows(ranks[0].curve, plain_curve(make_recipe(model, parallel)))
     for seen in ranks:
@@ -209,7 +205,7 @@ def test_sixteen_bits_cost_what_the_formulas_say(
 ) -> None:
     """bf16 has 8 bits, 0.4 % a rounding: the losses are near float32's, and not the same."""
     parallel = ParallelConfig(dp_shard=2, microbatch_size=2, **settings)  # type: ignore[arg-type]
-    ranks = world(2).run(run_strategy, DEEP_UNEVEN, parallel, 8, precision)
+    ranks = world(2).run(run_strategy, DEEP_UNEVEN, parallel, precision)
     exact = losses(plain_curve(make_recipe(DEEP_UNEVEN, parallel)))
     for seen in ranks:
         assert seen.held[0] == seen.held[1]

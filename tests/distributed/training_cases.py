@@ -155,9 +155,9 @@ def train(trainer: Trainer, steps: int) -> Curve:
 
 
 def resume_beside(
-    recipe: Recipe, path: Path, before: int, after: int, *, into: Recipe | None = None
+    recipe: Recipe, path: Path, before: int, *, into: Recipe | None = None
 ) -> tuple[Curve, Curve]:
-    """Saves a run after some steps, and returns the curves of the steps after them: uninterrupted,
+    """Saves a run after some steps, and returns the curves of two more steps: uninterrupted,
     and resumed.
 
     `into` is the recipe of the resumed run where it is another one.
@@ -169,7 +169,7 @@ def resume_beside(
     load_trainer(resumed, path)
     assert resumed.step == before
     assert resumed.tokens == trainer.tokens
-    return train(trainer, after), train(resumed, after)
+    return train(trainer, 2), train(resumed, 2)
 
 
 def local_weights(trainer: Trainer) -> list[Tensor]:
