@@ -75,7 +75,9 @@ def held_bytes(shapes: Iterable[Shape], layout: DataLayout) -> HeldBytes:
         )
     filled = _filled(shapes, ranks)
     return HeldBytes(
-        parameters=filled * master, gradients=filled * master, optimizer=own * master * ADAMW_STATES
+        parameters=filled * master,
+        gradients=filled * master,
+        optimizer=own * master * ADAMW_STATES,
     )
 
 

@@ -106,7 +106,12 @@ def recipe_of(
         device="cuda",
     )
     parallel = ParallelConfig(microbatch_size=2, tp=tp)
-    return Recipe(model=config, train=train, parallel=parallel, run_dir="runs/x")
+    return Recipe(
+        model=config,
+        train=train,
+        parallel=parallel,
+        run_dir="runs/x",
+    )
 
 
 def test_no_card_writes_out_its_scores() -> None:
@@ -191,7 +196,10 @@ def test_a_layer_computes_the_same_as_on_every_gpu(
         with monkeypatch.context() as patch:
             as_on(device, patch)
             torch.testing.assert_close(
-                results(layer, documents=documents), expected, rtol=1e-4, atol=1e-5
+                results(layer, documents=documents),
+                expected,
+                rtol=1e-4,
+                atol=1e-5,
             )
 
 
@@ -221,7 +229,11 @@ def flash_varlen(
         mask = (distance <= most_left) & (-distance <= most_right)
         q, k, v = (part[begin:end].transpose(0, 1).float() for part in (query, key, value))
         y = F.scaled_dot_product_attention(
-            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, enable_gqa=True
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            mask,
+            enable_gqa=True,
         )
         parts.append(y.squeeze(0).transpose(0, 1).to(query.dtype))
     return torch.cat(parts)
@@ -259,7 +271,11 @@ def test_varlen_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyP
         for documents in (None, PACKED.moved(mode.from_tensor)):
             options = AttentionOptions(head_dim=K, window=5)
             layer = ParallelAttention(
-                D, H, 2, tp=ParallelContext(dtype=torch.bfloat16), options=options
+                D,
+                H,
+                2,
+                tp=ParallelContext(dtype=torch.bfloat16),
+                options=options,
             )
             x = torch.empty(B, S, D, dtype=torch.bfloat16, requires_grad=True)
             y = layer(x, documents=documents)

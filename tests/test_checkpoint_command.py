@@ -134,7 +134,11 @@ MODEL = ModelConfig(
     ffn_hidden=24,
     vocab=300,
     rope_theta=5e5,
-    rope_scaling=RopeScaling(type="llama3", factor=8.0, original_max_positions=32),
+    rope_scaling=RopeScaling(
+        type="llama3",
+        factor=8.0,
+        original_max_positions=32,
+    ),
     tied_embeddings=True,
 )
 
@@ -159,7 +163,9 @@ def test_import_writes_the_recipe_of_a_model(tmp_path: Path, capsys: Said) -> No
     assert main(["import", str(tmp_path / "hub"), "-o", str(recipe)]) == 0
     assert f"parallel3d-train {recipe} train.steps=1000" in capsys.readouterr().out
     read = load_recipe(
-        recipe, ["train.steps=3", "train.global_batch_size=2", "train.seq_len=8"], cards={}
+        recipe,
+        ["train.steps=3", "train.global_batch_size=2", "train.seq_len=8"],
+        cards={},
     )
     assert read.model == MODEL
     assert read.checkpoint.start_from == str(tmp_path / "hub")

@@ -104,7 +104,11 @@ def test_a_shape_card_stands_below_the_layer_that_names_it(load: Load) -> None:
 
 def test_a_section_of_a_card_is_changed_key_by_key_or_dropped_whole(load: Load) -> None:
     text = "model: {name: llama3.2-1b}\ntrain: {steps: 1, global_batch_size: 1, seq_len: 8}\n"
-    published = RopeScaling(type="llama3", factor=32.0, original_max_positions=8192)
+    published = RopeScaling(
+        type="llama3",
+        factor=32.0,
+        original_max_positions=8192,
+    )
     assert load(text=text).model.rope_scaling == published
     assert load("model.rope_scaling.factor=16", text=text).model.rope_scaling == replace(
         published, factor=16.0

@@ -39,7 +39,11 @@ def test_a_corpus_is_read_with_a_tokenizer_of_the_users_own(tmp_path: Path) -> N
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bpe.json").write_text(train_bpe(texts.values(), 265))
-    config = DataConfig(source="text", path=str(tmp_path), tokenizer=str(tmp_path / "bpe.json"))
+    config = DataConfig(
+        source="text",
+        path=str(tmp_path),
+        tokenizer=str(tmp_path / "bpe.json"),
+    )
     corpus = load_corpus(config)
     decoded = [corpus.tokenizer.decode(ids(part)) for part in (corpus.train, corpus.validation)]
     assert sorted("".join(decoded).split("<|endoftext|>")) == ["", *texts.values()]

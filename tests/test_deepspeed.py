@@ -49,7 +49,11 @@ AUTO: dict[str, Any] = {
     "gradient_clipping": "auto",
 }
 NOT_HERE: dict[str, Any] = {
-    "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500},
+    "fp16": {
+        "enabled": True,
+        "initial_scale_power": 12,
+        "loss_scale_window": 500,
+    },
     "communication_data_type": "fp16",
     "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}},
     "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},

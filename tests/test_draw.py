@@ -51,7 +51,9 @@ def test_text_keeps_to_its_width(width: int, times: StageTimes) -> None:
 def test_text_of_nothing_is_a_page_all_the_same() -> None:
     nothing = Timeline(name="nothing", ranks=1, spans=())
     instant = Timeline(
-        name="instant", ranks=1, spans=(Span(0, Action(0, Kind.FORWARD, 0), 0.0, 0.0),)
+        name="instant",
+        ranks=1,
+        spans=(Span(0, Action(0, Kind.FORWARD, 0), 0.0, 0.0),),
     )
     for drawn in (draw_text(nothing), draw_text(instant)):
         assert drawn

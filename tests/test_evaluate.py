@@ -81,7 +81,10 @@ def test_evaluate_prints_the_loss_that_the_run_had_at_that_step(
     older = json.loads(answer("evaluate RUN --json --step 2", run_dir, tmp_path, capsys))
     assert (older["step"], older["loss"]) == (2, val_losses[2]) != (4, val_losses[4])
     text = answer(
-        f"evaluate RUN checkpoint.resume={older['checkpoint']}", run_dir, tmp_path, capsys
+        f"evaluate RUN checkpoint.resume={older['checkpoint']}",
+        run_dir,
+        tmp_path,
+        capsys,
     )
     assert text == f"step 2  loss {older['loss']:.4f}  perplexity {older['perplexity']:.2f}\n"
 

@@ -255,9 +255,21 @@ def test_a_run_names_the_fault_that_ends_it_and_resumes(fault: Fault, tmp_path: 
 
 SAVES = r"SIGUSR1: saves after step 1\d, and goes on"
 SURVIVED = [
-    Fault(name="SIGUSR1 to the launcher", act=to_launcher(signal.SIGUSR1), said=(SAVES,)),
-    Fault(name="SIGUSR1 to the group", act=to_group(signal.SIGUSR1), said=(SAVES,)),
-    Fault(name="SIGHUP under nohup", act=to_group(signal.SIGHUP), launch=nohup),
+    Fault(
+        name="SIGUSR1 to the launcher",
+        act=to_launcher(signal.SIGUSR1),
+        said=(SAVES,),
+    ),
+    Fault(
+        name="SIGUSR1 to the group",
+        act=to_group(signal.SIGUSR1),
+        said=(SAVES,),
+    ),
+    Fault(
+        name="SIGHUP under nohup",
+        act=to_group(signal.SIGHUP),
+        launch=nohup,
+    ),
     Fault(
         name="NaN in a gradient, skipped",
         act=plant(1, "spoil_a_gradient"),

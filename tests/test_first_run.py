@@ -40,7 +40,9 @@ def test_the_page_goes_from_text_to_a_model(tmp_path: Path) -> None:
     assert re.search(r"^step 98 +loss 5\.\d+ +perplexity", run.stdout, re.MULTILINE)
     *_, text = run.stdout.split("perplexity ")
     ours, theirs = re.split(
-        r"^.* is in exported/mine: LlamaForCausalLM, float32\n(?:  .*\n)*", text, flags=re.MULTILINE
+        r"^.* is in exported/mine: LlamaForCausalLM, float32\n(?:  .*\n)*",
+        text,
+        flags=re.MULTILINE,
     )
     written = ours[ours.index("\n") + 1 :]
     assert written.startswith("def ")

@@ -110,7 +110,9 @@ FORMATS: dict[str, Format] = {
         "export/config.json", (*_checkpoint("import {folder}"), (plan_command.main, _MEMORY))
     ),
     "metrics": Format(
-        "run/metrics.jsonl", ((plan_command.main, "compare {folder} --gpu cpu"),), None
+        "run/metrics.jsonl",
+        ((plan_command.main, "compare {folder} --gpu cpu"),),
+        None,
     ),
     "text": Format("text.txt", _data(_TOKENIZE), None),
     "gz": Format("text.txt.gz", _data(_TOKENIZE), None),

@@ -49,10 +49,20 @@ FAMILIES = {
     "llama": LLAMA,
     "llama tied": replace(LLAMA, tied_embeddings=True),
     "llama3.1": replace(
-        LLAMA, rope_scaling=RopeScaling(type="llama3", factor=8.0, original_max_positions=16)
+        LLAMA,
+        rope_scaling=RopeScaling(
+            type="llama3",
+            factor=8.0,
+            original_max_positions=16,
+        ),
     ),
     "llama yarn": replace(
-        LLAMA, rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=16)
+        LLAMA,
+        rope_scaling=RopeScaling(
+            type="yarn",
+            factor=4.0,
+            original_max_positions=16,
+        ),
     ),
     "qwen2": replace(LLAMA, qkv_bias=True, tied_embeddings=True),
     "qwen2 window": replace(LLAMA, qkv_bias=True, window=7),
@@ -166,7 +176,11 @@ DIFFERING: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2 window", {"max_window_layers": 2}, "sliding_window"),
     (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
         "sliding_window",
     ),
     ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),

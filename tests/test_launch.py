@@ -274,7 +274,13 @@ def test_an_error_of_the_ranks_own_is_not_taken_for_the_loss_of_a_peer(
 
 def test_an_aborted_rank_is_the_cause_where_the_others_have_merely_lost_it() -> None:
     """A survivor may speak before the launcher has seen the end of the one that it has lost."""
-    survivor = Failure(rank=0, coordinates="c", message="m", secondary=True, at=1.0)
+    survivor = Failure(
+        rank=0,
+        coordinates="c",
+        message="m",
+        secondary=True,
+        at=1.0,
+    )
     aborted = replace(survivor, rank=1, died=True, at=2.0)
     killed = replace(aborted, rank=2, secondary=False, at=3.0)
     assert root_cause([survivor, aborted]).rank == 1

@@ -90,7 +90,9 @@ def test_kubernetes_takes_the_manifest_and_the_recipe_in_it_is_the_resolved_one(
     assert spec["backoffLimit"] == 3 * spec["completions"]
     (container,) = spec["template"]["spec"]["containers"]
     syntax = subprocess.run(
-        ["bash", "-n", "-c", container["args"][0]], capture_output=True, text=True
+        ["bash", "-n", "-c", container["args"][0]],
+        capture_output=True,
+        text=True,
     )
     assert syntax.returncode == 0
     assert syntax.stderr == ""

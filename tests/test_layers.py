@@ -58,7 +58,10 @@ def test_llama_has_the_gradients_of_plain_torch(
         vocab_parallel_cross_entropy(model(ids), labels).sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
-            parameter.grad, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6
+            parameter.grad,
+            plain.get_parameter(name).grad,
+            rtol=1e-5,
+            atol=1e-6,
         )
 
 
@@ -89,7 +92,10 @@ def test_a_rank_draws_its_part_of_the_tensor_that_all_draw_together(
 def test_the_weights_of_a_seed_stay_what_they_are() -> None:
     """Whoever changes the tiles or their seeds gives every recipe another model."""
     weight = initial_part(
-        ParameterSpec((600, 600), None, normal(1.0)), "layers.3.mlp.up.weight", 7, ONE_RANK
+        ParameterSpec((600, 600), None, normal(1.0)),
+        "layers.3.mlp.up.weight",
+        7,
+        ONE_RANK,
     )
     corners = torch.stack(
         (weight[0, 0], weight[127, 511], weight[128, 511], weight[127, 512], weight[599, 599])
@@ -120,7 +126,9 @@ def test_a_frequent_token_keeps_all_its_gradients_in_bf16(kept: str) -> None:
     found = getattr(weight, "main_grad", weight.grad)
     assert found is not None
     exact = torch.zeros(7, 16, dtype=torch.float64).index_add_(
-        0, ids.flatten(), gradients.flatten(0, 1).double()
+        0,
+        ids.flatten(),
+        gradients.flatten(0, 1).double(),
     )
     assert found[[1, 2, 4, 6]].eq(0).all()
     assert torch.equal(found[5], gradients[0, 7].to(found.dtype))

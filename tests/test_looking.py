@@ -68,7 +68,11 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = replace(
         RECIPE,
         train=replace(RECIPE.train, callbacks=("parallel3d:Callback",)),
-        data=DataConfig(source="text", path=str(stranger / "text.txt"), validation_fraction=0.5),
+        data=DataConfig(
+            source="text",
+            path=str(stranger / "text.txt"),
+            validation_fraction=0.5,
+        ),
         run_dir=str(stranger / "run"),
     )
     recipes.work(recipe, one_rank(tmp_path))

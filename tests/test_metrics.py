@@ -153,7 +153,11 @@ def recipe(precision: Precision, peak_tflops: float | None = None) -> Recipe:
         seq_len=4,
         precision=precision,
     )
-    return Recipe(model=model, train=train, logging=LoggingConfig(peak_tflops=peak_tflops))
+    return Recipe(
+        model=model,
+        train=train,
+        logging=LoggingConfig(peak_tflops=peak_tflops),
+    )
 
 
 def test_mfu_goes_by_the_peak_of_the_devices_full_name_or_by_the_one_that_is_given(

@@ -234,7 +234,13 @@ def test_what_is_left_out_is_not_counted_as_drawn(
     stage = WeightsConfig(from_step=6, weights=(0.2, 0.8))
     train = TrainConfig(steps=20, global_batch_size=8, seq_len=8)
     recipe = Recipe(
-        model=MODEL, train=train, data=DataConfig(source="text", sources=sources, stages=(stage,))
+        model=MODEL,
+        train=train,
+        data=DataConfig(
+            source="text",
+            sources=sources,
+            stages=(stage,),
+        ),
     )
     left_out = SkippedRanges.merge(
         SequenceRange(first=first, last=first + more) for first, more in skipped

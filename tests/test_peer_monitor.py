@@ -25,7 +25,12 @@ def store() -> Iterator[dist.TCPStore]:
 
 
 def monitor(store: dist.TCPStore, rank: int, places: list[Place]) -> PeerMonitor:
-    own = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    own = dist.TCPStore(
+        "127.0.0.1",
+        store.port,
+        is_master=False,
+        wait_for_workers=False,
+    )
     coordinates = [f"tp {each}" for each in range(len(places))]
     return PeerMonitor(own, rank, places, coordinates, None)
 
@@ -50,7 +55,14 @@ def test_a_rank_that_was_alone_on_its_host_is_named_where_it_gives_no_sign(
         Place(host="lost", pid=1),
     ]
     monitors = [monitor(store, rank, places) for rank in range(2)]
-    beat = Beat(count=9, step=3, step_s=0.1, phase="data", waits=False, stack="")
+    beat = Beat(
+        count=9,
+        step=3,
+        step_s=0.1,
+        phase="data",
+        waits=False,
+        stack="",
+    )
     store.set("beat/2", beat.to_json())
     while not store.check(["beat/0", "beat/1"]):
         time.sleep(0.05)

@@ -110,7 +110,11 @@ def test_any_rank_of_stages_cut_by_hand_can_be_the_fullest() -> None:
         ffn_hidden=1408,
         vocab=32_000,
     )
-    layout = ParallelConfig(pp=4, stage_boundaries=(1, 2, 9), microbatch_size=1)
+    layout = ParallelConfig(
+        pp=4,
+        stage_boundaries=(1, 2, 9),
+        microbatch_size=1,
+    )
     train = TrainConfig(steps=1, global_batch_size=8, seq_len=1024)
     run = run_of_recipe(Recipe(model=model, parallel=layout, train=train))
     assert worst_rank(run).total == max(memory.total for memory in memory_by_rank(run))

@@ -20,7 +20,13 @@ from parallel3d.tools.plan.hardware import find_cluster
 
 Said = pytest.CaptureFixture[str]
 RECIPE = Recipe(
-    model=ModelConfig(layers=4, hidden=512, heads=8, ffn_hidden=1536, vocab=4096),
+    model=ModelConfig(
+        layers=4,
+        hidden=512,
+        heads=8,
+        ffn_hidden=1536,
+        vocab=4096,
+    ),
     parallel=ParallelConfig(pp=2, dp_shard=2, tp=2),
     train=TrainConfig(
         steps=60,

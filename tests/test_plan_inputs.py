@@ -153,7 +153,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("layers.json").write_text('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}')
     Path("text.json").write_text(json.dumps({**LLAMA, "hidden_size": "big"}))
     Path("heads.json").write_text(json.dumps({**LLAMA, "head_dim": 0}))
-    yarn = {"type": "yarn", "factor": "big", "original_max_position_embeddings": 64}
+    yarn = {
+        "type": "yarn",
+        "factor": "big",
+        "original_max_position_embeddings": 64,
+    }
     Path("factor.json").write_text(json.dumps({**LLAMA, "rope_scaling": yarn}))
     Path("cut.json").write_text(json.dumps(LLAMA)[:60])
     Path("folder").mkdir()

@@ -46,7 +46,9 @@ def in_truth(parallel: ParallelConfig, scales: Scales) -> MeasuredRun:
     run = ASKED.planned_run(parallel)
     there: PlannedRun = replace(run, cluster=with_scales(run.cluster, scales))
     return MeasuredRun(
-        run=run, step_time_s=step_cost(there).step_time_s, memory_bytes=worst_rank(there).total
+        run=run,
+        step_time_s=step_cost(there).step_time_s,
+        memory_bytes=worst_rank(there).total,
     )
 
 

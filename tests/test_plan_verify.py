@@ -72,7 +72,12 @@ LAYOUTS = {
     "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1, 0),
     "gathered and reduced for each microbatch": (
         LLAMA,
-        ParallelConfig(dp_shard=8, tp=2, gather="microbatch", reduce="microbatch"),
+        ParallelConfig(
+            dp_shard=8,
+            tp=2,
+            gather="microbatch",
+            reduce="microbatch",
+        ),
         "bf16",
         3,
         0,
@@ -126,7 +131,12 @@ def _recipe(
         seq_len=2048,
         precision=precision,  # type: ignore[arg-type]
     )
-    return Recipe(model=model, train=train, parallel=parallel, run_dir="runs/verify")
+    return Recipe(
+        model=model,
+        train=train,
+        parallel=parallel,
+        run_dir="runs/verify",
+    )
 
 
 def assert_safe(found: Verified) -> None:
@@ -302,7 +312,11 @@ def test_a_bad_input_is_one_line_and_status_2(
 
 
 def test_the_last_of_sixteen_thousand_ranks_owns_nothing_and_is_run_in_seconds() -> None:
-    parallel = ParallelConfig(dp_shard=16_384, sharding="SHARD_GRAD_OP", reduce="microbatch")
+    parallel = ParallelConfig(
+        dp_shard=16_384,
+        sharding="SHARD_GRAD_OP",
+        reduce="microbatch",
+    )
     train = TrainConfig(
         steps=1,
         global_batch_size=16_384,

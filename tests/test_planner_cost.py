@@ -75,7 +75,12 @@ def test_tp_beyond_a_node_loses_to_tp_within_it(a100: Cluster) -> None:
     shape = replace(shape, heads=128, kv_heads=128)
 
     def step_s(tp: int) -> float:
-        layout = RunLayout(tp=tp, pp=64 // tp, microbatches=32, recompute="full")
+        layout = RunLayout(
+            tp=tp,
+            pp=64 // tp,
+            microbatches=32,
+            recompute="full",
+        )
         alone = PlannedRun(
             shape=shape,
             cluster=a100,

@@ -77,7 +77,12 @@ def larger_blocks(larger: LargerRuns = ON_CPU) -> dict[tuple[int, int], float]:
     for size in larger.sizes:
         run = larger_job(size, larger)
         block = block_times(
-            run, Kernels(device=ANY.device, precision=larger.precision, process=process)
+            run,
+            Kernels(
+                device=ANY.device,
+                precision=larger.precision,
+                process=process,
+            ),
         )
         found[size] = block.forward_s + block.backward_s
     return found
@@ -120,7 +125,10 @@ def times_of(
     }
     for layers, m, size in product(LAYERS, MICROBATCHES, larger.sizes):
         times[Probe(axis, larger.model, layers, m, size)] = step(
-            layers, m, blocks[size], parameters
+            layers,
+            m,
+            blocks[size],
+            parameters,
         )
     return times
 

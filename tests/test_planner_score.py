@@ -131,7 +131,11 @@ def test_the_barest_row_is_priced_by_defaults_and_says_which(tmp_path: Path) -> 
 def test_a_figure_that_is_no_number_is_not_compared_with(
     tmp_path: Path, row: Row, figure: object
 ) -> None:
-    row["measured"] = {"status": "OK", "step_time_s": figure, "peak_memory_gib": 40}
+    row["measured"] = {
+        "status": "OK",
+        "step_time_s": figure,
+        "peak_memory_gib": 40,
+    }
     [case] = scored(tmp_path, row).cases
     assert case.measured.status == "ok"
     assert set(case.errors_pct) == {"memory"}

@@ -58,7 +58,9 @@ def test_every_strategy_is_a_valid_recipe() -> None:
     for found in search(asked, top=20).strategies:
         assert found.parallel.world_size == asked.gpus
         train = TrainConfig(
-            steps=1, global_batch_size=asked.global_batch_size, seq_len=asked.seq_len
+            steps=1,
+            global_batch_size=asked.global_batch_size,
+            seq_len=asked.seq_len,
         )
         validate(
             Recipe(

@@ -51,7 +51,11 @@ def in_order() -> CheckReport:
         for axis, other in {"tp": rank ^ 1, "dp_shard": (rank + 2) % 6}.items():
             for pair in ((rank, other), (other, rank)):
                 links.append(TimedLink(axis=axis, kind="message", ranks=pair, bandwidth=1e9))
-    needs = RecipeNeeds(memory_bytes=(GIB,), checkpoints=3, checkpoint_bytes=GIB)
+    needs = RecipeNeeds(
+        memory_bytes=(GIB,),
+        checkpoints=3,
+        checkpoint_bytes=GIB,
+    )
     return CheckReport(
         recipe=RECIPE,
         needs=needs,

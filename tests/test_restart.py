@@ -47,7 +47,12 @@ def attempt(world_size: int) -> list[Rendezvous]:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+    )
     monkeypatch.setattr(meeting, "die_with_the_parent", lambda: None)
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

@@ -141,7 +141,12 @@ def test_a_run_goes_on_with_two_ranks_of_four_when_a_node_is_lost(
     alone = write_recipe(tmp_path, "alone", ParallelConfig())
     _, said = torchrun(alone, "--standalone", "--nproc-per-node", "1").communicate(timeout=120)
     recipe = write_recipe(tmp_path, "run", ParallelConfig(elastic=True))
-    meeting_place = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting_place = TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+    )
     conf = "is_host=false,last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
     options = [
         "--nnodes",

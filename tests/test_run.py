@@ -87,7 +87,10 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     first_lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)[:8]
     (stopped / "metrics.jsonl").write_text("".join(first_lines))
     resumed = run(
-        f"run_dir={stopped}", "train.steps=10", "checkpoint.resume=auto", "train.eval_every=5"
+        f"run_dir={stopped}",
+        "train.steps=10",
+        "checkpoint.resume=auto",
+        "train.eval_every=5",
     )
     assert "goes on from step 8" in resumed.stderr
     same = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")

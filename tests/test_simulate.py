@@ -93,7 +93,9 @@ def test_forwards_alone_take_as_few_steps_as_there_can_be(p: int, m: int, v: int
     schedule = forward_only(pp=p, microbatches=m, virtual_stages=v)
     assert simulate(schedule, ActionTimes.uniform(schedule.stages)).makespan_s == v * m + p - 1
     v_shaped = forward_only(
-        pp=p, microbatches=m, placement=placement("zb_v", pp=p, virtual_stages=2)
+        pp=p,
+        microbatches=m,
+        placement=placement("zb_v", pp=p, virtual_stages=2),
     )
     assert simulate(v_shaped, ActionTimes.uniform(v_shaped.stages)).makespan_s == 2 * (m + p - 1)
 

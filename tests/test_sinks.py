@@ -189,7 +189,9 @@ def test_a_sink_that_fails_is_told_once_and_changes_no_loss(
     losses = []
     for name, used in (("with", ("wandb",)), ("without", ())):
         recipe = replace(
-            RECIPE, logging=replace(RECIPE.logging, sinks=used), run_dir=str(tmp_path / name)
+            RECIPE,
+            logging=replace(RECIPE.logging, sinks=used),
+            run_dir=str(tmp_path / name),
         )
         run_worker(recipe, one_rank(tmp_path), Llama, lambda name, precision: None)
         losses.append(curves_of_the_file(tmp_path / name)["loss"])

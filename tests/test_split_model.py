@@ -106,7 +106,10 @@ def test_the_stages_of_a_family_are_its_model(name: str) -> None:
                 parameter.grad is not None and gradient is not None and gradient.abs().max() > 0
             ), name
             torch.testing.assert_close(
-                parameter.grad, gradient, rtol=0, atol=1e-12 * float(gradient.abs().max())
+                parameter.grad,
+                gradient,
+                rtol=0,
+                atol=1e-12 * float(gradient.abs().max()),
             )
 
 

@@ -72,7 +72,11 @@ def test_a_new_run_begins_with_the_weights_and_nothing_else(
         RECIPE,
         train=train,
         optimizer=OptimizerConfig(name="muon"),
-        checkpoint=CheckpointConfig(every=1, resume="auto", start_from=str(source)),
+        checkpoint=CheckpointConfig(
+            every=1,
+            resume="auto",
+            start_from=str(source),
+        ),
     )
     capsys.readouterr()
     with mock.patch(

@@ -210,7 +210,9 @@ def test_documents_end_by_the_id_that_the_files_or_their_tokenizer_name(tmp_path
     assert load_corpus(replace(data, documents="mask")).document_end == END
     assert load_corpus(DataConfig(documents="mask")).document_end == 256
     megatron = replace(
-        data, path=str(write_megatron(tmp_path / "theirs", DOCUMENTS, end=END)), documents="mask"
+        data,
+        path=str(write_megatron(tmp_path / "theirs", DOCUMENTS, end=END)),
+        documents="mask",
     )
     assert refusal(megatron) == (
         f"data.documents = mask: data.path = {megatron.path} does not say which id ends a "

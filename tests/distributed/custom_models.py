@@ -112,7 +112,10 @@ class Gathered(Llama):
         super().__init__(config, **settings)
         context = self.head.context
         self.head = ColumnParallelLinear(
-            config.hidden, config.vocab, tp=context, gather_output=True
+            config.hidden,
+            config.vocab,
+            tp=context,
+            gather_output=True,
         )
 
 

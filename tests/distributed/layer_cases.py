@@ -137,7 +137,9 @@ def check(
         assert_near(ours, part_of(y, output_split, axis), "output")
         for index, (mine, reference) in enumerate(zip(own, whole, strict=True)):
             assert_near(
-                mine.grad, part_of(reference.grad, input_split, axis), f"gradient of input {index}"
+                mine.grad,
+                part_of(reference.grad, input_split, axis),
+                f"gradient of input {index}",
             )
     for name, spec in named_specs(module):
         parameter = module.get_parameter(name)
@@ -146,7 +148,9 @@ def check(
                 f"{name} is not the global tensor"
             )
         assert_near(
-            global_gradient(parameter, spec, fused=fused), weights[name].grad, f"gradient of {name}"
+            global_gradient(parameter, spec, fused=fused),
+            weights[name].grad,
+            f"gradient of {name}",
         )
 
 

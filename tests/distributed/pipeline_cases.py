@@ -104,7 +104,9 @@ class Pipeline:
         copies = make_parts(schedule.stages)
         own = {stage: copies[stage] for stage in schedule.stages_of(dist.get_rank())}
         return cls(
-            whole, own, PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY)
+            whole,
+            own,
+            PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY),
         )
 
     def check_step(self, seq: int) -> None:
@@ -118,7 +120,10 @@ class Pipeline:
             sizes={"batch": BATCH, "seq": seq},
         )
         torch.testing.assert_close(
-            loss.item(), expected if self.runtime.is_last else 0.0, rtol=1e-12, atol=0.0
+            loss.item(),
+            expected if self.runtime.is_last else 0.0,
+            rtol=1e-12,
+            atol=0.0,
         )
         for stage, part in self.own.items():
             for (name, ours), theirs in zip(

@@ -121,7 +121,12 @@ def fit_where_one_rank_cannot_write(
     """Returns the error on this rank, the steps it has trained, and what is left in the folder."""
     recipe = make_recipe(TIED, ParallelConfig(dp_shard=2), steps=40)
     recipe = replace(
-        recipe, checkpoint=CheckpointConfig(every=1, keep=9, in_background=in_background)
+        recipe,
+        checkpoint=CheckpointConfig(
+            every=1,
+            keep=9,
+            in_background=in_background,
+        ),
     )
     trainer = make_trainer(recipe)
     rank = dist.get_rank()

@@ -199,7 +199,12 @@ LAYOUTS = [
     ("gpt2-124m", {"tp": 2, "pp": 2}),
     (
         "llama3.1-405b-16384gpu",
-        {"pp": 2, "tp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+        {
+            "pp": 2,
+            "tp": 2,
+            "schedule": "interleaved_1f1b",
+            "virtual_stages": 2,
+        },
     ),
     # Dropout's masks too are those of one process.
     ("quickstart", {**SEQUENCE, "recompute": "every_n", "recompute_every": 2, "model": GPT}),

@@ -117,7 +117,9 @@ FAULTS = {
         "Saturated", patches=(OVERWRITE,)
     ),
     "two tied weights are summed crosswise": Fault(
-        "TwoTies", {"pp": 2}, ((update.Update, "complete", sum_crosswise),)
+        "TwoTies",
+        {"pp": 2},
+        ((update.Update, "complete", sum_crosswise),),
     ),
     "a weight that two of four stages share is not summed": Fault(
         "SharedNorms",
@@ -136,7 +138,9 @@ FAULTS = {
         "Gathered", {"tp": 2}, ((training_loss.MeanLoss, "_is_split", lambda *args: True),)
     ),
     "each end of a pipeline draws its own initial value": Fault(
-        "TwoStarts", {"pp": 2}, ((parallelize, "initial_part", draw_each_end),)
+        "TwoStarts",
+        {"pp": 2},
+        ((parallelize, "initial_part", draw_each_end),),
     ),
 }
 

@@ -92,7 +92,10 @@ class Gathering(Llama):
         super().__init__(config, **settings)  # type: ignore[arg-type]
         context = ParallelContext(settings["tp"], settings["sequence_parallel"], settings["device"])  # type: ignore[arg-type]
         self.head = ColumnParallelLinear(
-            config.hidden, config.vocab, tp=context, gather_output=True
+            config.hidden,
+            config.vocab,
+            tp=context,
+            gather_output=True,
         )
 
 
@@ -102,7 +105,9 @@ class Narrow(Llama):
     def __init__(self, config: ModelConfig, **settings: object) -> None:
         super().__init__(config, **settings)  # type: ignore[arg-type]
         self.head = VocabParallelHead(
-            config.hidden, config.vocab // 2, tp=ParallelContext(settings["tp"])
+            config.hidden,
+            config.vocab // 2,
+            tp=ParallelContext(settings["tp"]),
         )  # type: ignore[arg-type]
 
 

@@ -337,7 +337,12 @@ def train_plainly(recipe: Recipe) -> tuple[Trained, dict[str, Array]]:
         data=recipe.data,
     )
     loader = batches(alone, 0)
-    meta = Fuzzed(recipe.model, tp=None, sequence_parallel=False, device="meta")
+    meta = Fuzzed(
+        recipe.model,
+        tp=None,
+        sequence_parallel=False,
+        device="meta",
+    )
     with torch.no_grad():
         for name, weight in initial_weights(meta, train.seed).items():
             model.get_parameter(name).copy_(weight)
@@ -362,7 +367,11 @@ def train_plainly(recipe: Recipe) -> tuple[Trained, dict[str, Array]]:
         evaluation = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()).item()
     weights = [(name, model.get_parameter(name).detach().numpy()) for name in names]
     return Trained(
-        losses, norms, evaluation, weights, sum(p.numel() for p in model.parameters())
+        losses,
+        norms,
+        evaluation,
+        weights,
+        sum(p.numel() for p in model.parameters()),
     ), start
 
 

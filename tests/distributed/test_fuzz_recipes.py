@@ -53,8 +53,18 @@ LONG = range(11, 211)
 STEPS = 4
 FIRST, LATER, GRADIENT = 1e-6, 1e-4, 1e-5  # relative, in float32
 # of losses to float32's: a rounding of the type
-CLOSE = {"fp32": LATER, "bf16": 4e-3, "bf16_pure": 4e-3, "fp16": 4e-4}
-ROUNDING = {"fp32": 0.0, "bf16": 2.0**-8, "bf16_pure": 2.0**-8, "fp16": 2.0**-11}
+CLOSE = {
+    "fp32": LATER,
+    "bf16": 4e-3,
+    "bf16_pure": 4e-3,
+    "fp16": 4e-4,
+}
+ROUNDING = {
+    "fp32": 0.0,
+    "bf16": 2.0**-8,
+    "bf16_pure": 2.0**-8,
+    "fp16": 2.0**-11,
+}
 NOISE = 2.0
 
 

@@ -36,7 +36,11 @@ def attention(tp: DeviceMesh | None, sp: bool, recompute: bool) -> nn.Module:
         8,
         2,
         tp=ParallelContext(tp, sp, dtype=F64),
-        options=AttentionOptions(dropout=0.4, recompute=recompute, name="layers.3"),
+        options=AttentionOptions(
+            dropout=0.4,
+            recompute=recompute,
+            name="layers.3",
+        ),
     )
     load(module, draw_weights(module, 0.3, F64))
     return module

@@ -85,7 +85,11 @@ def check_regions(shape: tuple[int, ...], dim: int, backend: str) -> None:
     check_pair(compiled(gather_from_region, dim), parts, join(parts), whole, part(whole[0]))
     check_pair(compiled(all_gather_to_region, dim), parts, join(parts), partial, part(sum(partial)))
     check_pair(
-        compiled(reduce_scatter_from_region, dim), partial, part(sum(partial)), parts, join(parts)
+        compiled(reduce_scatter_from_region, dim),
+        partial,
+        part(sum(partial)),
+        parts,
+        join(parts),
     )
 
 

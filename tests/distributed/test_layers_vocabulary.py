@@ -100,7 +100,12 @@ def compare(
 ) -> None:
     tp = tp_mesh()
     z_loss = 1e-2 if extras else 0.0
-    module = Ends(vocab, ParallelContext(tp, sp, dtype=dtype), tied=tied, multiple=multiple)
+    module = Ends(
+        vocab,
+        ParallelContext(tp, sp, dtype=dtype),
+        tied=tied,
+        multiple=multiple,
+    )
     set_fused_gradients(module, fused)
     generator = torch.Generator().manual_seed(3)
     embed, head = (torch.randn(2, vocab, D, generator=generator, dtype=F64)).to(dtype)
@@ -123,7 +128,9 @@ def compare(
         weight = part.get_parameter("weight")
         assert weight.shape == (vocab, D)
         assert_near(
-            global_gradient(weight, spec, fused=fused), reference.grad, "gradient of a weight"
+            global_gradient(weight, spec, fused=fused),
+            reference.grad,
+            "gradient of a weight",
         )
 
 

@@ -182,7 +182,12 @@ AVERAGING = LocalSgdConfig(
     outer_momentum=0.0,
     nesterov=False,
 )
-SGD = OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0)
+SGD = OptimizerConfig(
+    name="sgd",
+    lr=0.1,
+    nesterov=True,
+    min_lr_ratio=1.0,
+)
 AVERAGED = [
     (DEEP_TIED, ParallelConfig(dp_replicate=2, tp=2, sequence_parallel=True, microbatch_size=2)),
     (DEEP, ParallelConfig(dp_replicate=2, pp=2)),

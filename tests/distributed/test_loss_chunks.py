@@ -134,7 +134,9 @@ def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:
     recipe = make_recipe(TIED, ParallelConfig(microbatch_size=4))
     assert MeanLoss(recipe, None).chunk_tokens is None
     large = replace(
-        recipe, model=replace(TIED, vocab=128_256), train=replace(recipe.train, seq_len=2048)
+        recipe,
+        model=replace(TIED, vocab=128_256),
+        train=replace(recipe.train, seq_len=2048),
     )
     assert MeanLoss(large, None).chunk_tokens == 1046  # 512 MiB of float32
     for chunk, expected in ((512, 512), (4 * 2048, None)):

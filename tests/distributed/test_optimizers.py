@@ -42,7 +42,12 @@ OPTIMIZERS = {
     # With the usual eps AdamW's first step has the sign of each element's gradient, also of one
     # that is but rounding.
     "muon": OptimizerConfig(name="muon", lr=3e-3, eps=1e-5, min_lr_ratio=1.0),
-    "sgd": OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0),
+    "sgd": OptimizerConfig(
+        name="sgd",
+        lr=0.1,
+        nesterov=True,
+        min_lr_ratio=1.0,
+    ),
 }
 NARROW = {
     "muon in bf16": replace(
@@ -51,7 +56,11 @@ NARROW = {
         lr_adjust="original",
         muon_lr=0.02,
     ),
-    "adamw in bf16": OptimizerConfig(lr=1e-3, state_dtype="bf16", min_lr_ratio=1.0),
+    "adamw in bf16": OptimizerConfig(
+        lr=1e-3,
+        state_dtype="bf16",
+        min_lr_ratio=1.0,
+    ),
 }
 
 

@@ -11,7 +11,12 @@ from parallel3d.schedules.build import build_schedule
 from parallel3d.training.timeline import traced_step
 from tests.distributed.training_cases import GROUPED, make_recipe, make_trainer, own_batch, train
 
-PARALLEL = ParallelConfig(pp=2, tp=2, schedule="zb_h1", microbatch_size=2)
+PARALLEL = ParallelConfig(
+    pp=2,
+    tp=2,
+    schedule="zb_h1",
+    microbatch_size=2,
+)
 
 
 def trace(folder: Path) -> tuple[str, list[float], list[float]]:

@@ -40,7 +40,12 @@ SPLIT = replace(
     virtual_stages=3,
     sharding="SHARD_GRAD_OP",
 )
-TP = ParallelConfig(pp=2, tp=2, sequence_parallel=True, microbatch_size=2)
+TP = ParallelConfig(
+    pp=2,
+    tp=2,
+    sequence_parallel=True,
+    microbatch_size=2,
+)
 # one for each way in which a backward pass leaves something behind
 RECIPES = [
     make_recipe(DROPPED, FOUR),

@@ -31,7 +31,12 @@ transformers = pytest.importorskip(
 )
 
 PRELOAD = ("transformers",)
-TP2_PP2 = ParallelConfig(tp=2, pp=2, sequence_parallel=True, microbatch_size=2)
+TP2_PP2 = ParallelConfig(
+    tp=2,
+    pp=2,
+    sequence_parallel=True,
+    microbatch_size=2,
+)
 _SMALL = {
     "num_hidden_layers": 4,
     "hidden_size": 32,
@@ -192,7 +197,11 @@ def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: P
         "the form of the first GPT-2, with buffers that nobody reads and the tied head"
     )
     save_file(
-        {**bare, "extra": torch.ones(2), "wpe.weight": bare["wpe.weight"].char()},
+        {
+            **bare,
+            "extra": torch.ones(2),
+            "wpe.weight": bare["wpe.weight"].char(),
+        },
         tmp_path / "model.safetensors",
     )
     lines = said(replace(model, layers=6, vocab=1000)).splitlines()

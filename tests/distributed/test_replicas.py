@@ -116,7 +116,10 @@ def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int,
     "recipe, name, others",
     [
         pytest.param(
-            recipe_of(tp=2, dp_replicate=2), "layers.1.mlp_norm.weight", "ranks 0 and 3", id="tp-dp"
+            recipe_of(tp=2, dp_replicate=2),
+            "layers.1.mlp_norm.weight",
+            "ranks 0 and 3",
+            id="tp-dp",
         ),
     ],
 )

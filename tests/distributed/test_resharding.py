@@ -26,7 +26,11 @@ LAYOUTS = {
     "dp2": ParallelConfig(dp_shard=2),
     "tp2-pp2": ParallelConfig(tp=2, pp=2),
     "tp2-dp2": ParallelConfig(tp=2, dp_shard=2),
-    "pp2-v2": ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2),
+    "pp2-v2": ParallelConfig(
+        pp=2,
+        schedule="interleaved_1f1b",
+        virtual_stages=2,
+    ),
     "tp2-pp2-dp2-hybrid": ParallelConfig(
         tp=2,
         pp=2,

@@ -133,7 +133,9 @@ def _held(trainer: Trainer) -> HeldBytes:
         if name != "step"
     ]
     return HeldBytes(
-        parameters=_bytes(parameters), gradients=_bytes(gradients), optimizer=_bytes(states)
+        parameters=_bytes(parameters),
+        gradients=_bytes(gradients),
+        optimizer=_bytes(states),
     )
 
 
@@ -217,7 +219,11 @@ def test_sixteen_bits_cost_what_the_formulas_say(
 def gradients_of(sharding: str, reduce_dtype: str, precision: str) -> torch.Tensor:
     """Returns all gradients of a step of 24 microbatches on each of two ranks, one after the
     other."""
-    parallel = ParallelConfig(dp_shard=2, sharding=sharding, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+    parallel = ParallelConfig(
+        dp_shard=2,
+        sharding=sharding,
+        reduce_dtype=reduce_dtype,
+    )  # type: ignore[arg-type]
     trainer = make_trainer(
         make_recipe(GROUPED, parallel, global_batch_size=48, precision=precision)
     )

@@ -22,7 +22,11 @@ from parallel3d.sharding.settings import Dtypes, ShardingOptions, own_rows
 from parallel3d.tools.bench.counting import CollectiveCounter
 from parallel3d.tools.bench.data import finish_step
 
-BF16 = Dtypes(compute=torch.bfloat16, master=torch.float32, reduce=torch.float32)
+BF16 = Dtypes(
+    compute=torch.bfloat16,
+    master=torch.float32,
+    reduce=torch.float32,
+)
 
 
 class Net(nn.Module):

@@ -166,7 +166,12 @@ def run(
     except (SpikeError, KeyboardInterrupt) as ended:
         error = str(ended)
     return Ended(
-        told.curve, told.back_at, said, trainer.left_out.ranges, trainer.skipped_steps, error
+        told.curve,
+        told.back_at,
+        said,
+        trainer.left_out.ranges,
+        trainer.skipped_steps,
+        error,
     )
 
 

@@ -40,7 +40,13 @@ def start_recipe(parallel: ParallelConfig, local_sgd: LocalSgdConfig = TOGETHER)
         global_batch_size=16,
     )
     return replace(
-        recipe, optimizer=OptimizerConfig(name="sgd", lr=0.1, min_lr_ratio=1.0), local_sgd=local_sgd
+        recipe,
+        optimizer=OptimizerConfig(
+            name="sgd",
+            lr=0.1,
+            min_lr_ratio=1.0,
+        ),
+        local_sgd=local_sgd,
     )
 
 

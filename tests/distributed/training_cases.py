@@ -81,7 +81,11 @@ QWEN = replace(
     qkv_bias=True,
     qk_norm=True,
     window=7,
-    rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=64),
+    rope_scaling=RopeScaling(
+        type="yarn",
+        factor=4.0,
+        original_max_positions=64,
+    ),
 )
 MANY_HEADS = ModelConfig(
     layers=2,

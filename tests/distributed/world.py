@@ -56,7 +56,11 @@ class World:
         workers: list[tuple[BaseProcess, Connection]] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(rank, size, theirs),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             workers.append((process, ours))

@@ -58,7 +58,11 @@ def pytest_terminal_summary(
             rows.append(f"| {name} | {outcome} | {report.duration:.0f} | {values} |")
     text = path.read_text() if path.exists() else ""
     text = text.partition(HEADING)[0]
-    table = ["| test | outcome | s | measured |", "|---|---|---|---|", *sorted(rows)]
+    table = [
+        "| test | outcome | s | measured |",
+        "|---|---|---|---|",
+        *sorted(rows),
+    ]
     path.write_text("\n".join([f"{text}{HEADING}", "", machine(), "", *table, ""]))
 
 

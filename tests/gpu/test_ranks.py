@@ -39,7 +39,11 @@ LAYOUTS = {
     "FULL_SHARD": ParallelConfig(dp_shard=2),
     "1f1b": ParallelConfig(pp=2),
     "gpipe": ParallelConfig(pp=2, schedule="gpipe"),
-    "interleaved_1f1b": ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2),
+    "interleaved_1f1b": ParallelConfig(
+        pp=2,
+        schedule="interleaved_1f1b",
+        virtual_stages=2,
+    ),
     "zb_h1": ParallelConfig(pp=2, schedule="zb_h1"),
     "zb_v": ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2),
     "1f1b, pp 3": ParallelConfig(pp=3),
