@@ -30,6 +30,7 @@ from parallel3d.config.recipe import (
     Recipe,
     TrainConfig,
 )
+from tests.one_rank import read_metrics
 from tests.planted import FOLDER
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +190,7 @@ class LiveRun:
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     """Returns the step and the loss of each line of metrics.jsonl."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run_dir)
     return [(line["step"], line["loss"]) for line in lines]
 
 

@@ -1,8 +1,11 @@
-"""The place of the only rank of a run, for tests that run a worker in their own process."""
+"""What tests share that run a worker in their own process: the place of its only rank, and the
+metrics that it writes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from parallel3d.launch.rendezvous import Rendezvous
 
@@ -17,3 +20,9 @@ def one_rank(folder: Path) -> Rendezvous:
         local_world_size=1,
         init_method=f"file://{store}",
     )
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a run's metrics."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

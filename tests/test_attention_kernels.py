@@ -93,9 +93,7 @@ def test_each_call_has_its_kernel(
     assert found == ways
 
 
-def recipe_of(
-    card: str = "llama3-8b", *, precision: Precision = "bf16", tp: int = 1, **model: object
-) -> Recipe:
+def recipe_of(card: str = "llama3-8b", *, precision: Precision = "bf16", **model: object) -> Recipe:
     config = replace(card_config(card, shape_cards()[card]), **model)  # type: ignore[arg-type]
     seq_len = config.max_positions or 8192
     train = TrainConfig(
@@ -105,7 +103,7 @@ def recipe_of(
         precision=precision,
         device="cuda",
     )
-    parallel = ParallelConfig(microbatch_size=2, tp=tp)
+    parallel = ParallelConfig(microbatch_size=2)
     return Recipe(
         model=config,
         train=train,
@@ -169,9 +167,10 @@ PACKED = packed(30, 7, 1, 36)
 def results(layer: ParallelAttention, **arguments: object) -> list[Tensor]:
     """Returns the output of a layer and the gradients of its input and weights."""
     dtype = layer.q.weight.dtype
-    x = torch.randn(B, S, D, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    generator = torch.Generator().manual_seed(2)
+    x, gradient = torch.randn(2, B, S, D, generator=generator).to(dtype)
+    x.requires_grad_()
     y = layer(x, **arguments)
-    gradient = torch.randn(B, S, D, generator=torch.Generator().manual_seed(3)).to(dtype)
     return [y, *torch.autograd.grad(y, [x, *layer.parameters()], gradient)]
 
 

@@ -32,7 +32,7 @@ from parallel3d.training.callbacks import (
 )
 from parallel3d.training.step_result import StepResult
 from parallel3d.training.worker import run_worker
-from tests.one_rank import one_rank
+from tests.one_rank import one_rank, read_metrics
 
 MODEL = ModelConfig(
     layers=1,
@@ -102,9 +102,7 @@ def run(folder: Path, *callbacks: Callback, **train: object) -> list[dict[str, f
         run_dir=str(folder / "run"),
     )
     run_worker(recipe, one_rank(folder), Llama, lambda name, precision: None, callbacks)
-    return [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    return read_metrics(folder / "run")
 
 
 def numbers(lines: list[dict[str, float]]) -> list[tuple[float, ...]]:

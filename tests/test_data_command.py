@@ -23,6 +23,7 @@ from parallel3d.data.tokenizers import build_tokenizer
 from parallel3d.tools.data import encode, inputs, job
 from parallel3d.tools.data.command import main
 from parallel3d.tools.data.encode import train_bpe
+from tests.data_files import read_all
 
 pytest.importorskip("tokenizers", reason="a BPE is trained and read by the library tokenizers")
 Said = pytest.CaptureFixture[str]
@@ -71,7 +72,7 @@ def documents(folder: Path, part: str) -> list[str]:
         "bytes" if file is None else str(folder / file), header.tokenizer.end_of_text
     )
     stream = getattr(open_tokens(folder, 0.0), part)
-    ids = stream.read(np.zeros(1, dtype=np.int64), len(stream))[0]
+    ids = read_all(stream)
     borders = np.flatnonzero(ids == tokenizer.end_of_text)
     assert borders[-1] == len(ids) - 1
     pieces = np.split(ids, borders + 1)[:-1]
@@ -150,7 +151,7 @@ def test_a_bpe_is_trained_on_the_text_and_encodes_as_its_library_does(
     )
     expected = [id for found in library.encode_batch(originals) for id in (*found.ids, 0)]
     stream = open_tokens(tmp_path / "tokens", 0.0).train
-    assert stream.read(np.zeros(1, dtype=np.int64), len(stream))[0].tolist() == expected
+    assert read_all(stream).tolist() == expected
 
 
 def test_a_long_text_is_encoded_in_slices_with_the_same_ids(

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from parallel3d.layers.linear import ColumnParallelLinear, delay_weight_gradients
 from parallel3d.layers.parameter import set_fused_gradients
@@ -46,13 +47,13 @@ def test_second_half_adds_what_the_first_left_out() -> None:
         with delayed.collecting() as works:
             run(split, x_split).backward()
         assert len(works) == 2
-        torch.testing.assert_close(x_split.grad, x_plain.grad)
+        assert_close(x_split.grad, x_plain.grad)
         assert (before is None) == (split[0].weight.grad is None)
         with torch.no_grad():
             for work in works:
                 work()
     for ours, theirs in zip(split.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert_close(ours.grad, theirs.grad)
 
 
 def test_a_layer_delays_the_gradients_of_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_a_layer_delays_the_gradients_of_large_weights(monkeypatch: pytest.Monke
     assert len(works) == 1
     assert layer.weight.grad is None
     works[0]()
-    torch.testing.assert_close(layer.weight.grad, torch.full((6, 4), 2.0))
+    assert_close(layer.weight.grad, torch.full((6, 4), 2.0))
 
 
 def test_a_compiled_module_is_left_alone() -> None:

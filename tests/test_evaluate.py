@@ -20,7 +20,7 @@ from parallel3d.config.recipe import (
 from parallel3d.recipes import evaluate, pretrain
 from parallel3d.reporting import sinks
 from parallel3d.reporting.sinks import Line, SinkRun
-from tests.one_rank import one_rank
+from tests.one_rank import one_rank, read_metrics
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -68,7 +68,7 @@ def answer(command: str, run_dir: Path, tmp_path: Path, said: Said) -> str:
 def test_evaluate_prints_the_loss_that_the_run_had_at_that_step(
     run_dir: Path, tmp_path: Path, capsys: Said
 ) -> None:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run_dir)
     val_losses = {line["step"]: line["val_loss"] for line in lines}
     newest = json.loads(answer("evaluate RUN --json", run_dir, tmp_path, capsys))
     assert newest == {
@@ -120,7 +120,7 @@ def test_replay_sends_every_whole_line_as_a_new_run(
     monkeypatch.setitem(sinks.SINKS, "wandb", Kept)
     (run_dir / "wandb.id").write_text("of the run that was lost")
     assert pretrain.main(["replay", str(run_dir), "wandb", "logging.project=mine"]) == 0
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run_dir)
     assert got == [("run", "mine", 0, False), *lines, True]
     assert capsys.readouterr().out == f"4 lines of {run_dir}/metrics.jsonl are in wandb\n"
     monkeypatch.setattr(Kept, "log", lambda self, line: 1 / 0)

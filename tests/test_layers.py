@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers import collectives
@@ -57,7 +58,7 @@ def test_llama_has_the_gradients_of_plain_torch(
         F.cross_entropy(plain(ids).flatten(0, 1), labels.flatten(), reduction="sum").backward()
         vocab_parallel_cross_entropy(model(ids), labels).sum().backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
+        assert_close(
             parameter.grad,
             plain.get_parameter(name).grad,
             rtol=1e-5,
@@ -97,11 +98,11 @@ def test_the_weights_of_a_seed_stay_what_they_are() -> None:
         7,
         ONE_RANK,
     )
-    corners = torch.stack(
-        (weight[0, 0], weight[127, 511], weight[128, 511], weight[127, 512], weight[599, 599])
-    )
+    rows = [0, 127, 128, 127, 599]
+    columns = [0, 511, 511, 512, 599]
+    corners = weight[rows, columns]
     expected = [0.6309854984, 0.1834932566, -1.0255668163, 1.2421560288, 0.8680661917]
-    torch.testing.assert_close(corners, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    assert_close(corners, torch.tensor(expected), rtol=1e-6, atol=1e-7)
     assert abs(weight.mean().item()) < 0.01
     assert weight.std().item() == pytest.approx(1.0, abs=0.01)
 
@@ -132,7 +133,7 @@ def test_a_frequent_token_keeps_all_its_gradients_in_bf16(kept: str) -> None:
     )
     assert found[[1, 2, 4, 6]].eq(0).all()
     assert torch.equal(found[5], gradients[0, 7].to(found.dtype))
-    torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=0.0)
+    assert_close(found.double(), exact, rtol=2.0**-8, atol=0.0)
 
 
 def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() -> None:
@@ -145,7 +146,7 @@ def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() 
     positions(x, places).backward(gradients)
     exact = gradients.double().view(1000, 4, 8).sum(0)
     assert positions.weight.grad is not None
-    torch.testing.assert_close(positions.weight.grad.double(), exact, rtol=2.0**-8, atol=0.0)
+    assert_close(positions.weight.grad.double(), exact, rtol=2.0**-8, atol=0.0)
 
 
 def test_gradient_that_overwrites_a_copy_of_the_logits_is_returned() -> None:
@@ -159,7 +160,7 @@ def test_gradient_that_overwrites_a_copy_of_the_logits_is_returned() -> None:
     z_loss = 0.01 * flat.logsumexp(-1).square().sum()
     (F.cross_entropy(flat, labels.flatten(), reduction="sum") + z_loss).backward()
     assert not logits.is_contiguous()
-    torch.testing.assert_close(ours.grad, plain.grad)
+    assert_close(ours.grad, plain.grad)
 
 
 class Reading:

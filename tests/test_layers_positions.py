@@ -12,9 +12,8 @@ from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 def turned_exactly(x: torch.Tensor, theta: float) -> torch.Tensor:
     """Computes the rotation of x [batch, seq, heads, head_dim] in float64."""
     half = x.shape[-1] // 2
-    angles = torch.outer(
-        torch.arange(x.shape[1]).double(), theta ** -(torch.arange(half).double() / half)
-    )
+    frequencies = theta ** -(torch.arange(half).double() / half)
+    angles = torch.outer(torch.arange(x.shape[1]).double(), frequencies)
     cos = angles.cos().unsqueeze(1)
     sin = angles.sin().unsqueeze(1)
     first, second = x.double().split(half, dim=-1)
@@ -38,12 +37,7 @@ def test_bf16_queries_are_turned_in_float32_and_rounded_once() -> None:
     wanted.backward(gradient.double())
     assert wide.grad is not None
     for found, exact in ((y.detach(), wanted.detach()), (x.grad, wide.grad)):
-        length = (
-            exact.unflatten(-1, (2, 32))
-            .norm(dim=-2, keepdim=True)
-            .expand(-1, -1, -1, 2, -1)
-            .flatten(-2)
-        )
+        length = exact.unflatten(-1, (2, 32)).norm(dim=-2).repeat(1, 1, 1, 2)
         assert ((found.double() - exact) / length).abs().max() < 1.001 * 2.0**-8
 
 

@@ -195,13 +195,10 @@ def test_an_evaluation_reads_each_of_its_sequences_once_in_every_division(
     division: Division, sequences: int
 ) -> None:
     whole = whole_loader(division, None)
-    shares = [
-        batch
-        for rank in range(division.dp_size)
-        for batch in EvaluationSet.build(
-            "wiki", division.of(whole, rank), whole.source, sequences
-        ).batches
-    ]
+    shares = []
+    for rank in range(division.dp_size):
+        own = division.of(whole, rank)
+        shares += EvaluationSet.build("wiki", own, whole.source, sequences).batches
     for share in shares:
         assert share.labels.shape[0] <= division.microbatches
     learned = [share.labels[share.labels != IGNORED] for share in shares]
@@ -224,9 +221,9 @@ def test_the_batches_without_some_samples_are_the_stream_without_them_however_di
     one_by_one = replace(whole, global_batch_size=1)
     gone = {sample for each in skipped for sample in range(each.first, each.last + 1)}
     size = whole.global_batch_size
-    kept = [sample for sample in range((step + 1) * size + len(gone)) if sample not in gone][
-        step * size :
-    ][:size]
+    end = (step + 1) * size
+    remaining = [sample for sample in range(end + len(gone)) if sample not in gone]
+    kept = remaining[step * size : end]
     shares = [
         division.of(replace(whole, left_out=SkippedRanges.merge(skipped)), rank).batch(step)
         for rank in range(division.dp_size)

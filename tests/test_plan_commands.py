@@ -7,7 +7,6 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +24,7 @@ from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.tools.verify.command import run_of_recipe
+from tests.plan_json import plan_json
 
 Said = pytest.CaptureFixture[str]
 CASES = HARDWARE.parent / "cases" / "published.json"
@@ -40,14 +40,8 @@ def said(arguments: str, capsys: Said, *, status: int = 0) -> str:
     return capsys.readouterr().out
 
 
-def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
-    (line,) = said(f"{arguments} --json", capsys, status=status).splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
 def test_memory_has_every_rank_and_the_worst_is_named(capsys: Said) -> None:
-    found = tree(LAYOUT, capsys)
+    found = plan_json(LAYOUT, capsys)
     totals = [rank["memory_gib"]["total"] for rank in found["ranks"]]
     assert len(totals) == 4
     assert sum(rank["layers"] for rank in found["ranks"]) == 32
@@ -58,11 +52,11 @@ def test_memory_has_every_rank_and_the_worst_is_named(capsys: Said) -> None:
 def test_a_layout_that_does_not_fit_ends_with_3(capsys: Said) -> None:
     arguments = "memory --model llama3-70b --gpu h100 --layout tp=8 --seq-len 8192 --global-batch 8"
     assert "does not fit: " in said(arguments, capsys, status=3)
-    assert tree(arguments, capsys, status=3)["fits"] is False
+    assert plan_json(arguments, capsys, status=3)["fits"] is False
 
 
 def test_a_recipe_is_its_own_layout(capsys: Said) -> None:
-    assert tree("memory --model quickstart --gpu cpu", capsys)["parallel"]["tp"] == 2
+    assert plan_json("memory --model quickstart --gpu cpu", capsys)["parallel"]["tp"] == 2
 
 
 def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(
@@ -94,7 +88,7 @@ def test_the_optimizer_dropout_and_cut_of_a_recipe_are_counted(
     for name, recipe in changes.items():
         path = tmp_path / f"{name}.yaml"
         path.write_text(to_yaml(recipe))
-        found = tree(f"memory --model {path} --gpu h100", capsys)
+        found = plan_json(f"memory --model {path} --gpu h100", capsys)
         worst = worst_rank(run_of_recipe(recipe))  # which `verify` compares with the dry run
         assert found["memory_gib"]["total"] == pytest.approx(worst.total / 2**30, rel=1e-4), name
         assert found["notes"] == []
@@ -131,7 +125,7 @@ def test_what_is_not_counted_of_a_recipe_is_said(tmp_path: Path, capsys: Said) -
         assert f"note {note}" in " ".join(
             said(f"{command} --model {path} --gpu h100", capsys).split()
         )
-        assert tree(f"{command} --model {path} --gpu h100", capsys)["notes"] == [note]
+        assert plan_json(f"{command} --model {path} --gpu h100", capsys)["notes"] == [note]
 
 
 def test_hardware_lists_every_file_and_shows_one_with_its_sources(capsys: Said) -> None:
@@ -140,8 +134,8 @@ def test_hardware_lists_every_file_and_shows_one_with_its_sources(capsys: Said) 
     for name in shipped:
         assert f"\n{name} " in listed
     assert said("hardware h100", capsys) == (HARDWARE / "h100-80gb.yaml").read_text()
-    assert {each["name"] for each in tree("hardware", capsys)["hardware"]} == shipped
-    assert tree("hardware l4", capsys)["peak_tflops"]["bf16"] == 121
+    assert {each["name"] for each in plan_json("hardware", capsys)["hardware"]} == shipped
+    assert plan_json("hardware l4", capsys)["peak_tflops"]["bf16"] == 121
 
 
 def test_a_clusters_file_is_its_devices_but_for_its_links(tmp_path: Path, capsys: Said) -> None:
@@ -154,7 +148,7 @@ def test_a_clusters_file_is_its_devices_but_for_its_links(tmp_path: Path, capsys
     mine = tmp_path / "mine.yaml"
     mine.write_text("device: h200\nprice_per_hour: 3\nnode: {gpus: 4}\nnetwork: {gb_per_s: 12.5}\n")
     asked = f"--model llama3-8b --cluster {mine} --gpus 8 --seq-len 4096 --global-batch 64"
-    hardware = tree(asked, capsys)["input"]["hardware"]
+    hardware = plan_json(asked, capsys)["input"]["hardware"]
     assert hardware["device_file"] == "h200"
     assert hardware["gpus_per_node"] == 4
     assert hardware["price_per_hour"] == 3
@@ -169,14 +163,14 @@ def test_models_are_counted(capsys: Said) -> None:
     for name in shape_cards():
         assert f"\n{name} " in listed
     assert "8,030,261,248 parameters" in said("models llama3-8b", capsys)
-    assert tree("models gpt3-175b", capsys)["parameters"] == 174_604_259_328
-    assert len(tree("models", capsys)["models"]) > 40
+    assert plan_json("models gpt3-175b", capsys)["parameters"] == 174_604_259_328
+    assert len(plan_json("models", capsys)["models"]) > 40
 
 
 def test_score_has_the_keys_of_its_contract(tmp_path: Path, capsys: Said) -> None:
     some = tmp_path / "some.json"
     some.write_text(json.dumps(json.loads(CASES.read_text())[:20]))
-    found = tree(f"score {some}", capsys)
+    found = plan_json(f"score {some}", capsys)
     assert {"cases", "median_abs_error_pct", "worst_abs_error_pct"} <= set(found)
     wanted = {
         "parameters",

@@ -3,10 +3,8 @@ of it."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -22,6 +20,7 @@ from parallel3d.planner.search.limits import (
 from parallel3d.planner.search.question import Fixed, Question, Strategy
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import find_cluster
+from tests.plan_json import plan_json
 
 Said = pytest.CaptureFixture[str]
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
@@ -46,14 +45,6 @@ def held(found: Strategy | None) -> Question:
     assert found.memory.total <= found.question.usable_bytes
     assert found.parallel.world_size == found.question.gpus
     return found.question
-
-
-def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
-    assert plan.main(shlex.split(f"limits {arguments} --json")) == status
-    said = capsys.readouterr()
-    assert said.err == ""
-    found: dict[str, Any] = json.loads(said.out)
-    return found
 
 
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama2-13b", "llama2-70b"])
@@ -113,7 +104,7 @@ def test_the_smallest_cluster_needs_no_number_of_devices(capsys: Said) -> None:
 
 def test_what_has_no_answer_is_said_and_ends_with_3(capsys: Said) -> None:
     endless = ASKED.replace("--seq-len 4096", "--seq-len 16777216")
-    said = tree(f"cluster {endless} --max-tp 1", capsys, status=3)
+    said = plan_json(f"limits cluster {endless} --max-tp 1", capsys, status=3)
     assert said["limits"] == {"cluster": None}
 
 

@@ -3,12 +3,10 @@ range."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 from math import log
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_plan_compare import LINE, RECIPE, run_of
@@ -27,6 +25,7 @@ from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.tools.plan.models import read_model
+from tests.plan_json import plan_json
 
 Said = pytest.CaptureFixture[str]
 ON = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128 --fix tp=4 pp=1"
@@ -50,11 +49,6 @@ def in_truth(parallel: ParallelConfig, scales: Scales) -> MeasuredRun:
         step_time_s=step_cost(there).step_time_s,
         memory_bytes=worst_rank(there).total,
     )
-
-
-def tree(arguments: str, capsys: Said) -> Any:
-    assert plan.main([*shlex.split(arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_run_that_sends_little_tells_of_arithmetic_alone() -> None:
@@ -114,13 +108,13 @@ def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> N
     layout = "--fix tp=2 pp=2 dp_shard=2 microbatch_size=1"
     asked = f"--model {run}/config.yaml {layout}"
     before, after = (
-        tree(f"{asked} --gpu a100{more}", capsys)["strategies"][0]["step_time_s"]
+        plan_json(f"{asked} --gpu a100{more}", capsys)["strategies"][0]["step_time_s"]
         for more in ("", f" --measured {run}")
     )
     assert 1.1 < after / before < 1.5
     assert (
         "measured: parallel3d on 8 devices"
-        in tree(f"{asked} --gpu a100 --measured {run}", capsys)["notes"][0]
+        in plan_json(f"{asked} --gpu a100 --measured {run}", capsys)["notes"][0]
     )
     assert plan.main([*shlex.split(f"{asked} --gpu h100 --measured {run}")]) == 2
     assert "the run was not on H100" in capsys.readouterr().err

@@ -6,7 +6,6 @@ what `PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py` changes, a
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -22,6 +21,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import inputs as plan_inputs
 from parallel3d.tools.plan import recommend as plan_recommend
+from tests.plan_json import plan_json
 
 Said = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parent / "golden" / "plan"
@@ -95,15 +95,6 @@ def run(arguments: str) -> int:
     return plan.main(shlex.split(arguments))
 
 
-def answer(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
-    assert run(f"{arguments} --json") == status
-    said = capsys.readouterr()
-    assert said.err == ""
-    (line,) = said.out.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_it_was(name: str, capsys: Said) -> None:
     status = run(PAGES[name])
@@ -122,7 +113,7 @@ def test_the_page_is_what_it_was(name: str, capsys: Said) -> None:
 
 
 def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
-    said = answer(
+    said = plan_json(
         f"{SMALL} --fix tp=2 --max-pp 4 --tokens 300B --price 2 --gpu-memory 80GB", capsys
     )
     asked = said["input"]
@@ -140,7 +131,7 @@ def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
 
 
 def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
-    said = answer(f"{SMALL} --tokens 300B --price 2 --top 7", capsys)
+    said = plan_json(f"{SMALL} --tokens 300B --price 2 --top 7", capsys)
     assert len(said["strategies"]) == 7
     times = [each["step_time_s"] for each in said["strategies"]]
     assert times[0] <= min(times) * 1.001
@@ -163,19 +154,19 @@ def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
 
 
 def test_where_nothing_fits_it_says_what_would_and_ends_with_3(capsys: Said) -> None:
-    said = answer(TOO_LARGE, capsys, status=3)
+    said = plan_json(TOO_LARGE, capsys, status=3)
     assert said["strategies"] == []
     assert said["rejected"][0]["short_pct"] > 0
     assert "16 devices instead of 8" in said["advice"]["remedies"]
     larger = TOO_LARGE.replace("--gpus 8", "--gpus 16")
-    assert answer(larger, capsys)["strategies"]
+    assert plan_json(larger, capsys)["strategies"]
     assert any("b200" in line for line in said["advice"]["remedies"])
 
 
 def test_an_objective_changes_the_order(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --gpus 128 --seq-len 4096 --global-batch 128"
     usual, other = (
-        [each["memory_gib"]["total"] for each in answer(words, capsys)["strategies"]]
+        [each["memory_gib"]["total"] for each in plan_json(words, capsys)["strategies"]]
         for words in (asked, f"{asked} --objective memory")
     )
     assert other == sorted(other)
@@ -184,13 +175,13 @@ def test_an_objective_changes_the_order(capsys: Said) -> None:
 
 def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128"
-    slower = answer(f"{asked} --why tp=8,pp=2", capsys)
+    slower = plan_json(f"{asked} --why tp=8,pp=2", capsys)
     assert slower["why"]["strategy"]["step_time_s"] > slower["strategies"][0]["step_time_s"]
-    assert answer(f"{asked} --why tp=5", capsys)["why"]["refused"].startswith(
+    assert plan_json(f"{asked} --why tp=5", capsys)["why"]["refused"].startswith(
         "parallel.tp = 5: must divide model.heads = 32"
     )
     assert (
-        answer(f"{asked} --why tp=1 pp=1 recompute=none mb=8", capsys)["why"]["rejected"][
+        plan_json(f"{asked} --why tp=1 pp=1 recompute=none mb=8", capsys)["why"]["rejected"][
             "short_gib"
         ]
         > 0
@@ -234,7 +225,7 @@ VERIFIED = (
 
 
 def test_a_winner_that_fits_is_verified_by_a_dry_run(capsys: Said) -> None:
-    found = answer(f"{VERIFIED} --verify", capsys)
+    found = plan_json(f"{VERIFIED} --verify", capsys)
     (checked,) = found["verified"]
     assert checked["fits"]
     assert checked["parallel"] == found["strategies"][0]["parallel"]
@@ -260,8 +251,8 @@ def test_a_winner_that_the_dry_run_refuses_gives_its_place_to_the_next(
         return replace(found, peak=too_much) if len(runs) == 1 else found
 
     monkeypatch.setattr(module, "dry_run", planted)
-    winner = answer(VERIFIED, capsys)["strategies"][0]["parallel"]
-    found = answer(f"{VERIFIED} --verify", capsys)
+    winner = plan_json(VERIFIED, capsys)["strategies"][0]["parallel"]
+    found = plan_json(f"{VERIFIED} --verify", capsys)
     assert [each["fits"] for each in found["verified"]] == [False, True]
     assert found["verified"][0]["parallel"] == winner != found["strategies"][0]["parallel"]
     runs.clear()

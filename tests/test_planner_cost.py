@@ -11,7 +11,6 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.optimizers.step_bytes import MuonCosts
 from parallel3d.planner.hardware.cluster import Cluster, axis_group, load_cluster
-from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import OptimizerMemory
@@ -19,6 +18,7 @@ from parallel3d.planner.published.programs import programs
 from parallel3d.planner.time.collectives import all_gather_s
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
+from tests.planned_runs import planned_run
 
 FOLDERS = [HARDWARE]
 
@@ -28,23 +28,11 @@ def a100() -> Cluster:
     return load_cluster("a100-80gb", FOLDERS)
 
 
-def run(cluster: Cluster, **layout: object) -> PlannedRun:
-    shape = named_shape("llama2-7b", shape_cards())
-    return PlannedRun(
-        shape=shape,
-        cluster=cluster,
-        layout=RunLayout(**layout),
-        program=PARALLEL3D,
-        seq_len=2048,
-    )  # type: ignore[arg-type]
-
-
 def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) -> None:
     muon = MuonCosts(state_bytes=4, item_bytes=2, iterations=5)
 
     def more_s(ranks: int) -> float:
-        one = run(
-            a100,
+        one = planned_run(
             dp_shard=ranks,
             sharding="FULL_SHARD",
             parameter_shards=ranks,
@@ -116,9 +104,18 @@ def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
     assert all_gather_s(a100, across, 1e9) > 5 * all_gather_s(a100, inside, 1e9)
 
 
-def test_the_causes_add_up_to_the_step(a100: Cluster) -> None:
-    cost = step_cost(run(a100, pp=4, dp_shard=4, tp=2, microbatches=16, parameter_shards=4, gradient_shards=4,  # noqa: E501
-                         optimizer_shards=4, sequence_parallel=True,))  # fmt: skip
+def test_the_causes_add_up_to_the_step() -> None:
+    one = planned_run(
+        pp=4,
+        dp_shard=4,
+        tp=2,
+        microbatches=16,
+        parameter_shards=4,
+        gradient_shards=4,
+        optimizer_shards=4,
+        sequence_parallel=True,
+    )
+    cost = step_cost(one)
     assert sum(getattr(cost.parts, part.name) for part in fields(cost.parts)) == pytest.approx(
         cost.step_time_s
     )

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from parallel3d.models import shape_cards
-from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.memory.ranks import memory_by_rank
-from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields
 from parallel3d.planner.published.knowledge import Knowledge
@@ -22,6 +19,7 @@ from parallel3d.planner.published.programs import (
 )
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
+from tests.planned_runs import planned_run
 
 FOLDERS = [HARDWARE]
 INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN = (
@@ -29,21 +27,9 @@ INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN = (
 )
 
 
-def run(program: TrainingProgram, **layout: Any) -> PlannedRun:
-    cluster = load_cluster("a100-80gb", FOLDERS)
-    shape = named_shape("llama2-7b", shape_cards())
-    return PlannedRun(
-        shape=shape,
-        cluster=cluster,
-        layout=RunLayout(**layout),
-        program=program,
-        seq_len=2048,
-    )
-
-
 def sharded(program: TrainingProgram, **layout: Any) -> PlannedRun:
     dp = layout["dp_shard"]
-    return run(
+    return planned_run(
         program,
         parameter_shards=dp,
         gradient_shards=dp,

@@ -15,7 +15,7 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.spread import Spread, safe_share, spread_of
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.programs import programs
@@ -26,6 +26,7 @@ from parallel3d.planner.search.ties import TIE, settle_ties, tied
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
+from tests.planned_runs import planned_run
 
 CASES = HARDWARE.parent / "cases" / "published.json"
 Said = pytest.CaptureFixture[str]
@@ -71,15 +72,7 @@ def test_each_case_of_the_score_has_its_ranges(tmp_path: Path, capsys: Said) -> 
 
 def run(engine: str, hardware: str = "h100-80gb", **layout: Any) -> PlannedRun:
     program = PARALLEL3D if engine == "parallel3d" else programs()[engine]
-    shape = named_shape("llama2-7b", shape_cards())
-    cluster = load_cluster(hardware, [HARDWARE])
-    return PlannedRun(
-        shape=shape,
-        cluster=cluster,
-        layout=RunLayout(**layout),
-        program=program,
-        seq_len=2048,
-    )
+    return planned_run(program, hardware, **layout)
 
 
 def test_a_range_is_wider_where_less_is_known() -> None:
@@ -136,27 +129,15 @@ def test_equal_layouts_come_with_less_memory_first() -> None:
 
 
 def test_risk_and_mem_fraction_say_the_same_and_not_both(capsys: Said) -> None:
-    asked = [
-        "--model",
-        "llama3-8b",
-        "--gpu",
-        "h100",
-        "--gpus",
-        "8",
-        "--seq-len",
-        "4096",
-        "--global-batch",
-        "64",
-        "--json",
-    ]
+    asked = "--model llama3-8b --gpu h100 --gpus 8 --seq-len 4096 --global-batch 64 --json"
 
     def fraction(*options: str) -> float:
-        assert plan.main([*asked, *options]) == 0
+        assert plan.main([*asked.split(), *options]) == 0
         found: float = json.loads(capsys.readouterr().out)["input"]["memory_fraction"]
         return found
 
     assert fraction("--risk", "0.01") < fraction() < fraction("--risk", "0.3")
     assert fraction("--mem-fraction", "0.8") == 0.8
     for wrong in (("--risk", "0.1", "--mem-fraction", "0.9"), ("--risk", "0")):
-        assert plan.main([*asked, *wrong]) == 2
+        assert plan.main([*asked.split(), *wrong]) == 2
         assert "--risk" in capsys.readouterr().err

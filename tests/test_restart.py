@@ -66,11 +66,9 @@ def test_each_attempt_has_a_name_of_its_own_and_a_restart_is_one_after_the_folde
 ) -> None:
     first = attempt(4)
     assert len({each.attempt for each in first}) == 1
-    for each in first:
-        assert not each.is_restart
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = attempt(4)  # the first has failed before it had a folder
-    for each in again:
+    for each in (*first, *again):
         assert not each.is_restart
     record_start()
     fewer = attempt(2)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.recipes import pretrain
+from tests.one_rank import read_metrics
 
 COMMAND = [sys.executable, "-m", "parallel3d.recipes.pretrain", "quickstart"]
 SMALL = [
@@ -50,7 +51,7 @@ def run(*overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(run_dir)
 
 
 def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

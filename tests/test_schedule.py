@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,9 +69,7 @@ def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
     takers = [taker for taker in fed if taker is not None]
     assert len(takers) == len(set(takers)) == 2 * (stages - 1) * microbatches
     assert set(takers) <= actions
-    between = sum(
-        one != other for one, other in zip(schedule.placement, schedule.placement[1:], strict=False)
-    )
+    between = sum(one != other for one, other in pairwise(schedule.placement))
     assert sum(map(len, schedule.transfers.values())) == 2 * between * microbatches
 
 
@@ -94,11 +94,10 @@ def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
             "zb_v": 2 * p,
             "dualpipe_v": 2 * p + 1,
         }[schedule.name]
-        assert (
-            alive == min(most, v * m)
-            if m >= 2 * p or schedule.name in ("1f1b", "gpipe")
-            else alive <= most
-        )
+        if m >= 2 * p or schedule.name in ("1f1b", "gpipe"):
+            assert alive == min(most, v * m)
+        else:
+            assert alive <= most
 
 
 def test_refuses_numbers_that_make_no_schedule() -> None:
@@ -120,12 +119,10 @@ def test_a_receive_may_be_posted_after_exactly_what_comes_before_its_sender(
     for holder, action, takes, makes in schedule.in_order():
         own = {schedule.ranks[rank].index(action)} if holder == rank else set()
         before[makes] = done_by[holder] = done_by[holder] | before.get(takes, set()) | own
-    takers = [
-        taker
-        for (_, target), takers in schedule.transfers.items()
-        if target == rank
-        for taker in takers
-    ]
+    takers = []
+    for (_, target), received in schedule.transfers.items():
+        if target == rank:
+            takers += received
     after = schedule.postable_after(rank)
     assert set(after) == set(takers)
     for taker in takers:

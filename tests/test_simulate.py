@@ -3,6 +3,8 @@ cost."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,11 +94,8 @@ def test_zb_v_leaves_no_bubble_between_a_ranks_first_and_last_action(p: int, m: 
 def test_forwards_alone_take_as_few_steps_as_there_can_be(p: int, m: int, v: int) -> None:
     schedule = forward_only(pp=p, microbatches=m, virtual_stages=v)
     assert simulate(schedule, ActionTimes.uniform(schedule.stages)).makespan_s == v * m + p - 1
-    v_shaped = forward_only(
-        pp=p,
-        microbatches=m,
-        placement=placement("zb_v", pp=p, virtual_stages=2),
-    )
+    place = placement("zb_v", pp=p, virtual_stages=2)
+    v_shaped = forward_only(pp=p, microbatches=m, placement=place)
     assert simulate(v_shaped, ActionTimes.uniform(v_shaped.stages)).makespan_s == 2 * (m + p - 1)
 
 
@@ -137,7 +136,7 @@ def test_no_action_begins_before_what_it_needs_or_while_its_rank_works(
     made_by = {schedule.slots(span.action)[1]: span for span in simulated.spans}
     for rank, spans in enumerate(simulated.by_rank):
         assert tuple(span.action for span in spans) == schedule.ranks[rank]
-        for before, span in zip(spans, spans[1:], strict=False):
+        for before, span in pairwise(spans):
             assert span.start_s >= before.end_s
         for span in spans:
             need = made_by.get(schedule.slots(span.action)[0])

@@ -65,7 +65,8 @@ def build(kind: str, **more: Any) -> nn.Module:
             "num_hidden_layers": BLOCKS,
             "num_attention_heads": 2,
         }
-        sizes |= {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
+        if kind != "gpt_neox":
+            sizes["num_key_value_heads"] = 2
     # blocks of two kinds, whose masks the forward chooses by their numbers
     if kind in ("qwen2", "qwen3"):
         sizes |= {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}

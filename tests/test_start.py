@@ -25,7 +25,7 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.recipes.pretrain import main
-from tests.one_rank import one_rank
+from tests.one_rank import one_rank, read_metrics
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -52,7 +52,7 @@ def run(recipe: Recipe, folder: Path) -> list[dict[str, float]]:
     """Runs a recipe in this process, into `folder`, and returns its metrics."""
     folder.mkdir(exist_ok=True)
     recipes.work(replace(recipe, run_dir=str(folder)), one_rank(folder.parent))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder)
 
 
 @pytest.fixture(scope="module")

@@ -24,21 +24,20 @@ from parallel3d.data.token_files import (
 from parallel3d.data.windows import ShuffledWindows, TokenIds, TokensInMemory, TokenStream
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.tools.data.folders import verify
-from tests.data_files import write_folder, write_megatron
+from tests.data_files import read_all, write_folder, write_megatron
 
 END = 50_000
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(0, END, length).astype(np.uint16) for length in RNG.integers(1, 60, 100)]
 
 
-def joined(documents: list[TokenIds], end: int | None = END) -> TokenIds:
-    return np.concatenate(
-        [np.append(document, [] if end is None else [end]) for document in documents]
-    ).astype(int)
+def joined(documents: list[TokenIds]) -> TokenIds:
+    ended = [np.append(document, END) for document in documents]
+    return np.concatenate(ended).astype(int)
 
 
 def ids(stream: TokenStream) -> list[int]:
-    return stream.read(np.zeros(1, dtype=np.int64), len(stream))[0].tolist()
+    return read_all(stream).tolist()
 
 
 def write_all(folder: Path, *, vocab_size: int = END + 1, shard_tokens: int = 300) -> Path:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
 
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -119,7 +120,7 @@ class Pipeline:
             labels if self.runtime.is_last else None,
             sizes={"batch": BATCH, "seq": seq},
         )
-        torch.testing.assert_close(
+        assert_close(
             loss.item(),
             expected if self.runtime.is_last else 0.0,
             rtol=1e-12,
@@ -129,7 +130,7 @@ class Pipeline:
             for (name, ours), theirs in zip(
                 part.named_parameters(), self.whole[stage].parameters(), strict=True
             ):
-                torch.testing.assert_close(
+                assert_close(
                     ours.grad,
                     theirs.grad,
                     rtol=1e-10,
@@ -149,7 +150,7 @@ class Pipeline:
         if self.runtime.is_last:
             assert [tuple(y.shape) for y in outputs] == [(BATCH, seq)] * microbatches
             total = sum(loss_fn(y, label).item() for y, label in zip(outputs, labels, strict=True))
-            torch.testing.assert_close(loss.item(), total, rtol=1e-12, atol=0.0)
+            assert_close(loss.item(), total, rtol=1e-12, atol=0.0)
         else:
             assert outputs == []
             assert loss.item() == 0.0

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing import assert_close
 
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.families import rules_of
@@ -77,7 +78,7 @@ def train_with_fully_shard(kind: str) -> None:
         nn.utils.clip_grad_norm_(each.parameters(), 0.5)
         optimizer.step()
     for (name, ours), parameter in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(
+        assert_close(
             whole(ours),
             parameter,
             rtol=1e-5,
@@ -121,7 +122,7 @@ def use_it_as_transformers_does(kind: str) -> None:
     for each in (alone, split):
         each.train()(ids, labels=ids).loss.backward()
     for parameter, ours in zip(alone.parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), parameter.grad, rtol=1e-5, atol=1e-5)
+        assert_close(whole(ours.grad), parameter.grad, rtol=1e-5, atol=1e-5)
 
 
 def add_in_place(kind: str) -> None:
@@ -138,7 +139,7 @@ def add_in_place(kind: str) -> None:
         assert isinstance(ours.grad, DTensor)
         assert isinstance(theirs.grad, DTensor)
         assert ours.grad.placements == theirs.grad.placements, name
-        torch.testing.assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
+        assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
 
 
 def compile_it() -> None:
@@ -152,7 +153,7 @@ def compile_it() -> None:
         gradients = [whole(parameter.grad) for parameter in model.parameters()]
         results.append((loss.detach(), gradients))
         model.zero_grad()
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 def refuse_a_patchwork() -> None:

@@ -135,9 +135,9 @@ def gradients(model: ModelConfig, alone: bool) -> tuple[float, dict[str, Tensor]
         parts = [(stage.module(ids.unsqueeze(0)), own.unsqueeze(0)) for ids, own in pairs]
     else:
         parts = [(stage.module(inputs, documents=batch.documents[0]), labels)]
-    loss = torch.stack(
-        [F.cross_entropy(y.flatten(0, 1), own.flatten(), reduction="sum") for y, own in parts]
-    ).sum()
+    loss = torch.zeros(())
+    for y, own in parts:
+        loss = loss + F.cross_entropy(y.flatten(0, 1), own.flatten(), reduction="sum")
     loss.backward()
     named = stage.module.named_parameters()
     return loss.item(), {name: p.grad.clone() for name, p in named if p.grad is not None}

@@ -105,7 +105,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Modu
 
     model_class = getattr(hf, MODELS[name].of)
     torch.manual_seed(0)
-    model: nn.Module = model_class(model_class.config_class(**{**MODELS[name].config, **more}))
+    config = model_class.config_class(**{**MODELS[name].config, **more})
+    model: nn.Module = model_class(config)
     if name in ("mixtral", "qwen3_moe") and dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped product of torch has no float64
     with torch.no_grad():

@@ -171,10 +171,8 @@ class Fuzzed(Llama):
         self.head = kind(config.hidden, config.vocab, tp=context, **more)
         change(self, drawn)
 
-    def forward(
-        self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
-    ) -> Tensor:
-        y = super().forward(x, key, documents)
+    def forward(self, *args: Any, **settings: Any) -> Tensor:
+        y = super().forward(*args, **settings)
         if self.head is None:
             return y
         return finished(y, self.drawn)

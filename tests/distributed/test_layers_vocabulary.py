@@ -30,6 +30,7 @@ from parallel3d.layers.vocabulary import (
     head_cross_entropy,
 )
 from parallel3d.mesh import Axis
+from parallel3d.sharding.settings import own_rows
 from tests.distributed.layer_cases import (
     BF16,
     F32,
@@ -108,9 +109,9 @@ def compare(
     )
     set_fused_gradients(module, fused)
     generator = torch.Generator().manual_seed(3)
-    embed, head = (torch.randn(2, vocab, D, generator=generator, dtype=F64)).to(dtype)
-    embed, head = embed.clone().requires_grad_(), (embed if tied else head).clone().requires_grad_()
-    head = embed if tied else head
+    embed, head = torch.randn(2, vocab, D, generator=generator, dtype=F64).to(dtype)
+    embed = embed.clone().requires_grad_()
+    head = embed if tied else head.clone().requires_grad_()
     load(module, {"embed.weight": embed, "head.weight": head})
     for _ in range(2):
         ids, labels = torch.randint(0, vocab, (2, B, S), generator=generator)
@@ -157,7 +158,8 @@ def sharded_twice(vocab: int, folder: str) -> None:
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
         assert isinstance(part.weight, DTensor)
         assert part.weight.shape == (vocab, D)
-    ids, labels = torch.randint(0, vocab, (2, 2, B, S), generator=torch.Generator().manual_seed(4))
+    generator = torch.Generator().manual_seed(4)
+    ids, labels = torch.randint(0, vocab, (2, 2, B, S), generator=generator)
     own = mesh["dp"].get_local_rank()
     x = module.embed(ids[own])
     loss = vocab_parallel_cross_entropy(module.head(x), labels[own], mesh["tp"], vocab=vocab)
@@ -165,11 +167,11 @@ def sharded_twice(vocab: int, folder: str) -> None:
     embed, head = (whole[f"{name}.weight"].clone().requires_grad_() for name in ("embed", "head"))
     logits = F.linear(F.embedding(ids.flatten(0, 1), embed), head)
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    axes = [Axis.of(mesh["tp"]), Axis.of(mesh["dp"])]
+    tp = Axis.of(mesh["tp"])
+    dp = Axis.of(mesh["dp"])
     for part, reference in ((module.embed, embed), (module.head, head)):
-        mine = part.specs["weight"].local_part(reference.grad, axes[0])
-        rows = -(-mine.shape[0] // 2)
-        mine = mine[axes[1].rank * rows : (axes[1].rank + 1) * rows]
+        mine = part.specs["weight"].local_part(reference.grad, tp)
+        mine = own_rows(mine, dp)
         assert_near(part.weight.grad.to_local(), mine, "this rank's part of a gradient")
     dcp.save(module.weights(), checkpoint_id=folder)
     dist.barrier()

@@ -138,8 +138,9 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
     """Two replicas, then one of a synchronous run, four, and back: what is loaded is always the
     saved outer model."""
     path = tmp_path / "step_00000006"
-    world(2).run(half_and_on, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path)
-    saved, _ = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path)[0]
+    two = (GROUPED, ParallelConfig(dp_replicate=2), DILOCO)
+    world(2).run(half_and_on, two, path)
+    saved, _ = world(2).run(resumed, two, path)[0]
     synchronous = (GROUPED, ParallelConfig(dp_shard=2), LocalSgdConfig())
     for size, case in ((4, (GROUPED, ParallelConfig(dp_replicate=4), DILOCO)), (2, synchronous)):
         loss, curve = world(size).run(resumed, case, path)[0]
@@ -148,7 +149,7 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
         assert curve[-1][0] < curve[0][0] + 0.1
     again = tmp_path / "step_00000007"
     curve = world(2).run(half_and_on, synchronous, again)[0]
-    _, apart = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), again)[0]
+    _, apart = world(2).run(resumed, two, again)[0]
     assert apart[0][0] == pytest.approx(curve[HALF][0], rel=1e-6), (
         "the first loss is that of the loaded weights"
     )

@@ -68,18 +68,15 @@ def run_strategy(model: ModelConfig, parallel: ParallelConfig, precision: str = 
     curve.append((step.loss, step.grad_norm))
     curve += train(trainer, STEPS - 3)
     costs = _costs(trainer, precision)
-    # as gloo sends it
-    kinds = {
-        "all_gather": "broadcast",
-        "reduce_scatter": "all_to_all",
-        "all_reduce": None,
-    }
+
+    def sent(*kinds: str) -> float:
+        return sum(counter.of(*DATA_AXES, kind=kind) for kind in kinds)
+
+    # the second kind is gloo's
     counted = SentBytes(
-        **{
-            kind: counter.of(*DATA_AXES, kind=kind)
-            + (counter.of(*DATA_AXES, kind=other) if other else 0)
-            for kind, other in kinds.items()
-        }
+        all_gather=sent("all_gather", "broadcast"),
+        reduce_scatter=sent("reduce_scatter", "all_to_all"),
+        all_reduce=sent("all_reduce"),
     )
     return Seen(
         curve,
@@ -112,12 +109,14 @@ def _shapes(trainer: Trainer) -> list[tuple[list[tuple[int, ...]], list[tuple[in
     for stage in trainer.stages:
         inside = {id(module) for module in stage.module.modules()}
         owned = [p for p in trainer.parameters if id(p.module) in inside]
-        shapes = [
-            (o.name, tuple(o.spec.local_part(torch.empty(o.spec.shape, device="meta"), tp).shape))
-            for o in owned
-        ]
-        blocks = [shape for name, shape in shapes if name.startswith("layers.")]
-        stages.append(([shape for name, shape in shapes if not name.startswith("layers.")], blocks))
+        rest = []
+        blocks = []
+        for each in owned:
+            whole = torch.empty(each.spec.shape, device="meta")
+            shape = tuple(each.spec.local_part(whole, tp).shape)
+            is_in_block = each.name.startswith("layers.")
+            (blocks if is_in_block else rest).append(shape)
+        stages.append((rest, blocks))
     return stages
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d.config.sharding_strategies import ShardingName
@@ -48,6 +48,10 @@ class Net(nn.Module):
         return self.last(x)
 
 
+def data_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+
+
 def own_share(microbatches: int = 2) -> Tensor:
     whole = torch.randn(2 * microbatches, 3, 5, generator=torch.Generator().manual_seed(1))
     return whole.chunk(2)[dist.get_rank()]
@@ -62,7 +66,7 @@ def backwards(model: nn.Module, data: ShardedData, x: Tensor) -> None:
 def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
     """Collectives that had started when the last backward returned, those after all, and the
     largest difference of a gradient from one process's."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    mesh = data_mesh()
     alone = Net()
     model = Net()
     data = shard(model, mesh, strategy, options=ShardingOptions(bucket_mib=1e-4))
@@ -106,7 +110,7 @@ def published_late() -> tuple[list[list[float]], list[int], bool]:
     """Losses of a model that waits for its parameters in the forward, and of one that does not;
     broadcasts under way or done after `publish` and at the beginning of each block; whether the
     state dicts are equal, after a second `publish` too."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    mesh = data_mesh()
     curves = []
     states = []
     seen = []
@@ -148,7 +152,7 @@ def test_stepped_parameters_arrive_while_the_next_forward_is_under_way(world: Ca
 
 
 def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.dtype], float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    mesh = data_mesh()
     model = Net()
     exact = Net()
     data = shard(model, mesh, strategy, dtypes=BF16)
@@ -189,7 +193,7 @@ def test_sixteen_bit_parameters_have_float32_gradients_and_masters(
 
 
 def cleared_otherwise() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    mesh = data_mesh()
     for is_cleared in (True, False):
         model = Net()
         data = shard(model, mesh, "NO_SHARD")
@@ -209,7 +213,7 @@ def test_gradients_that_were_not_cleared_are_refused(world: Callable) -> None:
 def different_starts() -> list[float]:
     torch.manual_seed(dist.get_rank())
     model = nn.Linear(1, 1)
-    data = shard(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), "FULL_SHARD")
+    data = shard(model, data_mesh(), "FULL_SHARD")
     data.before_backward(True)
     return [float(model(torch.ones(1, 1)).detach())]
 

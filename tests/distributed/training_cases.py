@@ -276,17 +276,18 @@ def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet
 def label(parallel: ParallelConfig, model: ModelConfig) -> str:
     """Returns the name of a case: its axes, its schedule, and what else is not as usual."""
     parts = [f"{axis}{size}" for axis, size in parallel.axes.items() if size > 1] or ["one"]
-    parts += [parallel.schedule] * (parallel.pp > 1) + [f"v{parallel.virtual_stages}"] * (
-        parallel.virtual_stages > 1
-    )
-    parts += ["sp"] * parallel.sequence_parallel + [parallel.recompute] * (
-        parallel.recompute != "none"
-    )
-    parts += [parallel.strategy] * bool(parallel.sharding or parallel.zero_stage is not None)
-    return "-".join(
-        [
-            *parts,
-            *["uneven"] * bool(parallel.stage_boundaries),
-            *["tied"] * model.tied_embeddings,
-        ]
-    )
+    if parallel.pp > 1:
+        parts.append(parallel.schedule)
+    if parallel.virtual_stages > 1:
+        parts.append(f"v{parallel.virtual_stages}")
+    if parallel.sequence_parallel:
+        parts.append("sp")
+    if parallel.recompute != "none":
+        parts.append(parallel.recompute)
+    if parallel.sharding or parallel.zero_stage is not None:
+        parts.append(parallel.strategy)
+    if parallel.stage_boundaries:
+        parts.append("uneven")
+    if model.tied_embeddings:
+        parts.append("tied")
+    return "-".join(parts)
