@@ -25,7 +25,9 @@ from parallel3d.tools.data import command as data_command
 
 STATUSES = (0, 2, 3, 65, 69, 70, 71, 73)  # the exit statuses in --help, except those of signals
 _PATIENCE_S = 300  # a command that takes longer hangs
-_LONGEST_LINE, _LONGEST_ANSWER = 2_000, 20_000  # characters that a refusal may have
+# characters that a refusal may have
+_LONGEST_LINE = 2_000
+_LONGEST_ANSWER = 20_000
 
 Main = Callable[[Sequence[str]], int]
 RECIPE = """\
@@ -60,7 +62,8 @@ def call(
     before = (sys.stdout, sys.stderr)
     out = _stream(encoding, "strict")
     err = _stream(encoding, "backslashreplace")
-    status, crash = 1, ""
+    status = 1
+    crash = ""
     heard = signal.signal(signal.SIGALRM, _hang)
     signal.alarm(_PATIENCE_S)
     sys.stdout = out

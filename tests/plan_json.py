@@ -10,10 +10,10 @@ import pytest
 
 from parallel3d.tools.plan import command
 
+Said = pytest.CaptureFixture[str]
 
-def plan_json(
-    arguments: str, capsys: pytest.CaptureFixture[str], *, status: int = 0
-) -> dict[str, Any]:
+
+def plan_json(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
     """Runs a command, and returns its answer, the one line that it prints."""
     assert command.main(shlex.split(f"{arguments} --json")) == status
     said = capsys.readouterr()

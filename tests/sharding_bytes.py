@@ -84,7 +84,8 @@ def held_bytes(shapes: Iterable[Shape], layout: DataLayout) -> HeldBytes:
 def sent_bytes(rest: Sequence[Shape], blocks: Sequence[Shape], layout: DataLayout) -> SentBytes:
     """Returns what a rank sends. `blocks` are the shapes of the parameters that are gathered block
     by block, `rest` those of all others."""
-    replicate, shard = layout.replicate, layout.shard
+    replicate = layout.replicate
+    shard = layout.shard
     shapes = [*rest, *blocks]
     if layout.strategy == "NO_SHARD":
         whole = sum(math.prod(shape) for shape in shapes)

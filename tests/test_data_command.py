@@ -188,7 +188,8 @@ def test_a_job_goes_on_after_what_was_done_and_gives_the_same_files(
     source = write_lines(tmp_path / "a.jsonl", texts(100))
     whole = content(tokenized(tmp_path / "whole", source, "--train-bpe", 300))
     encoded: list[Path] = []
-    limit, changed = 4, source.stat().st_mtime_ns
+    limit = 4
+    changed = source.stat().st_mtime_ns
 
     def encode_or_stop(*piece: Any) -> None:
         if len(encoded) == limit:

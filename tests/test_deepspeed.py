@@ -77,7 +77,8 @@ def test_what_is_taken_is_a_recipe_with_deepspeeds_defaults(tmp_path: Path) -> N
     (tmp_path / "mine.yaml").write_text(found.to_yaml())
     settings = ["model.name=gpt3-125m", "train.seq_len=1024"]
     recipe = load_recipe(tmp_path / "mine.yaml", settings, cards=shape_cards())
-    train, optimizer = recipe.train, recipe.optimizer
+    train = recipe.train
+    optimizer = recipe.optimizer
     assert train.global_batch_size == 64
     assert train.precision == "bf16"
     assert train.steps == 200

@@ -87,7 +87,9 @@ class Block:
     def file(self) -> str | None:
         """The name of the file that the block is, or None."""
         found = _FILE.match(self.text)
-        return found[1] if found and self.language in ("python", "yaml", "json") else None
+        if found and self.language in ("python", "yaml", "json"):
+            return found[1]
+        return None
 
     @property
     def is_shell(self) -> bool:

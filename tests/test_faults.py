@@ -43,7 +43,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 DATA = ParallelConfig(dp_shard=2)
 TENSOR = ParallelConfig(tp=2)
 FOUR = ParallelConfig(pp=2, tp=2)
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+KILL = signal.SIGKILL
+STOP = signal.SIGSTOP
 STOP_ONE = to_rank(1, STOP)
 
 

@@ -27,7 +27,9 @@ from parallel3d.tools.launch import command as launch_command
 from parallel3d.tools.plan import command as plan_command
 from tests.fuzz import Main, call, templates, train
 
-SHORT, LONG = 3, 200  # mutations of each format
+# mutations of each format
+SHORT = 3
+LONG = 200
 _PICKLE = b"cposix\nsystem\n(S'touch canary'\ntR."
 _VALUES = (
     *(

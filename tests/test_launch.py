@@ -130,7 +130,7 @@ def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_pa
 def test_a_stopped_launcher_takes_its_workers_down(
     tmp_path: Path, target: str, signum: signal.Signals, status: int
 ) -> None:
-    launcher = start(target, 3, tmp_path)
+    launcher = start(target, tmp_path)
     pids = signed_in(tmp_path, 3)
     if signum == signal.SIGINT:
         os.killpg(launcher.pid, signum)  # as the terminal does at Ctrl-C
@@ -149,7 +149,7 @@ def test_a_stopped_launcher_takes_its_workers_down(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_worker_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: Path) -> None:
-    launcher = start("sleeps", 3, tmp_path)
+    launcher = start("sleeps", tmp_path)
     pids = signed_in(tmp_path, 3)
     os.kill(pids[1], signal.SIGSTOP)
     launcher.kill()
@@ -157,9 +157,9 @@ def test_no_worker_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: P
     all_end(pids)
 
 
-def start(target: str, world_size: int, folder: Path) -> subprocess.Popen[str]:
+def start(target: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, PROGRAM, target, str(world_size), str(folder)],
+        [sys.executable, PROGRAM, target, "3", str(folder)],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

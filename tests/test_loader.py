@@ -101,7 +101,9 @@ def test_labels_are_the_inputs_one_token_later(step: int) -> None:
 
 def test_a_token_id_beyond_the_vocabulary_is_told_by_the_rank_that_reads_it_and_read_as_0() -> None:
     tokens: NDArray[np.integer] = np.ones(1000, dtype=np.uint32)
-    tokens[7 * 20 + 3], tokens[7 * 20 + 5] = 300, 999  # sample 20, which is in the second step
+    # sample 20, which is in the second step
+    tokens[7 * 20 + 3] = 300
+    tokens[7 * 20 + 5] = 999
     whole = replace(loader(tokens, seed=None), vocab=264)
     for dp_size, microbatch_size in ((1, 1), (2, 3), (4, 3), (12, 1)):
         for rank in range(dp_size):

@@ -24,9 +24,8 @@ from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.tools.verify.command import run_of_recipe
-from tests.plan_json import plan_json
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 CASES = HARDWARE.parent / "cases" / "published.json"
 RUN = "train: {steps: 1, global_batch_size: 8, seq_len: 1024}\nparallel: {dp_shard: 8}\n"
 LAYOUT = (

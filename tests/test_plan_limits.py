@@ -20,9 +20,8 @@ from parallel3d.planner.search.limits import (
 from parallel3d.planner.search.question import Fixed, Question, Strategy
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import find_cluster
-from tests.plan_json import plan_json
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
 
 

@@ -25,9 +25,8 @@ from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.tools.plan.models import read_model
-from tests.plan_json import plan_json
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 ON = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128 --fix tp=4 pp=1"
 ASKED = Question(
     shape=read_model("llama3-8b").shape,

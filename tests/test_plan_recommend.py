@@ -21,9 +21,8 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import inputs as plan_inputs
 from parallel3d.tools.plan import recommend as plan_recommend
-from tests.plan_json import plan_json
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parent / "golden" / "plan"
 SMALL = "--model llama3.2-1b --gpu a100 --gpus 8 --seq-len 2048 --global-batch 64"
 TOO_LARGE = "--model llama3-70b --gpu h100 --gpus 8 --seq-len 8192 --global-batch 512"
@@ -248,7 +247,9 @@ def test_a_winner_that_the_dry_run_refuses_gives_its_place_to_the_next(
         runs.append(args)
         found = usual(*args, **settings)
         too_much = Snapshot({"forward": 2**40}, {}, 0)
-        return replace(found, peak=too_much) if len(runs) == 1 else found
+        if len(runs) == 1:
+            return replace(found, peak=too_much)
+        return found
 
     monkeypatch.setattr(module, "dry_run", planted)
     winner = plan_json(VERIFIED, capsys)["strategies"][0]["parallel"]

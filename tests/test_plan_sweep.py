@@ -8,9 +8,8 @@ import shlex
 import pytest
 
 from parallel3d.tools.plan import command as plan
-from tests.plan_json import plan_json
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from parallel3d.schedules.csv_file import load_schedule
 from parallel3d.tools.plan import command as plan
-from tests.plan_json import plan_json
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 SMALL = "timeline --schedule 1f1b --pp 4 --microbatches 8"
 
 

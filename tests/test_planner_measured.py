@@ -143,6 +143,9 @@ def times_alone(larger: LargerRuns, parameters: float, **more_s: float) -> Times
     return alone
 
 
+TIMES = [[2**12, 1e-5], [2**24, 1e-2]]  # seconds of messages of these bytes
+
+
 def worlds() -> dict[int, Any]:
     """The measurements of an ideal host: one rate for everything, worlds of 1 and 2."""
     common = {
@@ -166,11 +169,8 @@ def worlds() -> dict[int, Any]:
         **common,
         "contention": (1.0, 1.0),
         **overheads(two_times, 2),
-        "collectives": {
-            kind: [[2**12, 1e-5], [2**24, 1e-2]]
-            for kind in ("all_reduce", "all_gather", "reduce_scatter")
-        },
-        "transfers": [[2**12, 1e-5], [2**24, 1e-2]],
+        "collectives": dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), TIMES),
+        "transfers": TIMES,
     }
     return {1: one, 2: two}
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
@@ -27,10 +26,10 @@ INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN = (
 )
 
 
-def sharded(program: TrainingProgram, **layout: Any) -> PlannedRun:
+def sharded(**layout: Any) -> PlannedRun:
     dp = layout["dp_shard"]
     return planned_run(
-        program,
+        TORCHTITAN,
         parameter_shards=dp,
         gradient_shards=dp,
         optimizer_shards=dp,
@@ -41,9 +40,9 @@ def sharded(program: TrainingProgram, **layout: Any) -> PlannedRun:
 def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered() -> None:
     """The traffic of a step does not grow with its microbatches; the rank's parameters and
     gradients are whole."""
-    few, many = (sharded(TORCHTITAN, pp=4, dp_shard=8, microbatches=m) for m in (8, 32))
+    few, many = (sharded(pp=4, dp_shard=8, microbatches=m) for m in (8, 32))
     assert step_cost(few).parts.dp == pytest.approx(step_cost(many).parts.dp)
-    alone = [step_cost(sharded(TORCHTITAN, dp_shard=8, microbatches=m)).parts.dp for m in (8, 32)]
+    alone = [step_cost(sharded(dp_shard=8, microbatches=m)).parts.dp for m in (8, 32)]
     assert alone[1] > 3 * alone[0]
     blocks = 8 * few.block_parameters
     first = memory_by_rank(few)[1]

@@ -70,7 +70,9 @@ def losses(run_dir: Path) -> list[float]:
 
 def steps_of(run_dir: Path) -> int:
     metrics = run_dir / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    if metrics.exists():
+        return len(metrics.read_text().splitlines())
+    return 0
 
 
 def plan(

@@ -70,7 +70,8 @@ def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
     reserve(tmp_path / "a")
     incoming = Incoming(tmp_path / "a", 0)
     outgoing = Outgoing(tmp_path / "a", 1)
-    outgoing.send(0, [torch.zeros(1), torch.zeros(())])
+    message = [torch.zeros(1), torch.zeros(())]
+    outgoing.send(0, message)
     outgoing.close()
     assert incoming.poll() is not None  # what was sent before is there
     with pytest.raises(PeerLostError, match="pipeline rank 0 has gone"):
@@ -80,7 +81,7 @@ def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
     outgoing = Outgoing(tmp_path / "b", 1)
     incoming.close()
     with pytest.raises(PeerLostError, match="pipeline rank 1 has gone"):
-        outgoing.send(0, [torch.zeros(1), torch.zeros(())])
+        outgoing.send(0, message)
 
 
 def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from parallel3d.pipeline.split_model import FAMILIES, SplitSpec, split_model
 hf = pytest.importorskip(
     "transformers", reason="its models are cut here: pip install 'parallel3d[dev]'"
 )
-VOCAB, BLOCKS = 61, 4
+VOCAB = 61
+BLOCKS = 4
 _TURNS: dict[str, Any] = {"sliding_window": 3, "head_dim": 8}
 # the grouped product of torch has no float64
 _EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}

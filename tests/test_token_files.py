@@ -85,14 +85,18 @@ def test_windows_of_shards_are_those_of_the_same_ids_in_memory(tmp_path: Path) -
     assert np.array_equal(*drawn)
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_a_corpus_of_more_shards_than_may_be_open_is_read(tmp_path: Path) -> None:
     files = open_tokens(write_all(tmp_path, shard_tokens=1), 0.05)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     assert len(files.train.slices) == 90
     assert ids(files.train) == joined(DOCUMENTS[:90]).tolist()
-    assert len(os.listdir("/proc/self/fd")) == before + 64
+    assert open_files() == before + 64
     del files
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_an_id_that_the_vocabulary_has_not_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ class SoftCap(Llama):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         y = super().forward(*args, **kwargs)
-        return y if self.head is None else CAP * torch.tanh(y / CAP)
+        if self.head is None:
+            return y
+        return CAP * torch.tanh(y / CAP)
 
 
 class Saturated(Llama):
@@ -44,7 +46,9 @@ class SequenceFirst(Llama):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         y = super().forward(*args, **kwargs)
-        return y if self.head is None else y.transpose(0, 1).contiguous().transpose(0, 1)
+        if self.head is None:
+            return y
+        return y.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 class Gain(ParallelModule):

@@ -64,7 +64,9 @@ def changed(section: Any) -> Iterator[tuple[Field[Any], Any]]:
 def asked_or(seeds: Iterable[int]) -> list[int]:
     """Returns the seeds that FUZZ_SEEDS names, or else the given ones."""
     asked = os.environ.get("FUZZ_SEEDS")
-    return list(seeds) if asked is None else [int(seed) for seed in asked.split(",")]
+    if asked is None:
+        return list(seeds)
+    return [int(seed) for seed in asked.split(",")]
 
 
 def draw_layout(random: Random, processes: int) -> ParallelConfig:
@@ -118,7 +120,6 @@ def train_all(
     job: Callable[[Recipe], Any],
     cases: Sequence[Case],
     folder: Path,
-    patience_s: float = PATIENCE_S,
 ) -> Iterator[Outcome]:
     """Runs the job with the recipe of each case on as many processes as its layout needs."""
     for size in sorted({case.recipe.parallel.world_size for case in cases}):
@@ -127,7 +128,7 @@ def train_all(
             together = left[:CASES_IN_A_JOB]
             pool = world(size)
             try:
-                ranks = pool.run(run_cases, job, together, folder, patience_s)
+                ranks = pool.run(run_cases, job, together, folder)
             except (EOFError, ConnectionError, TimeoutError):
                 pool.close()
                 seed, words = failure_in(folder, size)
@@ -139,9 +140,7 @@ def train_all(
                 yield combined(case, answers)
 
 
-def run_cases(
-    job: Callable[[Recipe], Any], cases: Sequence[Case], folder: Path, patience_s: float
-) -> list[Any]:
+def run_cases(job: Callable[[Recipe], Any], cases: Sequence[Case], folder: Path) -> list[Any]:
     """Runs the job with each recipe on this rank. Returns the answers, or instead of an answer the
     error of the project. Any other error is the last answer, because it may leave a process group
     in the middle of a collective."""
@@ -150,7 +149,7 @@ def run_cases(
     for case in cases:
         with path.open("w") as log:
             print(case.seed, file=log, flush=True)
-            faulthandler.dump_traceback_later(patience_s, exit=True, file=log)
+            faulthandler.dump_traceback_later(PATIENCE_S, exit=True, file=log)
             try:
                 answers.append(job(case.recipe))
             except Parallel3dError as error:
@@ -160,7 +159,7 @@ def run_cases(
                 print(text, file=log, flush=True)
                 answers.append(RuntimeError(tail_of(text)))
             if isinstance(answers[-1], Exception):
-                faulthandler.dump_traceback_later(patience_s / 4, exit=True, file=log)
+                faulthandler.dump_traceback_later(PATIENCE_S / 4, exit=True, file=log)
             dist.barrier()  # if not all ranks arrive, all of them end
             faulthandler.cancel_dump_traceback_later()
         if isinstance(answers[-1], RuntimeError):

@@ -81,7 +81,9 @@ def load(module: nn.Module, weights: Weights) -> None:
 
 
 def part_of(x: Tensor, split: Split, axis: Axis) -> Tensor:
-    return x if split is None else x.chunk(axis.size, dim=split)[axis.rank].contiguous()
+    if split is None:
+        return x
+    return x.chunk(axis.size, dim=split)[axis.rank].contiguous()
 
 
 def assert_near(ours: Tensor, reference: Tensor, what: str) -> None:

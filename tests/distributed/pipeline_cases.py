@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
@@ -49,7 +49,9 @@ class Part(nn.Module):
             h, ids, aside, factor = tensors
         h = self.norm(self.unbiased(self.linear(h).tanh()) + h * factor) + self.table(ids)
         aside = aside + h.square().mean(-1)
-        return h.sum(-1) + aside if self.is_last else (h, ids, aside, factor)
+        if self.is_last:
+            return h.sum(-1) + aside
+        return (h, ids, aside, factor)
 
 
 def make_parts(stages: int, seed: int = 0) -> list[Part]:
@@ -100,10 +102,10 @@ class Pipeline:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Pipeline:
-        pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+        pp = init_device_mesh("cpu", (get_world_size(),), mesh_dim_names=("pp",))
         whole = make_parts(schedule.stages)
         copies = make_parts(schedule.stages)
-        own = {stage: copies[stage] for stage in schedule.stages_of(dist.get_rank())}
+        own = {stage: copies[stage] for stage in schedule.stages_of(get_rank())}
         return cls(
             whole,
             own,

@@ -25,7 +25,8 @@ from tests.distributed.training_cases import (
     whole_batch,
 )
 
-STEPS, HALF = 8, 3  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
+STEPS = 8  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
+HALF = 3
 RAMP = {"batch_warmup_start": 2, "batch_warmup_steps": 6}
 
 LAYOUTS = {

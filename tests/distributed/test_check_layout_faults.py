@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank
 
 from parallel3d import parallelize
 from parallel3d.config.recipe import (
@@ -58,7 +58,7 @@ def into_a_copy(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 def sum_crosswise(self: update.Update, observe: Any = None) -> None:
     tied = self._tied
-    self._tied = tied[::-1] if dist.get_rank() == 0 else tied
+    self._tied = tied[::-1] if get_rank() == 0 else tied
     COMPLETE(self, observe)
     self._tied = tied
 
@@ -68,7 +68,7 @@ def forget_frozen(module: nn.Module, *args: Any) -> nn.Module:
 
 
 def draw_each_end(spec: ParameterSpec, name: str, *args: Any) -> Tensor:
-    is_second = dist.get_rank() == 1 and name == "embed.weight"
+    is_second = get_rank() == 1 and name == "embed.weight"
     return INITIAL(replace(spec, init=normal(0.5)) if is_second else spec, name, *args)
 
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import get_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -37,7 +37,7 @@ def make_state(first: float) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     rows = torch.arange(24.0).view(8, 3) + first
     return {
-        "model.rows": DTensor.from_local(rows.chunk(2)[dist.get_rank()].clone(), mesh, [Shard(0)]),
+        "model.rows": DTensor.from_local(rows.chunk(2)[get_rank()].clone(), mesh, [Shard(0)]),
         "model.row": DTensor.from_local(rows[0].clone(), mesh, [Replicate()]),
     }
 
@@ -72,9 +72,7 @@ class Usage:
 @contextmanager
 def full_disk_of_rank_1():
     error = OSError(28, "No space left on device")
-    with patch(
-        "parallel3d.checkpoint.pieces.os.fsync", side_effect=error if dist.get_rank() else None
-    ):
+    with patch("parallel3d.checkpoint.pieces.os.fsync", side_effect=error if get_rank() else None):
         yield
 
 

@@ -35,7 +35,8 @@ from tests.distributed.training_cases import (
     whole_batch,
 )
 
-STEPS, CHUNK = 3, 7
+STEPS = 3
+CHUNK = 7
 
 
 def divided_in_place(logits: Tensor) -> Tensor:

@@ -58,7 +58,9 @@ from tests.distributed.training_cases import make_trainer
 
 SHORT = range(18)
 LONG = range(300)
-STEPS, HIDDEN, IGNORED_ID = 3, 32, 5
+STEPS = 3
+HIDDEN = 32
+IGNORED_ID = 5
 CLOSE = 1e-5
 
 
@@ -109,7 +111,9 @@ def block_forward(
         return x + attention(y) + block.mlp(y)
     if kind != "mlp":
         x = x + attention(block.attention_norm(x))
-    return x if kind == "attention" else x + block.mlp(block.mlp_norm(x))
+    if kind == "attention":
+        return x
+    return x + block.mlp(block.mlp_norm(x))
 
 
 def remove_unused(block: Any, kind: str) -> None:

@@ -51,7 +51,10 @@ from tests.distributed.world import World
 SHORT = (0, 1, 2, 5, 7, 10)
 LONG = range(11, 211)
 STEPS = 4
-FIRST, LATER, GRADIENT = 1e-6, 1e-4, 1e-5  # relative, in float32
+# relative, in float32
+FIRST = 1e-6
+LATER = 1e-4
+GRADIENT = 1e-5
 # of losses to float32's: a rounding of the type
 CLOSE = {
     "fp32": LATER,

@@ -49,7 +49,9 @@ def attention(
         def project(part: str) -> Tensor:
             y = F.linear(x, w[f"{part}.weight"], w.get(f"{part}.bias")).unflatten(-1, (-1, K))
             norm = w.get(f"{part}_norm.weight")
-            return y if norm is None else F.rms_norm(y, (K,), norm, 1e-5)
+            if norm is None:
+                return y
+            return F.rms_norm(y, (K,), norm, 1e-5)
 
         q = project("q")
         k = project("k")

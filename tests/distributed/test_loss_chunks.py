@@ -29,7 +29,8 @@ from tests.distributed.training_cases import (
     train,
 )
 
-STEPS, CHUNK = 6, 7  # a microbatch's 24 or 96 tokens are no multiple of it
+STEPS = 6
+CHUNK = 7  # a microbatch's 24 or 96 tokens are no multiple of it
 
 
 def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import get_rank
 
 from parallel3d.config.recipe import LocalSgdConfig, LossScaleConfig, ParallelConfig
 from parallel3d.errors import NonFiniteError
@@ -40,7 +40,7 @@ def plant_nan(trainer: Trainer, steps: set[int], rank: int, name: str) -> None:
 
     def plant(observe: Observe | None = None) -> None:
         complete(observe)
-        if trainer.step in steps and dist.get_rank() == rank:
+        if trainer.step in steps and get_rank() == rank:
             (gradient,) = [p.local.grad for p in trainer.parameters if p.name == name]
             assert gradient is not None
             gradient.view(-1)[-1] = float("nan")
@@ -143,7 +143,7 @@ def before_the_sum(kind: str) -> str:
     recipe = make_recipe(GROUPED, parallel, on_nonfinite="skip")
     trainer = make_trainer(recipe)
     train(trainer, 1)
-    if dist.get_rank() == 1:
+    if get_rank() == 1:
         (data,) = trainer.data
         assert isinstance(data, ReplicatedData)
         if kind == "gradient":
@@ -185,7 +185,7 @@ def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[str | None
     )
     trainer = make_trainer(replace(recipe, loss_scale=LossScaleConfig(initial=4.0, interval=100)))
     plant_nan(trainer, {1, 2, 3, 4}, 1, "layers.1.mlp.up.weight")
-    loader = make_loader(trainer.recipe, dist.get_rank())
+    loader = make_loader(trainer.recipe, get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(6)]
     told = [result.left_out for result in results]
     return [result.loss_scale for result in results], told, trainer.skipped_steps

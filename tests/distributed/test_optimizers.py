@@ -71,7 +71,9 @@ def recipe_of(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor.clone()
 
 
 def trained(

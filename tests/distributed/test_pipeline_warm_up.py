@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import (
@@ -98,8 +98,8 @@ class Noisy(nn.Module):
 
 def noisy_runs(*, warms_up: bool) -> dict[str, Tensor]:
     """Returns the state and the gradients of a stage after two runs whose gradients add up."""
-    torch.manual_seed(dist.get_rank())
-    pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    torch.manual_seed(get_rank())
+    pp = init_device_mesh("cpu", (get_world_size(),), mesh_dim_names=("pp",))
     schedule = build_schedule("zb_h1", pp=pp.size(), microbatches=4)
     stage = Noisy()
     specs = TensorSpec(("batch", 4))

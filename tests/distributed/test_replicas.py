@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
@@ -55,7 +55,9 @@ def recipe_of(
 ) -> Recipe:
     recipe = make_recipe(model, ParallelConfig(microbatch_size=2, **layout))  # type: ignore[arg-type]
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name=optimizer))  # type: ignore[arg-type]
-    return replace(recipe, local_sgd=LocalSgdConfig(sync_every=every)) if every else recipe
+    if every:
+        return replace(recipe, local_sgd=LocalSgdConfig(sync_every=every))
+    return recipe
 
 
 def test_what_ranks_hold_alike_stays_the_same_to_the_bit(world: Callable) -> None:
@@ -87,7 +89,7 @@ def flipped(recipe: Recipe, rank: int, name: str) -> str:
     train(trainer, 2)
     trainer.compare_replicas("step 2")
     train(trainer, 1)
-    if dist.get_rank() == rank:
+    if get_rank() == rank:
         (parameter,) = [p for p in trainer.parameters if p.name == name]
         flip(parameter.local)
     train(trainer, 1)
@@ -137,7 +139,7 @@ def test_of_four_ranks_the_odd_one_is_named(
 def without_one_seed() -> list[str]:
     """Returns what is said of layers whose ranks draw for themselves."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    rank = dist.get_rank()
+    rank = get_rank()
     said = []
     for seed in (0, rank):
         torch.manual_seed(seed)
@@ -168,7 +170,7 @@ def test_layers_built_from_several_seeds_are_refused_where_ranks_must_hold_the_s
 
 
 def draws_for_itself() -> str:
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(get_rank())
 
     class Own(GptModel):
         def __init__(self, *args: object, **settings: object) -> None:

@@ -230,19 +230,21 @@ def torch_reads_what_we_read(path: Path) -> int:
 
 
 def test_damage_is_refused_before_a_weight_changes(world: Callable, saved: Path) -> None:
-    one = world(1)
     shard = next(saved.glob("*.distcp"))
+
+    def refusal() -> str:
+        message: str = world(1).run(refuse, GROUPED, saved)[0]
+        return message
+
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-100])
-    assert (
-        f"{shard.name}: has {len(whole) - 100} bytes, and was saved with {len(whole)}"
-        in one.run(refuse, GROUPED, saved)[0]
-    )
+    said = f"{shard.name}: has {len(whole) - 100} bytes, and was saved with {len(whole)}"
+    assert said in refusal()
     shard.unlink()
-    assert f"{shard.name}: is missing" in one.run(refuse, GROUPED, saved)[0]
+    assert f"{shard.name}: is missing" in refusal()
     shard.write_bytes(whole)
     (saved / "stray.distcp").touch()
-    assert "stray.distcp: is not a file of this checkpoint" in one.run(refuse, GROUPED, saved)[0]
+    assert "stray.distcp: is not a file of this checkpoint" in refusal()
 
 
 def test_other_data_is_refused_or_told(world: Callable, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -52,9 +52,16 @@ def data_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
 
 
+def own_part(values: Tensor, strategy: ShardingName) -> Tensor:
+    """Returns the rows of a parameter that this rank steps."""
+    if strategy == "NO_SHARD":
+        return values
+    return own_rows(values, Axis(2, get_rank(), None))
+
+
 def own_share(microbatches: int = 2) -> Tensor:
     whole = torch.randn(2 * microbatches, 3, 5, generator=torch.Generator().manual_seed(1))
-    return whole.chunk(2)[dist.get_rank()]
+    return whole.chunk(2)[get_rank()]
 
 
 def backwards(model: nn.Module, data: ShardedData, x: Tensor) -> None:
@@ -84,11 +91,7 @@ def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
     for name, reference in alone.named_parameters():
         parts[name].sync_views()
         grad = parts[name].local.grad
-        rows = (
-            reference.grad
-            if strategy == "NO_SHARD"
-            else own_rows(reference.grad, Axis(2, dist.get_rank(), None))
-        )
+        rows = own_part(reference.grad, strategy)
         if len(rows):  # a bias of one row is on the first rank alone
             worst = max(worst, float((grad - rows).abs().max()))
     return early, counter.calls["dp_shard", kind], worst
@@ -161,12 +164,7 @@ def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.
     start = {name: part.local.detach().clone() for name, part in parts.items()}
     for name, part in parts.items():  # the master has all bits of what the model was made with
         rows = dict(exact.named_parameters())[name].detach()
-        own = (
-            own_rows(rows, Axis(2, dist.get_rank(), None))
-            if strategy == "SHARD_OPTIMIZER"
-            else rows
-        )
-        assert torch.equal(part.local, own)
+        assert torch.equal(part.local, own_part(rows, strategy))
     backwards(model, data, own_share(8))
     finish_step(data, parts, optimizer)
     assert any(not torch.equal(start[name], part.local) for name, part in parts.items())
@@ -211,7 +209,7 @@ def test_gradients_that_were_not_cleared_are_refused(world: Callable) -> None:
 
 
 def different_starts() -> list[float]:
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(get_rank())
     model = nn.Linear(1, 1)
     data = shard(model, data_mesh(), "FULL_SHARD")
     data.before_backward(True)

@@ -113,12 +113,10 @@ def run(
     folder: Path,
     nonsense: range = NONSENSE,
     *,
-    harmful: range = range(0),
     killed_in: int | None = None,
 ) -> Ended:
-    """Trains to the end, from the newest checkpoint if there is one, as a worker does. The weights
-    are spoilt when a sequence among `harmful` has been trained on. `killed_in` is the number of the
-    step, of this process, in which all ranks end without a word."""
+    """Trains to the end, from the newest checkpoint if there is one, as a worker does. `killed_in`
+    is the number of the step, of this process, in which all ranks end without a word."""
     rank = dist.get_rank()
     checkpoints = folder / "checkpoints"
     if rank == 0:
@@ -127,19 +125,15 @@ def run(
     trainer = make_trainer(recipe)
     if found := list_checkpoints(checkpoints)[::-1]:
         resume_from(trainer, found, checkpoints)
-    train_step, begun = trainer.train_step, 0
+    train_step = trainer.train_step
+    begun = 0
 
     def step(batch: Batch, **settings: Any) -> StepResult:
         nonlocal begun
         begun += 1
         if begun == killed_in:
             raise KeyboardInterrupt
-        result = train_step(batch, **settings)
-        if not set(harmful).isdisjoint(batch.samples.flatten().tolist()):
-            for parameter in trainer.parameters:
-                own = parameter.local.detach()
-                own.copy_(3.0 * own.flip(0))
-        return result
+        return train_step(batch, **settings)
 
     trainer.train_step = step  # type: ignore[assignment]
     loader = make_loader(recipe, rank)
@@ -149,7 +143,8 @@ def run(
     progress = ProgressDisplay()
     error = ""
     progress.say = said.append  # type: ignore[method-assign]
-    metrics, view = None, None
+    metrics = None
+    view = None
     if rank == 0:
         metrics = MetricsFile(folder / "metrics.jsonl", resumed_step=trainer.step)
         view = RunView(recipe, folder, said.append, trainer.step)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import get_rank, get_world_size
 
 from parallel3d.config.recipe import CheckpointConfig, LocalSgdConfig, ParallelConfig
 from parallel3d.data.tokenizers import ByteTokenizer
@@ -71,7 +71,7 @@ def stopped_by_a_callback(
     rank has them."""
     trainer = make_trainer(make_recipe(GROUPED, parallel))
     trainer.recipe = replace(trainer.recipe, checkpoint=CheckpointConfig(every=15))
-    rank = dist.get_rank()
+    rank = get_rank()
     said = ProgressDisplay()
     said.say = (lines := []).append  # type: ignore[method-assign]
     callbacks = Callbacks(
@@ -95,8 +95,8 @@ def stop_heard(parallel: ParallelConfig, local_sgd: LocalSgdConfig) -> list[bool
     """Returns whether each of two steps was asked to stop; the last rank is asked in the second."""
     recipe = replace(make_recipe(GROUPED, parallel), local_sgd=local_sgd)
     trainer = make_trainer(recipe)
-    loader = make_loader(recipe, dist.get_rank())
-    is_last = dist.get_rank() == dist.get_world_size() - 1
+    loader = make_loader(recipe, get_rank())
+    is_last = get_rank() == get_world_size() - 1
     first = trainer.train_step(loader.batch(0))
     second = trainer.train_step(loader.batch(1), is_asked_to_stop=is_last)
     return [first.is_asked_to_stop, second.is_asked_to_stop]

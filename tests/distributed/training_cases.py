@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
+from torch.distributed import get_rank
 
 from parallel3d.config.recipe import (
     ModelConfig,
@@ -48,7 +48,10 @@ from parallel3d.training.worker import training_loader
 
 Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 
-VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
+VOCAB = 128
+SEQ_LEN = 24
+BATCH = 8
+STEPS = 20
 END_OF_TEXT = ord("e")  # with data.documents = mask: it cuts most sequences
 
 # A first block, one in the middle and a last one: more of them only take longer. DEEP is for
@@ -125,7 +128,7 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
 
 def own_batch(recipe: Recipe, step: int) -> Batch:
     """Returns this rank's part of the batch of a step."""
-    return make_loader(recipe, dist.get_rank()).batch(step)
+    return make_loader(recipe, get_rank()).batch(step)
 
 
 def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
@@ -150,7 +153,7 @@ def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
 
 def train(trainer: Trainer, steps: int) -> Curve:
     """Trains the next steps on their own batches, and returns their curve."""
-    loader = make_loader(trainer.recipe, dist.get_rank())
+    loader = make_loader(trainer.recipe, get_rank())
     results = []
     for _ in range(steps):
         result = trainer.train_step(loader.batch(trainer.step))
@@ -196,7 +199,7 @@ def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
 
     def plant(observe: Observe | None = None) -> None:
         complete(observe)
-        if trainer.step in steps and dist.get_rank() == rank:
+        if trainer.step in steps and get_rank() == rank:
             gradient = trainer.parameters[-1].local.grad
             assert gradient is not None
             gradient.view(-1)[0] = float("inf")

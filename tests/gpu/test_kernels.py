@@ -30,10 +30,11 @@ from tests.gpu.training import kernels_of
 GPU = torch.device("cuda")
 CLOCK = DeviceClock(GPU)
 GIB = 2**30
+# Llama 3 8B
 SEQ = 8192
 HIDDEN = 4096
 HEADS = 32
-VOCAB = 128_256  # Llama 3 8B
+VOCAB = 128_256
 
 
 def attention(dtype: torch.dtype, window: int | None = None) -> ParallelAttention:
