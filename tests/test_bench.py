@@ -101,8 +101,13 @@ def test_json_has_exactly_the_agreed_fields() -> None:
     report = json.loads(as_json(rows))
     assert list(report) == ["results"]
     assert report["results"][0] == {
-        "case": "a", "ours": 1.0, "peer": 2.0, "unit": "cpu_s_per_step", "ratio": 0.5, "bar": 0.4
-    }  # fmt: skip
+        "case": "a",
+        "ours": 1.0,
+        "peer": 2.0,
+        "unit": "cpu_s_per_step",
+        "ratio": 0.5,
+        "bar": 0.4,
+    }
     assert report["results"][2]["case"] == "a vs one process"
     assert report["results"][2]["ratio"] == 0.25
     assert report["results"][2]["bar"] is None

@@ -24,25 +24,30 @@ Said = pytest.CaptureFixture[str]
 BAD_INPUTS = [
     ("", "no RECIPE is given; try quickstart, another that --help lists"),
     ("--frobnicate quickstart", "--frobnicate: no such option; see parallel3d-train --help"),
-    ("quickstart --train.steps=3", (
-        "--train.steps=3: no such option; write train.steps=3 to set a key"
-    )),
-    ("range-test --from-deepspeed ds.json", (
-        "--from-deepspeed prints a recipe, and takes none; leave out range-test"
-    )),
+    (
+        "quickstart --train.steps=3",
+        "--train.steps=3: no such option; write train.steps=3 to set a key",
+    ),
+    (
+        "range-test --from-deepspeed ds.json",
+        "--from-deepspeed prints a recipe, and takes none; leave out range-test",
+    ),
     ("quickstrat", "recipe quickstrat: no such file or shipped recipe; did you mean quickstart?"),
     (".", "recipe .: a folder; name the YAML file in it"),
     ("quickstart parallel.tp=3", "parallel.tp = 3: must divide"),
-    ("quickstart checkpoint.resume=no/such/step", (
-        "checkpoint.resume = no/such/step: is no checkpoint; try auto"
-    )),
-    ("quickstart run_dir=/dev/null/run", (
-        "run_dir = /dev/null/run: cannot be written (Not a directory); try another"
-    )),
-    ((
-        "quickstart parallel.dp_replicate=100 train.global_batch_size=800 train.eval_sequences=800"
-    ), "with torchrun"),
-]  # fmt: skip
+    (
+        "quickstart checkpoint.resume=no/such/step",
+        "checkpoint.resume = no/such/step: is no checkpoint; try auto",
+    ),
+    (
+        "quickstart run_dir=/dev/null/run",
+        "run_dir = /dev/null/run: cannot be written (Not a directory); try another",
+    ),
+    (
+        "quickstart parallel.dp_replicate=100 train.global_batch_size=800 train.eval_sequences=800",
+        "with torchrun",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

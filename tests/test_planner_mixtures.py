@@ -45,61 +45,87 @@ PUBLISHED = {
     "phi4-14b": (14_659_507_200, 14.7e9),
 }
 DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, (
-        "num_attention_heads"
-    ): 128,
-    "num_key_value_heads": 128, "intermediate_size": 18432, (
-        "moe_intermediate_size"
-    ): 2048, "vocab_size": 129280,
-    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, (
-        "first_k_dense_replace"
-    ): 3,
-    "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "moe_layer_freq": 1, (
-        "num_nextn_predict_layers"
-    ): 1,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, (
-        "qk_nope_head_dim"
-    ): 128, "v_head_dim": 128,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "vocab_size": 129280,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, (
-        "num_attention_heads"
-    ): 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, (
-        "num_local_experts"
-    ): 8,
-    "num_experts_per_tok": 2, "sliding_window": None, "rope_parameters": {(
-        "rope_theta"
-    ): 1e6, "rope_type": "default"},
-}  # fmt: skip
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+}
 QWEN3_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, (
-        "num_attention_heads"
-    ): 32, "head_dim": 128,
-    "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768, (
-        "vocab_size"
-    ): 151936,
-    "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 48,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 48,
+}
 GEMMA2: dict[str, Any] = {
-    "model_type": "gemma2", "num_hidden_layers": 42, "hidden_size": 3584, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
-    "sliding_window": 4096, "attn_logit_softcapping": 50.0,
-}  # fmt: skip
+    "model_type": "gemma2",
+    "num_hidden_layers": 42,
+    "hidden_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "intermediate_size": 14336,
+    "vocab_size": 256000,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+}
 GEMMA3: dict[str, Any] = {  # transformers leaves out what is the default
     "model_type": "gemma3",
     "text_config": {
-        "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, (
-            "num_attention_heads"
-        ): 32,
-        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504, (
-            "sliding_window"
-        ): 1024,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 62,
+        "hidden_size": 5376,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "sliding_window": 1024,
     },
     "vision_config": {},
-}  # fmt: skip
+}
 FILES = {
     "deepseek-v3": DEEPSEEK,
     "mixtral-8x7b": MIXTRAL,

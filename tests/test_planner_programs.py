@@ -21,6 +21,7 @@ from parallel3d.tools.arguments import HARDWARE
 from tests.planned_runs import planned_run
 
 FOLDERS = [HARDWARE]
+OURS: dict[str, Any] = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}}
 INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN = (
     programs()[name] for name in ("internevo", "megatron-core", "nanotron", "torchtitan")
 )
@@ -111,14 +112,8 @@ def test_a_device_is_found_by_whole_words(gpu: str, file: str, gib: float) -> No
 
 
 def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
-    tree: dict[str, Any] = {
-        "framework": "ours",
-        "model": {"layers": 16, "hidden": 4096},
-        "hardware": {"gpus": 1},
-    }
-
     def program(year: int, **options: bool) -> tuple[str, bool]:
-        fields = Fields({**tree, "year": year, "options": options})
+        fields = Fields({**OURS, "hardware": {"gpus": 1}, "year": year, "options": options})
         found = run_of_case(fields, Knowledge(FOLDERS, engine="unknown")).program
         return found.attention, found.dropout
 
@@ -129,16 +124,11 @@ def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
 
 
 def test_a_run_that_does_not_say_what_it_recomputes_recomputes_as_little_as_fits() -> None:
-    tree: dict[str, Any] = {
-        "framework": "ours",
-        "model": {"layers": 16, "hidden": 4096},
-        "hardware": {"gpus": 8},
-    }
-
     def recomputed(sequences: int, **train: str) -> tuple[str, int]:
         fields = Fields(
             {
-                **tree,
+                **OURS,
+                "hardware": {"gpus": 8},
                 "train": {"micro_batch": sequences, **train},
                 "parallel": {"zero_stage": 3},
             }

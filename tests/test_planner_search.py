@@ -98,9 +98,14 @@ def test_no_layout_left_out_is_better_than_the_best(
         if 8 % (pp * tp * shard) or 16 % (8 // (pp * tp) * microbatch):
             continue
         tried = ParallelConfig(
-            pp=pp, tp=tp, dp_shard=shard, dp_replicate=8 // (pp * tp * shard), microbatch_size=microbatch,  # noqa: E501
-            recompute=recompute, sequence_parallel=tp > 1,
-        )  # fmt: skip
+            pp=pp,
+            tp=tp,
+            dp_shard=shard,
+            dp_replicate=8 // (pp * tp * shard),
+            microbatch_size=microbatch,
+            recompute=recompute,
+            sequence_parallel=tp > 1,
+        )
         other = Strategy(asked, tried)
         if other.memory.total <= asked.usable_bytes:
             assert best.cost.step_time_s <= other.cost.step_time_s * 1.02, tried

@@ -33,12 +33,25 @@ SMALL = [
     "optimizer.warmup_steps=0",
 ]
 METRICS = {
-    "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
-    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", (
-        "val_perplexity"
-    ),
-    "loss_scale", "spikes", "rollbacks", "skipped_steps",
-}  # fmt: skip
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "step_time_s",
+    "data_wait_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "peak_memory_bytes",
+    "peak_reserved_bytes",
+    "val_loss",
+    "val_perplexity",
+    "loss_scale",
+    "spikes",
+    "rollbacks",
+    "skipped_steps",
+}
 
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:

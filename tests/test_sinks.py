@@ -168,15 +168,17 @@ def fail(error: BaseException) -> Callable[[], Any]:
 
 BROKEN: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a library that is missing": (
-        "start", fail(ModuleNotFoundError("No module named 'wandb'")), (
-            "pip install 'parallel3d[wandb]'"
-        )
+        "start",
+        fail(ModuleNotFoundError("No module named 'wandb'")),
+        "pip install 'parallel3d[wandb]'",
     ),
-    "a server that refuses": ("log", fail(ConnectionError("refused\nand more")), (
-        "ConnectionError: refused;"
-    )),
+    "a server that refuses": (
+        "log",
+        fail(ConnectionError("refused\nand more")),
+        "ConnectionError: refused;",
+    ),
     "a network that hangs": ("log", Event().wait, "it did not end in time;"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)

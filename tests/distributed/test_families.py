@@ -28,10 +28,17 @@ from tests.distributed.layer_cases import tp_mesh
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
 VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
 _DECODER = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 3,
-    "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": 3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 _FALCON = {
     **_DECODER,
     "alibi": False,

@@ -146,9 +146,8 @@ def draw(seed: int) -> Case:
     unit = parallel.dp * parallel.microbatch_size
     batch = unit * random.choice([1, 2, 4, 3])
     grows = batch > unit and random.random() < 0.3
-    steps = STEPS
     train = TrainConfig(
-        steps=steps,
+        steps=STEPS,
         global_batch_size=batch,
         batch_warmup_start=unit if grows else None,
         batch_warmup_increment=unit if grows else None,
@@ -167,7 +166,7 @@ def draw(seed: int) -> Case:
         ignore_token_ids=random.choice([(), (ord("t"), ord("e"))]),
         skip=random.choice([(), (SequenceRange(first=2, last=5),)]),
     )
-    optimizer = draw_optimizer(random, steps, precision=precision)
+    optimizer = draw_optimizer(random, STEPS, precision=precision)
     scale = LossScaleConfig(initial=256.0) if precision == "fp16" else LossScaleConfig()
     recipe = Recipe(
         model=model,
