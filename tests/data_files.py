@@ -1,4 +1,4 @@
-"""Writes small data sets of token ids."""
+"""Writes small data sets of token ids, and reads them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from parallel3d.data.token_files import FolderWriter, ShardTokenizer
+from parallel3d.data.windows import TokenIds, TokenStream
 from parallel3d.tools.bench import data_loading
 
 END = 256  # ends each document
@@ -44,3 +45,8 @@ def write_megatron(prefix: Path, documents: Sequence[ArrayLike], end: int = END)
     ended = [np.append(document, end).astype(np.uint16) for document in documents]
     data_loading.write_megatron(prefix, ended)
     return prefix
+
+
+def read_all(stream: TokenStream) -> TokenIds:
+    """Returns all ids of a stream."""
+    return stream.read(np.zeros(1, dtype=np.int64), len(stream))[0]

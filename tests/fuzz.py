@@ -25,7 +25,9 @@ from parallel3d.tools.data import command as data_command
 
 STATUSES = (0, 2, 3, 65, 69, 70, 71, 73)  # the exit statuses in --help, except those of signals
 _PATIENCE_S = 300  # a command that takes longer hangs
-_LONGEST_LINE, _LONGEST_ANSWER = 2_000, 20_000  # characters that a refusal may have
+# characters that a refusal may have
+_LONGEST_LINE = 2_000
+_LONGEST_ANSWER = 20_000
 
 Main = Callable[[Sequence[str]], int]
 RECIPE = """\
@@ -54,17 +56,18 @@ def call(
 ) -> Answer:
     """Calls a command with standard streams of an encoding. `shows_text`: it may print every
     character of what it has read, such as a generated sample."""
-    path, environ, folder, before = (
-        list(sys.path),
-        dict(os.environ),
-        Path.cwd(),
-        (sys.stdout, sys.stderr),
-    )
-    out, err = _stream(encoding, "strict"), _stream(encoding, "backslashreplace")
-    status, crash = 1, ""
+    path = list(sys.path)
+    environ = dict(os.environ)
+    folder = Path.cwd()
+    before = (sys.stdout, sys.stderr)
+    out = _stream(encoding, "strict")
+    err = _stream(encoding, "backslashreplace")
+    status = 1
+    crash = ""
     heard = signal.signal(signal.SIGALRM, _hang)
     signal.alarm(_PATIENCE_S)
-    sys.stdout, sys.stderr = out, err
+    sys.stdout = out
+    sys.stderr = err
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -148,7 +151,12 @@ def train(words: Sequence[str]) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     os.environ.update({**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     hook = sys.excepthook
     try:

@@ -103,7 +103,13 @@ def reduces_until_rank_1_is_killed(recipe: Recipe, rendezvous: Rendezvous) -> No
 
 def recipe_in(folder: Path, world_size: int) -> Recipe:
     return Recipe(
-        model=ModelConfig(layers=2, hidden=8, heads=2, ffn_hidden=8, vocab=264),
+        model=ModelConfig(
+            layers=2,
+            hidden=8,
+            heads=2,
+            ffn_hidden=8,
+            vocab=264,
+        ),
         train=TrainConfig(steps=1, global_batch_size=world_size, seq_len=8),
         parallel=ParallelConfig(dp_shard=world_size),
         run_dir=str(folder),
@@ -124,7 +130,8 @@ def _sign_in(recipe: Recipe, rendezvous: Rendezvous) -> None:
 def main() -> int:
     target, world_size, folder = sys.argv[1:]
     preload = ("torch",) if target.startswith("reduces") else ()
-    local.REPORTS_S, local.STRAGGLERS_S = 1.0, 0.7
+    local.REPORTS_S = 1.0
+    local.STRAGGLERS_S = 0.7
     status = local.launch_local(
         f"launch_targets:{target}",
         recipe_in(Path(folder), int(world_size)),

@@ -30,12 +30,18 @@ from parallel3d.config.recipe import (
     Recipe,
     TrainConfig,
 )
+from tests.one_rank import read_metrics
 from tests.planted import FOLDER
 
 ROOT = Path(__file__).parents[1]
 LONGEST_S = 120.0  # a run or a wait that takes longer hangs
 MODEL = ModelConfig(
-    architecture="tests.planted:Planted", layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=258
+    architecture="tests.planted:Planted",
+    layers=2,
+    hidden=16,
+    heads=2,
+    ffn_hidden=32,
+    vocab=258,
 )
 _MARK = "PARALLEL3D_TEST_RUN"  # an environment variable that all processes of a run inherit
 # A cache for the next run, and what torchrun leaves when it is killed.
@@ -100,7 +106,9 @@ class LiveRun:
     """A run in a session of its own. `folder` holds its recipe and its stderr."""
 
     def __init__(self, folder: Path, recipe: Recipe, launch: Launch = local) -> None:
-        self.folder, self.run_dir, self._launch = folder, folder / "run", launch
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self._launch = launch
         self._mark = uuid4().hex
         self._temporary = Path(tempfile.mkdtemp(prefix="p3d-"))  # short: sockets are made there
         recipe_file = folder / "recipe.yaml"
@@ -173,7 +181,8 @@ class LiveRun:
     def exit_status(self) -> int:
         """Returns the exit status of the run. torchrun and srun end with their own, so that of
         outcome.json counts."""
-        status, outcome = self.command.returncode, self.run_dir / "outcome.json"
+        status = self.command.returncode
+        outcome = self.run_dir / "outcome.json"
         if status >= 0 and self._launch in (torchrun, srun) and outcome.exists():
             status = self.outcome()["exit_status"]
         return status
@@ -181,7 +190,7 @@ class LiveRun:
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     """Returns the step and the loss of each line of metrics.jsonl."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run_dir)
     return [(line["step"], line["loss"]) for line in lines]
 
 

@@ -33,7 +33,8 @@ from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.tools.verify.command import verify
 
 # shares of the dry run's peak; nine in ten stay below the second
-MOST_BELOW, MOST_ABOVE = 0.03, 0.08
+MOST_BELOW = 0.03
+MOST_ABOVE = 0.08
 _MOST_RANKS = 16_384
 _SCHEDULES: tuple[ScheduleName, ...] = (
     *("1f1b", "1f1b", "interleaved_1f1b", "interleaved_1f1b", "gpipe", "looped_bfs"),
@@ -74,7 +75,8 @@ def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
 
 def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     """None where the numbers drawn do not suit each other."""
-    tp, pp = draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 2, 4, 8, 16))
+    tp = draw.choice((1, 2, 4, 8))
+    pp = draw.choice((1, 1, 2, 4, 8, 16))
     schedule: ScheduleName = draw.choice(_SCHEDULES) if pp > 1 else "1f1b"
     most = SCHEDULES[schedule].stages.most
     virtual = draw.choice((2, 3, 4)) if most is None else most

@@ -1,7 +1,6 @@
 """Plants small faults in a copy of the tree, one after the other, and runs the tests that should
 find each: `python tests/mutations.py [NAME ...]`. Without a name it plants all. It exits with 1
-if a fault is not found, and stops with an error if the text that a fault replaces is not there
-exactly once."""
+if a fault is not found, or if the text that it replaces is not there exactly once."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ inverse rotation forgotten | parallel3d/layers/positions.py | positions, -1.0), 
 last shard one row short | parallel3d/shard_sizes.py | min((rank + 1) * each, size)) | min((rank + 1) * each, size - 1)) | tests/test_shard_sizes.py
 tied gradients not summed | parallel3d/training/update.py | dist.all_reduce(_gradient(parameter), group=self._ends) | pass | tests/distributed/test_parity.py
 norm gradients not summed | parallel3d/training/update.py | p.spec.partial_gradient and self._tp.size > 1 | p.spec.partial_gradient and self._tp.size > 9 | tests/distributed/test_parity.py
-warm-up one step late | parallel3d/training/update.py | config.lr * step / config.warmup_steps | config.lr * (step - 1) / config.warmup_steps | tests/test_optimizers.py tests/distributed/test_optimizers.py tests/distributed/test_training.py
-cosine without its half | parallel3d/training/update.py | 0.5 * (1.0 + math.cos(math.pi * progress)) | (1.0 + math.cos(math.pi * progress)) | tests/test_optimizers.py tests/distributed/test_optimizers.py tests/distributed/test_training.py
+warm-up one step late | parallel3d/training/update.py | config.lr * step / config.warmup_steps | config.lr * (step - 1) / config.warmup_steps | tests/test_metrics.py
+cosine without its half | parallel3d/training/update.py | 0.5 * (1.0 + math.cos(math.pi * progress)) | (1.0 + math.cos(math.pi * progress)) | tests/test_metrics.py
 decoupled decay of the wrong sign | parallel3d/optimizers/muon.py | mul_(1 - decay) | mul_(1 + decay) | tests/test_optimizers.py tests/distributed/test_optimizers.py
 momentum of Muon swapped | parallel3d/optimizers/muon.py | lerp_(gradient, 1 - momentum) | lerp_(gradient, momentum) | tests/test_optimizers.py tests/distributed/test_optimizers.py
 adjusted rate of Muon | parallel3d/optimizers/muon.py | 0.2 * math.sqrt(max(rows, columns)) | 0.2 * math.sqrt(min(rows, columns)) | tests/test_optimizers.py tests/distributed/test_optimizers.py
 every epoch in one order | parallel3d/data/order.py | seed_key ^ epoch.astype(np.uint64) | seed_key ^ np.zeros_like(epoch).astype(np.uint64) | tests/test_order.py tests/test_loader.py
 skipped samples off by one | parallel3d/data/order.py | each.last - each.first + 1 | each.last - each.first | tests/test_order.py tests/distributed/test_skipped_data.py tests/test_loader.py
-last window lost | parallel3d/data/windows.py | (len(self.stream) - 1) // self.seq_len | (len(self.stream) - 1) // self.seq_len - 1 | tests/test_source.py tests/test_loader.py tests/test_corpus.py
+last window lost | parallel3d/data/windows.py | (len(self.stream) - 1) // self.seq_len | (len(self.stream) - 1) // self.seq_len - 1 | tests/test_evaluation.py
 places of a V swapped | parallel3d/schedules/build.py | (*range(pp), *reversed(range(pp))) | (*range(pp), *range(pp)) | tests/test_schedule.py
 shards of a table doubled | parallel3d/planner/model/parameters.py | return rows * self.columns * self.times | return rows * self.columns | tests/test_planner_parameters.py
 own rows of the vocabulary | parallel3d/planner/model/parameters.py | return len(shard_rows(shape.vocab, rank, tp)) | return shape.vocab // tp | tests/test_planner_parameters.py tests/test_planner_shapes.py tests/test_plan_verify.py
@@ -66,7 +65,9 @@ def main() -> int:
             file, old, new, tests = faults[name]
             text = (tree / file).read_text()
             if text.count(old) != 1:
-                sys.exit(f"error: {name}: {file} has {text.count(old)} times: {old}")
+                print(f"{'stale text':<16} {name}: {file} has {text.count(old)} times: {old}")
+                is_missed = True
+                continue
             (tree / file).write_text(text.replace(old, new))
             command = [sys.executable, "-m", "pytest", "-x", "-q", *tests.split()]
             environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -162,7 +162,8 @@ class _Stage(nn.Module):
 
     def __init__(self, program: Program, stage: int) -> None:
         super().__init__()
-        self._program, self._stage = program, stage
+        self._program = program
+        self._stage = stage
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,7 +207,8 @@ def programs(
     for rank in range(len(schedule.ranks)):
         program = Program(schedule, rank, faults)
         with program.recording():
-            runtime, inputs = program.runtime(), torch.zeros(schedule.microbatches, 1)
+            runtime = program.runtime()
+            inputs = torch.zeros(schedule.microbatches, 1)
             runtime.warms_up = warms_up
             if trains:
                 runtime.run(inputs)

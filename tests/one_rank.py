@@ -1,8 +1,11 @@
-"""The place of the only rank of a run, for tests that run a worker in their own process."""
+"""What tests share that run a worker in their own process: the place of its only rank, and the
+metrics that it writes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from parallel3d.launch.rendezvous import Rendezvous
 
@@ -11,5 +14,15 @@ def one_rank(folder: Path) -> Rendezvous:
     """Returns the place of a rank that meets nobody. Its store is a new file in `folder`."""
     store = folder / f"store_{len(list(folder.iterdir()))}"
     return Rendezvous(
-        rank=0, local_rank=0, world_size=1, local_world_size=1, init_method=f"file://{store}"
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        init_method=f"file://{store}",
     )
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a run's metrics."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

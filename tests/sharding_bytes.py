@@ -18,6 +18,7 @@ from parallel3d.shard_sizes import largest_shard, shard_rows
 from parallel3d.sharding.bytes import frees_after_forward
 
 Shape = tuple[int, ...]
+ADAMW_STATES = 2  # numbers for each element
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,12 @@ class SentBytes:
     all_reduce: float = 0.0
 
 
-def held_bytes(shapes: Iterable[Shape], layout: DataLayout, *, states: int = 2) -> HeldBytes:
-    """Returns what a rank holds of parameters of these shapes (this tp rank's parts). The optimizer
-    keeps `states` numbers for each element (AdamW 2)."""
+def held_bytes(shapes: Iterable[Shape], layout: DataLayout) -> HeldBytes:
+    """Returns what a rank holds of parameters of these shapes (this tp rank's parts), with the
+    states of AdamW."""
     shapes = list(shapes)
-    compute, master = layout.compute_bytes, layout.master_bytes
+    compute = layout.compute_bytes
+    master = layout.master_bytes
     whole = sum(math.prod(shape) for shape in shapes)
     rank, ranks = (0, 1) if layout.strategy == "NO_SHARD" else (layout.rank, layout.shard)
     own = sum(math.prod(shape[1:]) * len(shard_rows(shape[0], rank, ranks)) for shape in shapes)
@@ -69,18 +71,21 @@ def held_bytes(shapes: Iterable[Shape], layout: DataLayout, *, states: int = 2) 
         return HeldBytes(
             parameters=whole * compute + copies,
             gradients=whole * master,
-            optimizer=own * master * states,
+            optimizer=own * master * ADAMW_STATES,
         )
     filled = _filled(shapes, ranks)
     return HeldBytes(
-        parameters=filled * master, gradients=filled * master, optimizer=own * master * states
+        parameters=filled * master,
+        gradients=filled * master,
+        optimizer=own * master * ADAMW_STATES,
     )
 
 
 def sent_bytes(rest: Sequence[Shape], blocks: Sequence[Shape], layout: DataLayout) -> SentBytes:
     """Returns what a rank sends. `blocks` are the shapes of the parameters that are gathered block
     by block, `rest` those of all others."""
-    replicate, shard = layout.replicate, layout.shard
+    replicate = layout.replicate
+    shard = layout.shard
     shapes = [*rest, *blocks]
     if layout.strategy == "NO_SHARD":
         whole = sum(math.prod(shape) for shape in shapes)

@@ -37,12 +37,16 @@ CPU = AttentionDevice("cpu")
 V100, A100, L4, H100 = (
     AttentionDevice("cuda", capability) for capability in ((7, 0), (8, 0), (8, 9), (9, 0))
 )
-H100_CUDNN, OLD_TORCH = replace(H100, cudnn=91501), replace(A100, torch=(2, 11))
+H100_CUDNN = replace(H100, cudnn=91501)
+OLD_TORCH = replace(A100, torch=(2, 11))
 MI300X = AttentionDevice("cuda", (9, 4), is_rocm=True, cudnn=91501)
 BF16 = AttentionCall(item_bytes=2, is_bf16=True, head_dim=128)
 FP16, FP32, FP64 = (replace(BF16, is_bf16=False, item_bytes=item) for item in (2, 4, 8))
 GROUPED = replace(BF16, is_grouped=True)
-REPEATED, PIECES, MASKED, WRITTEN = "repeated", "pieces", "masked", "written out"
+REPEATED = "repeated"
+PIECES = "pieces"
+MASKED = "masked"
+WRITTEN = "written out"
 
 # What a call takes on a device: the kernel, and what must be done for it.
 TABLE: list[tuple[AttentionCall, AttentionDevice, str, set[str]]] = [
@@ -73,7 +77,7 @@ TABLE: list[tuple[AttentionCall, AttentionDevice, str, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "device", "name", "ways"), TABLE)
+@pytest.mark.parametrize("call, device, name, ways", TABLE)
 def test_each_call_has_its_kernel(
     call: AttentionCall, device: AttentionDevice, name: str, ways: set[str]
 ) -> None:
@@ -85,19 +89,27 @@ def test_each_call_has_its_kernel(
         WRITTEN: kernel.score_bytes > 0,
     }
     found = {way for way, holds in is_so.items() if holds}
-    assert (kernel.name, found) == (name, ways)
+    assert kernel.name == name
+    assert found == ways
 
 
-def recipe_of(
-    card: str = "llama3-8b", *, precision: Precision = "bf16", tp: int = 1, **model: object
-) -> Recipe:
+def recipe_of(card: str = "llama3-8b", *, precision: Precision = "bf16", **model: object) -> Recipe:
     config = replace(card_config(card, shape_cards()[card]), **model)  # type: ignore[arg-type]
     seq_len = config.max_positions or 8192
     train = TrainConfig(
-        steps=1, global_batch_size=2, seq_len=seq_len, precision=precision, device="cuda"
+        steps=1,
+        global_batch_size=2,
+        seq_len=seq_len,
+        precision=precision,
+        device="cuda",
     )
-    parallel = ParallelConfig(microbatch_size=2, tp=tp)
-    return Recipe(model=config, train=train, parallel=parallel, run_dir="runs/x")
+    parallel = ParallelConfig(microbatch_size=2)
+    return Recipe(
+        model=config,
+        train=train,
+        parallel=parallel,
+        run_dir="runs/x",
+    )
 
 
 def test_no_card_writes_out_its_scores() -> None:
@@ -121,7 +133,8 @@ def test_what_a_gpu_would_write_out_is_refused_before_anything_starts() -> None:
     validate(replace(dropped, train=replace(dropped.train, device="cpu")))
     longer = replace(dropped, train=replace(dropped.train, seq_len=2080))
     (line,) = attention_errors(longer, H100)
-    assert "takes 8.3 GiB" in line and "a smaller parallel.microbatch_size" in line
+    assert "takes 8.3 GiB" in line
+    assert "a smaller parallel.microbatch_size" in line
     # 2 heads, 1 sequence
     assert attention_errors(replace(dropped, parallel=ParallelConfig(tp=16)), H100) == []
 
@@ -154,9 +167,10 @@ PACKED = packed(30, 7, 1, 36)
 def results(layer: ParallelAttention, **arguments: object) -> list[Tensor]:
     """Returns the output of a layer and the gradients of its input and weights."""
     dtype = layer.q.weight.dtype
-    x = torch.randn(B, S, D, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    generator = torch.Generator().manual_seed(2)
+    x, gradient = torch.randn(2, B, S, D, generator=generator).to(dtype)
+    x.requires_grad_()
     y = layer(x, **arguments)
-    gradient = torch.randn(B, S, D, generator=torch.Generator().manual_seed(3)).to(dtype)
     return [y, *torch.autograd.grad(y, [x, *layer.parameters()], gradient)]
 
 
@@ -181,7 +195,10 @@ def test_a_layer_computes_the_same_as_on_every_gpu(
         with monkeypatch.context() as patch:
             as_on(device, patch)
             torch.testing.assert_close(
-                results(layer, documents=documents), expected, rtol=1e-4, atol=1e-5
+                results(layer, documents=documents),
+                expected,
+                rtol=1e-4,
+                atol=1e-5,
             )
 
 
@@ -197,7 +214,9 @@ def flash_varlen(
 ) -> Tensor:
     """What CUDA's kernel computes: query i of a sequence sees keys i - left to i + right, all on a
     side that is -1."""
-    assert query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0 and query.is_contiguous()
+    assert query.dtype == torch.bfloat16
+    assert query.shape[-1] % 8 == 0
+    assert query.is_contiguous()
     assert starts.dtype == key_starts.dtype == torch.int32
     assert starts[-1] == len(query) == len(key) == len(value)
     assert longest == longest_key == int((starts[1:] - starts[:-1]).max())
@@ -209,7 +228,11 @@ def flash_varlen(
         mask = (distance <= most_left) & (-distance <= most_right)
         q, k, v = (part[begin:end].transpose(0, 1).float() for part in (query, key, value))
         y = F.scaled_dot_product_attention(
-            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, enable_gqa=True
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            mask,
+            enable_gqa=True,
         )
         parts.append(y.squeeze(0).transpose(0, 1).to(query.dtype))
     return torch.cat(parts)
@@ -247,12 +270,17 @@ def test_varlen_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyP
         for documents in (None, PACKED.moved(mode.from_tensor)):
             options = AttentionOptions(head_dim=K, window=5)
             layer = ParallelAttention(
-                D, H, 2, tp=ParallelContext(dtype=torch.bfloat16), options=options
+                D,
+                H,
+                2,
+                tp=ParallelContext(dtype=torch.bfloat16),
+                options=options,
             )
             x = torch.empty(B, S, D, dtype=torch.bfloat16, requires_grad=True)
             y = layer(x, documents=documents)
             (gradient,) = torch.autograd.grad(y.sum(), x)
-            assert y.shape == gradient.shape == x.shape and y.dtype == torch.bfloat16
+            assert y.shape == gradient.shape == x.shape
+            assert y.dtype == torch.bfloat16
 
 
 def test_a_deterministic_run_takes_no_kernel_of_cudnn() -> None:

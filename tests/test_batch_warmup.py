@@ -37,14 +37,19 @@ RECIPE = Recipe(
 def test_the_batch_rises_evenly_to_its_full_size() -> None:
     sizes = RECIPE.batch_sizes
     assert [sizes.at(step) for step in range(12)] == [8] * 5 + [20] * 5 + [32] * 2
-    short = replace(RECIPE.train, global_batch_size=8, batch_warmup_start=2, batch_warmup_steps=6)
+    short = replace(
+        RECIPE.train,
+        global_batch_size=8,
+        batch_warmup_start=2,
+        batch_warmup_steps=6,
+    )
     sizes = replace(RECIPE, train=replace(short, batch_warmup_increment=None)).batch_sizes
     assert [sizes.at(step) for step in range(8)] == [2, 2, 4, 4, 6, 6, 8, 8]
     sizes = replace(RECIPE, train=replace(short, batch_warmup_start=None)).batch_sizes
     assert [sizes.at(step) for step in range(3)] == [8, 8, 8]
 
 
-@pytest.mark.parametrize(("dp_size", "microbatch_size"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("dp_size, microbatch_size", [(1, 1), (2, 2)])
 def test_no_sample_is_lost_or_seen_twice_in_any_layout(dp_size: int, microbatch_size: int) -> None:
     """Tokens are their own places, so a sequence says where it comes from."""
     ranks = [

@@ -35,8 +35,21 @@ from parallel3d.tools.bench.step import (
 )
 from parallel3d.tools.local_ranks import device_of_rank, run_ranks
 
-TINY = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
-TINY_SIZE = StepSize(name="tiny", model=TINY, seq_len=6, rounds=1, steps=1)
+TINY = ModelConfig(
+    layers=3,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=24,
+    vocab=32,
+)
+TINY_SIZE = StepSize(
+    name="tiny",
+    model=TINY,
+    seq_len=6,
+    rounds=1,
+    steps=1,
+)
 
 
 def rounds_of(*cpu_pairs: tuple[float, float]) -> list[Round]:
@@ -63,19 +76,23 @@ def test_batches_are_loaded_beside_those_of_torchs_own_loader(
     threads = torch.get_num_threads()
     peer, bar = data_loading.bench_data_loading(Options(rounds=1, steps=1, case="torch"))
     torch.set_num_threads(threads)
-    assert (peer.case, bar.case, bar.peer, bar.bar) == (
-        "torch DataLoader",
-        "50 million tokens/s",
-        0.02,
-        1.0,
-    )
+    assert peer.case == "torch DataLoader"
+    assert bar.case == "50 million tokens/s"
+    assert bar.peer == 0.02
+    assert bar.bar == 1.0
     assert peer.ours == bar.ours > 0
 
 
 def test_ratio_is_the_median_of_the_rounds_ratios() -> None:
     cpu, wall = rows_against_peer("a", rounds_of((1.0, 2.0), (9.0, 10.0), (2.0, 10.0)), 0.4)
-    assert (cpu.ours, cpu.peer, cpu.ratio, cpu.bar) == (2.0, 10.0, 0.5, 0.4)
-    assert (wall.ours, wall.peer, wall.ratio, wall.bar) == (0.5, 1.0, 0.5, None)
+    assert cpu.ours == 2.0
+    assert cpu.peer == 10.0
+    assert cpu.ratio == 0.5
+    assert cpu.bar == 0.4
+    assert wall.ours == 0.5
+    assert wall.peer == 1.0
+    assert wall.ratio == 0.5
+    assert wall.bar is None
 
 
 def test_json_has_exactly_the_agreed_fields() -> None:
@@ -84,8 +101,13 @@ def test_json_has_exactly_the_agreed_fields() -> None:
     report = json.loads(as_json(rows))
     assert list(report) == ["results"]
     assert report["results"][0] == {
-        "case": "a", "ours": 1.0, "peer": 2.0, "unit": "cpu_s_per_step", "ratio": 0.5, "bar": 0.4
-    }  # fmt: skip
+        "case": "a",
+        "ours": 1.0,
+        "peer": 2.0,
+        "unit": "cpu_s_per_step",
+        "ratio": 0.5,
+        "bar": 0.4,
+    }
     assert report["results"][2]["case"] == "a vs one process"
     assert report["results"][2]["ratio"] == 0.25
     assert report["results"][2]["bar"] is None
@@ -135,12 +157,13 @@ def test_ranks_share_a_gpu_each_as_if_on_a_host_of_its_own(monkeypatch: pytest.M
     ]
     assert os.environ == {}
     assert device_of_rank("cuda", 3, 4) == torch.device("cuda", 1)
-    assert (os.environ["NCCL_HOSTID"], os.environ["NCCL_SHM_DISABLE"]) == ("r3", "1")
+    assert os.environ["NCCL_HOSTID"] == "r3"
+    assert os.environ["NCCL_SHM_DISABLE"] == "1"
     assert device_of_rank("cpu", 3, 4) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    "name, words",
     [
         ("data", "bench data runs on CPUs; on GPUs run step, layers, pipeline"),
         ("step", "sees no GPU"),

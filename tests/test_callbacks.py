@@ -32,7 +32,7 @@ from parallel3d.training.callbacks import (
 )
 from parallel3d.training.step_result import StepResult
 from parallel3d.training.worker import run_worker
-from tests.one_rank import one_rank
+from tests.one_rank import one_rank, read_metrics
 
 MODEL = ModelConfig(
     layers=1,
@@ -42,7 +42,12 @@ MODEL = ModelConfig(
     vocab=257,
 )
 TRAIN = TrainConfig(
-    steps=5, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=2
+    steps=5,
+    global_batch_size=2,
+    seq_len=16,
+    device="cpu",
+    eval_every=2,
+    eval_sequences=2,
 )
 
 
@@ -97,9 +102,7 @@ def run(folder: Path, *callbacks: Callback, **train: object) -> list[dict[str, f
         run_dir=str(folder / "run"),
     )
     run_worker(recipe, one_rank(folder), Llama, lambda name, precision: None, callbacks)
-    return [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    return read_metrics(folder / "run")
 
 
 def numbers(lines: list[dict[str, float]]) -> list[tuple[float, ...]]:
@@ -124,7 +127,8 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
         *[("step", 5), ("evaluated", 5), ("measured", 5), ("saved", 5)],
         ("ended", 5),
     ]
-    assert witness.told[0][2] == without[0]["loss"] and witness.told[-1][2] is None
+    assert witness.told[0][2] == without[0]["loss"]
+    assert witness.told[-1][2] is None
     assert witness.told[3][2] == ("validation", "dickens")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "callback" in line]
     assert "tests.test_callbacks:Broken has failed in step_done after step 1: SystemExit" in line

@@ -24,7 +24,8 @@ from parallel3d.tools.check_layout.report import as_json, as_text
 from parallel3d.tools.check_layout.shrink import shrink
 
 NAMES = ("norm.weight", "up.weight", "down.weight")
-ALONE, LAYOUT = ParallelConfig(), ParallelConfig(tp=2, dp_replicate=3)
+ALONE = ParallelConfig()
+LAYOUT = ParallelConfig(tp=2, dp_replicate=3)
 
 
 def drawn(seed: int) -> dict[str, Array]:
@@ -38,7 +39,9 @@ def seen_by(ranks: int, tensors: dict[str, Array]) -> Views:
 
 def record(parallel: ParallelConfig = ALONE) -> TrainingRecord:
     """Two steps of a run that is the same whatever its layout."""
-    ranks, weights, steps = parallel.world_size, drawn(0), []
+    ranks = parallel.world_size
+    weights = drawn(0)
+    steps = []
     start = seen_by(ranks, weights)
     for number in (1, 2):
         gradients = drawn(number)
@@ -68,7 +71,8 @@ def scale_gradients(layout: TrainingRecord, factor: float, *names: str) -> None:
 
 def test_the_same_records_have_no_difference() -> None:
     comparison = compare(record(), record(LAYOUT))
-    assert comparison.first is None and comparison.steps == 2
+    assert comparison.first is None
+    assert comparison.steps == 2
     assert set(comparison.largest.values()) == {0.0}
 
 
@@ -76,7 +80,9 @@ def test_the_gradient_that_the_backward_pass_reaches_first_is_named_with_its_rat
     comparison = compared(lambda layout: scale_gradients(layout, 3.0, *NAMES))
     found = comparison.first
     assert found is not None
-    assert (found.step, found.what, found.name) == (2, "gradient", NAMES[-1])
+    assert found.step == 2
+    assert found.what == "gradient"
+    assert found.name == NAMES[-1]
     assert found.causes[0].startswith("it is 3 x the reference: summed instead of averaged")
     text = as_text(comparison)
     assert text.startswith("dp_replicate 3 x tp 2 against one process, 2 steps in float32")
@@ -89,7 +95,9 @@ def test_copies_that_differ_are_named() -> None:
         layout.steps[0].gradients["norm.weight"][3] = drawn(7)["norm.weight"]
 
     found = first(change)
-    assert (found.step, found.name, found.ranks) == (1, "norm.weight", (3,))
+    assert found.step == 1
+    assert found.name == "norm.weight"
+    assert found.ranks == (3,)
     assert found.causes[0].startswith("the ranks hold different gradients")
 
 
@@ -98,9 +106,11 @@ def test_a_gradient_that_only_one_side_has_is_named() -> None:
     del alone.steps[0].gradients["up.weight"]
     frozen = compare(alone, record(LAYOUT)).first
     missing = first(lambda layout: layout.steps[0].gradients.pop("up.weight"))
-    assert frozen is not None and missing.size == float("inf")
+    assert frozen is not None
+    assert missing.size == float("inf")
     for found in (frozen, missing):
-        assert (found.what, found.name) == ("gradient", "up.weight")
+        assert found.what == "gradient"
+        assert found.name == "up.weight"
         assert found.causes[0].startswith("one side has no gradient for it")
 
 
@@ -116,7 +126,8 @@ def test_the_norm_is_compared_with_the_gradients_of_its_own_layout() -> None:
 def test_a_number_that_is_not_finite_differs_and_is_null_in_json() -> None:
     comparison = compared(lambda layout: scale_gradients(layout, float("nan"), "norm.weight"))
     content = json.loads(as_json(comparison), parse_constant=pytest.fail)
-    assert content["same"] is False and content["layout"]["tp"] == 2
+    assert content["same"] is False
+    assert content["layout"]["tp"] == 2
     assert content["first_difference"]["name"] == "norm.weight"
     assert content["largest"]["gradient"] is None
 
@@ -128,26 +139,44 @@ def test_a_parameter_that_does_not_move_and_a_loss_are_named() -> None:
     def triple(layout: TrainingRecord) -> None:
         layout.steps[0].loss *= 3.0
 
-    assert (first(stop).what, first(stop).name) == ("parameter", "down.weight")
+    assert first(stop).what == "parameter"
+    assert first(stop).name == "down.weight"
     assert first(triple).what == "loss"
 
 
 def test_shrinking_keeps_the_layout_and_what_it_divides() -> None:
-    parallel = ParallelConfig(tp=8, pp=4, schedule="interleaved_1f1b", virtual_stages=5, dp_shard=8)
-    model = ModelConfig(
-        layers=80, hidden=8192, heads=64, kv_heads=8, ffn_hidden=28672, vocab=128256
+    parallel = ParallelConfig(
+        tp=8,
+        pp=4,
+        schedule="interleaved_1f1b",
+        virtual_stages=5,
+        dp_shard=8,
     )
-    train = TrainConfig(steps=1000, global_batch_size=1024, seq_len=8192, precision="bf16")
+    model = ModelConfig(
+        layers=80,
+        hidden=8192,
+        heads=64,
+        kv_heads=8,
+        ffn_hidden=28672,
+        vocab=128256,
+    )
+    train = TrainConfig(
+        steps=1000,
+        global_batch_size=1024,
+        seq_len=8192,
+        precision="bf16",
+    )
     recipe = shrink(Recipe(model=model, train=train, parallel=parallel), layers=3)
     assert recipe.parallel.axes == parallel.axes
     assert recipe.model.layers == max(3, parallel.stages)
     assert recipe.model.heads == 2 * recipe.model.key_value_heads
-    assert recipe.model.hidden <= 128 and recipe.train.precision == "fp32"
+    assert recipe.model.hidden <= 128
+    assert recipe.train.precision == "fp32"
     assert recipe.microbatches <= 2 * parallel.pp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ("", "takes a RECIPE, such as quickstart"),
         ("quickstart --steps 0", "--steps: '0' must be a whole number from 1 on"),

@@ -24,25 +24,30 @@ Said = pytest.CaptureFixture[str]
 BAD_INPUTS = [
     ("", "no RECIPE is given; try quickstart, another that --help lists"),
     ("--frobnicate quickstart", "--frobnicate: no such option; see parallel3d-train --help"),
-    ("quickstart --train.steps=3", (
-        "--train.steps=3: no such option; write train.steps=3 to set a key"
-    )),
-    ("range-test --from-deepspeed ds.json", (
-        "--from-deepspeed prints a recipe, and takes none; leave out range-test"
-    )),
+    (
+        "quickstart --train.steps=3",
+        "--train.steps=3: no such option; write train.steps=3 to set a key",
+    ),
+    (
+        "range-test --from-deepspeed ds.json",
+        "--from-deepspeed prints a recipe, and takes none; leave out range-test",
+    ),
     ("quickstrat", "recipe quickstrat: no such file or shipped recipe; did you mean quickstart?"),
     (".", "recipe .: a folder; name the YAML file in it"),
     ("quickstart parallel.tp=3", "parallel.tp = 3: must divide"),
-    ("quickstart checkpoint.resume=no/such/step", (
-        "checkpoint.resume = no/such/step: is no checkpoint; try auto"
-    )),
-    ("quickstart run_dir=/dev/null/run", (
-        "run_dir = /dev/null/run: cannot be written (Not a directory); try another"
-    )),
-    ((
-        "quickstart parallel.dp_replicate=100 train.global_batch_size=800 train.eval_sequences=800"
-    ), "with torchrun"),
-]  # fmt: skip
+    (
+        "quickstart checkpoint.resume=no/such/step",
+        "checkpoint.resume = no/such/step: is no checkpoint; try auto",
+    ),
+    (
+        "quickstart run_dir=/dev/null/run",
+        "run_dir = /dev/null/run: cannot be written (Not a directory); try another",
+    ),
+    (
+        "quickstart parallel.dp_replicate=100 train.global_batch_size=800 train.eval_sequences=800",
+        "with torchrun",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +73,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), BAD_INPUTS, ids=[arguments for arguments, _ in BAD_INPUTS]
+    "arguments, message", BAD_INPUTS, ids=[arguments for arguments, _ in BAD_INPUTS]
 )
 def test_a_users_mistake_is_one_line_and_status_2(
     arguments: str, message: str, capsys: Said, no_workers: list[Recipe]
@@ -97,7 +102,12 @@ def test_print_config_prints_a_recipe_that_says_the_same(capsys: Said, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["quickstart", "--print-config"], ["quickstart", "parallel.tp=3"]]
+    "arguments",
+    [
+        ["--help"],
+        ["quickstart", "--print-config"],
+        ["quickstart", "parallel.tp=3"],
+    ],
 )
 def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> None:
     program = textwrap.dedent(f"""
@@ -112,7 +122,11 @@ def test_help_and_config_errors_do_not_wait_for_torch(arguments: list[str]) -> N
     """)
     root = Path(parallel3d.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=60
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
 
@@ -124,7 +138,8 @@ def test_a_run_that_resumes_goes_on_in_its_folder(
     saved.mkdir(parents=True)
     (saved / MANIFEST_FILE).touch()
     assert pretrain.main(["quickstart", "checkpoint.resume=auto"]) == 65
-    assert no_workers == [] and "manifest.json: is not what was saved" in capsys.readouterr().err
+    assert no_workers == []
+    assert "manifest.json: is not what was saved" in capsys.readouterr().err
     monkeypatch.setattr("parallel3d.checkpoint.store.check_manifests", lambda checkpoints: None)
     for resume in ("auto", "runs/quickstart/checkpoints/step_00000100"):
         assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 0
@@ -155,7 +170,7 @@ def test_under_torchrun_only_rank_0_tells_a_mistake(
 
 @pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize(
-    ("error", "status", "says", "has_traceback"),
+    "error, status, says, has_traceback",
     [
         (NonFiniteError("step 3: loss nan"), 71, "step 3: loss nan", False),
         (ConnectionResetError("gone"), 70, "ConnectionResetError: gone", False),
@@ -183,7 +198,12 @@ def test_under_torchrun_a_failing_rank_says_who_it_is(
 
 
 @pytest.mark.parametrize(
-    "words", [["run_dir=runs/caf\udce9"], ["data.path=\udcff", "data.source=text"], ["odd.yaml"]]
+    "words",
+    [
+        ["run_dir=runs/caf\udce9"],
+        ["data.path=\udcff", "data.source=text"],
+        ["odd.yaml"],
+    ],
 )
 def test_a_path_that_is_not_utf_8_is_refused_in_a_line(words: list[str], capsys: Said) -> None:
     Path("odd.yaml").write_text('train: {sample_prompt: "\\ud800"}\n')

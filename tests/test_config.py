@@ -71,11 +71,9 @@ def test_shipped_recipes_are_valid_and_survive_being_written(path: Path, tmp_pat
 
 def test_text_that_looks_like_something_else_survives_being_written(load: Load) -> None:
     recipe = load("run_dir=1e5", "train.sample_prompt=no", "data.pattern=*.py", "data.path=null")
-    assert (recipe.run_dir, recipe.train.sample_prompt, recipe.data.pattern) == (
-        "1e5",
-        "no",
-        "*.py",
-    )
+    assert recipe.run_dir == "1e5"
+    assert recipe.train.sample_prompt == "no"
+    assert recipe.data.pattern == "*.py"
     assert load(text=to_yaml(recipe)) == recipe
 
 
@@ -99,12 +97,18 @@ def test_a_shape_card_stands_below_the_layer_that_names_it(load: Load) -> None:
         "model.layers=3",
         text="model: {name: llama3-8b, layers: 2}\n" + train,
     ).model
-    assert (switched.name, switched.layers, switched.vocab) == ("llama2-7b", 3, 32000)
+    assert switched.name == "llama2-7b"
+    assert switched.layers == 3
+    assert switched.vocab == 32000
 
 
 def test_a_section_of_a_card_is_changed_key_by_key_or_dropped_whole(load: Load) -> None:
     text = "model: {name: llama3.2-1b}\ntrain: {steps: 1, global_batch_size: 1, seq_len: 8}\n"
-    published = RopeScaling(type="llama3", factor=32.0, original_max_positions=8192)
+    published = RopeScaling(
+        type="llama3",
+        factor=32.0,
+        original_max_positions=8192,
+    )
     assert load(text=text).model.rope_scaling == published
     assert load("model.rope_scaling.factor=16", text=text).model.rope_scaling == replace(
         published, factor=16.0
@@ -157,7 +161,7 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize(("override", "message"), UNREADABLE)
+@pytest.mark.parametrize("override, message", UNREADABLE)
 def test_what_cannot_be_read_is_refused_by_name(load: Load, override: str, message: str) -> None:
     said = refused(load, override)
     assert message in said
@@ -260,7 +264,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message", "would_do"), BROKEN)
+@pytest.mark.parametrize("overrides, message, would_do", BROKEN)
 def test_a_broken_rule_names_a_value_that_would_do(
     load: Load, overrides: list[str], message: str, would_do: str
 ) -> None:
@@ -290,7 +294,7 @@ def test_all_problems_are_told_at_once_a_line_each(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         (
             "",
@@ -336,7 +340,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override, message",
     [
         (
             "train.offload_activations=1",
@@ -393,11 +397,19 @@ def test_every_layout_is_accepted_or_refused_in_words(
     head_dim: int,
 ) -> None:
     parallel = ParallelConfig(
-        pp=pp, dp_shard=dp_shard, tp=tp, virtual_stages=virtual, schedule=schedule
+        pp=pp,
+        dp_shard=dp_shard,
+        tp=tp,
+        virtual_stages=virtual,
+        schedule=schedule,
     )
     recipe = Recipe(
         model=ModelConfig(
-            layers=layers, hidden=heads * head_dim, heads=heads, ffn_hidden=48, vocab=vocab
+            layers=layers,
+            hidden=heads * head_dim,
+            heads=heads,
+            ffn_hidden=48,
+            vocab=vocab,
         ),
         train=TrainConfig(steps=1, global_batch_size=batch, seq_len=8),
         parallel=parallel,
@@ -405,12 +417,11 @@ def test_every_layout_is_accepted_or_refused_in_words(
     try:
         validate(recipe)
     except ConfigError as error:
-        assert all(
-            re.match(r"[\w.]+ = .*: .*; try .+|\.\.\. and \d more", line)
-            for line in str(error).splitlines()
-        )
+        for line in str(error).splitlines():
+            assert re.match(r"[\w.]+ = .*: .*; try .+|\.\.\. and \d more", line)
     else:
         assert parallel.stages <= layers
-        assert heads % tp == 0 and head_dim % 2 == 0
+        assert heads % tp == 0
+        assert head_dim % 2 == 0
         assert (tp - 1) * -(-vocab // tp) < vocab  # every rank has a row
         assert batch == recipe.microbatches * dp_shard

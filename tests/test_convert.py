@@ -32,15 +32,19 @@ class Conv1D(nn.Module):
 class Attention(nn.Module):
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.head_dim, self.num_key_value_groups = 4, heads // kv_heads
-        self.q, self.k = nn.Linear(16, heads * 4), nn.Linear(16, kv_heads * 4)
-        self.o, self.packed = nn.Linear(heads * 4, 16), Conv1D(48, 16)
+        self.head_dim = 4
+        self.num_key_value_groups = heads // kv_heads
+        self.q = nn.Linear(16, heads * 4)
+        self.k = nn.Linear(16, kv_heads * 4)
+        self.o = nn.Linear(heads * 4, 16)
+        self.packed = Conv1D(48, 16)
 
 
 class Model(nn.Module):
     def __init__(self, heads: int = 4, kv_heads: int = 2) -> None:
         super().__init__()
-        self.embed, self.attn = nn.Embedding(10, 16), Attention(heads, kv_heads)
+        self.embed = nn.Embedding(10, 16)
+        self.attn = Attention(heads, kv_heads)
         self.norm = nn.LayerNorm(16)
 
 
@@ -85,7 +89,7 @@ def test_fewer_heads_than_ranks_are_shared_and_their_group_shrinks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "tp", "message"),
+    "change, tp, message",
     [
         ({"*.atn.q": "column"}, 2, r"rule '\*.atn.q': matches no module; the names are"),
         ({"attn.*": "column"}, 2, r"attn.q: matched by two rules, 'attn.q' and 'attn.\*'"),

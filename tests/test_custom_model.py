@@ -59,7 +59,7 @@ def test_options_are_read_from_the_file_and_the_command_line_and_written_again(
 
 
 @pytest.mark.parametrize(
-    ("override", "said", "tries"),
+    "override, said, tries",
     [
         (
             "model.architecture=palms",
@@ -96,7 +96,9 @@ def test_options_are_read_from_the_file_and_the_command_line_and_written_again(
 )
 def test_a_mistake_is_told_in_one_line(override: str, said: str, tries: str) -> None:
     message = refused(override)
-    assert said in message and tries in message and "\n" not in message
+    assert said in message
+    assert tries in message
+    assert "\n" not in message
 
 
 CLASSES = """
@@ -157,7 +159,7 @@ class Broken(Palm):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name, said",
     [
         (
             "Bare",
@@ -185,11 +187,12 @@ def test_a_class_that_lacks_something_is_refused_before_any_worker_starts(
 ) -> None:
     (folder / "classes.py").write_text(CLASSES)
     message = refused(f"model.architecture=classes:{name}")
-    assert message.startswith(f"model.architecture = classes:{name}: ") and said in message
+    assert message.startswith(f"model.architecture = classes:{name}: ")
+    assert said in message
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name, said",
     [
         (
             "Unused",
@@ -204,11 +207,12 @@ def test_a_parameter_that_no_forward_uses_is_refused_by_name(
 ) -> None:
     (folder / "classes.py").write_text(CLASSES)
     message = refused(f"model.architecture=classes:{name}")
-    assert said in message and "\n" not in message
+    assert said in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "last"),
+    "text, said, last",
     [
         (CLASSES, "building it fails", "ZeroDivisionError: division by zero"),
         ("import numpyy", "importing classes fails", "No module named 'numpyy'"),
@@ -221,7 +225,8 @@ def test_an_error_of_the_users_code_is_shown_with_its_traceback(
     message = refused("model.architecture=classes:Broken")
     first, *trace = message.splitlines()
     assert first == f"model.architecture = classes:Broken: {said}:"
-    assert last in trace[-1] and any(f'File "{folder}/classes.py"' in line for line in trace)
+    assert last in trace[-1]
+    assert any(f'File "{folder}/classes.py"' in line for line in trace)
     assert not any("models/custom.py" in line or "importlib" in line for line in trace)
 
 
@@ -232,7 +237,13 @@ def test_local_workers_find_the_module_where_the_command_does(folder: Path) -> N
     settings += f"train.sample_tokens=2 data.source=text data.path={PAGE} run_dir=run"
     program = f"{sys.executable} -m parallel3d.recipes.pretrain {folder}/palm.yaml"
     command = [*program.split(), *settings.split(), "checkpoint.every=1"]
-    done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command,
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert "--- sample after step 1" in done.stdout
     (line,) = (elsewhere / "run/metrics.jsonl").read_text().splitlines()

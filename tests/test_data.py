@@ -18,9 +18,9 @@ def text_data(tmp_path: Path, content: bytes, name: str = "corpus.txt") -> DataC
     return DataConfig(source="text", path=str(path))
 
 
-def refusal(data: DataConfig, *, seq_len: int = 8, vocab: int = 264) -> str:
+def refusal(data: DataConfig, *, seq_len: int = 8) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_data(data, seq_len=seq_len, vocab=vocab)
+        check_data(data, seq_len=seq_len, vocab=264)
     return str(caught.value)
 
 
@@ -39,7 +39,11 @@ def test_text_one_token_short_of_a_window_is_refused_and_its_suggestion_is_accep
 def test_the_check_counts_the_tokens_that_loading_gives(tmp_path: Path) -> None:
     for index in range(6):
         text_data(tmp_path, b"x" * (index + 1), f"{index}.txt")
-    data = DataConfig(source="text", path=str(tmp_path), validation_fraction=0.3)
+    data = DataConfig(
+        source="text",
+        path=str(tmp_path),
+        validation_fraction=0.3,
+    )
     corpus = load_corpus(data)
     shorter = min(len(corpus.train), len(corpus.validation))
     check_data(data, seq_len=shorter - 1, vocab=264)

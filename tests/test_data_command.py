@@ -23,6 +23,7 @@ from parallel3d.data.tokenizers import build_tokenizer
 from parallel3d.tools.data import encode, inputs, job
 from parallel3d.tools.data.command import main
 from parallel3d.tools.data.encode import train_bpe
+from tests.data_files import read_all
 
 pytest.importorskip("tokenizers", reason="a BPE is trained and read by the library tokenizers")
 Said = pytest.CaptureFixture[str]
@@ -71,7 +72,7 @@ def documents(folder: Path, part: str) -> list[str]:
         "bytes" if file is None else str(folder / file), header.tokenizer.end_of_text
     )
     stream = getattr(open_tokens(folder, 0.0), part)
-    ids = stream.read(np.zeros(1, dtype=np.int64), len(stream))[0]
+    ids = read_all(stream)
     borders = np.flatnonzero(ids == tokenizer.end_of_text)
     assert borders[-1] == len(ids) - 1
     pieces = np.split(ids, borders + 1)[:-1]
@@ -88,7 +89,8 @@ def test_each_document_comes_once_and_equal_texts_go_to_the_same_part(tmp_path: 
     originals = [*texts(60), *texts(20)]  # the last 20 are there twice
     source = write_lines(tmp_path / "a.jsonl", originals)
     folder = tokenized(tmp_path / "tokens", source, "--validation-fraction", "0.3")
-    train, validation = documents(folder, "train"), documents(folder, "validation")
+    train = documents(folder, "train")
+    validation = documents(folder, "validation")
     assert sorted(train + validation) == sorted(originals)
     assert not set(train) & set(validation)
     assert 8 < len(validation) < 40
@@ -108,7 +110,8 @@ def test_all_forms_of_the_same_text_give_the_same_files(tmp_path: Path) -> None:
     (tmp_path / "a.JSONL.GZ").write_bytes(gzip.compress(raw[:half]) + gzip.compress(raw[half:]))
     for name in ("folder", "a.JSONL.GZ"):
         assert content(tokenized(tmp_path / f"tokens-{name}", tmp_path / name)) == expected, name
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"id": range(80), "text": originals})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=13)
     (tmp_path / "saved").mkdir()
@@ -140,13 +143,15 @@ def test_a_bpe_is_trained_on_the_text_and_encodes_as_its_library_does(
     assert run(*words, "--workers", workers) == 0
     assert (tmp_path / "tokens" / "tokenizer.json").read_text() == train_bpe(originals, 300)
     header = TokensJson.read(tmp_path / "tokens")
-    assert header.vocab_size == 300 and header.dtype == "uint16" and header.validation == ()
+    assert header.vocab_size == 300
+    assert header.dtype == "uint16"
+    assert header.validation == ()
     library = pytest.importorskip("tokenizers").Tokenizer.from_file(
         str(tmp_path / "tokens" / "tokenizer.json")
     )
     expected = [id for found in library.encode_batch(originals) for id in (*found.ids, 0)]
     stream = open_tokens(tmp_path / "tokens", 0.0).train
-    assert stream.read(np.zeros(1, dtype=np.int64), len(stream))[0].tolist() == expected
+    assert read_all(stream).tolist() == expected
 
 
 def test_a_long_text_is_encoded_in_slices_with_the_same_ids(
@@ -157,7 +162,8 @@ def test_a_long_text_is_encoded_in_slices_with_the_same_ids(
     choice = encode.TokenizerChoice(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(encode, "_MOST_CHARACTERS", 500)
     slices = encode._slices(text, choice)
-    assert "".join(slices) == text and 20 < len(slices) < len(text) / 500
+    assert "".join(slices) == text
+    assert 20 < len(slices) < len(text) / 500
     tokenizer = choice.build()
     ids = np.concatenate([tokenizer.encode(each) for each in slices])
     assert np.array_equal(ids, tokenizer.encode(text))
@@ -182,7 +188,8 @@ def test_a_job_goes_on_after_what_was_done_and_gives_the_same_files(
     source = write_lines(tmp_path / "a.jsonl", texts(100))
     whole = content(tokenized(tmp_path / "whole", source, "--train-bpe", 300))
     encoded: list[Path] = []
-    limit, changed = 4, source.stat().st_mtime_ns
+    limit = 4
+    changed = source.stat().st_mtime_ns
 
     def encode_or_stop(*piece: Any) -> None:
         if len(encoded) == limit:
@@ -235,10 +242,15 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
     words = ["tokenize", source, "--train-bpe", 500, "--out", tmp_path / "cut", "--workers", 2]
     command = [sys.executable, str(tmp_path / "program.py"), *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    draw, kills, ends = random.Random(0), 0, 0
+    draw = random.Random(0)
+    kills = 0
+    ends = 0
     while kills < 20 or not ends:
         process = subprocess.Popen(
-            command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True
+            command,
+            env=environment,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             status = process.wait(timeout=draw.uniform(0.3, 4))
@@ -250,7 +262,8 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
             process.wait()
             kills += 1
             continue
-        assert status == 0 and content(tmp_path / "cut") == whole
+        assert status == 0
+        assert content(tmp_path / "cut") == whole
         assert not (tmp_path / "cut.partial").exists()
         shutil.rmtree(tmp_path / "cut")  # the next one starts anew
         ends += 1
@@ -260,7 +273,7 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "says"),
+    "name, raw, says",
     [
         (
             "a.txt",
@@ -299,11 +312,13 @@ def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
     (tmp_path / name).write_bytes(raw)
     assert tokenize(tmp_path / name, "--out", tmp_path / "tokens") == 65
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert says in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    "words, says",
     [
         (["nowhere"], "nowhere: is neither a file nor a folder"),
         (
@@ -332,7 +347,9 @@ def test_a_users_mistake_is_one_line_and_status_2(
     out = [] if "--out" in words else ["--out", "tokens"]
     assert tokenize(*words, *out) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert says in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "tokens").exists()
 
 
@@ -347,8 +364,11 @@ def test_inspect_tells_what_a_folder_holds(tmp_path: Path, capsys: Said) -> None
     found = json.loads(capsys.readouterr().out)
     tokens = sum(len(text.encode()) + 1 for text in originals)
     assert found["tokens"] == tokens == sum(part["tokens"] for part in found["parts"].values())
-    assert found["documents"] == 40 and found["mean_document_tokens"] == tokens / 40
-    assert (found["vocab_size"], found["end_of_text"], found["dtype"]) == (257, 256, "uint16")
+    assert found["documents"] == 40
+    assert found["mean_document_tokens"] == tokens / 40
+    assert found["vocab_size"] == 257
+    assert found["end_of_text"] == 256
+    assert found["dtype"] == "uint16"
     assert run("inspect", folder) == 0
     assert f"{tokens:,} tokens in 40 documents" in capsys.readouterr().out
 
@@ -362,9 +382,11 @@ def test_check_shows_three_documents_and_finds_what_is_damaged(
     capsys.readouterr()
     assert run("check", folder, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["faults"] == [] and found["samples"]
+    assert found["faults"] == []
+    assert found["samples"]
     starts = [sample.partition(SEPARATOR)[0] for sample in found["samples"]]
-    assert all(any(text.startswith(start) for text in originals) for start in starts)
+    for start in starts:
+        assert any(text.startswith(start) for text in originals)
     shard = folder / "train-00000.bin"
     raw = bytearray(shard.read_bytes())
     raw[10] ^= 1
@@ -435,7 +457,8 @@ def test_foreign_files_with_the_names_of_the_result_are_left_alone(
     mine.parent.mkdir()
     mine.write_text("precious")
     assert tokenize(source, "--out", tmp_path / "tokens") == 2
-    assert "holds files of the user" in capsys.readouterr().err and mine.read_text() == "precious"
+    assert "holds files of the user" in capsys.readouterr().err
+    assert mine.read_text() == "precious"
     assert [*mine.parent.iterdir()] == [mine]
 
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from parallel3d.layers.linear import ColumnParallelLinear, delay_weight_gradients
 from parallel3d.layers.parameter import set_fused_gradients
@@ -31,26 +32,28 @@ def run(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def test_second_half_adds_what_the_first_left_out() -> None:
-    plain, split = make_model(), make_model()
+    plain = make_model()
+    split = make_model()
     delayed = delay_weight_gradients(split)
     assert [name for name, _ in split.named_parameters()] == [
         name for name, _ in plain.named_parameters()
     ]
     for _ in range(2):  # the second time the gradients add up
-        x_plain, x_split = torch.randn(2, 3, 5, 4)[0].requires_grad_(), None
+        x_plain = torch.randn(2, 3, 5, 4)[0].requires_grad_()
+        x_split = None
         x_split = x_plain.detach().clone().requires_grad_()
         run(plain, x_plain).backward()
         before = copy.deepcopy(split[0].weight.grad)
         with delayed.collecting() as works:
             run(split, x_split).backward()
         assert len(works) == 2
-        torch.testing.assert_close(x_split.grad, x_plain.grad)
+        assert_close(x_split.grad, x_plain.grad)
         assert (before is None) == (split[0].weight.grad is None)
         with torch.no_grad():
             for work in works:
                 work()
     for ours, theirs in zip(split.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert_close(ours.grad, theirs.grad)
 
 
 def test_a_layer_delays_the_gradients_of_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +63,14 @@ def test_a_layer_delays_the_gradients_of_large_weights(monkeypatch: pytest.Monke
     delayed = delay_weight_gradients(layer)
     with delayed.collecting() as works:
         layer(torch.ones(1, 2, 4, requires_grad=True)).sum().backward()
-    assert len(works) == 1 and layer.weight.grad is None
+    assert len(works) == 1
+    assert layer.weight.grad is None
     works[0]()
-    torch.testing.assert_close(layer.weight.grad, torch.full((6, 4), 2.0))
+    assert_close(layer.weight.grad, torch.full((6, 4), 2.0))
 
 
 def test_a_compiled_module_is_left_alone() -> None:
     model = nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager"), nn.Linear(4, 4))
     delay_weight_gradients(model)
-    assert "forward" not in vars(model[0]._orig_mod) and "forward" in vars(model[1])
+    assert "forward" not in vars(model[0]._orig_mod)
+    assert "forward" in vars(model[1])

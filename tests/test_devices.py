@@ -62,7 +62,7 @@ def test_ranks_with_a_gpu_each_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "message"),
+    "gpus, message",
     [
         (("a0", "a1", "a0", "a1"), r"ranks 0 and 2 \(a\) share one GPU; start fewer workers there"),
         (("a0", "a1", "b"), r"rank 2 \(b\) see no GPU, and the others do; ask the launcher"),

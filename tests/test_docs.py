@@ -16,7 +16,11 @@ import pytest
 from parallel3d.config.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 _TOPS = "parallel3d|models|recipes|tools|tests|docs"
 _PATH = re.compile(rf"(?<![\w/.<])((?:{_TOPS})/[\w/]+\.(?:py|yaml|md|txt|json))\b")
 _MODULE = re.compile(r"python -m (parallel3d(?:\.\w+)+)")
@@ -51,5 +55,6 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     options = ["--quiet", "--fail-on-warning", "--keep-going", "docs", str(tmp_path)]
     command = [sys.executable, "-m", "sphinx", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
     assert "class" in (tmp_path / "api.html").read_text()

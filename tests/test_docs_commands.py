@@ -87,7 +87,9 @@ class Block:
     def file(self) -> str | None:
         """The name of the file that the block is, or None."""
         found = _FILE.match(self.text)
-        return found[1] if found and self.language in ("python", "yaml", "json") else None
+        if found and self.language in ("python", "yaml", "json"):
+            return found[1]
+        return None
 
     @property
     def is_shell(self) -> bool:
@@ -154,7 +156,8 @@ def script_of(blocks: list[Block]) -> str:
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for library in LIBRARIES.get(page.stem, ()):
         pytest.importorskip(library, reason="a command of the page needs it")
-    programs, folder = tmp_path / "bin", tmp_path / "folder"
+    programs = tmp_path / "bin"
+    folder = tmp_path / "folder"
     programs.mkdir()
     folder.mkdir()
     (folder / "recipes").symlink_to(ROOT / "recipes")
@@ -177,7 +180,13 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     }
     blocks = blocks_of(page)
     command = ["bash", "-euo", "pipefail", "-c", script_of(blocks)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, (
         f"{(folder / 'blocks').read_text().split()[-1]}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     )

@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 
 from parallel3d.schedules.build import build_schedule
-from parallel3d.schedules.registry import ScheduleName
 from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.draw import draw_svg, draw_text, draw_trace
 from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate
@@ -18,10 +17,8 @@ from parallel3d.timeline.spans import Span, Timeline
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def simulated(
-    name: ScheduleName = "1f1b", times: StageTimes = EQUAL, virtual_stages: int = 1
-) -> Timeline:
-    schedule = build_schedule(name, pp=2, microbatches=3, virtual_stages=virtual_stages)
+def simulated(times: StageTimes = EQUAL) -> Timeline:
+    schedule = build_schedule("1f1b", pp=2, microbatches=3)
     return simulate(schedule, ActionTimes.uniform(schedule.stages, times))
 
 
@@ -36,7 +33,12 @@ def test_text_has_a_column_for_each_character_of_a_steps_longest_name() -> None:
 
 @pytest.mark.parametrize("width", [0, 33, 200])
 @pytest.mark.parametrize(
-    "times", [StageTimes(), StageTimes(forward=1.5), StageTimes(forward=0.37, input=1.21)]
+    "times",
+    [
+        StageTimes(),
+        StageTimes(forward=1.5),
+        StageTimes(forward=0.37, input=1.21),
+    ],
 )
 def test_text_keeps_to_its_width(width: int, times: StageTimes) -> None:
     lines = draw_text(simulated(times=times), width=width).splitlines()
@@ -49,11 +51,14 @@ def test_text_keeps_to_its_width(width: int, times: StageTimes) -> None:
 def test_text_of_nothing_is_a_page_all_the_same() -> None:
     nothing = Timeline(name="nothing", ranks=1, spans=())
     instant = Timeline(
-        name="instant", ranks=1, spans=(Span(0, Action(0, Kind.FORWARD, 0), 0.0, 0.0),)
+        name="instant",
+        ranks=1,
+        spans=(Span(0, Action(0, Kind.FORWARD, 0), 0.0, 0.0),),
     )
     for drawn in (draw_text(nothing), draw_text(instant)):
         assert drawn
-    assert "nothing" in draw_svg(nothing) and "instant" in draw_svg(instant)
+    assert "nothing" in draw_svg(nothing)
+    assert "instant" in draw_svg(instant)
     assert json.loads(draw_trace())["traceEvents"] == []
 
 

@@ -20,23 +20,30 @@ from parallel3d.errors import ConfigError
 RECIPE = Recipe(
     model=ModelConfig(layers=4, hidden=16, heads=2, ffn_hidden=32, vocab=258),
     train=TrainConfig(steps=40, global_batch_size=24, seq_len=16),
-    parallel=ParallelConfig(tp=2, pp=2, dp_shard=2, microbatch_size=2, elastic=True),
+    parallel=ParallelConfig(
+        tp=2,
+        pp=2,
+        dp_shard=2,
+        microbatch_size=2,
+        elastic=True,
+    ),
 )
 
 
 @pytest.mark.parametrize(
-    ("workers", "dp_shard", "microbatches"), [(4, 1, 12), (8, 2, 6), (12, 3, 4), (48, 12, 1)]
+    "workers, dp_shard, microbatches", [(4, 1, 12), (8, 2, 6), (12, 3, 4), (48, 12, 1)]
 )
 def test_the_number_of_workers_sets_dp_shard_and_keeps_the_global_batch(
     workers: int, dp_shard: int, microbatches: int
 ) -> None:
     fitted = fit_to_workers(RECIPE, workers)
     assert fitted == replace(RECIPE, parallel=replace(RECIPE.parallel, dp_shard=dp_shard))
-    assert (fitted.parallel.world_size, fitted.microbatches) == (workers, microbatches)
+    assert fitted.parallel.world_size == workers
+    assert fitted.microbatches == microbatches
 
 
 @pytest.mark.parametrize(
-    ("workers", "message"),
+    "workers, message",
     [
         (
             6,

@@ -20,7 +20,7 @@ from parallel3d.config.recipe import (
 from parallel3d.recipes import evaluate, pretrain
 from parallel3d.reporting import sinks
 from parallel3d.reporting.sinks import Line, SinkRun
-from tests.one_rank import one_rank
+from tests.one_rank import one_rank, read_metrics
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -31,7 +31,12 @@ RECIPE = Recipe(
         vocab=264,
     ),
     train=TrainConfig(
-        steps=4, global_batch_size=2, seq_len=16, device="cpu", eval_every=2, eval_sequences=4
+        steps=4,
+        global_batch_size=2,
+        seq_len=16,
+        device="cpu",
+        eval_every=2,
+        eval_sequences=4,
     ),
     # whose states a model that is only read must not need
     optimizer=OptimizerConfig(name="muon", warmup_steps=2),
@@ -63,7 +68,7 @@ def answer(command: str, run_dir: Path, tmp_path: Path, said: Said) -> str:
 def test_evaluate_prints_the_loss_that_the_run_had_at_that_step(
     run_dir: Path, tmp_path: Path, capsys: Said
 ) -> None:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run_dir)
     val_losses = {line["step"]: line["val_loss"] for line in lines}
     newest = json.loads(answer("evaluate RUN --json", run_dir, tmp_path, capsys))
     assert newest == {
@@ -76,7 +81,10 @@ def test_evaluate_prints_the_loss_that_the_run_had_at_that_step(
     older = json.loads(answer("evaluate RUN --json --step 2", run_dir, tmp_path, capsys))
     assert (older["step"], older["loss"]) == (2, val_losses[2]) != (4, val_losses[4])
     text = answer(
-        f"evaluate RUN checkpoint.resume={older['checkpoint']}", run_dir, tmp_path, capsys
+        f"evaluate RUN checkpoint.resume={older['checkpoint']}",
+        run_dir,
+        tmp_path,
+        capsys,
     )
     assert text == f"step 2  loss {older['loss']:.4f}  perplexity {older['perplexity']:.2f}\n"
 
@@ -88,7 +96,8 @@ def test_generate_writes_as_its_options_say(run_dir: Path, tmp_path: Path, capsy
         ]
 
     greedy = text("--prompt class --tokens 5")
-    assert greedy.startswith("class") and len(greedy) > len("class")
+    assert greedy.startswith("class")
+    assert len(greedy) > len("class")
     drawn = "--tokens 30 --top-k 200 --temperature 3"
     assert text(f"{drawn} --seed 1") == text(f"{drawn} --seed 1") != text(f"{drawn} --seed 2")
 
@@ -111,7 +120,7 @@ def test_replay_sends_every_whole_line_as_a_new_run(
     monkeypatch.setitem(sinks.SINKS, "wandb", Kept)
     (run_dir / "wandb.id").write_text("of the run that was lost")
     assert pretrain.main(["replay", str(run_dir), "wandb", "logging.project=mine"]) == 0
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run_dir)
     assert got == [("run", "mine", 0, False), *lines, True]
     assert capsys.readouterr().out == f"4 lines of {run_dir}/metrics.jsonl are in wandb\n"
     monkeypatch.setattr(Kept, "log", lambda self, line: 1 / 0)
@@ -120,7 +129,7 @@ def test_replay_sends_every_whole_line_as_a_new_run(
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    "command, message",
     [
         ("evaluate nowhere", "nowhere: has no config.yaml, so it is no run's folder"),
         (
@@ -138,6 +147,9 @@ def test_a_users_mistake_is_one_line_and_status_2(
     command: str, message: str, run_dir: Path, capsys: Said
 ) -> None:
     assert pretrain.main(command.replace("RUN", str(run_dir)).split()) == 2
-    said, message = capsys.readouterr(), message.replace("RUN", str(run_dir))
-    assert said.out == "" and said.err.startswith("error: ") and message in said.err
+    said = capsys.readouterr()
+    message = message.replace("RUN", str(run_dir))
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert message in said.err
     assert len(said.err.splitlines()) == 1

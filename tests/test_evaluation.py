@@ -83,10 +83,20 @@ def test_a_run_that_never_evaluates_takes_any_batch_and_its_checkpoint_can_be_ev
     """5 does not divide the default of train.eval_sequences, which such a run does not read."""
     (tmp_path / "text").write_text("It was the best of times. " * 100)
     recipe = Recipe(
-        model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257),
+        model=ModelConfig(
+            layers=1,
+            hidden=16,
+            heads=2,
+            ffn_hidden=32,
+            vocab=257,
+        ),
         parallel=ParallelConfig(microbatch_size=5),
         train=TrainConfig(steps=1, global_batch_size=10, seq_len=16),
-        data=DataConfig(source="text", path=str(tmp_path / "text"), validation_fraction=0.5),
+        data=DataConfig(
+            source="text",
+            path=str(tmp_path / "text"),
+            validation_fraction=0.5,
+        ),
     )
     _, (validation,) = build_loaders(recipe, load_corpora(recipe.data), 0)
     labels = sum(int((batch.labels != IGNORED).sum()) for batch in validation.batches)

@@ -70,13 +70,15 @@ def test_a_run_exports_its_last_checkpoint_and_the_command_writes_the_same(
     assert os.listdir(run_dir / "export") == ["step_00000003"]
     assert main(["export", str(run_dir), str(tmp_path / "a/model"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["checkpoint"] == str(run_dir / "checkpoints/step_00000003") and said["notes"] == []
+    assert said["checkpoint"] == str(run_dir / "checkpoints/step_00000003")
+    assert said["notes"] == []
     there = {path.name: path.read_bytes() for path in (tmp_path / "a/model").iterdir()}
     assert {name: len(content) for name, content in there.items()} == said["files"]
     assert there == {
         path.name: path.read_bytes() for path in (run_dir / "export/step_00000003").iterdir()
     }
-    assert "model.safetensors" in there and os.listdir(tmp_path / "a") == ["model"]
+    assert "model.safetensors" in there
+    assert os.listdir(tmp_path / "a") == ["model"]
 
 
 def test_weights_are_those_of_the_checkpoint_in_the_dtype_that_is_asked_for(
@@ -94,7 +96,8 @@ def test_weights_are_those_of_the_checkpoint_in_the_dtype_that_is_asked_for(
         assert {tensor.dtype for tensor in found.values()} == {dtype}
         assert torch.equal(found["model.layers.1.mlp.down_proj.weight"], expected.to(dtype))
         config = transformers.AutoConfig.from_pretrained(tmp_path / option)
-        assert config.dtype == dtype and config.eos_token_id == 256
+        assert config.dtype == dtype
+        assert config.eos_token_id == 256
 
 
 def test_the_tokenizer_of_a_file_is_copied_with_what_lies_beside_it(
@@ -109,7 +112,8 @@ def test_the_tokenizer_of_a_file_is_copied_with_what_lies_beside_it(
     assert [*export(checkpoint, tmp_path / "full", form)]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "full")
     ids = tokenizer("some text")["input_ids"]
-    assert tokenizer.decode(ids) == "some text" and tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.decode(ids) == "some text"
+    assert tokenizer.eos_token == "<|endoftext|>"
     assert (tmp_path / "full/special_tokens_map.json").read_text() == special
     (tmp_path / "tokenizer.json").unlink()
     without = ExportForm.from_recipe(replace(RECIPE, data=data))
@@ -134,7 +138,8 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
 
 
 def test_what_is_at_dir_is_not_lost(run_dir: Path, tmp_path: Path, capsys: Said) -> None:
-    checkpoint, there = run_dir / "checkpoints/step_00000002", tmp_path / "there"
+    checkpoint = run_dir / "checkpoints/step_00000002"
+    there = tmp_path / "there"
     there.mkdir()
     (there / "results.csv").write_text("dear")
     (tmp_path / "file").touch()
@@ -160,7 +165,7 @@ def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    "change, refusal",
     [
         ({"layers": 3}, "has no model.layers.2.attention.k.weight"),
         ({"layers": 1}, "has model.layers.1.attention.k.weight; it is of another model"),

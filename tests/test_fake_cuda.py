@@ -41,7 +41,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
     """Every rank of every layout."""
     guard = tmp_path_factory.mktemp("fake_cuda") / "guard.so"
     package = Path(torch.__file__).parent
-    include, lib = package / "include", package / "lib"
+    include = package / "include"
+    lib = package / "lib"
     source = str(ROOT / "tests/fake_cuda/guard.cpp")
     options = ["-O0", "-std=c++20", "-shared", "-fPIC", "-lc10", "-ltorch_cpu"]
     folders = [f"-I{include}", f"-L{lib}", "-o", str(guard)]

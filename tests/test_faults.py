@@ -40,9 +40,11 @@ from tests.live_run import (
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-DATA, TENSOR = ParallelConfig(dp_shard=2), ParallelConfig(tp=2)
+DATA = ParallelConfig(dp_shard=2)
+TENSOR = ParallelConfig(tp=2)
 FOUR = ParallelConfig(pp=2, tp=2)
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+KILL = signal.SIGKILL
+STOP = signal.SIGSTOP
 STOP_ONE = to_rank(1, STOP)
 
 
@@ -70,7 +72,13 @@ def names(
     """Returns a fault whose one error names the rank and its fate."""
     place = rf"(?m)^error: rank {rank} \(.*, {parallel.coordinates(rank)}\)"
     name = f"rank {rank} {fate}, {parallel.axes}"
-    return Fault(name=name, act=act, said=(place + fate,), parallel=parallel, launch=launch)
+    return Fault(
+        name=name,
+        act=act,
+        said=(place + fate,),
+        parallel=parallel,
+        launch=launch,
+    )
 
 
 def killed(rank: int, launch: Launch = local) -> Fault:
@@ -96,7 +104,14 @@ def asked(signum: signal.Signals, act: Act, launch: Launch = local) -> Fault:
     name = "Ctrl-C" if signum == signal.SIGINT else signum.name
     said = (rf"(?m)^error: stopped by {name} after step \d+, saved: ",)
     status = 130 if signum == signal.SIGINT else 75
-    return Fault(name=name, act=act, said=said, status=status, launch=launch, saves=True)
+    return Fault(
+        name=name,
+        act=act,
+        said=said,
+        status=status,
+        launch=launch,
+        saves=True,
+    )
 
 
 def kill_in_a_save(run: LiveRun) -> None:
@@ -129,7 +144,12 @@ ENDS = [
     *(killed(3, launch) for launch in (torchrun, srun)),
     killed(0, srun),
     Fault(name="SIGKILL of rank 0 in a save", act=kill_in_a_save),
-    Fault(name="SIGKILL of the launcher", act=to_launcher(KILL), parallel=FOUR, status=-KILL),
+    Fault(
+        name="SIGKILL of the launcher",
+        act=to_launcher(KILL),
+        parallel=FOUR,
+        status=-KILL,
+    ),
     *(
         Fault(
             name="SIGKILL of the launcher, rank 1 stopped",
@@ -217,7 +237,8 @@ def check_end(fault: Fault, folder: Path) -> LiveRun:
     assert len(re.findall("(?m)^error: ", stderr)) == most_errors, stderr
     if fault.saves:
         (newest, *_) = find_checkpoints("auto", run.run_dir / "checkpoints")
-        assert newest.name == f"step_{run.step():08d}" and run.step() <= step + 2
+        assert newest.name == f"step_{run.step():08d}"
+        assert run.step() <= step + 2
     return run
 
 
@@ -229,7 +250,8 @@ def test_a_failing_rank_is_told_once_and_ends_all(fault: Fault, tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ENDS, ids=str)
 def test_a_run_names_the_fault_that_ends_it_and_resumes(fault: Fault, tmp_path: Path) -> None:
-    run, recipe = check_end(fault, tmp_path), recipe_of(fault, tmp_path)
+    run = check_end(fault, tmp_path)
+    recipe = recipe_of(fault, tmp_path)
     (tmp_path / "plant").unlink(missing_ok=True)  # a fault of all ranks is still there
     again = LiveRun(tmp_path, recipe, fault.launch)
     try:
@@ -241,9 +263,21 @@ def test_a_run_names_the_fault_that_ends_it_and_resumes(fault: Fault, tmp_path: 
 
 SAVES = r"SIGUSR1: saves after step 1\d, and goes on"
 SURVIVED = [
-    Fault(name="SIGUSR1 to the launcher", act=to_launcher(signal.SIGUSR1), said=(SAVES,)),
-    Fault(name="SIGUSR1 to the group", act=to_group(signal.SIGUSR1), said=(SAVES,)),
-    Fault(name="SIGHUP under nohup", act=to_group(signal.SIGHUP), launch=nohup),
+    Fault(
+        name="SIGUSR1 to the launcher",
+        act=to_launcher(signal.SIGUSR1),
+        said=(SAVES,),
+    ),
+    Fault(
+        name="SIGUSR1 to the group",
+        act=to_group(signal.SIGUSR1),
+        said=(SAVES,),
+    ),
+    Fault(
+        name="SIGHUP under nohup",
+        act=to_group(signal.SIGHUP),
+        launch=nohup,
+    ),
     Fault(
         name="NaN in a gradient, skipped",
         act=plant(1, "spoil_a_gradient"),

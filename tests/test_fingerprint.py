@@ -41,9 +41,14 @@ def flip_a_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
 def test_moved_data_is_the_same_and_changed_data_is_not(kind: str, tmp_path: Path) -> None:
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here = tmp_path / "here"
+    elsewhere = tmp_path / "elsewhere"
     path = write_text(here) if kind == "text" else write_tokens(here)
-    data = DataConfig(source=kind, path=path, validation_fraction=0.25)  # type: ignore[arg-type]
+    data = DataConfig(
+        source=kind,
+        path=path,
+        validation_fraction=0.25,
+    )  # type: ignore[arg-type]
     then = fingerprint(data)
     shutil.move(here, elsewhere)
     moved = replace(data, path=str(elsewhere))
@@ -59,9 +64,14 @@ def test_moved_data_is_the_same_and_changed_data_is_not(kind: str, tmp_path: Pat
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
-    data = DataConfig(source="text", path=write_text(tmp_path / "a"), validation_fraction=0.25)
+    data = DataConfig(
+        source="text",
+        path=write_text(tmp_path / "a"),
+        validation_fraction=0.25,
+    )
     then = fingerprint(data)
     (tmp_path / "a" / "more.txt").write_text("more")
     told = differences(then, fingerprint(data))
-    assert len(told) == 2 and told[0].startswith(("train_tokens ", "validation_tokens "))
+    assert len(told) == 2
+    assert told[0].startswith(("train_tokens ", "validation_tokens "))
     assert differences(then, (then[0], then[0])) == ["1 sources, now 2"]

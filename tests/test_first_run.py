@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -10,6 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.one_rank import read_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "first-run.md"
 
@@ -30,9 +31,7 @@ def test_the_page_goes_from_text_to_a_model(tmp_path: Path) -> None:
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    lines = [
-        json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()
-    ]
+    lines = read_metrics(tmp_path / "runs/mine")
     losses = {line["step"]: line["loss"] for line in lines}
     assert losses[10] > 6.3  # log 1024 is 6.9
     assert losses[98] < 5.8 < losses[60] + 0.3
@@ -40,8 +39,11 @@ def test_the_page_goes_from_text_to_a_model(tmp_path: Path) -> None:
     assert re.search(r"^step 98 +loss 5\.\d+ +perplexity", run.stdout, re.MULTILINE)
     *_, text = run.stdout.split("perplexity ")
     ours, theirs = re.split(
-        r"^.* is in exported/mine: LlamaForCausalLM, float32\n(?:  .*\n)*", text, flags=re.MULTILINE
+        r"^.* is in exported/mine: LlamaForCausalLM, float32\n(?:  .*\n)*",
+        text,
+        flags=re.MULTILINE,
     )
     written = ours[ours.index("\n") + 1 :]
-    assert written.startswith("def ") and len(written) > 20
+    assert written.startswith("def ")
+    assert len(written) > 20
     assert theirs == written, "transformers writes another text"

@@ -27,7 +27,9 @@ from parallel3d.tools.launch import command as launch_command
 from parallel3d.tools.plan import command as plan_command
 from tests.fuzz import Main, call, templates, train
 
-SHORT, LONG = 3, 200  # mutations of each format
+# mutations of each format
+SHORT = 3
+LONG = 200
 _PICKLE = b"cposix\nsystem\n(S'touch canary'\ntR."
 _VALUES = (
     *(
@@ -110,7 +112,9 @@ FORMATS: dict[str, Format] = {
         "export/config.json", (*_checkpoint("import {folder}"), (plan_command.main, _MEMORY))
     ),
     "metrics": Format(
-        "run/metrics.jsonl", ((plan_command.main, "compare {folder} --gpu cpu"),), None
+        "run/metrics.jsonl",
+        ((plan_command.main, "compare {folder} --gpu cpu"),),
+        None,
     ),
     "text": Format("text.txt", _data(_TOKENIZE), None),
     "gz": Format("text.txt.gz", _data(_TOKENIZE), None),
@@ -163,7 +167,8 @@ def _templates() -> Path:
 
 def faults_of(name: str, seed: int) -> list[str]:
     """Returns what is wrong with the answers to the mutation of a seed."""
-    form, draw = FORMATS[name], random.Random(f"{name} {seed}")
+    form = FORMATS[name]
+    draw = random.Random(f"{name} {seed}")
     with tempfile.TemporaryDirectory(prefix="fuzz-files-") as at:
         original = _templates() / form.file
         folder = Path(at).resolve() / "step_00000002"
@@ -178,7 +183,8 @@ def faults_of(name: str, seed: int) -> list[str]:
 
 
 def _faults(form: Format, folder: Path, file: Path) -> Iterator[str]:
-    out, before = folder.with_name("out"), _files(folder)
+    out = folder.with_name("out")
+    before = _files(folder)
     for main, words in form.commands:
         with chdir(folder):
             filled = words.format(file=file, folder=folder, out=out).split()

@@ -39,7 +39,11 @@ def host(folder: Path, cgroup: str, files: dict[str, str]) -> FreeMemory | None:
 
 def test_the_least_of_the_system_and_of_all_control_groups_above_is_left(tmp_path: Path) -> None:
     assert host(tmp_path / "none", "0::/\n", {}) == FreeMemory(8 * GIB, "the system")
-    open_group = {"job/memory.max": "max\n", "job/memory.current": "5\n", "job/memory.stat": ""}
+    open_group = {
+        "job/memory.max": "max\n",
+        "job/memory.current": "5\n",
+        "job/memory.stat": "",
+    }
     assert host(tmp_path / "open", "0::/job\n", open_group) == FreeMemory(8 * GIB, "the system")
     outer = {"job/memory.max": f"{4 * GIB}\n", "job/memory.current": f"{3 * GIB}\n"}
     outer["job/memory.stat"] = f"anon 7\ninactive_file {GIB // 2}\n"
@@ -61,10 +65,8 @@ def test_a_batch_that_does_not_fit_is_answered_with_a_leaner_layout() -> None:
 
 
 def test_a_host_of_several_is_asked_about_its_own_ranks_and_gpus_about_nothing() -> None:
-    free, large = (
-        FreeMemory(6 * GIB, "the system"),
-        quickstart("model.layers=24", "model.hidden=1536"),
-    )
+    free = FreeMemory(6 * GIB, "the system")
+    large = quickstart("model.layers=24", "model.hidden=1536")
     with pytest.raises(
         ConfigError, match="8 processes of this host need .*try .*, or 2 such hosts under torchrun"
     ):

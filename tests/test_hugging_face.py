@@ -27,7 +27,13 @@ from parallel3d.models import model_class
 
 SEQ_LEN = 24
 LLAMA = ModelConfig(
-    layers=4, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=260, rope_theta=100.0
+    layers=4,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=48,
+    vocab=260,
+    rope_theta=100.0,
 )
 GPT2 = ModelConfig(
     architecture="gpt",
@@ -43,10 +49,20 @@ FAMILIES = {
     "llama": LLAMA,
     "llama tied": replace(LLAMA, tied_embeddings=True),
     "llama3.1": replace(
-        LLAMA, rope_scaling=RopeScaling(type="llama3", factor=8.0, original_max_positions=16)
+        LLAMA,
+        rope_scaling=RopeScaling(
+            type="llama3",
+            factor=8.0,
+            original_max_positions=16,
+        ),
     ),
     "llama yarn": replace(
-        LLAMA, rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=16)
+        LLAMA,
+        rope_scaling=RopeScaling(
+            type="yarn",
+            factor=4.0,
+            original_max_positions=16,
+        ),
     ),
     "qwen2": replace(LLAMA, qkv_bias=True, tied_embeddings=True),
     "qwen2 window": replace(LLAMA, qkv_bias=True, window=7),
@@ -79,7 +95,12 @@ def test_each_table_has_all_parameters_of_ours_and_all_hf_tensors(
         )
     assert type(peer).__name__ == config_json(model)["architectures"][0]
     ours = model_class(model.architecture)(
-        model, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+        model,
+        tp=None,
+        sequence_parallel=False,
+        recompute="none",
+        recompute_every=1,
+        device="meta",
     )
     shapes = {name: spec.shape for name, spec in named_specs(ours)}
     table = [*hf_tensors(model)]
@@ -93,7 +114,8 @@ def test_each_table_has_all_parameters_of_ours_and_all_hf_tensors(
 def test_a_config_json_is_read_as_it_was_written_by_new_readers_and_old(
     family: str, tmp_path: Path
 ) -> None:
-    model, config = FAMILIES[family], config_json(FAMILIES[family])
+    model = FAMILIES[family]
+    config = config_json(FAMILIES[family])
     assert as_read_from(config, tmp_path) == model
     if family.startswith("gpt2"):
         return
@@ -102,15 +124,18 @@ def test_a_config_json_is_read_as_it_was_written_by_new_readers_and_old(
     five = {
         key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")
     }
-    assert four["rope_theta"] == 100.0 and as_read_from(four, tmp_path) == model
-    assert five["rope_parameters"]["rope_theta"] == 100.0 and as_read_from(five, tmp_path) == model
+    assert four["rope_theta"] == 100.0
+    assert as_read_from(four, tmp_path) == model
+    assert five["rope_parameters"]["rope_theta"] == 100.0
+    assert as_read_from(five, tmp_path) == model
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gpt2")])
 def test_both_forms_of_the_rotary_base_give_transformers_the_same_angles(
     family: str, tmp_path: Path
 ) -> None:
-    config, found = config_json(FAMILIES[family]), []
+    config = config_json(FAMILIES[family])
+    found = []
     for left in ((), ("rope_parameters",), ("rope_theta", "rope_scaling")):
         (tmp_path / "config.json").write_text(
             json.dumps({key: config[key] for key in config if key not in left})
@@ -123,7 +148,7 @@ def test_both_forms_of_the_rotary_base_give_transformers_the_same_angles(
 
 
 @pytest.mark.parametrize(
-    ("model", "refusal"),
+    "model, refusal",
     [
         (
             replace(LLAMA, architecture="my_model:MyModel"),
@@ -151,7 +176,11 @@ DIFFERING: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2 window", {"max_window_layers": 2}, "sliding_window"),
     (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
         "sliding_window",
     ),
     ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),
@@ -159,7 +188,7 @@ DIFFERING: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "keys", "named"), DIFFERING)
+@pytest.mark.parametrize("family, keys, named", DIFFERING)
 def test_what_a_recipe_cannot_say_is_told(
     family: str, keys: dict[str, Any], named: str, tmp_path: Path
 ) -> None:

@@ -42,14 +42,14 @@ def test_all_ranks_run_and_know_their_place(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = launched("tells_its_environment", 3, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
     told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
     assert [
         (one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in told
     ] == [(str(rank), str(rank), "3", "3") for rank in range(3)]
-    assert all(
-        int(one["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3) for one in told
-    )
+    for one in told:
+        assert int(one["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
     assert len({one["init_method"] for one in told}) == 1
     meeting_place = Path(told[0]["init_method"].removeprefix("file://")).parent
     assert not meeting_place.exists()
@@ -57,7 +57,7 @@ def test_all_ranks_run_and_know_their_place(
 
 
 @pytest.mark.parametrize(
-    ("target", "world_size", "status", "line"),
+    "target, world_size, status, line",
     [
         (
             "raises_on_rank_2",
@@ -91,13 +91,15 @@ def test_the_cause_of_a_failure_is_told_once_and_all_ranks_end(
 ) -> None:
     done = launched(target, world_size, tmp_path)
     first, *rest = done.stderr.splitlines()
-    assert (done.returncode, outcome(tmp_path)["exit_status"]) == (status, status)
+    assert done.returncode == status
+    assert outcome(tmp_path)["exit_status"] == status
     assert fnmatch(first, f"error: {line}"), done.stderr
     assert "error:" not in "".join(rest)
     # only a bug has a traceback
     has_traceback = "ValueError" in line or "SystemExit" in line
     assert ("Traceback" in done.stderr) == bool(rest) == has_traceback
-    assert not any(is_alive(pid) for pid in signed_in(tmp_path, 0))
+    for pid in signed_in(tmp_path, 0):
+        assert not is_alive(pid)
 
 
 def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_path: Path) -> None:
@@ -106,13 +108,19 @@ def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_pa
         train=TrainConfig(steps=1, global_batch_size=1, seq_len=4),
         run_dir=str(tmp_path),
     )
-    where = Rendezvous(rank=0, local_rank=0, world_size=1, local_world_size=1, init_method="env://")
+    where = Rendezvous(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        init_method="env://",
+    )
     assert run_rank(lambda: sys.exit(0), recipe, where) == (70, False)
     assert "SystemExit: 0" in outcome(tmp_path)["reason"]
 
 
 @pytest.mark.parametrize(
-    ("target", "signum", "status"),
+    "target, signum, status",
     [
         ("sleeps", signal.SIGINT, 130),
         ("sleeps", signal.SIGTERM, 143),
@@ -122,7 +130,7 @@ def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_pa
 def test_a_stopped_launcher_takes_its_workers_down(
     tmp_path: Path, target: str, signum: signal.Signals, status: int
 ) -> None:
-    launcher = start(target, 3, tmp_path)
+    launcher = start(target, tmp_path)
     pids = signed_in(tmp_path, 3)
     if signum == signal.SIGINT:
         os.killpg(launcher.pid, signum)  # as the terminal does at Ctrl-C
@@ -134,13 +142,14 @@ def test_a_stopped_launcher_takes_its_workers_down(
     _, stderr = launcher.communicate(timeout=20)
     assert launcher.returncode == status
     assert stderr == f"error: stopped by {signum.name}\n"
-    assert not any(is_alive(pid) for pid in pids)
+    for pid in pids:
+        assert not is_alive(pid)
     assert outcome(tmp_path)["exit_status"] == status
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_worker_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: Path) -> None:
-    launcher = start("sleeps", 3, tmp_path)
+    launcher = start("sleeps", tmp_path)
     pids = signed_in(tmp_path, 3)
     os.kill(pids[1], signal.SIGSTOP)
     launcher.kill()
@@ -148,9 +157,9 @@ def test_no_worker_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: P
     all_end(pids)
 
 
-def start(target: str, world_size: int, folder: Path) -> subprocess.Popen[str]:
+def start(target: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, PROGRAM, target, str(world_size), str(folder)],
+        [sys.executable, PROGRAM, target, "3", str(folder)],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -184,13 +193,23 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "2",
+}
 MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "tasks"),
+    "environ, tasks",
     [
         (TORCHRUN, 4),
         (SLURM, 4),
@@ -206,7 +225,7 @@ def test_a_launchers_environment_says_who_a_worker_is(environ: dict[str, str], t
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    "environ, message",
     [
         (TORCHRUN | {"MASTER_PORT": "1"}, "and MASTER_ADDR must name the host of rank 0"),
         (TORCHRUN | {"MASTER_ADDR": "host0"}, "MASTER_PORT = None: must be a whole number"),
@@ -255,7 +274,13 @@ def test_an_error_of_the_ranks_own_is_not_taken_for_the_loss_of_a_peer(
 
 def test_an_aborted_rank_is_the_cause_where_the_others_have_merely_lost_it() -> None:
     """A survivor may speak before the launcher has seen the end of the one that it has lost."""
-    survivor = Failure(rank=0, coordinates="c", message="m", secondary=True, at=1.0)
+    survivor = Failure(
+        rank=0,
+        coordinates="c",
+        message="m",
+        secondary=True,
+        at=1.0,
+    )
     aborted = replace(survivor, rank=1, died=True, at=2.0)
     killed = replace(aborted, rank=2, secondary=False, at=3.0)
     assert root_cause([survivor, aborted]).rank == 1

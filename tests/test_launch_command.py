@@ -41,19 +41,19 @@ def test_the_scripts_pass_shellcheck(kind: str, where: str, tmp_path: Path, caps
     script = tmp_path / "script"
     script.write_text(printed(f"{kind} {where} {site}", capsys))
     checked = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
-    assert (checked.returncode, checked.stdout) == (0, "")
+    assert checked.returncode == 0
+    assert checked.stdout == ""
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_settings_of_gpus_have_their_reasons_and_a_run_on_cpus_has_none(
     kind: str, capsys: Said
 ) -> None:
-    with_gpus, without = (
-        printed(f"{kind} {GPUS}", capsys),
-        printed(f"{kind} quickstart train.device=cpu", capsys),
-    )
+    with_gpus = printed(f"{kind} {GPUS}", capsys)
+    without = printed(f"{kind} quickstart train.device=cpu", capsys)
     for setting in ("TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}", "NCCL_DEBUG=$"):
-        assert setting in with_gpus and setting not in without
+        assert setting in with_gpus
+        assert setting not in without
     assert kind == "k8s" or "# NCCL's flight recorder" in with_gpus
     asked = {
         "slurm": "#SBATCH --gpus-per-node=8",
@@ -61,7 +61,8 @@ def test_settings_of_gpus_have_their_reasons_and_a_run_on_cpus_has_none(
         "k8s": "nvidia.com/gpu: 8",
         "torchrun": "",
     }
-    assert asked[kind] in with_gpus and (not asked[kind] or asked[kind] not in without)
+    assert asked[kind] in with_gpus
+    assert not asked[kind] or asked[kind] not in without
     assert "{{" not in with_gpus + without
 
 
@@ -81,15 +82,21 @@ def test_kubernetes_takes_the_manifest_and_the_recipe_in_it_is_the_resolved_one(
     for part in parts:
         kubernetes_validate.validate(part, "1.31", strict=True)
     config, service, job = parts
-    recipe, spec = yaml.safe_load(config["data"]["recipe.yaml"]), job["spec"]
-    assert recipe["train"]["steps"] == 7 and recipe["checkpoint"]["resume"] == "none"
+    recipe = yaml.safe_load(config["data"]["recipe.yaml"])
+    spec = job["spec"]
+    assert recipe["train"]["steps"] == 7
+    assert recipe["checkpoint"]["resume"] == "none"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert spec["backoffLimit"] == 3 * spec["completions"]
     (container,) = spec["template"]["spec"]["containers"]
     syntax = subprocess.run(
-        ["bash", "-n", "-c", container["args"][0]], capture_output=True, text=True
+        ["bash", "-n", "-c", container["args"][0]],
+        capture_output=True,
+        text=True,
     )
-    assert (syntax.returncode, syntax.stderr, container["image"]) == (0, "", "registry/image:1")
+    assert syntax.returncode == 0
+    assert syntax.stderr == ""
+    assert container["image"] == "registry/image:1"
     assert "/recipe/recipe.yaml checkpoint.resume=auto" in container["args"][0]
 
 
@@ -97,7 +104,7 @@ QUICK = ["quickstart", "data.source=text", "data.path=c"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
         (["pbs", "quickstart"], "pbs: no such command; known are torchrun, slurm"),
         (["slurm"], "RECIPE: required; try parallel3d-launch slurm quickstart"),
@@ -123,7 +130,9 @@ QUICK = ["quickstart", "data.source=text", "data.path=c"]
 def test_a_mistake_is_a_line_and_status_2(words: list[str], said: str, capsys: Said) -> None:
     assert main(words) == 2
     out, error = capsys.readouterr()
-    assert said in error and not out and error.count("\n") == 1
+    assert said in error
+    assert not out
+    assert error.count("\n") == 1
 
 
 def test_what_a_launcher_cannot_mend_is_a_warning(capsys: Said) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers import collectives
@@ -30,7 +31,14 @@ from parallel3d.mesh import ONE_RANK, Axis
 from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 
-MODEL = ModelConfig(layers=3, hidden=16, heads=4, kv_heads=2, ffn_hidden=24, vocab=32)
+MODEL = ModelConfig(
+    layers=3,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=24,
+    vocab=32,
+)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -40,7 +48,8 @@ def test_llama_has_the_gradients_of_plain_torch(
     """Over two microbatches, so that the second is added to the first."""
     monkeypatch.setattr("parallel3d.layers.linear.FUSED_FROM_ELEMENTS", 0)  # small weights too
     torch.manual_seed(0)
-    model, plain = Llama(MODEL, device="meta"), PlainLlama(MODEL)
+    model = Llama(MODEL, device="meta")
+    plain = PlainLlama(MODEL)
     initialize(model, 0, "cpu")
     plain.load(initial_weights(model, 0))
     set_fused_gradients(model, fused)
@@ -49,8 +58,11 @@ def test_llama_has_the_gradients_of_plain_torch(
         F.cross_entropy(plain(ids).flatten(0, 1), labels.flatten(), reduction="sum").backward()
         vocab_parallel_cross_entropy(model(ids), labels).sum().backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6
+        assert_close(
+            parameter.grad,
+            plain.get_parameter(name).grad,
+            rtol=1e-5,
+            atol=1e-6,
         )
 
 
@@ -67,7 +79,8 @@ def test_a_rank_draws_its_part_of_the_tensor_that_all_draw_together(
     for dim in (None, 0, 1)[: 1 + len(shape)]:
         spec = ParameterSpec(shape, dim, init, uneven=True)
         whole = initial_part(spec, "some.weight", 5, ONE_RANK)
-        assert whole.shape == shape and whole.unique().numel() > 0.95 * min(whole.numel(), 2**19)
+        assert whole.shape == shape
+        assert whole.unique().numel() > 0.95 * min(whole.numel(), 2**19)
         for tp in (Axis(4, 0, None), Axis(4, 2, None)):
             of_tp = spec.local_part(whole, tp)
             assert torch.equal(initial_part(spec, "some.weight", 5, tp), of_tp)
@@ -80,14 +93,18 @@ def test_a_rank_draws_its_part_of_the_tensor_that_all_draw_together(
 def test_the_weights_of_a_seed_stay_what_they_are() -> None:
     """Whoever changes the tiles or their seeds gives every recipe another model."""
     weight = initial_part(
-        ParameterSpec((600, 600), None, normal(1.0)), "layers.3.mlp.up.weight", 7, ONE_RANK
+        ParameterSpec((600, 600), None, normal(1.0)),
+        "layers.3.mlp.up.weight",
+        7,
+        ONE_RANK,
     )
-    corners = torch.stack(
-        (weight[0, 0], weight[127, 511], weight[128, 511], weight[127, 512], weight[599, 599])
-    )
+    rows = [0, 127, 128, 127, 599]
+    columns = [0, 511, 511, 512, 599]
+    corners = weight[rows, columns]
     expected = [0.6309854984, 0.1834932566, -1.0255668163, 1.2421560288, 0.8680661917]
-    torch.testing.assert_close(corners, torch.tensor(expected), rtol=1e-6, atol=1e-7)
-    assert abs(weight.mean().item()) < 0.01 and weight.std().item() == pytest.approx(1.0, abs=0.01)
+    assert_close(corners, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    assert abs(weight.mean().item()) < 0.01
+    assert weight.std().item() == pytest.approx(1.0, abs=0.01)
 
 
 GRADIENTS = ("by autograd", "added to a bf16 total", "added to a float32 total")
@@ -103,34 +120,38 @@ def test_a_frequent_token_keeps_all_its_gradients_in_bf16(kept: str) -> None:
         weight.grad = torch.zeros_like(weight)
     if kept == "added to a float32 total":
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-    ids, gradients = torch.full((2, 2001), 3), torch.rand(2, 2001, 16).add(0.5).bfloat16()
+    ids = torch.full((2, 2001), 3)
+    gradients = torch.rand(2, 2001, 16).add(0.5).bfloat16()
     ids[:, 7] = torch.tensor([5, 0])
     embedding(ids).backward(gradients)
     found = getattr(weight, "main_grad", weight.grad)
     assert found is not None
     exact = torch.zeros(7, 16, dtype=torch.float64).index_add_(
-        0, ids.flatten(), gradients.flatten(0, 1).double()
+        0,
+        ids.flatten(),
+        gradients.flatten(0, 1).double(),
     )
-    assert found[[1, 2, 4, 6]].eq(0).all() and torch.equal(
-        found[5], gradients[0, 7].to(found.dtype)
-    )
-    torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=0.0)
+    assert found[[1, 2, 4, 6]].eq(0).all()
+    assert torch.equal(found[5], gradients[0, 7].to(found.dtype))
+    assert_close(found.double(), exact, rtol=2.0**-8, atol=0.0)
 
 
 def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() -> None:
     positions = LearnedPositions(4, 8, tp=ParallelContext(dtype=torch.bfloat16))
-    places, gradients = torch.arange(4).repeat(1, 1000), torch.rand(1, 4000, 8).add(0.5).bfloat16()
+    places = torch.arange(4).repeat(1, 1000)
+    gradients = torch.rand(1, 4000, 8).add(0.5).bfloat16()
     positions.longest = 4000
     x = torch.zeros(1, 4000, 8, dtype=torch.bfloat16)
     assert torch.equal(positions(x, places)[0, :4], positions.weight)
     positions(x, places).backward(gradients)
     exact = gradients.double().view(1000, 4, 8).sum(0)
     assert positions.weight.grad is not None
-    torch.testing.assert_close(positions.weight.grad.double(), exact, rtol=2.0**-8, atol=0.0)
+    assert_close(positions.weight.grad.double(), exact, rtol=2.0**-8, atol=0.0)
 
 
 def test_gradient_that_overwrites_a_copy_of_the_logits_is_returned() -> None:
-    drawn, labels = torch.randn(5, 3, 7), torch.randint(0, 7, (3, 5))
+    drawn = torch.randn(5, 3, 7)
+    labels = torch.randint(0, 7, (3, 5))
     ours, plain = (drawn.clone().requires_grad_() for _ in range(2))
     logits = ours.transpose(0, 1) * 1.0  # [3, 5, 7], not contiguous
     terms = TokenLoss(ONE_RANK, 7, z_loss=0.01)
@@ -139,14 +160,15 @@ def test_gradient_that_overwrites_a_copy_of_the_logits_is_returned() -> None:
     z_loss = 0.01 * flat.logsumexp(-1).square().sum()
     (F.cross_entropy(flat, labels.flatten(), reduction="sum") + z_loss).backward()
     assert not logits.is_contiguous()
-    torch.testing.assert_close(ours.grad, plain.grad)
+    assert_close(ours.grad, plain.grad)
 
 
 class Reading:
     """A collective that reads what it sends when it is waited for, as a GPU does."""
 
     def __init__(self, received: Tensor, sent: Tensor) -> None:
-        self.received, self.sent = received, weakref.ref(sent)
+        self.received = received
+        self.sent = weakref.ref(sent)
 
     def wait(self) -> None:
         sent = self.sent()

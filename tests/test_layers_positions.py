@@ -12,10 +12,10 @@ from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 def turned_exactly(x: torch.Tensor, theta: float) -> torch.Tensor:
     """Computes the rotation of x [batch, seq, heads, head_dim] in float64."""
     half = x.shape[-1] // 2
-    angles = torch.outer(
-        torch.arange(x.shape[1]).double(), theta ** -(torch.arange(half).double() / half)
-    )
-    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    frequencies = theta ** -(torch.arange(half).double() / half)
+    angles = torch.outer(torch.arange(x.shape[1]).double(), frequencies)
+    cos = angles.cos().unsqueeze(1)
+    sin = angles.sin().unsqueeze(1)
     first, second = x.double().split(half, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -29,18 +29,15 @@ def test_bf16_queries_are_turned_in_float32_and_rounded_once() -> None:
     rotary = RotaryEmbedding(64, theta=10_000.0)
     y = rotary(x)
     y.backward(gradient)
-    assert y.dtype == torch.bfloat16 and x.grad is not None and x.grad.dtype == torch.bfloat16
+    assert y.dtype == torch.bfloat16
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
     wide = x.detach().double().requires_grad_()
     wanted = turned_exactly(wide, 10_000.0)
     wanted.backward(gradient.double())
     assert wide.grad is not None
     for found, exact in ((y.detach(), wanted.detach()), (x.grad, wide.grad)):
-        length = (
-            exact.unflatten(-1, (2, 32))
-            .norm(dim=-2, keepdim=True)
-            .expand(-1, -1, -1, 2, -1)
-            .flatten(-2)
-        )
+        length = exact.unflatten(-1, (2, 32)).norm(dim=-2).repeat(1, 1, 1, 2)
         assert ((found.double() - exact) / length).abs().max() < 1.001 * 2.0**-8
 
 
@@ -54,7 +51,8 @@ def test_the_backward_of_a_rotation_is_its_gradient() -> None:
 
 def test_an_end_of_text_belongs_to_the_document_that_it_ends() -> None:
     packed = PackedDocuments.ended_by(9, torch.tensor([[1, 9, 9, 2, 3], [9, 1, 2, 3, 9]]))
-    assert packed.lengths == (2, 1, 2, 1, 4) and packed.starts.tolist() == [0, 2, 3, 5, 6, 10]
+    assert packed.lengths == (2, 1, 2, 1, 4)
+    assert packed.starts.tolist() == [0, 2, 3, 5, 6, 10]
     assert packed.positions.tolist() == [[0, 1, 0, 0, 1], [0, 0, 1, 2, 3]]
 
 

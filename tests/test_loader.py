@@ -31,12 +31,15 @@ from parallel3d.errors import ConfigError, DataError
 TOKENS = np.arange(1000, dtype=np.uint16)
 
 
-def loader(
-    tokens: NDArray[np.integer] = TOKENS, *, seq_len: int = 7, seed: int | None = 5
-) -> BatchLoader:
-    windows = ShuffledWindows(TokensInMemory(tokens), seq_len=seq_len, seed=seed)
+def loader(tokens: NDArray[np.integer] = TOKENS, *, seed: int | None = 5) -> BatchLoader:
+    windows = ShuffledWindows(TokensInMemory(tokens), seq_len=7, seed=seed)
     return BatchLoader(
-        windows, global_batch_size=12, microbatch_size=1, dp_rank=0, dp_size=1, vocab=1000
+        windows,
+        global_batch_size=12,
+        microbatch_size=1,
+        dp_rank=0,
+        dp_size=1,
+        vocab=1000,
     )
 
 
@@ -53,7 +56,10 @@ class Division:
 
     def of(self, whole: BatchLoader, dp_rank: int) -> BatchLoader:
         return replace(
-            whole, dp_rank=dp_rank, dp_size=self.dp_size, microbatch_size=self.microbatch_size
+            whole,
+            dp_rank=dp_rank,
+            dp_size=self.dp_size,
+            microbatch_size=self.microbatch_size,
         )
 
 
@@ -95,11 +101,18 @@ def test_labels_are_the_inputs_one_token_later(step: int) -> None:
 
 def test_a_token_id_beyond_the_vocabulary_is_told_by_the_rank_that_reads_it_and_read_as_0() -> None:
     tokens: NDArray[np.integer] = np.ones(1000, dtype=np.uint32)
-    tokens[7 * 20 + 3], tokens[7 * 20 + 5] = 300, 999  # sample 20, which is in the second step
+    # sample 20, which is in the second step
+    tokens[7 * 20 + 3] = 300
+    tokens[7 * 20 + 5] = 999
     whole = replace(loader(tokens, seed=None), vocab=264)
     for dp_size, microbatch_size in ((1, 1), (2, 3), (4, 3), (12, 1)):
         for rank in range(dp_size):
-            share = replace(whole, dp_rank=rank, dp_size=dp_size, microbatch_size=microbatch_size)
+            share = replace(
+                whole,
+                dp_rank=rank,
+                dp_size=dp_size,
+                microbatch_size=microbatch_size,
+            )
             assert share.batch(0).wrong_id is None
             batch = share.batch(1)
             if 20 in batch.samples:
@@ -156,9 +169,8 @@ def test_batches_made_ahead_are_the_loaders_own_also_where_their_size_changes() 
     assert [len(batch.inputs) for batch in found] == [4, 4, 8, 8, 8, 12, 12, 12]
     for step, batch in enumerate(found, 1):
         expected = growing.batch(step)
-        assert torch.equal(batch.inputs, expected.inputs) and torch.equal(
-            batch.labels, expected.labels
-        )
+        assert torch.equal(batch.inputs, expected.inputs)
+        assert torch.equal(batch.labels, expected.labels)
         assert torch.equal(batch.samples, expected.samples)
 
 
@@ -185,14 +197,12 @@ def test_an_evaluation_reads_each_of_its_sequences_once_in_every_division(
     division: Division, sequences: int
 ) -> None:
     whole = whole_loader(division, None)
-    shares = [
-        batch
-        for rank in range(division.dp_size)
-        for batch in EvaluationSet.build(
-            "wiki", division.of(whole, rank), whole.source, sequences
-        ).batches
-    ]
-    assert all(share.labels.shape[0] <= division.microbatches for share in shares)
+    shares = []
+    for rank in range(division.dp_size):
+        own = division.of(whole, rank)
+        shares += EvaluationSet.build("wiki", own, whole.source, sequences).batches
+    for share in shares:
+        assert share.labels.shape[0] <= division.microbatches
     learned = [share.labels[share.labels != IGNORED] for share in shares]
     assert sorted(torch.cat(learned).tolist()) == list(range(1, sequences * 7 + 1))
     padded = sum(share.labels.shape[:2].numel() for share in shares) - sequences
@@ -213,9 +223,9 @@ def test_the_batches_without_some_samples_are_the_stream_without_them_however_di
     one_by_one = replace(whole, global_batch_size=1)
     gone = {sample for each in skipped for sample in range(each.first, each.last + 1)}
     size = whole.global_batch_size
-    kept = [sample for sample in range((step + 1) * size + len(gone)) if sample not in gone][
-        step * size :
-    ][:size]
+    end = (step + 1) * size
+    remaining = [sample for sample in range(end + len(gone)) if sample not in gone]
+    kept = remaining[step * size : end]
     shares = [
         division.of(replace(whole, left_out=SkippedRanges.merge(skipped)), rank).batch(step)
         for rank in range(division.dp_size)

@@ -61,13 +61,18 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe and a run, beside and in which modules lie that leave a mark when they
     are run."""
     tmp_path = tmp_path_factory.mktemp("looking")
-    stranger, marker = tmp_path / "stranger", tmp_path / "marker"
+    stranger = tmp_path / "stranger"
+    marker = tmp_path / "marker"
     (stranger / "run").mkdir(parents=True)
     (stranger / "text.txt").write_text("All happy families are alike. " * 100)
     recipe = replace(
         RECIPE,
         train=replace(RECIPE.train, callbacks=("parallel3d:Callback",)),
-        data=DataConfig(source="text", path=str(stranger / "text.txt"), validation_fraction=0.5),
+        data=DataConfig(
+            source="text",
+            path=str(stranger / "text.txt"),
+            validation_fraction=0.5,
+        ),
         run_dir=str(stranger / "run"),
     )
     recipes.work(recipe, one_rank(tmp_path))
@@ -99,7 +104,14 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_command_that_looks_runs_modules_beside_a_recipe_or_in_a_run_or_checkpoint(
     stranger: Path, commands: list[tuple[int | str, ...]]
 ) -> None:
-    driver, marker = stranger.with_name("driver.py"), stranger.with_name("marker")
+    driver = stranger.with_name("driver.py")
+    marker = stranger.with_name("marker")
     words = [sys.executable, str(driver), json.dumps(commands), str(marker)]
-    done = subprocess.run(words, cwd=stranger, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        words,
+        cwd=stranger,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr

@@ -92,7 +92,8 @@ def saved(original: Path, tmp_path: Path) -> Path:
 
 def test_a_checkpoint_comes_back_as_it_was_written(original: Path) -> None:
     manifest = read_manifest(original)
-    assert manifest.progress == PROGRESS and list(find_damage(original)) == []
+    assert manifest.progress == PROGRESS
+    assert list(find_damage(original)) == []
     for name, tensor in TENSORS.items():
         read = torch.empty_like(tensor)
         read_own_part(original, manifest.tensors[name], read)
@@ -119,11 +120,14 @@ def test_any_box_of_a_tensor_is_read_from_the_pieces_that_have_it(
 
 
 def test_each_of_200_flipped_bits_is_told_by_its_file_and_its_tensor(saved: Path) -> None:
-    manifest, draw, told = read_manifest(saved), random.Random(0), 0
+    manifest = read_manifest(saved)
+    draw = random.Random(0)
+    told = 0
     for trial in range(200):
         file = sorted(saved.iterdir())[trial % len(manifest.files) - 1]
         whole = file.read_bytes()
-        at, bit = draw.randrange(len(whole)), draw.randrange(8)
+        at = draw.randrange(len(whole))
+        bit = draw.randrange(8)
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
         held = manifest.pieces.get(file.name, [])
         tensors = tuple(name for each, name in held if each.at <= at < each.at + each.bytes)
@@ -166,7 +170,14 @@ def test_a_manifest_that_lists_a_file_which_no_save_writes_is_refused(saved: Pat
             read_manifest(saved)
 
 
-@pytest.mark.parametrize("impossible", [{"sizes": (4,)}, {"sizes": (2**62, 5)}, {"data": 2**62}])
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"sizes": (4,)},
+        {"sizes": (2**62, 5)},
+        {"data": 2**62},
+    ],
+)
 def test_a_manifest_with_a_piece_that_cannot_be_is_refused(
     saved: Path, impossible: dict[str, Any]
 ) -> None:
@@ -180,7 +191,7 @@ def test_a_manifest_with_a_piece_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "refusal"),
+    "old, new, refusal",
     [
         (f'"format": {FORMAT}', '"format": 999', "format: Input should be 1"),
         ('"step": 1', '"step": 1, "stop": 1', "progress.stop: Unexpected keyword argument"),

@@ -54,7 +54,8 @@ def test_a_line_says_what_a_person_asks() -> None:
     assert describe(LINE, 300, 100) == f"{line}  eta 0:01:10"
     assert describe(LINE, 300, 80) == line  # 76 characters
     sets = describe(replace(LINE, val_loss=3.2, set_losses={"wiki": 2.0}, mfu=0.4127), 300, 200)
-    assert "loss 3.1235  val 3.2000  wiki 2.0000  grad" in sets and "mfu 41.3%" in sets
+    assert "loss 3.1235  val 3.2000  wiki 2.0000  grad" in sets
+    assert "mfu 41.3%" in sets
     in_float16 = replace(LINE, loss_scale=65536.0, skipped_steps=3)
     assert "8,192 tok/s  scale 65536  skipped 3  mem 412 MiB" in describe(in_float16, 300, 200)
 
@@ -81,7 +82,8 @@ def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> 
 
 
 def test_garbage_in_the_metrics_stops_no_resume_and_is_kept_aside(tmp_path: Path) -> None:
-    path, good = tmp_path / "metrics.jsonl", json.dumps(LINE.scalars)
+    path = tmp_path / "metrics.jsonl"
+    good = json.dumps(LINE.scalars)
     before = "\n".join([good, "\ufffd garbage", "[1]", '{"step": "x"}', "[" * 100_000, ""])
     path.write_text(before)
     file = MetricsFile(path, resumed_step=20)
@@ -152,7 +154,11 @@ def recipe(precision: Precision, peak_tflops: float | None = None) -> Recipe:
         seq_len=4,
         precision=precision,
     )
-    return Recipe(model=model, train=train, logging=LoggingConfig(peak_tflops=peak_tflops))
+    return Recipe(
+        model=model,
+        train=train,
+        logging=LoggingConfig(peak_tflops=peak_tflops),
+    )
 
 
 def test_mfu_goes_by_the_peak_of_the_devices_full_name_or_by_the_one_that_is_given(
@@ -171,12 +177,13 @@ def test_mfu_goes_by_the_peak_of_the_devices_full_name_or_by_the_one_that_is_giv
     assert peak("NVIDIA H100 NVL") == (pytest.approx(835.5e12 / flops), "")
     unknown = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
     found, line = peak(unknown)
-    assert found is None and f"{unknown!r} in its cuda_names; logging.peak_tflops=989.4" in line
+    assert found is None
+    assert f"{unknown!r} in its cuda_names; logging.peak_tflops=989.4" in line
     assert peak(unknown, 140.0) == (pytest.approx(140e12 / flops), "")
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    "settings, expected",
     [
         ({"schedule": "constant"}, [0.5, 1.0, 1.0, 1.0, 1.0]),
         ({"schedule": "cosine"}, [0.5, 1.0, 0.1 + 0.9 * 0.413176, 0.1 + 0.9 * 0.178606, 0.1]),

@@ -37,7 +37,13 @@ from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError
 from tests.data_files import write_folder, write_megatron
 
-MODEL = ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=264)
+MODEL = ModelConfig(
+    layers=1,
+    hidden=16,
+    heads=2,
+    ffn_hidden=32,
+    vocab=264,
+)
 WEB_AND_CODE = "data.sources=[{path: text/web, weight: 0.7}, {path: text/code, weight: 0.3}]"
 
 
@@ -53,7 +59,9 @@ def orders(draw: st.DrawFn) -> MixtureOrder:
     """Returns stages of a few samples to some thousand, with weights for equally many sources."""
     count = draw(st.integers(1, 5))
     one = st.lists(st.integers(0, 12), min_size=count, max_size=count).filter(any).map(tuple)
-    lengths, first, stages = draw(st.lists(st.integers(1, 200), max_size=4)), 0, []
+    lengths = draw(st.lists(st.integers(1, 200), max_size=4))
+    first = 0
+    stages = []
     for length in [*lengths, 0]:
         stages.append(MixtureStage(first, draw(one)))
         first += length
@@ -64,7 +72,8 @@ def orders(draw: st.DrawFn) -> MixtureOrder:
 def test_each_source_has_its_share_of_any_first_samples_to_within_one(
     weights: tuple[int, ...],
 ) -> None:
-    period, used = sum(weights), sum(weight > 0 for weight in weights)
+    period = sum(weights)
+    used = sum(weight > 0 for weight in weights)
     source = np.tile(mixture_pattern(weights)[0], 2)
     counts = np.cumsum(source[:, None] == np.arange(len(weights)), axis=0)
     # in 1 / W samples
@@ -129,11 +138,11 @@ def test_a_run_that_goes_on_in_the_middle_of_a_stage_at_another_dp_draws_each_se
     assert loader(0, 1).source.windows == 350
 
 
-def recipe_of(tmp_path: Path, *overrides: str, data: str = "{source: text}") -> Recipe:
+def recipe_of(tmp_path: Path, *overrides: str) -> Recipe:
     path = tmp_path / "small.yaml"
     path.write_text(
         "model: {layers: 1, hidden: 16, heads: 2, ffn_hidden: 32, vocab: 264}\n"
-        f"train: {{steps: 20, global_batch_size: 8, seq_len: 8}}\ndata: {data}\n"
+        "train: {steps: 20, global_batch_size: 8, seq_len: 8}\ndata: {source: text}\n"
     )
     return load_recipe(path, overrides, cards={})
 
@@ -163,7 +172,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("override", "line"), REFUSED)
+@pytest.mark.parametrize("override, line", REFUSED)
 def test_a_mixture_that_cannot_be_drawn_is_refused_in_one_line(
     tmp_path: Path, override: str, line: str
 ) -> None:
@@ -180,10 +189,8 @@ def text_source(folder: Path, text: str) -> SourceConfig:
 
 
 def test_the_check_of_the_data_names_the_source_that_will_not_do(tmp_path: Path) -> None:
-    fine, short = (
-        text_source(tmp_path / "web", "w" * 90_000),
-        text_source(tmp_path / "code", "c" * 3000),
-    )
+    fine = text_source(tmp_path / "web", "w" * 90_000)
+    short = text_source(tmp_path / "code", "c" * 3000)
     with pytest.raises(
         ConfigError,
         match=r"2001 tokens, and there are 151 in data.sources\[1\].path = .*code for validation",
@@ -191,11 +198,9 @@ def test_the_check_of_the_data_names_the_source_that_will_not_do(tmp_path: Path)
         check_data(DataConfig(source="text", sources=(fine, short)), seq_len=2000, vocab=264)
 
 
-def token_source(
-    folder: Path, tokenizer: ShardTokenizer | None, end_of_text: int = 256
-) -> SourceConfig:
+def token_source(folder: Path, tokenizer: ShardTokenizer | None) -> SourceConfig:
     ids = np.arange(100)
-    write_folder(folder, [ids], [ids[:20]], end=end_of_text, tokenizer=tokenizer)
+    write_folder(folder, [ids], [ids[:20]], tokenizer=tokenizer)
     return SourceConfig(path=str(folder))
 
 
@@ -204,8 +209,10 @@ def test_files_of_ids_are_mixed_where_one_tokenizer_has_made_them(tmp_path: Path
         ShardTokenizer(kind="json", file="tokenizer.json", sha256=name)
         for name in ("ours", "theirs")
     )
-    first, same = token_source(tmp_path / "a", ours), token_source(tmp_path / "b", ours)
-    unknown, other = token_source(tmp_path / "c", None), token_source(tmp_path / "d", theirs)
+    first = token_source(tmp_path / "a", ours)
+    same = token_source(tmp_path / "b", ours)
+    unknown = token_source(tmp_path / "c", None)
+    other = token_source(tmp_path / "d", theirs)
     prefix = tmp_path / "e"
     write_megatron(prefix, [np.arange(200, 240)] * 2)
     megatron = SourceConfig(path=str(prefix))
@@ -227,7 +234,13 @@ def test_what_is_left_out_is_not_counted_as_drawn(
     stage = WeightsConfig(from_step=6, weights=(0.2, 0.8))
     train = TrainConfig(steps=20, global_batch_size=8, seq_len=8)
     recipe = Recipe(
-        model=MODEL, train=train, data=DataConfig(source="text", sources=sources, stages=(stage,))
+        model=MODEL,
+        train=train,
+        data=DataConfig(
+            source="text",
+            sources=sources,
+            stages=(stage,),
+        ),
     )
     left_out = SkippedRanges.merge(
         SequenceRange(first=first, last=first + more) for first, more in skipped

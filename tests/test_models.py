@@ -24,7 +24,12 @@ B, S = 2, 12
 
 def build(config: ModelConfig) -> nn.Module:
     model = model_class(config.architecture)(
-        config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+        config,
+        tp=None,
+        sequence_parallel=False,
+        recompute="none",
+        recompute_every=1,
+        device="meta",
     )
     initialize(model, 0, "cpu")
     # a bias of zero and a scale of one hide what is done to them
@@ -60,7 +65,8 @@ def test_a_model_is_that_of_transformers(family: str, tmp_path: Path) -> None:
         for each in tensors:
             peer.get_parameter(each.name).copy_(packed(each, model.get_parameter))
     ids = torch.randint(config.vocab, (B, S), generator=torch.Generator().manual_seed(0))
-    ours, theirs = model(ids), peer(ids).logits
+    ours = model(ids)
+    theirs = peer(ids).logits
     assert_near(ours, theirs, "logits")
     weight = torch.randn_like(ours)
     (ours * weight).sum().backward()

@@ -26,9 +26,12 @@ def cases_of(name: ScheduleName) -> Iterator[Schedule]:
             )
 
 
-def usual(name: ScheduleName, pp: int = 4) -> Schedule:
+def usual(name: ScheduleName) -> Schedule:
     return build_schedule(
-        name, pp=pp, microbatches=2 * pp, virtual_stages=SCHEDULES[name].stages.usual
+        name,
+        pp=4,
+        microbatches=8,
+        virtual_stages=SCHEDULES[name].stages.usual,
     )
 
 

@@ -30,7 +30,12 @@ from parallel3d.torch_private import norms
 SHAPES = [(24, 40), (40, 24), (7,)]
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+SGD: dict[str, Any] = {
+    "lr": 0.01,
+    "momentum": 0.9,
+    "nesterov": True,
+    "weight_decay": 0.1,
+}
 
 
 def trained(build: Build) -> list[torch.Tensor]:
@@ -94,7 +99,12 @@ def test_matrices_are_divided_by_cost() -> None:
 @pytest.mark.parametrize("dim", [None, 0, 1])
 def test_a_part_lies_where_a_rank_cuts_it(dim: int | None) -> None:
     matrix = torch.arange(10 * 6).view(10, 6)
-    boxes = parts_of_ranks(ParameterSpec((10, 6), dim, zeros), ranks=8, tp=2, shards=4)
+    boxes = parts_of_ranks(
+        ParameterSpec((10, 6), dim, zeros),
+        ranks=8,
+        tp=2,
+        shards=4,
+    )
     for tp in range(2):
         of_tp = matrix if dim is None else matrix.chunk(2, dim)[tp]
         for shard in range(4):  # 10 rows are cut into 3, 3, 3 and 1, and 5 rows into 2, 2, 1 and 0
@@ -110,7 +120,7 @@ def test_a_matrix_comes_from_the_nearest_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    "overrides, message",
     [
         ("momentum=0.9", "needs optimizer.name = sgd or muon, and that is adamw; try"),
         ("name=sgd momentum=1.0", "(command line): must be below 1; try 0.5"),
@@ -147,4 +157,5 @@ def test_the_norm_of_a_large_gradient_does_not_lose_small_squares(dtype: torch.d
     gradient = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).to(dtype)
     (norm,) = norms([gradient], torch.float32)
     expected = gradient.double().norm().item()
-    assert norm.dtype == torch.float32 and norm.item() == pytest.approx(expected, rel=1e-6)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(expected, rel=1e-6)

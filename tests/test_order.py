@@ -15,9 +15,8 @@ sizes = st.one_of(st.integers(1, 40), st.integers(1, 5_000))
 @given(sizes, seeds, st.integers(0, 10**6))
 def test_each_epoch_holds_every_window_once(windows: int, seed: int, epoch: int) -> None:
     samples = np.arange(epoch * windows, (epoch + 1) * windows)
-    assert np.array_equal(
-        np.sort(window_order(samples, windows=windows, seed=seed)), np.arange(windows)
-    )
+    order = window_order(samples, windows=windows, seed=seed)
+    assert np.array_equal(np.sort(order), np.arange(windows))
 
 
 @given(sizes, seeds, st.lists(st.integers(0, 10**9), min_size=1, max_size=50))
@@ -25,8 +24,9 @@ def test_a_sample_has_the_same_window_whoever_asks_and_beside_whatever(
     windows: int, seed: int, samples: list[int]
 ) -> None:
     together = window_order(np.array(samples), windows=windows, seed=seed)
-    alone = [window_order(np.array([sample]), windows=windows, seed=seed)[0] for sample in samples]
-    assert together.tolist() == alone
+    for sample, window in zip(samples, together, strict=True):
+        alone = window_order(np.array([sample]), windows=windows, seed=seed)
+        assert alone == window
 
 
 @given(st.integers(1, 10**13), seeds)

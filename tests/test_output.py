@@ -28,7 +28,12 @@ def ended(arguments: list[str], redirection: str, *, unbuffered: bool) -> tuple[
     os.close(reader)
     command = ["bash", "-c", script]
     done = subprocess.run(
-        command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+        command,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        timeout=60,
     )
     os.close(writer)
     return done.returncode, done.stderr
@@ -44,7 +49,7 @@ def test_a_full_stdout_is_no_traceback_and_not_status_0(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "unbuffered"), [("tools.plan --help", False), ("tools.data merge --help", True)]
+    "command, unbuffered", [("tools.plan --help", False), ("tools.data merge --help", True)]
 )
 def test_a_reader_that_has_gone_ends_a_command_silently_and_a_closed_stdout_is_refused(
     command: str, unbuffered: bool

@@ -30,7 +30,10 @@ def test_the_list_of_packages_is_that_of_the_folders() -> None:
 @pytest.mark.parametrize("name", MAPPED)
 def test_a_mapped_folder_refuses_its_bare_name(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", f"import {name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1
     assert f"ImportError: import this as parallel3d.{name}" in done.stderr
@@ -55,7 +58,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             subprocess.run(["cp", "-a", str(ROOT / name), str(source)], check=True)
     program = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
     built = subprocess.run(
-        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=source,
+        capture_output=True,
+        text=True,
     )
     assert built.returncode == 0, built.stderr
     return zipfile.ZipFile(next(folder.glob("*.whl"))).namelist()

@@ -20,9 +20,20 @@ from parallel3d.tools.plan.hardware import find_cluster
 
 Said = pytest.CaptureFixture[str]
 RECIPE = Recipe(
-    model=ModelConfig(layers=4, hidden=512, heads=8, ffn_hidden=1536, vocab=4096),
+    model=ModelConfig(
+        layers=4,
+        hidden=512,
+        heads=8,
+        ffn_hidden=1536,
+        vocab=4096,
+    ),
     parallel=ParallelConfig(pp=2, dp_shard=2, tp=2),
-    train=TrainConfig(steps=60, global_batch_size=16, seq_len=1024, precision="bf16"),
+    train=TrainConfig(
+        steps=60,
+        global_batch_size=16,
+        seq_len=1024,
+        precision="bf16",
+    ),
 )
 LINE = StepMetrics(
     step=0,
@@ -38,9 +49,9 @@ LINE = StepMetrics(
 )
 
 
-def run_of(folder: Path, times: list[float], recipe: Recipe = RECIPE) -> Path:
+def run_of(folder: Path, times: list[float]) -> Path:
     """A run that logged every ten steps."""
-    (folder / "config.yaml").write_text(to_yaml(recipe))
+    (folder / "config.yaml").write_text(to_yaml(RECIPE))
     metrics = MetricsFile(folder / "metrics.jsonl", resumed_step=0)
     for at, seconds in enumerate(times):
         metrics.write(replace(LINE, step=10 * at + 1, step_time_s=seconds))
@@ -50,7 +61,8 @@ def run_of(folder: Path, times: list[float], recipe: Recipe = RECIPE) -> Path:
 def test_the_median_without_the_first_line_is_compared_with_the_plan(tmp_path: Path) -> None:
     cluster = find_cluster("a100")
     found = compare(run_of(tmp_path, [9.0, 0.2, 0.1, 0.4, 0.3, 0.2]), cluster)
-    assert (found.measured.lines, found.measured.step_time_s) == (5, 0.2)
+    assert found.measured.lines == 5
+    assert found.measured.step_time_s == 0.2
     asked = Question(
         shape=from_config(RECIPE.model),
         cluster=cluster,
@@ -78,7 +90,12 @@ def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) 
     flops = model_flops_per_token(from_config(RECIPE.model), RECIPE.train.seq_len)
     metrics = MetricsFile(folders[0] / "metrics.jsonl", resumed_step=0)
     for step in (1, 11):
-        line = replace(LINE, step=step, step_time_s=0.5, tokens_per_s_per_device=4096.0)
+        line = replace(
+            LINE,
+            step=step,
+            step_time_s=0.5,
+            tokens_per_s_per_device=4096.0,
+        )
         metrics.write(replace(line, mfu=4096.0 * flops / 312e12))
     cautions = [
         compare(folder, find_cluster(name)).other_device
@@ -92,7 +109,7 @@ def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) 
 
 
 @pytest.mark.parametrize(
-    ("times", "arguments", "status", "rule"),
+    "times, arguments, status, rule",
     [
         ([9.0, 0.1], "--gpu h1000", 2, "h1000"),
         ([9.0, 0.1], "", 2, "one of the two; try --gpu h100"),
@@ -105,7 +122,8 @@ def test_a_bad_input_is_one_line(
 ) -> None:
     assert plan.main(["compare", str(run_of(tmp_path, times)), *arguments.split()]) == status
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and rule in line
+    assert line.startswith("error: ")
+    assert rule in line
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: Said) -> None:

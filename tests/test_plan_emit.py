@@ -80,7 +80,9 @@ def test_a_config_json_keeps_its_window_and_its_long_context_and_what_is_left_ou
     asked = "--model config.json --gpu cpu --gpus 4 --seq-len 64 --global-batch 8"
     Path("config.json").write_text(json.dumps(config))
     model = emit(asked, capsys).model
-    assert (model.window, model.head_dim, model.rope_theta) == (32, 64, 10_000.0)
+    assert model.window == 32
+    assert model.head_dim == 64
+    assert model.rope_theta == 10_000.0
     assert model.rope_scaling == RopeScaling(type="yarn", factor=4.0, original_max_positions=128)
     assert plan.main(asked.split()) == 0
     assert "rope_scaling's mscale = " in capsys.readouterr().out
@@ -98,18 +100,18 @@ def test_a_config_json_keeps_its_window_and_its_long_context_and_what_is_left_ou
 def test_a_token_budget_is_steps_and_checkpoints(capsys: Said) -> None:
     recipe = emit(f"{SMALL} --tokens 1B", capsys)
     assert recipe.train.steps == -(-(10**9) // (64 * 2048))
-    assert recipe.checkpoint.every and recipe.optimizer.warmup_steps
+    assert recipe.checkpoint.every
+    assert recipe.optimizer.warmup_steps
 
 
 def test_ones_own_recipe_keeps_its_other_sections(capsys: Said) -> None:
     recipe = emit("--model quickstart --gpu cpu --gpus 2 --seq-len 64", capsys)
     mine = load_recipe(pretrain.find_recipe("quickstart"), cards=shape_cards())
-    assert recipe.optimizer == mine.optimizer and recipe.checkpoint == mine.checkpoint
-    assert (recipe.train.steps, recipe.train.seq_len, recipe.parallel.world_size) == (
-        mine.train.steps,
-        64,
-        2,
-    )
+    assert recipe.optimizer == mine.optimizer
+    assert recipe.checkpoint == mine.checkpoint
+    assert recipe.train.steps == mine.train.steps
+    assert recipe.train.seq_len == 64
+    assert recipe.parallel.world_size == 2
 
 
 def test_a_model_that_the_trainer_lacks_is_planned_and_not_written(capsys: Said) -> None:
@@ -132,11 +134,13 @@ def test_launch_scripts_are_well_formed(kind: str, gpus: int, capsys: Said) -> N
     assert plan.main(shlex.split(arguments)) == 0
     assert "out" in capsys.readouterr().out.splitlines()[-1]
     text = Path("out").read_text()
-    assert "$$" not in text and "{{" not in text
+    assert "$$" not in text
+    assert "{{" not in text
     if kind == "k8s":
         recipe, service, job = yaml.safe_load_all(text)
         assert "recipe.yaml" in recipe["data"]
-        assert (service["kind"], job["spec"]["completions"]) == ("Service", max(1, gpus // 8))
+        assert service["kind"] == "Service"
+        assert job["spec"]["completions"] == max(1, gpus // 8)
         (container,) = job["spec"]["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == min(gpus, 8)
     else:
@@ -151,13 +155,19 @@ def fake(name: str, script: str) -> None:
 
 
 def with_fakes(**variables: str) -> dict[str, str]:
-    return {**os.environ, "PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}", **variables}
+    return {
+        **os.environ,
+        "PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}",
+        **variables,
+    }
 
 
 def test_a_recipe_has_what_differs_from_the_defaults(capsys: Said) -> None:
     emit(f"{SMALL} --tokens 300B", capsys)
     text = Path("plan.yaml").read_text()
-    assert "weight_decay" not in text and "loss_scale" not in text and len(text.splitlines()) < 45
+    assert "weight_decay" not in text
+    assert "loss_scale" not in text
+    assert len(text.splitlines()) < 45
     assert "the data is a stand-in" in text.splitlines()[1].lower()
 
 

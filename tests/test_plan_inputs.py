@@ -43,102 +43,115 @@ BAD_INPUTS = [
     (f"--model llama3-8b --gpu h1000 {BATCH}", "hardware h1000: unknown; did you mean h100-80gb"),
     (f"--model llama3-8b {BATCH}", "--gpu, --hardware: required is one of the two; try --gpu"),
     (f"--model llama3-8b --hardware x.yaml {BATCH}", "hardware x.yaml: cannot be read"),
-    (f"--model llama3-8b --hardware negative.yaml {BATCH}", (
-        "device.memory_gib = -4: must be a number above 0"
-    )),
-    (f"--model llama3-8b --hardware typo.yaml {BATCH}", (
-        "device.memory_gb: unknown key; did you mean memory_gib?"
-    )),
-    (f"--model llama3-8b --hardware less.yaml {BATCH}", (
-        "less.yaml: device.memory_gib: required and not given"
-    )),
+    (
+        f"--model llama3-8b --hardware negative.yaml {BATCH}",
+        "device.memory_gib = -4: must be a number above 0",
+    ),
+    (
+        f"--model llama3-8b --hardware typo.yaml {BATCH}",
+        "device.memory_gb: unknown key; did you mean memory_gib?",
+    ),
+    (
+        f"--model llama3-8b --hardware less.yaml {BATCH}",
+        "less.yaml: device.memory_gib: required and not given",
+    ),
     (f"--model llama3-8b --hardware open.yaml {BATCH}", "hardware open.yaml:2: not valid YAML"),
     (f"--model llama3-8b --cluster nowhere.yaml {BATCH}", "hardware h9000: unknown; did you mean"),
     (f"--model llama3-8b --hardware share.yaml {BATCH}", "node.efficiency = 50: must be a share"),
     ("--model llama3-8b --gpu h100 --gpus 0", "--gpus: '0' must be a whole number from 1 on"),
     ("--model llama3-8b --gpu h100", "--gpus, --seq-len, --global-batch: required; try --gpus 64"),
     (f"--model gpt2 {ON}", "--seq-len 4096: gpt2 has 1024 positions; try --seq-len 1024"),
-    ("--model llama3-8b --gpu h100 --gpus 37 --seq-len 512 --global-batch 8", (
-        "no layout of 37 devices divides"
-    )),
-    (f"{ASKED} --fix tp=7", (
-        "parallel.tp = 7: must divide model.heads = 32 and model.kv_heads = 8; try 1, 2, 4 or 8"
-    )),
-    (f"{ASKED} --fix pp=64", (
-        "parallel.pp = 64: model.layers = 32 cannot fill 64 stages"
-    )),
+    (
+        "--model llama3-8b --gpu h100 --gpus 37 --seq-len 512 --global-batch 8",
+        "no layout of 37 devices divides",
+    ),
+    (
+        f"{ASKED} --fix tp=7",
+        "parallel.tp = 7: must divide model.heads = 32 and model.kv_heads = 8; try 1, 2, 4 or 8",
+    ),
+    (f"{ASKED} --fix pp=64", "parallel.pp = 64: model.layers = 32 cannot fill 64 stages"),
     (f"{ASKED} --fix tp=8 --max-tp 4", "tp = 8: more than --max-tp 4"),
     (f"{ASKED} --fix dp_shard=3", "dp_shard = 3: must divide gpus = 16; try --gpus 18"),
-    (f"{ASKED} --fix tp=2,pp=2,dp_shard=2,dp_replicate=1", (
-        "dp_shard = 2 x tp = 2: must be gpus = 16"
-    )),
+    (
+        f"{ASKED} --fix tp=2,pp=2,dp_shard=2,dp_replicate=1",
+        "dp_shard = 2 x tp = 2: must be gpus = 16",
+    ),
     (f"{ASKED} --fix schedule=1f1b --schedule gpipe", "--schedule gpipe: --fix says schedule=1f1b"),
-    (f"{ASKED} --emit-recipe p.yaml --emit-launch slurm a --emit-launch k8s b", (
-        "--emit-launch slurm a k8s b: must be"
-    )),
-    (f"{ASKED} --fix tpp=8", (
-        "--fix tpp=8: not a key of the layout with its value, such as tp=8; did you mean tp?"
-    )),
-    (f"{ASKED} --fix cp=8", (
-        "cp = 8: context parallelism is not among the axes of parallel3d; --engine megatron-core"
-    )),
-    (f"--model mixtral-8x7b --engine nemo --fix ep=3 {ON}", (
-        "ep = 3: must divide mixtral-8x7b's 8 experts; try"
-    )),
+    (
+        f"{ASKED} --emit-recipe p.yaml --emit-launch slurm a --emit-launch k8s b",
+        "--emit-launch slurm a k8s b: must be",
+    ),
+    (
+        f"{ASKED} --fix tpp=8",
+        "--fix tpp=8: not a key of the layout with its value, such as tp=8; did you mean tp?",
+    ),
+    (
+        f"{ASKED} --fix cp=8",
+        "cp = 8: context parallelism is not among the axes of parallel3d; --engine megatron-core",
+    ),
+    (
+        f"--model mixtral-8x7b --engine nemo --fix ep=3 {ON}",
+        "ep = 3: must divide mixtral-8x7b's 8 experts; try",
+    ),
     (f"--model mixtral-8x7b {ON}", "2 of them for a token, and parallel3d trains none; try"),
-    (f"{ASKED} --fix dp=8", (
-        "--fix dp=8: the data ranks are those that tp and pp leave; fix dp_shard"
-    )),
+    (
+        f"{ASKED} --fix dp=8",
+        "--fix dp=8: the data ranks are those that tp and pp leave; fix dp_shard",
+    ),
     (f"{ASKED} --fix tp=8 tp=4", "--fix tp=4: tp is given twice"),
     (f"{ASKED} --fix tp=-1", "--fix tp=-1: must be a whole number from 1 on"),
     (f"{ASKED} --fix recompute=some", "--fix recompute=some: must be one of none, selective, full"),
     (f"{ASKED} --schedule 1f1c", "--schedule: invalid choice: '1f1c'"),
     (f"{ASKED} --risk 2", "--risk: '2' must be a chance above 0 and below 1, such as 0.05"),
-    ("--model quickstart --gpu cpu --fragmentation 0", (
-        "a CPU's memory has neither of the two"
-    )),
-    (f"{ASKED} --tokens lots", (
-        "--tokens: 'lots' must be a number of tokens, such as 300B, 2T or 1e12"
-    )),
-    (f"{ASKED} --gpu-memory 80", (
-        "--gpu-memory: '80' must be an amount of memory with its unit, such as 80GB"
-    )),
-    (f"{ASKED} --network-gb-per-s fast", (
-        "--network-gb-per-s: 'fast' must be GB/s, such as 50, 50GB/s or 400Gbps"
-    )),
-    (f"{ASKED} --frobnicate", (
-        "unrecognized arguments: --frobnicate; see parallel3d-plan recommend --help"
-    )),
+    ("--model quickstart --gpu cpu --fragmentation 0", "a CPU's memory has neither of the two"),
+    (
+        f"{ASKED} --tokens lots",
+        "--tokens: 'lots' must be a number of tokens, such as 300B, 2T or 1e12",
+    ),
+    (
+        f"{ASKED} --gpu-memory 80",
+        "--gpu-memory: '80' must be an amount of memory with its unit, such as 80GB",
+    ),
+    (
+        f"{ASKED} --network-gb-per-s fast",
+        "--network-gb-per-s: 'fast' must be GB/s, such as 50, 50GB/s or 400Gbps",
+    ),
+    (
+        f"{ASKED} --frobnicate",
+        "unrecognized arguments: --frobnicate; see parallel3d-plan recommend --help",
+    ),
     (f"{ASKED} --layers 3", "--layers: does not go with --model llama3-8b"),
-    (f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}", (
-        "model.heads = 7: must divide model.hidden = 100; try 1, 2, 5,"
-    )),
+    (
+        f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}",
+        "model.heads = 7: must divide model.hidden = 100; try 1, 2, 5,",
+    ),
     (f"--model uneven.json {ON}", "uneven.json: model.heads = 7: must divide model.hidden = 256"),
     (f"--model mixtral.json {ON}", "mixtral.json: hidden_size = null: must be a whole number"),
-    (f"--model layers.json {ON}", (
-        "layers.json: decoder_sparse_step = 2: must be 1, experts in every layer after"
-    )),
-    (f"--model bert.json {ON}", (
-        "model_type = bert: must be one of"
-    )),
-    (f"--model text.json {ON}", 'text.json: hidden_size = big: must be a whole number'),
+    (
+        f"--model layers.json {ON}",
+        "layers.json: decoder_sparse_step = 2: must be 1, experts in every layer after",
+    ),
+    (f"--model bert.json {ON}", "model_type = bert: must be one of"),
+    (f"--model text.json {ON}", "text.json: hidden_size = big: must be a whole number"),
     (f"--model cut.json {ON}", "cut.json: cannot be read as JSON (Unterminated string"),
     (f"--model heads.json {ON}", "heads.json: head_dim = 0: must be at least 1"),
-    (f"--model factor.json {ON}", 'factor.json: rope_scaling.factor = big: must be a number'),
+    (f"--model factor.json {ON}", "factor.json: rope_scaling.factor = big: must be a number"),
     (f"--model folder {ON}", "--model folder: a folder without a config.json"),
     (f"{ASKED} --emit-launch slurm", "--emit-launch: is about a recipe; add --emit-recipe"),
-    (f"{ASKED} --emit-recipe x.yaml --emit-launch pbs", (
-        "--emit-launch pbs: must be one of torchrun, slurm"
-    )),
+    (
+        f"{ASKED} --emit-recipe x.yaml --emit-launch pbs",
+        "--emit-launch pbs: must be one of torchrun, slurm",
+    ),
     (f"{ASKED} --engine megatrn", "--engine megatrn: unknown; did you mean megatron-core"),
     (f"{ASKED} --emit-recipe x.sh --emit-launch torchrun x.sh", "x.sh: named for two outputs"),
-    ("memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8", (
-        "--layout: required; try --layout tp=8"
-    )),
+    (
+        "memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8",
+        "--layout: required; try --layout tp=8",
+    ),
     ("verify", "RECIPE: required; try parallel3d-plan verify quickstart"),
     ("score none.json", "none.json: cannot be read (No such file or directory)"),
     (f"recomend {ASKED}", "recomend: no such command; did you mean recommend?"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -153,7 +166,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("layers.json").write_text('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}')
     Path("text.json").write_text(json.dumps({**LLAMA, "hidden_size": "big"}))
     Path("heads.json").write_text(json.dumps({**LLAMA, "head_dim": 0}))
-    yarn = {"type": "yarn", "factor": "big", "original_max_position_embeddings": 64}
+    yarn = {
+        "type": "yarn",
+        "factor": "big",
+        "original_max_position_embeddings": 64,
+    }
     Path("factor.json").write_text(json.dumps({**LLAMA, "rope_scaling": yarn}))
     Path("cut.json").write_text(json.dumps(LLAMA)[:60])
     Path("folder").mkdir()
@@ -167,19 +184,20 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD_INPUTS)
+@pytest.mark.parametrize("arguments, message", BAD_INPUTS)
 def test_a_bad_input_is_one_line_and_status_2(
     arguments: str, message: str, files: Path, capsys: Said
 ) -> None:
     assert plan.main(shlex.split(arguments)) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
     assert message in said.err
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "value"),
+    "parse, text, value",
     [
         (tokens, "2T", 2e12),
         (tokens, "300B", 3e11),
@@ -212,13 +230,16 @@ def test_a_layout_takes_the_names_of_others() -> None:
         "microbatch_size": 2,
     }
     parallel = read_parallel(["tp=2,pp=2,vpp=2"], "--layout")
-    assert (parallel.schedule, parallel.sequence_parallel) == ("interleaved_1f1b", True)
+    assert parallel.schedule == "interleaved_1f1b"
+    assert parallel.sequence_parallel
 
 
 def test_a_model_is_a_config_json_its_folder_a_recipe_or_a_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    by_file, by_folder = read_model(str(tmp_path / "config.json")), read_model(str(tmp_path))
-    assert by_file.shape == by_folder.shape and by_file.shape.kv_heads == 4
+    by_file = read_model(str(tmp_path / "config.json"))
+    by_folder = read_model(str(tmp_path))
+    assert by_file.shape == by_folder.shape
+    assert by_file.shape.kv_heads == 4
     assert read_model("quickstart").recipe is not None
     assert read_model("Llama3_8B").shape == read_model("llama3-8b").shape
     assert total_parameters(read_model("gpt2").shape) == 124_439_808

@@ -3,10 +3,8 @@ of it."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -22,15 +20,21 @@ from parallel3d.planner.search.size_limits import (
 )
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.hardware import find_cluster
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
 
 
 def question(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> Question:
     cluster = find_cluster("a100-40gb")
     shape = named_shape(name, shape_cards())
-    whole = Question(shape=shape, cluster=cluster, gpus=gpus, seq_len=2048, global_batch_size=64)
+    whole = Question(
+        shape=shape,
+        cluster=cluster,
+        gpus=gpus,
+        seq_len=2048,
+        global_batch_size=64,
+    )
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -42,19 +46,12 @@ def held(found: Strategy | None) -> Question:
     return found.question
 
 
-def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
-    assert plan.main(shlex.split(f"limits {arguments} --json")) == status
-    said = capsys.readouterr()
-    assert said.err == ""
-    found: dict[str, Any] = json.loads(said.out)
-    return found
-
-
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama2-13b", "llama2-70b"])
 def test_the_smallest_cluster_holds_the_model_and_fewer_devices_do_not(name: str) -> None:
     at = held(smallest_cluster(question(name, seq_len=1024)))
     fewer = [gpus for gpus in (1, 2, 4, *range(8, at.gpus, 8)) if gpus < at.gpus]
-    assert all(one_that_fits(replace(at, gpus=gpus)) is None for gpus in fewer)
+    for gpus in fewer:
+        assert one_that_fits(replace(at, gpus=gpus)) is None
 
 
 @pytest.mark.parametrize("engine", ["megatron-core"])
@@ -74,7 +71,8 @@ def test_the_longest_sequence_fits_and_a_sixteenth_more_does_not() -> None:
     step = 2048
     while 2 * step <= length:
         step *= 2
-    assert length > 2048 and length % (step // 16) == 0
+    assert length > 2048
+    assert length % (step // 16) == 0
     assert one_that_fits(replace(asked, seq_len=length + step // 16)) is None
 
 
@@ -82,26 +80,35 @@ def test_the_largest_batch_is_taken_at_once_and_twice_as_much_is_not() -> None:
     asked = question("gpt2-xl", seq_len=1024, fixed=Fixed(recompute="none", tp=1, pp=1))
     found = largest_batch(asked)
     batch = held(found).global_batch_size
-    assert found is not None and batch == found.parallel.dp * found.parallel.microbatch_size
-    twice = Fixed(recompute="none", tp=1, pp=1, microbatch_size=2 * found.parallel.microbatch_size)
+    assert found is not None
+    assert batch == found.parallel.dp * found.parallel.microbatch_size
+    twice = Fixed(
+        recompute="none",
+        tp=1,
+        pp=1,
+        microbatch_size=2 * found.parallel.microbatch_size,
+    )
     assert one_that_fits(replace(asked, global_batch_size=2 * batch, fixed=twice)) is None
 
 
 def test_the_smallest_cluster_needs_no_number_of_devices(capsys: Said) -> None:
     assert plan.main(shlex.split(f"limits cluster {ASKED} --fix tp=4")) == 0
     page = capsys.readouterr().out
-    assert "devices that hold it: " in page and " tp=4 " in page and "the best layout: " in page
-    assert page.isascii() and max(map(len, page.splitlines())) <= 100
+    assert "devices that hold it: " in page
+    assert " tp=4 " in page
+    assert "the best layout: " in page
+    assert page.isascii()
+    assert max(map(len, page.splitlines())) <= 100
 
 
 def test_what_has_no_answer_is_said_and_ends_with_3(capsys: Said) -> None:
     endless = ASKED.replace("--seq-len 4096", "--seq-len 16777216")
-    said = tree(f"cluster {endless} --max-tp 1", capsys, status=3)
+    said = plan_json(f"limits cluster {endless} --max-tp 1", capsys, status=3)
     assert said["limits"] == {"cluster": None}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         (ASKED, "--gpus: required"),
         (f"sequences {ASKED} --gpus 8", "invalid choice: 'sequences'"),
@@ -113,4 +120,6 @@ def test_a_bad_question_is_one_line_and_status_2(
 ) -> None:
     assert plan.main(shlex.split(f"limits {arguments}")) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and message in said.err
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert message in said.err

@@ -3,12 +3,10 @@ range."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 from math import log
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_plan_compare import LINE, RECIPE, run_of
@@ -27,8 +25,8 @@ from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.tools.plan.models import read_model
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 ON = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128 --fix tp=4 pp=1"
 ASKED = Question(
     shape=read_model("llama3-8b").shape,
@@ -46,19 +44,18 @@ def in_truth(parallel: ParallelConfig, scales: Scales) -> MeasuredRun:
     run = ASKED.planned_run(parallel)
     there: PlannedRun = replace(run, cluster=with_scales(run.cluster, scales))
     return MeasuredRun(
-        run=run, step_time_s=step_cost(there).step_time_s, memory_bytes=worst_rank(there).total
+        run=run,
+        step_time_s=step_cost(there).step_time_s,
+        memory_bytes=worst_rank(there).total,
     )
-
-
-def tree(arguments: str, capsys: Said) -> Any:
-    assert plan.main([*shlex.split(arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_run_that_sends_little_tells_of_arithmetic_alone() -> None:
     found = scales_of([in_truth(ALONE, Scales(arithmetic=1.3))])
-    assert 1.15 < found.arithmetic < 1.3 and found.network == pytest.approx(1.0, abs=0.02)
-    assert (found.timed, found.weighed) == (("parallel3d",), ("parallel3d",))
+    assert 1.15 < found.arithmetic < 1.3
+    assert found.network == pytest.approx(1.0, abs=0.02)
+    assert found.timed == ("parallel3d",)
+    assert found.weighed == ("parallel3d",)
     talking = scales_of([in_truth(TALKING, Scales(network=1.5))])
     assert log(talking.network) > 4 * log(talking.arithmetic) > 0
 
@@ -85,18 +82,22 @@ def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> N
     run = run_of(tmp_path, [])
     cluster = find_cluster("a100")
     predicted = compare(run_of(tmp_path, [9.0, 1.0]), cluster)
-    predicted_s, bytes_ = predicted.cost.step_time_s, round(1.1 * predicted.memory.allocated)
+    predicted_s = predicted.cost.step_time_s
+    bytes_ = round(1.1 * predicted.memory.allocated)
     (run / "metrics.jsonl").unlink()
-    metrics, tokens = (
-        MetricsFile(run / "metrics.jsonl", resumed_step=0),
-        16 * 1024 / 8 / (1.5 * predicted_s),
-    )
+    metrics = MetricsFile(run / "metrics.jsonl", resumed_step=0)
+    tokens = 16 * 1024 / 8 / (1.5 * predicted_s)
     mfu = (
         tokens
         * model_flops_per_token(from_config(RECIPE.model), 1024)
         / cluster.device.peak("bf16")
     )
-    line = replace(LINE, step_time_s=1.5 * predicted_s, tokens_per_s_per_device=tokens, mfu=mfu)
+    line = replace(
+        LINE,
+        step_time_s=1.5 * predicted_s,
+        tokens_per_s_per_device=tokens,
+        mfu=mfu,
+    )
     line = replace(line, peak_memory_bytes=bytes_)
     for step in (1, 11, 21, 31):
         metrics.write(replace(line, step=step))
@@ -106,13 +107,13 @@ def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> N
     layout = "--fix tp=2 pp=2 dp_shard=2 microbatch_size=1"
     asked = f"--model {run}/config.yaml {layout}"
     before, after = (
-        tree(f"{asked} --gpu a100{more}", capsys)["strategies"][0]["step_time_s"]
+        plan_json(f"{asked} --gpu a100{more}", capsys)["strategies"][0]["step_time_s"]
         for more in ("", f" --measured {run}")
     )
     assert 1.1 < after / before < 1.5
     assert (
         "measured: parallel3d on 8 devices"
-        in tree(f"{asked} --gpu a100 --measured {run}", capsys)["notes"][0]
+        in plan_json(f"{asked} --gpu a100 --measured {run}", capsys)["notes"][0]
     )
     assert plan.main([*shlex.split(f"{asked} --gpu h100 --measured {run}")]) == 2
     assert "the run was not on H100" in capsys.readouterr().err

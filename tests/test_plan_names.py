@@ -9,7 +9,7 @@ from parallel3d.tools.aliases.lookup import Kind, find_name
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "name"),
+    "said, kind, name",
     [
         ("p5.48xlarge", "hardware", "aws-p5"),
         ("NVIDIA H100 80GB HBM3", "hardware", "h100-80gb"),

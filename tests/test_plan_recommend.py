@@ -6,7 +6,6 @@ what `PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py` changes, a
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -22,8 +21,8 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import inputs as plan_inputs
 from parallel3d.tools.plan import recommend as plan_recommend
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parent / "golden" / "plan"
 SMALL = "--model llama3.2-1b --gpu a100 --gpus 8 --seq-len 2048 --global-batch 64"
 TOO_LARGE = "--model llama3-70b --gpu h100 --gpus 8 --seq-len 8192 --global-batch 512"
@@ -63,8 +62,18 @@ ACCURACY = dict(
     throughput_runs=400,
     memory_runs=100,
     fit_runs=600,
-    blind=_figures(throughput_median=9.0, throughput_p90=25.0, memory_median=7.0, memory_p90=30.0),
-    fitted=_figures(throughput_median=4.0, throughput_p90=12.0, memory_median=3.0, memory_p90=10.0),
+    blind=_figures(
+        throughput_median=9.0,
+        throughput_p90=25.0,
+        memory_median=7.0,
+        memory_p90=30.0,
+    ),
+    fitted=_figures(
+        throughput_median=4.0,
+        throughput_p90=12.0,
+        memory_median=3.0,
+        memory_p90=10.0,
+    ),
     spread={
         "level": 0.8,
         "throughput": {"known": 0.12, "unknown": 0.15},
@@ -85,20 +94,12 @@ def run(arguments: str) -> int:
     return plan.main(shlex.split(arguments))
 
 
-def answer(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
-    assert run(f"{arguments} --json") == status
-    said = capsys.readouterr()
-    assert said.err == ""
-    (line,) = said.out.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_it_was(name: str, capsys: Said) -> None:
     status = run(PAGES[name])
     said = capsys.readouterr()
-    assert (status, said.err) == (3 if name == "nothing_fits" else 0, "")
+    assert (status) == (3 if name == "nothing_fits" else 0)
+    assert said.err == ""
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("PARALLEL3D_UPDATE_GOLDEN"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -111,26 +112,31 @@ def test_the_page_is_what_it_was(name: str, capsys: Said) -> None:
 
 
 def test_json_says_what_was_asked_with_defaults_filled_in(capsys: Said) -> None:
-    said = answer(
+    said = plan_json(
         f"{SMALL} --fix tp=2 --max-pp 4 --tokens 300B --price 2 --gpu-memory 80GB", capsys
     )
     asked = said["input"]
     assert said["schema"] == "parallel3d.plan/1"
-    assert asked["model"]["name"] == "llama3.2-1b" and asked["model"]["parameters"] == 1_235_814_400
+    assert asked["model"]["name"] == "llama3.2-1b"
+    assert asked["model"]["parameters"] == 1_235_814_400
     assert asked["fixed"] == {"tp": 2, "max_pp": 4}
-    assert (asked["precision"], asked["risk"], asked["objective"]) == ("bf16", 0.05, "throughput")
+    assert asked["precision"] == "bf16"
+    assert asked["risk"] == 0.05
+    assert asked["objective"] == "throughput"
     assert asked["memory_fraction"] == 0.914
-    assert asked["tokens"] == 3e11 and asked["hardware"]["price_per_hour"] == 2
+    assert asked["tokens"] == 3e11
+    assert asked["hardware"]["price_per_hour"] == 2
     assert asked["hardware"]["memory_gib"] == pytest.approx(80e9 / 2**30, rel=1e-4)
 
 
 def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
-    said = answer(f"{SMALL} --tokens 300B --price 2 --top 7", capsys)
+    said = plan_json(f"{SMALL} --tokens 300B --price 2 --top 7", capsys)
     assert len(said["strategies"]) == 7
     times = [each["step_time_s"] for each in said["strategies"]]
     assert times[0] <= min(times) * 1.001
     for each in said["strategies"]:
-        memory, parts = each["memory_gib"], each["time_s"]
+        memory = each["memory_gib"]
+        parts = each["time_s"]
         assert memory["total"] == pytest.approx(sum(memory[kind] for kind in KINDS), rel=1e-3)
         assert set(memory) == {"total", *KINDS}
         assert each["step_time_s"] == pytest.approx(sum(parts.values()), rel=1e-3)
@@ -141,38 +147,40 @@ def test_json_strategies_add_up_and_come_best_first(capsys: Said) -> None:
         assert tokens == pytest.approx(64 * 2048 / each["step_time_s"], rel=1e-3)
         assert each["mfu"] == pytest.approx(each["tflops_per_gpu"] / 312, rel=1e-3)
         assert each["run"]["price"] == pytest.approx(2 * each["run"]["gpu_hours"], rel=1e-3)
-        assert each["fits"] is True and 0 <= each["worst_rank"] < each["parallel"]["pp"]
+        assert each["fits"] is True
+        assert 0 <= each["worst_rank"] < each["parallel"]["pp"]
         assert ParallelConfig(**each["parallel"]).world_size == each["gpus"] == 8
 
 
 def test_where_nothing_fits_it_says_what_would_and_ends_with_3(capsys: Said) -> None:
-    said = answer(TOO_LARGE, capsys, status=3)
+    said = plan_json(TOO_LARGE, capsys, status=3)
     assert said["strategies"] == []
     assert said["rejected"][0]["short_pct"] > 0
     assert "16 devices instead of 8" in said["advice"]["remedies"]
     larger = TOO_LARGE.replace("--gpus 8", "--gpus 16")
-    assert answer(larger, capsys)["strategies"]
+    assert plan_json(larger, capsys)["strategies"]
     assert any("b200" in line for line in said["advice"]["remedies"])
 
 
 def test_an_objective_changes_the_order(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --gpus 128 --seq-len 4096 --global-batch 128"
     usual, other = (
-        [each["memory_gib"]["total"] for each in answer(words, capsys)["strategies"]]
+        [each["memory_gib"]["total"] for each in plan_json(words, capsys)["strategies"]]
         for words in (asked, f"{asked} --objective memory")
     )
-    assert other == sorted(other) and other[0] < min(usual)
+    assert other == sorted(other)
+    assert other[0] < min(usual)
 
 
 def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128"
-    slower = answer(f"{asked} --why tp=8,pp=2", capsys)
+    slower = plan_json(f"{asked} --why tp=8,pp=2", capsys)
     assert slower["why"]["strategy"]["step_time_s"] > slower["strategies"][0]["step_time_s"]
-    assert answer(f"{asked} --why tp=5", capsys)["why"]["refused"].startswith(
+    assert plan_json(f"{asked} --why tp=5", capsys)["why"]["refused"].startswith(
         "parallel.tp = 5: must divide model.heads = 32"
     )
     assert (
-        answer(f"{asked} --why tp=1 pp=1 recompute=none mb=8", capsys)["why"]["rejected"][
+        plan_json(f"{asked} --why tp=1 pp=1 recompute=none mb=8", capsys)["why"]["rejected"][
             "short_gib"
         ]
         > 0
@@ -216,9 +224,10 @@ VERIFIED = (
 
 
 def test_a_winner_that_fits_is_verified_by_a_dry_run(capsys: Said) -> None:
-    found = answer(f"{VERIFIED} --verify", capsys)
+    found = plan_json(f"{VERIFIED} --verify", capsys)
     (checked,) = found["verified"]
-    assert checked["fits"] and checked["parallel"] == found["strategies"][0]["parallel"]
+    assert checked["fits"]
+    assert checked["parallel"] == found["strategies"][0]["parallel"]
     assert checked["dry_run_gib"] == pytest.approx(checked["estimated_gib"], rel=0.05)
     assert run(f"{VERIFIED} --verify") == 0
     assert "by a dry run of the real code" in capsys.readouterr().out
@@ -231,17 +240,20 @@ def test_a_winner_that_the_dry_run_refuses_gives_its_place_to_the_next(
     from parallel3d.tools.verify import dry_run as module
     from parallel3d.tools.verify.ledger import Snapshot
 
-    usual, runs = module.dry_run, []
+    usual = module.dry_run
+    runs = []
 
     def planted(*args: Any, **settings: Any) -> module.DryRun:
         runs.append(args)
         found = usual(*args, **settings)
         too_much = Snapshot({"forward": 2**40}, {}, 0)
-        return replace(found, peak=too_much) if len(runs) == 1 else found
+        if len(runs) == 1:
+            return replace(found, peak=too_much)
+        return found
 
     monkeypatch.setattr(module, "dry_run", planted)
-    winner = answer(VERIFIED, capsys)["strategies"][0]["parallel"]
-    found = answer(f"{VERIFIED} --verify", capsys)
+    winner = plan_json(VERIFIED, capsys)["strategies"][0]["parallel"]
+    found = plan_json(f"{VERIFIED} --verify", capsys)
     assert [each["fits"] for each in found["verified"]] == [False, True]
     assert found["verified"][0]["parallel"] == winner != found["strategies"][0]["parallel"]
     runs.clear()

@@ -3,48 +3,41 @@ is marked. docs/plan.md shows a page of it."""
 
 from __future__ import annotations
 
-import json
 import shlex
-from typing import Any
 
 import pytest
 
 from parallel3d.tools.plan import command as plan
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
 
 
-def tree(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any]:
-    assert plan.main(shlex.split(f"{arguments} --json")) == status
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_each_size_is_what_recommend_says_of_it(capsys: Said) -> None:
-    sizes = tree(f"sweep {ASKED} --gpus 32,8,16", capsys)["sizes"]
+    sizes = plan_json(f"sweep {ASKED} --gpus 32,8,16", capsys)["sizes"]
     assert [size["gpus"] for size in sizes] == [8, 16, 32]
     for size in sizes:
-        alone = tree(f"recommend {ASKED} --gpus {size['gpus']}", capsys)
+        alone = plan_json(f"recommend {ASKED} --gpus {size['gpus']}", capsys)
         assert size["strategy"] == alone["strategies"][0]
         assert size["none"] is None
 
 
 def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
     asked = f"sweep {ASKED} --gpus 8-64 --tokens 300B --price 2"
-    sizes = tree(asked, capsys)["sizes"]
+    sizes = plan_json(asked, capsys)["sizes"]
     days = {size["gpus"]: size["strategy"]["run"]["days"] for size in sizes}
     hours = {size["gpus"]: size["strategy"]["run"]["gpu_hours"] for size in sizes}
-    assert list(days) == [8, 16, 32, 64] and days[8] > days[16] > days[32] > days[64]
-    assert tree(f"{asked} --max-days {1.01 * days[8]}", capsys)["chosen"] == min(
+    assert list(days) == [8, 16, 32, 64]
+    assert days[8] > days[16] > days[32] > days[64]
+    assert plan_json(f"{asked} --max-days {1.01 * days[8]}", capsys)["chosen"] == min(
         hours, key=lambda gpus: hours[gpus]
     )
-    assert tree(f"{asked} --max-days {1.01 * days[64]}", capsys)["chosen"] == 64
-    assert tree(f"{asked} --max-days {0.99 * days[64]}", capsys, status=3)["chosen"] is None
+    assert plan_json(f"{asked} --max-days {1.01 * days[64]}", capsys)["chosen"] == 64
+    assert plan_json(f"{asked} --max-days {0.99 * days[64]}", capsys, status=3)["chosen"] is None
 
 
 @pytest.mark.parametrize(
-    ("said", "rule"),
+    "said, rule",
     [
         ("--gpus 16,x", "must be numbers of devices, such as 16,24,32 or 64-1024"),
         ("--gpus 64-16", "must begin with the smaller number, such as 64-1024"),
@@ -61,4 +54,5 @@ def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
 def test_a_bad_input_is_one_line_and_status_2(said: str, rule: str, capsys: Said) -> None:
     assert plan.main(shlex.split(f"sweep {ASKED} {said}")) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and rule in line
+    assert line.startswith("error: ")
+    assert rule in line

@@ -11,22 +11,13 @@ import pytest
 
 from parallel3d.schedules.csv_file import load_schedule
 from parallel3d.tools.plan import command as plan
+from tests.plan_json import Said, plan_json
 
-Said = pytest.CaptureFixture[str]
 SMALL = "timeline --schedule 1f1b --pp 4 --microbatches 8"
 
 
 def run(arguments: str) -> int:
     return plan.main(arguments.split())
-
-
-def figures(arguments: str, capsys: Said) -> dict[str, object]:
-    assert run(f"timeline {arguments} --json") == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    (line,) = said.out.splitlines()
-    found: dict[str, object] = json.loads(line)
-    return found
 
 
 def test_it_prints_the_picture_and_the_figures(capsys: Said) -> None:
@@ -43,7 +34,7 @@ def test_it_prints_the_picture_and_the_figures(capsys: Said) -> None:
 
 
 def test_json_is_one_object_and_nothing_else(capsys: Said) -> None:
-    assert figures("--schedule 1f1b --pp 4 --microbatches 8", capsys) == {
+    assert plan_json("timeline --schedule 1f1b --pp 4 --microbatches 8", capsys) == {
         "schedule": "1f1b",
         "pp": 4,
         "microbatches": 8,
@@ -56,7 +47,7 @@ def test_json_is_one_object_and_nothing_else(capsys: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "makespan"),
+    "options, makespan",
     [
         ("", 6.0),  # two forwards of 1, two backwards of 2
         ("--forward 2", 8.0),
@@ -67,27 +58,25 @@ def test_json_is_one_object_and_nothing_else(capsys: Said) -> None:
     ],
 )
 def test_what_actions_take_is_an_option(options: str, makespan: float, capsys: Said) -> None:
-    assert (
-        figures(f"--schedule gpipe --pp 2 --microbatches 1 {options}", capsys)["makespan"]
-        == makespan
-    )
+    asked = f"timeline --schedule gpipe --pp 2 --microbatches 1 {options}"
+    assert plan_json(asked, capsys)["makespan"] == makespan
 
 
 def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
-    csv, svg, trace = tmp_path / "s.csv", tmp_path / "s.svg", tmp_path / "s.json"
-    before = figures(
-        f"--schedule dualpipe_v --pp 2 --microbatches 5 --csv {csv} --svg {svg} --trace {trace}",
-        capsys,
-    )
+    csv = tmp_path / "s.csv"
+    svg = tmp_path / "s.svg"
+    trace = tmp_path / "s.json"
+    asked = "timeline --schedule dualpipe_v --pp 2 --microbatches 5"
+    before = plan_json(f"{asked} --csv {csv} --svg {svg} --trace {trace}", capsys)
     assert svg.read_text().startswith("<svg ")
     assert json.loads(trace.read_text())["traceEvents"]
     assert load_schedule(csv).placement == (0, 1, 1, 0)
-    after = figures(f"--schedule-file {csv}", capsys)
+    after = plan_json(f"timeline --schedule-file {csv}", capsys)
     assert {**before, "schedule": str(csv)} == after
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ("", "no command is given; known are recommend, memory, verify, timeline"),
         ("timelime", "timelime: no such command; did you mean timeline?"),

@@ -18,7 +18,14 @@ from parallel3d.config.recipe import (
 from parallel3d.tools.plan.command import main
 from parallel3d.tools.verify.command import Verified, verify
 
-LLAMA = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32003)
+LLAMA = ModelConfig(
+    layers=4,
+    hidden=2048,
+    heads=16,
+    kv_heads=8,
+    ffn_hidden=5632,
+    vocab=32003,
+)
 GPT = ModelConfig(
     architecture="gpt",
     layers=3,
@@ -29,10 +36,22 @@ GPT = ModelConfig(
     max_positions=2048,
 )
 # 16,384 ranks
-LARGE = ParallelConfig(pp=2, dp_replicate=4, dp_shard=256, tp=8, sequence_parallel=True)
+LARGE = ParallelConfig(
+    pp=2,
+    dp_replicate=4,
+    dp_shard=256,
+    tp=8,
+    sequence_parallel=True,
+)
 MIDDLE = ParallelConfig(pp=3, dp_shard=8)
 LOOPED = ParallelConfig(pp=2, dp_shard=8, virtual_stages=2)
-ZERO_1 = ParallelConfig(pp=2, dp_shard=64, tp=2, sharding="SHARD_OPTIMIZER", sequence_parallel=True)
+ZERO_1 = ParallelConfig(
+    pp=2,
+    dp_shard=64,
+    tp=2,
+    sharding="SHARD_OPTIMIZER",
+    sequence_parallel=True,
+)
 LAYOUTS = {
     "sharded, the first of a pipeline": (LLAMA, LARGE, "bf16", 4, 0),
     "sharded, the last, recomputed": (
@@ -53,7 +72,12 @@ LAYOUTS = {
     "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1, 0),
     "gathered and reduced for each microbatch": (
         LLAMA,
-        ParallelConfig(dp_shard=8, tp=2, gather="microbatch", reduce="microbatch"),
+        ParallelConfig(
+            dp_shard=8,
+            tp=2,
+            gather="microbatch",
+            reduce="microbatch",
+        ),
         "bf16",
         3,
         0,
@@ -62,7 +86,12 @@ LAYOUTS = {
     "second halves on the whole sequence": (
         replace(LLAMA, vocab=128256),
         ParallelConfig(
-            pp=2, dp_shard=32, tp=8, schedule="zb_h1", microbatch_size=2, sequence_parallel=True
+            pp=2,
+            dp_shard=32,
+            tp=8,
+            schedule="zb_h1",
+            microbatch_size=2,
+            sequence_parallel=True,
         ),
         "bf16",
         2,
@@ -102,12 +131,17 @@ def _recipe(
         seq_len=2048,
         precision=precision,  # type: ignore[arg-type]
     )
-    return Recipe(model=model, train=train, parallel=parallel, run_dir="runs/verify")
+    return Recipe(
+        model=model,
+        train=train,
+        parallel=parallel,
+        run_dir="runs/verify",
+    )
 
 
-def assert_safe(found: Verified, most: float = 0.15) -> None:
-    """The model is never more than 3% below the dry run, and at most so much above it."""
-    assert -0.03 < found.difference < most
+def assert_safe(found: Verified) -> None:
+    """The model is never more than 3% below the dry run, and at most 15% above it."""
+    assert -0.03 < found.difference < 0.15
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -121,7 +155,14 @@ def test_the_memory_model_errs_on_the_safe_side_of_a_dry_run(case: str) -> None:
         assert model_bytes == pytest.approx(dry_bytes, rel=1e-3, abs=1e5), kind
 
 
-SMALL = ModelConfig(layers=2, hidden=512, heads=4, kv_heads=4, ffn_hidden=1408, vocab=512)
+SMALL = ModelConfig(
+    layers=2,
+    hidden=512,
+    heads=4,
+    kv_heads=4,
+    ffn_hidden=1408,
+    vocab=512,
+)
 
 
 def test_a_second_world_in_one_process_has_groups_of_its_own() -> None:
@@ -143,7 +184,7 @@ def test_a_second_world_in_one_process_has_groups_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "chunk", "parallel"),
+    "precision, optimizer, chunk, parallel",
     [
         (
             "fp16",
@@ -176,19 +217,32 @@ def test_precisions_and_optimizers_are_priced(
     assert kinds["optimizer"][0] == pytest.approx(kinds["optimizer"][1], rel=1e-3, abs=1e3)
 
 
-SMALL = replace(LLAMA, layers=3, hidden=1024, heads=16, kv_heads=4, ffn_hidden=4096, vocab=2003)
+SMALL = replace(
+    LLAMA,
+    layers=3,
+    hidden=1024,
+    heads=16,
+    kv_heads=4,
+    ffn_hidden=4096,
+    vocab=2003,
+)
 # numbers of SMALL's blocks that Muon steps
 MATRICES = 3 * (2 * 1024 * 1024 + 2 * 256 * 1024 + 3 * 4096 * 1024)
 
 
 def _stepped(parallel: ParallelConfig, precision: str, optimizer: OptimizerConfig) -> Verified:
     recipe = _recipe(SMALL, parallel, precision, 1)
-    train = replace(recipe.train, seq_len=64, global_batch_size=parallel.dp, grad_clip=None)
+    train = replace(
+        recipe.train,
+        seq_len=64,
+        global_batch_size=parallel.dp,
+        grad_clip=None,
+    )
     return verify(replace(recipe, train=train, optimizer=optimizer), 0)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "optimizer"),
+    "parallel, optimizer",
     [
         (ParallelConfig(), OptimizerConfig(name="muon")),
         (
@@ -208,9 +262,8 @@ def test_muon_has_one_momentum_and_gathers_whole_matrices(
     train = replace(recipe.train, seq_len=64, global_batch_size=parallel.dp)
     found = verify(replace(recipe, optimizer=optimizer, train=train), 0)
     assert_safe(found)
-    assert found.model.moment == "optimizer's step" and found.dry.at.startswith(
-        "after the last action"
-    )
+    assert found.model.moment == "optimizer's step"
+    assert found.dry.at.startswith("after the last action")
     width = 2 if optimizer.state_dtype == "bf16" else 4
     kinds = {kind: (model, dry) for kind, model, dry in found.rows()}
     if parallel.world_size == 1:
@@ -224,14 +277,15 @@ def test_a_page_of_json_says_where_the_peak_is(
 ) -> None:
     assert main(["verify", "quickstart", "train.device=cpu", "--pipeline-rank", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["rank"] == 4 and told["pipeline_rank"] == 1
+    assert told["rank"] == 4
+    assert told["pipeline_rank"] == 1
     assert told["parameters"]["model"] == told["parameters"]["dry_run"] > 0
     assert -3 < told["difference_pct"] < 15
     assert told["peak_at"]["dry_run"].startswith("action ")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         (["--rank", "8"], "--rank 8: the layout has ranks 0 to 7"),
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
@@ -253,12 +307,22 @@ def test_a_bad_input_is_one_line_and_status_2(
 ) -> None:
     assert main(["verify", "quickstart", *arguments]) == 2
     told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+    assert said in told
+    assert told.count("\n") == 1
 
 
 def test_the_last_of_sixteen_thousand_ranks_owns_nothing_and_is_run_in_seconds() -> None:
-    parallel = ParallelConfig(dp_shard=16_384, sharding="SHARD_GRAD_OP", reduce="microbatch")
-    train = TrainConfig(steps=1, global_batch_size=16_384, seq_len=1024, precision="bf16")
+    parallel = ParallelConfig(
+        dp_shard=16_384,
+        sharding="SHARD_GRAD_OP",
+        reduce="microbatch",
+    )
+    train = TrainConfig(
+        steps=1,
+        global_batch_size=16_384,
+        seq_len=1024,
+        precision="bf16",
+    )
     found = verify(Recipe(model=replace(LLAMA, layers=1), parallel=parallel, train=train), 16_383)
     assert_safe(found)
     assert found.parameters == found.dry.parameter_count == 0

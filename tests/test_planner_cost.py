@@ -11,7 +11,6 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.optimizers.step_bytes import MuonCosts
 from parallel3d.planner.hardware.cluster import Cluster, axis_group, load_cluster
-from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import OptimizerMemory
@@ -19,6 +18,7 @@ from parallel3d.planner.published.programs import programs
 from parallel3d.planner.time.collectives import all_gather_s
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
+from tests.planned_runs import planned_run
 
 FOLDERS = [HARDWARE]
 
@@ -28,19 +28,11 @@ def a100() -> Cluster:
     return load_cluster("a100-80gb", FOLDERS)
 
 
-def run(cluster: Cluster, **layout: object) -> PlannedRun:
-    shape = named_shape("llama2-7b", shape_cards())
-    return PlannedRun(
-        shape=shape, cluster=cluster, layout=RunLayout(**layout), program=PARALLEL3D, seq_len=2048
-    )  # type: ignore[arg-type]
-
-
 def test_muon_takes_its_products_and_divides_them_over_the_ranks(a100: Cluster) -> None:
     muon = MuonCosts(state_bytes=4, item_bytes=2, iterations=5)
 
     def more_s(ranks: int) -> float:
-        one = run(
-            a100,
+        one = planned_run(
             dp_shard=ranks,
             sharding="FULL_SHARD",
             parameter_shards=ranks,
@@ -72,7 +64,12 @@ def test_tp_beyond_a_node_loses_to_tp_within_it(a100: Cluster) -> None:
     )
 
     def step_s(tp: int) -> float:
-        layout = RunLayout(tp=tp, pp=64 // tp, microbatches=32, recompute="full")
+        layout = RunLayout(
+            tp=tp,
+            pp=64 // tp,
+            microbatches=32,
+            recompute="full",
+        )
         alone = PlannedRun(
             shape=shape,
             cluster=a100,
@@ -84,7 +81,8 @@ def test_tp_beyond_a_node_loses_to_tp_within_it(a100: Cluster) -> None:
 
     seconds = {tp: step_s(tp) for tp in (2, 4, 8, 16, 32)}
     assert min(seconds, key=seconds.__getitem__) == 8
-    assert 1.15 < seconds[16] / seconds[8] < 1.5 and 1.5 < seconds[32] / seconds[8] < 2.2
+    assert 1.15 < seconds[16] / seconds[8] < 1.5
+    assert 1.5 < seconds[32] / seconds[8] < 2.2
 
 
 @pytest.mark.parametrize("path", sorted(HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)
@@ -100,7 +98,8 @@ def test_an_unknown_device_is_answered_with_the_nearest() -> None:
 
 
 def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
-    pair, inside, across = (axis_group(a100, *each, world=64) for each in ((2, 1), (8, 1), (8, 8)))
+    groups = ((2, 1), (8, 1), (8, 8))
+    pair, inside, across = (axis_group(a100, *each, world=64) for each in groups)
     assert across.nodes == 8 * inside.nodes
     inside_s = all_gather_s(a100, inside, 1e9)
     assert all_gather_s(a100, across, 1e9) > 5 * inside_s
@@ -108,8 +107,18 @@ def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
     assert inside_s == pytest.approx(1.75 * all_gather_s(a100, pair, 1e9), rel=0.01)
 
 
-def test_the_causes_add_up_to_the_step(a100: Cluster) -> None:
-    cost = step_cost(run(a100, pp=4, dp_shard=4, tp=2, microbatches=16, parameter_shards=4, gradient_shards=4,  # noqa: E501
-                         optimizer_shards=4, sequence_parallel=True))  # fmt: skip
+def test_the_causes_add_up_to_the_step() -> None:
+    one = planned_run(
+        pp=4,
+        dp_shard=4,
+        tp=2,
+        microbatches=16,
+        parameter_shards=4,
+        gradient_shards=4,
+        optimizer_shards=4,
+        sequence_parallel=True,
+    )
+    cost = step_cost(one)
     seconds = vars(cost.parts).values()
-    assert sum(seconds) == pytest.approx(cost.step_time_s) and min(seconds) >= 0
+    assert sum(seconds) == pytest.approx(cost.step_time_s)
+    assert min(seconds) >= 0

@@ -34,15 +34,33 @@ from parallel3d.tools.calibrate.probes import (
     probes,
 )
 
-MODEL = ModelConfig(layers=8, hidden=192, heads=8, kv_heads=4, ffn_hidden=512, vocab=1024)
+MODEL = ModelConfig(
+    layers=8,
+    hidden=192,
+    heads=8,
+    kv_heads=4,
+    ffn_hidden=512,
+    vocab=1024,
+)
 LAYOUTS = (
     ParallelConfig(),
     ParallelConfig(recompute="full"),
-    ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved_1f1b", dp_replicate=2),
+    ParallelConfig(
+        pp=2,
+        virtual_stages=2,
+        schedule="interleaved_1f1b",
+        dp_replicate=2,
+    ),
     ParallelConfig(dp_shard=2, tp=2, sequence_parallel=True),
     ParallelConfig(tp=4),
 )
-TRUE = Overhead(block=1e-3, microbatch=4e-4, layer=2e-4, step=3e-3, parameter=2e-9)
+TRUE = Overhead(
+    block=1e-3,
+    microbatch=4e-4,
+    layer=2e-4,
+    step=3e-3,
+    parameter=2e-9,
+)
 RATE = 5e10  # operations per second of every product and of attention
 BYTE_S = 4e-10  # seconds per byte of every other operator
 GRADIENT_S = 1e-9  # seconds per weight and microbatch
@@ -59,14 +77,20 @@ def larger_blocks(larger: LargerRuns = ON_CPU) -> dict[tuple[int, int], float]:
     for size in larger.sizes:
         run = larger_job(size, larger)
         block = block_times(
-            run, Kernels(device=ANY.device, precision=larger.precision, process=process)
+            run,
+            Kernels(
+                device=ANY.device,
+                precision=larger.precision,
+                process=process,
+            ),
         )
         found[size] = block.forward_s + block.backward_s
     return found
 
 
 def kernels(larger: LargerRuns = ON_CPU) -> dict[str, Any]:
-    sides, rate = (32, 512), RATE if larger.synchronous else 1000 * RATE
+    sides = (32, 512)
+    rate = RATE if larger.synchronous else 1000 * RATE
     rows = [[s, d, rate] for s in sides for d in sides]
     return {
         "matmul": {p: rows for p in ("fp32", "bf16")},
@@ -101,7 +125,10 @@ def times_of(
     }
     for layers, m, size in product(LAYERS, MICROBATCHES, larger.sizes):
         times[Probe(axis, larger.model, layers, m, size)] = step(
-            layers, m, blocks[size], parameters
+            layers,
+            m,
+            blocks[size],
+            parameters,
         )
     return times
 
@@ -116,9 +143,18 @@ def times_alone(larger: LargerRuns, parameters: float, **more_s: float) -> Times
     return alone
 
 
-def worlds(*, cores: int) -> dict[int, Any]:
+TIMES = [[2**12, 1e-5], [2**24, 1e-2]]  # seconds of messages of these bytes
+
+
+def worlds() -> dict[int, Any]:
     """The measurements of an ideal host: one rate for everything, worlds of 1 and 2."""
-    common = {"device": "CPU", "torch": "2", "cores": cores, "memory_bytes": 2**34, "processors": 1}
+    common = {
+        "device": "CPU",
+        "torch": "2",
+        "cores": 2,
+        "memory_bytes": 2**34,
+        "processors": 1,
+    }
     alone = times_alone(ON_CPU, ON_CPU.parameters, selective=5e-4, full=1e-3)
     one = {**common, "processes": {1: process_tree(kernels(), alone)}}
     added = replace(TRUE, block=2e-3, step=5e-3)
@@ -133,25 +169,22 @@ def worlds(*, cores: int) -> dict[int, Any]:
         **common,
         "contention": (1.0, 1.0),
         **overheads(two_times, 2),
-        "collectives": {
-            kind: [[2**12, 1e-5], [2**24, 1e-2]]
-            for kind in ("all_reduce", "all_gather", "reduce_scatter")
-        },
-        "transfers": [[2**12, 1e-5], [2**24, 1e-2]],
+        "collectives": dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), TIMES),
+        "transfers": TIMES,
     }
     return {1: one, 2: two}
 
 
 @pytest.fixture
 def host() -> Cluster:
-    return cluster_from_tree(
-        yaml.safe_load(hardware_text(worlds(cores=2), date="2026-01-02")), "host"
-    )
+    return cluster_from_tree(yaml.safe_load(hardware_text(worlds(), date="2026-01-02")), "host")
 
 
 def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
     measured = host.measured
-    assert measured is not None and measured.cores == 2 and measured.synchronous
+    assert measured is not None
+    assert measured.cores == 2
+    assert measured.synchronous
     assert measured.processes[1].overhead.block == pytest.approx(TRUE.block, rel=1e-3)
     assert measured.processes[1].byte_s == pytest.approx(BYTE_S, rel=1e-3)
     assert measured.processes[1].gradient_s == pytest.approx(GRADIENT_S, rel=1e-3)
@@ -191,12 +224,13 @@ def test_more_ranks_than_cores_take_longer_and_two_do_not(host: Cluster) -> None
 def test_parts_of_a_calibrated_step_are_not_negative_and_add_up(host: Cluster) -> None:
     for parallel in LAYOUTS:
         cost = strategy(host, parallel).cost
-        assert all(value >= 0 for value in vars(cost.parts).values()), parallel
+        for value in vars(cost.parts).values():
+            assert value >= 0, parallel
         assert cost.parts.total == pytest.approx(cost.step_time_s)
 
 
 def test_a_file_whose_measurements_are_incomplete_is_refused() -> None:
-    tree = yaml.safe_load(hardware_text(worlds(cores=2), date="2026-01-02"))
+    tree = yaml.safe_load(hardware_text(worlds(), date="2026-01-02"))
     del tree["measured"]["processes"][1]["byte_s"]
     with pytest.raises(
         ConfigError, match="measured: must be as parallel3d-plan calibrate writes it"

@@ -45,61 +45,87 @@ PUBLISHED = {
     "phi4-14b": (14_659_507_200, 14.7e9),
 }
 DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, (
-        "num_attention_heads"
-    ): 128,
-    "num_key_value_heads": 128, "intermediate_size": 18432, (
-        "moe_intermediate_size"
-    ): 2048, "vocab_size": 129280,
-    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, (
-        "first_k_dense_replace"
-    ): 3,
-    "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "moe_layer_freq": 1, (
-        "num_nextn_predict_layers"
-    ): 1,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, (
-        "qk_nope_head_dim"
-    ): 128, "v_head_dim": 128,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "vocab_size": 129280,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, (
-        "num_attention_heads"
-    ): 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, (
-        "num_local_experts"
-    ): 8,
-    "num_experts_per_tok": 2, "sliding_window": None, "rope_parameters": {(
-        "rope_theta"
-    ): 1e6, "rope_type": "default"},
-}  # fmt: skip
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+}
 QWEN3_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, (
-        "num_attention_heads"
-    ): 32, "head_dim": 128,
-    "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768, (
-        "vocab_size"
-    ): 151936,
-    "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 48,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 48,
+}
 GEMMA2: dict[str, Any] = {
-    "model_type": "gemma2", "num_hidden_layers": 42, "hidden_size": 3584, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
-    "sliding_window": 4096, "attn_logit_softcapping": 50.0,
-}  # fmt: skip
+    "model_type": "gemma2",
+    "num_hidden_layers": 42,
+    "hidden_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "intermediate_size": 14336,
+    "vocab_size": 256000,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+}
 GEMMA3: dict[str, Any] = {  # transformers leaves out what is the default
     "model_type": "gemma3",
     "text_config": {
-        "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, (
-            "num_attention_heads"
-        ): 32,
-        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504, (
-            "sliding_window"
-        ): 1024,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 62,
+        "hidden_size": 5376,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "sliding_window": 1024,
     },
     "vision_config": {},
-}  # fmt: skip
+}
 FILES = {
     "deepseek-v3": DEEPSEEK,
     "mixtral-8x7b": MIXTRAL,
@@ -114,14 +140,12 @@ def h100() -> Cluster:
     return load_cluster("h100-80gb", [HARDWARE])
 
 
-def run(
-    cluster: Cluster, shape: str, engine: str = "megatron-core", **layout: object
-) -> PlannedRun:
+def run(cluster: Cluster, shape: str, **layout: object) -> PlannedRun:
     return PlannedRun(
         shape=named_shape(shape, shape_cards()),
         cluster=cluster,
         layout=RunLayout(**layout),  # type: ignore[arg-type]
-        program=named_program(engine),
+        program=named_program("megatron-core"),
         seq_len=4096,
     )
 
@@ -183,7 +207,8 @@ def test_context_parallelism_holds_what_one_rank_cannot(h100: Cluster, seq_len: 
     assert run.layout.world_size == 64 == run.layout.dp * run.layout.cp * run.layout.tp
     assert run.tokens == run.layout.microbatch_size * seq_len // run.layout.cp
     fixed = search(replace(asked, fixed=Fixed(cp=2, tp=8, pp=1)), top=1)
-    assert all(each.run.layout.cp == 2 for each in fixed.strategies)
+    for each in fixed.strategies:
+        assert each.run.layout.cp == 2
     if seq_len > 8192:
         assert run.layout.cp > 1
         with_full = worst_rank(replace(run, layout=replace(run.layout, recompute="full")))
@@ -195,13 +220,13 @@ def test_published_runs_of_mixtures_come_out_as_the_page_says() -> None:
     found = score(read_cases(CASES, [HARDWARE]))
     assert found.skipped == ()
     errors = found.apart["mixture of experts"]["throughput"]
-    assert (
-        errors.cases == 25
-        and errors.median is not None
-        and errors.bias is not None
-        and errors.p90 is not None
-    )
-    assert 12 < errors.median < 14 and 12 < errors.bias < 14 and errors.p90 < 28
+    assert errors.cases == 25
+    assert errors.median is not None
+    assert errors.bias is not None
+    assert errors.p90 is not None
+    assert 12 < errors.median < 14
+    assert 12 < errors.bias < 14
+    assert errors.p90 < 28
     at_scale = [
         abs(each.error_pct or 0)
         for each in found.cases

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from parallel3d.models import shape_cards
-from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.memory.ranks import memory_by_rank
-from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields
 from parallel3d.planner.published.knowledge import Knowledge
@@ -22,32 +18,32 @@ from parallel3d.planner.published.programs import (
 )
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
+from tests.planned_runs import planned_run
 
 FOLDERS = [HARDWARE]
+OURS: dict[str, Any] = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}}
 INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN = (
     programs()[name] for name in ("internevo", "megatron-core", "nanotron", "torchtitan")
 )
 
 
-def run(program: TrainingProgram, **layout: Any) -> PlannedRun:
-    cluster = load_cluster("a100-80gb", FOLDERS)
-    shape = named_shape("llama2-7b", shape_cards())
-    return PlannedRun(
-        shape=shape, cluster=cluster, layout=RunLayout(**layout), program=program, seq_len=2048
-    )
-
-
-def sharded(program: TrainingProgram, **layout: Any) -> PlannedRun:
+def sharded(**layout: Any) -> PlannedRun:
     dp = layout["dp_shard"]
-    return run(program, parameter_shards=dp, gradient_shards=dp, optimizer_shards=dp, **layout)
+    return planned_run(
+        TORCHTITAN,
+        parameter_shards=dp,
+        gradient_shards=dp,
+        optimizer_shards=dp,
+        **layout,
+    )
 
 
 def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered() -> None:
     """The traffic of a step does not grow with its microbatches; the rank's parameters and
     gradients are whole."""
-    few, many = (sharded(TORCHTITAN, pp=4, dp_shard=8, microbatches=m) for m in (8, 32))
+    few, many = (sharded(pp=4, dp_shard=8, microbatches=m) for m in (8, 32))
     assert step_cost(few).parts.dp == pytest.approx(step_cost(many).parts.dp)
-    alone = [step_cost(sharded(TORCHTITAN, dp_shard=8, microbatches=m)).parts.dp for m in (8, 32)]
+    alone = [step_cost(sharded(dp_shard=8, microbatches=m)).parts.dp for m in (8, 32)]
     assert alone[1] > 3 * alone[0]
     blocks = 8 * few.block_parameters
     first = memory_by_rank(few)[1]
@@ -55,7 +51,7 @@ def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered()
 
 
 @pytest.mark.parametrize(
-    ("framework", "year", "name"),
+    "framework, year, name",
     [
         ("NeMo 24.07 / Megatron-Core", 2024, "nemo"),
         ("NeMo Megatron", 2022, "nemo-2022"),
@@ -82,8 +78,11 @@ def test_what_was_set_on_a_source_is_taken_back_where_it_is_left_out() -> None:
     known, left_out = (
         program_of("NeMo", traits, left_out=sources) for sources in ((), ("dgxc_benchmarking",))
     )
-    assert known.tp_hidden == 0.6 and left_out.name == "unknown-fused" and left_out.tp_hidden == 0
-    assert left_out.default_sequence_parallel and left_out.default_schedule == "interleaved_1f1b"
+    assert known.tp_hidden == 0.6
+    assert left_out.name == "unknown-fused"
+    assert left_out.tp_hidden == 0
+    assert left_out.default_sequence_parallel
+    assert left_out.default_schedule == "interleaved_1f1b"
     assert program_of("NeMo", traits, left_out=("hagemann",)) == known
     # by its parent's runs
     assert program_of("fms-fsdp", traits, left_out=("llm_foundry",)).name == "unknown-2024"
@@ -92,12 +91,13 @@ def test_what_was_set_on_a_source_is_taken_back_where_it_is_left_out() -> None:
 def test_devices_lose_what_was_set_on_their_runs() -> None:
     h100 = Knowledge(FOLDERS).cluster("H100-80GB-SXM").device
     without = Knowledge(FOLDERS, frozenset({"dgxc_benchmarking"})).cluster("H100-80GB-SXM").device
-    assert (h100.matmul_efficiency, without.matmul_efficiency) == (0.665, 0.72)
+    assert h100.matmul_efficiency == 0.665
+    assert without.matmul_efficiency == 0.72
     assert Knowledge(FOLDERS, frozenset({"hagemann"})).cluster("H100-80GB-SXM").device == h100
 
 
 @pytest.mark.parametrize(
-    ("gpu", "file", "gib"),
+    "gpu, file, gib",
     [
         ("A100-40GB-SXM", "a100-40gb", 39.2),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb", 79.2),
@@ -107,38 +107,31 @@ def test_devices_lose_what_was_set_on_their_runs() -> None:
 )
 def test_a_device_is_found_by_whole_words(gpu: str, file: str, gib: float) -> None:
     cluster = Knowledge(FOLDERS).cluster(gpu)
-    assert cluster.device_file == file and cluster.device.memory_bytes / 2**30 == pytest.approx(
-        gib, rel=0.02
-    )
+    assert cluster.device_file == file
+    assert cluster.device.memory_bytes / 2**30 == pytest.approx(gib, rel=0.02)
 
 
 def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
-    tree: dict[str, Any] = {
-        "framework": "ours",
-        "model": {"layers": 16, "hidden": 4096},
-        "hardware": {"gpus": 1},
-    }
-
     def program(year: int, **options: bool) -> tuple[str, bool]:
-        fields = Fields({**tree, "year": year, "options": options})
+        fields = Fields({**OURS, "hardware": {"gpus": 1}, "year": year, "options": options})
         found = run_of_case(fields, Knowledge(FOLDERS, engine="unknown")).program
         return found.attention, found.dropout
 
-    assert program(2021) == ("softmax", True) and program(2024) == ("flash", False)
+    assert program(2021) == ("softmax", True)
+    assert program(2024) == ("flash", False)
     assert program(2024, softmax_attention=True, dropout=True) == ("softmax", True)
     assert program(2021, softmax_attention=False) == ("flash", True)
 
 
 def test_a_run_that_does_not_say_what_it_recomputes_recomputes_as_little_as_fits() -> None:
-    tree: dict[str, Any] = {
-        "framework": "ours",
-        "model": {"layers": 16, "hidden": 4096},
-        "hardware": {"gpus": 8},
-    }
-
     def recomputed(sequences: int, **train: str) -> tuple[str, int]:
         fields = Fields(
-            {**tree, "train": {"micro_batch": sequences, **train}, "parallel": {"zero_stage": 3}}
+            {
+                **OURS,
+                "hardware": {"gpus": 8},
+                "train": {"micro_batch": sequences, **train},
+                "parallel": {"zero_stage": 3},
+            }
         )
         layout = run_of_case(fields, Knowledge(FOLDERS)).layout
         filled = "train.activation_recompute (every_n, because less does not fit)" in fields.filled
@@ -148,5 +141,6 @@ def test_a_run_that_does_not_say_what_it_recomputes_recomputes_as_little_as_fits
     found = [recomputed(sequences) for sequences in range(4, 90)]
     ways = [("none", 2), ("every_n", 4), ("every_n", 2), ("full", 2)]
     # where even all is not enough
-    assert [*dict.fromkeys(found)] == ways and found[-1] == ("none", 2)
+    assert [*dict.fromkeys(found)] == ways
+    assert found[-1] == ("none", 2)
     assert recomputed(40, activation_recompute="none")[0] == "none"

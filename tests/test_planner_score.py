@@ -28,21 +28,29 @@ def published() -> Score:
 
 
 def test_throughput_and_memory_are_within_the_bars(published: Score) -> None:
-    assert published.throughput.cases > 400 and published.memory.cases > 100
-    assert published.throughput.median is not None and published.throughput.median <= 8
-    assert published.throughput.p90 is not None and published.throughput.p90 <= 25
-    assert published.memory.median is not None and published.memory.median <= 8
-    assert published.fit.accuracy is not None and published.fit.accuracy >= 95
+    assert published.throughput.cases > 400
+    assert published.memory.cases > 100
+    assert published.throughput.median is not None
+    assert published.throughput.median <= 8
+    assert published.throughput.p90 is not None
+    assert published.throughput.p90 <= 25
+    assert published.memory.median is not None
+    assert published.memory.median <= 8
+    assert published.fit.accuracy is not None
+    assert published.fit.accuracy >= 95
 
 
 def test_runs_that_no_constant_was_set_on_are_within_the_bars_too() -> None:
     elsewhere = scored_file(CASES.with_name("elsewhere.json"))
-    assert (
-        not elsewhere.skipped and elsewhere.throughput.cases == 18 and elsewhere.memory.cases == 16
-    )
-    assert elsewhere.throughput.median is not None and elsewhere.throughput.median <= 8
-    assert elsewhere.throughput.p90 is not None and elsewhere.throughput.p90 <= 25
-    assert elsewhere.memory.median is not None and elsewhere.memory.median <= 8
+    assert not elsewhere.skipped
+    assert elsewhere.throughput.cases == 18
+    assert elsewhere.memory.cases == 16
+    assert elsewhere.throughput.median is not None
+    assert elsewhere.throughput.median <= 8
+    assert elsewhere.throughput.p90 is not None
+    assert elsewhere.throughput.p90 <= 25
+    assert elsewhere.memory.median is not None
+    assert elsewhere.memory.median <= 8
 
 
 def test_the_json_has_the_keys_of_the_contract(published: Score) -> None:
@@ -76,7 +84,7 @@ def scored(tmp_path: Path, *rows: object) -> Score:
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value", "why"),
+    "section, key, value, why",
     [
         ("model", "hidden", None, "model.hidden: is missing"),
         ("model", "layers", -1, "model.layers = -1: must be a whole number, at least 1"),
@@ -107,11 +115,11 @@ def test_the_barest_row_is_priced_by_defaults_and_says_which(tmp_path: Path) -> 
         "tags": None,
     }
     [case] = scored(tmp_path, bare).cases
-    assert case.id == "row 1" and case.source == "unknown" and case.error_pct is None
-    assert (
-        case.predicted.parameters == pytest.approx(1.3e9, rel=0.05)
-        and 0.2 < case.predicted.mfu < 0.7
-    )
+    assert case.id == "row 1"
+    assert case.source == "unknown"
+    assert case.error_pct is None
+    assert case.predicted.parameters == pytest.approx(1.3e9, rel=0.05)
+    assert 0.2 < case.predicted.mfu < 0.7
     assert {
         "hardware.gpu (default)",
         "parallel.tp (default)",
@@ -123,9 +131,14 @@ def test_the_barest_row_is_priced_by_defaults_and_says_which(tmp_path: Path) -> 
 def test_a_figure_that_is_no_number_is_not_compared_with(
     tmp_path: Path, row: Row, figure: object
 ) -> None:
-    row["measured"] = {"status": "OK", "step_time_s": figure, "peak_memory_gib": 40}
+    row["measured"] = {
+        "status": "OK",
+        "step_time_s": figure,
+        "peak_memory_gib": 40,
+    }
     [case] = scored(tmp_path, row).cases
-    assert case.measured.status == "ok" and set(case.errors_pct) == {"memory"}
+    assert case.measured.status == "ok"
+    assert set(case.errors_pct) == {"memory"}
     assert any("measured.step_time_s (no figure" in note for note in case.filled)
     json.dumps(scored(tmp_path, row).to_json(), allow_nan=False)
 
@@ -137,7 +150,5 @@ def test_a_file_of_which_no_case_can_be_predicted_says_why(
     cases.write_text('[{"id": "mine"}]')
     assert plan.main(["score", str(cases)]) == 2
     said = capsys.readouterr()
-    assert (
-        not said.out
-        and "no case can be predicted; mine, the first: model.hidden: is missing" in said.err
-    )
+    assert not said.out
+    assert "no case can be predicted; mine, the first: model.hidden: is missing" in said.err

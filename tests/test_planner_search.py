@@ -31,13 +31,24 @@ from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import score as plan_score
 
 CASES = Path(plan_score.__file__).parents[1] / "cases" / "published.json"
-MODEL = ModelConfig(layers=6, hidden=1024, heads=16, kv_heads=4, ffn_hidden=2816, vocab=32000)
+MODEL = ModelConfig(
+    layers=6,
+    hidden=1024,
+    heads=16,
+    kv_heads=4,
+    ffn_hidden=2816,
+    vocab=32000,
+)
 
 
 def question(**changes: object) -> Question:
     cluster = load_cluster("a100-40gb", [HARDWARE])
     whole = Question(
-        shape=from_config(MODEL), cluster=cluster, gpus=16, seq_len=1024, global_batch_size=64
+        shape=from_config(MODEL),
+        cluster=cluster,
+        gpus=16,
+        seq_len=1024,
+        global_batch_size=64,
     )
     return replace(whole, **changes)  # type: ignore[arg-type]
 
@@ -47,7 +58,9 @@ def test_every_strategy_is_a_valid_recipe() -> None:
     for found in search(asked, top=20).strategies:
         assert found.parallel.world_size == asked.gpus
         train = TrainConfig(
-            steps=1, global_batch_size=asked.global_batch_size, seq_len=asked.seq_len
+            steps=1,
+            global_batch_size=asked.global_batch_size,
+            seq_len=asked.seq_len,
         )
         validate(
             Recipe(
@@ -61,7 +74,7 @@ def test_every_strategy_is_a_valid_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "memory_fraction"),
+    "training, memory_fraction",
     [
         (OptimizerMemory(), 0.95),
         (OptimizerMemory(), 0.08),
@@ -72,7 +85,10 @@ def test_no_layout_left_out_is_better_than_the_best(
     training: OptimizerMemory, memory_fraction: float
 ) -> None:
     asked = question(
-        gpus=8, global_batch_size=16, training=training, memory_fraction=memory_fraction
+        gpus=8,
+        global_batch_size=16,
+        training=training,
+        memory_fraction=memory_fraction,
     )
     best = search(asked, top=1).strategies[0]
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -82,9 +98,14 @@ def test_no_layout_left_out_is_better_than_the_best(
         if 8 % (pp * tp * shard) or 16 % (8 // (pp * tp) * microbatch):
             continue
         tried = ParallelConfig(
-            pp=pp, tp=tp, dp_shard=shard, dp_replicate=8 // (pp * tp * shard), microbatch_size=microbatch,  # noqa: E501
-            recompute=recompute, sequence_parallel=tp > 1,
-        )  # fmt: skip
+            pp=pp,
+            tp=tp,
+            dp_shard=shard,
+            dp_replicate=8 // (pp * tp * shard),
+            microbatch_size=microbatch,
+            recompute=recompute,
+            sequence_parallel=tp > 1,
+        )
         other = Strategy(asked, tried)
         if other.memory.total <= asked.usable_bytes:
             assert best.cost.step_time_s <= other.cost.step_time_s * 1.02, tried
@@ -103,15 +124,19 @@ def test_what_is_fixed_stays_fixed() -> None:
     found = search(
         question(fixed=Fixed(tp=2, pp=2, schedule="1f1b", recompute="full")), top=5
     ).strategies
-    assert found and all(
-        (s.parallel.tp, s.parallel.pp, s.parallel.recompute) == (2, 2, "full") for s in found
-    )
+    assert found
+    for s in found:
+        assert s.parallel.tp == 2
+        assert s.parallel.pp == 2
+        assert s.parallel.recompute == "full"
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "interleaved_zb", "gpipe"])
 def test_any_schedule_can_be_asked_for(schedule: ScheduleName) -> None:
     found = search(question(fixed=Fixed(schedule=schedule, pp=2)), top=3).strategies
-    assert found and all(s.parallel.schedule == schedule for s in found)
+    assert found
+    for s in found:
+        assert s.parallel.schedule == schedule
 
 
 def test_where_nothing_fits_the_nearest_are_told_first() -> None:
@@ -119,7 +144,9 @@ def test_where_nothing_fits_the_nearest_are_told_first() -> None:
     answer = search(question(shape=shape, gpus=8, seq_len=8192, global_batch_size=8))
     assert not answer.strategies
     shortages = [rejected.short_bytes for rejected in answer.rejected]
-    assert shortages and shortages == sorted(shortages) and shortages[0] > 0
+    assert shortages
+    assert shortages == sorted(shortages)
+    assert shortages[0] > 0
     assert "GiB more" in answer.rejected[0].reason
 
 

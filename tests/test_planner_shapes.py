@@ -42,14 +42,27 @@ def test_parameter_count_is_the_published_one(name: str) -> None:
     assert total_parameters(named_shape(name, shape_cards())) == PUBLISHED[name]
 
 
-LLAMA = ModelConfig(layers=7, hidden=64, heads=8, kv_heads=4, ffn_hidden=96, vocab=128)
+LLAMA = ModelConfig(
+    layers=7,
+    hidden=64,
+    heads=8,
+    kv_heads=4,
+    ffn_hidden=96,
+    vocab=128,
+)
 MODELS = {
     "llama": LLAMA,
     "tied": replace(LLAMA, tied_embeddings=True),
     "qwen2": replace(LLAMA, qkv_bias=True),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=12),
     "nemo": replace(LLAMA, head_dim=6, qkv_bias=True),
-    "gpt": replace(LLAMA, architecture="gpt", kv_heads=8, max_positions=32, tied_embeddings=True),
+    "gpt": replace(
+        LLAMA,
+        architecture="gpt",
+        kv_heads=8,
+        max_positions=32,
+        tied_embeddings=True,
+    ),
 }
 
 

@@ -15,7 +15,7 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.program import PARALLEL3D
 from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
+from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.spread import Spread, safe_share, spread_of
 from parallel3d.planner.published.cases import read_cases
 from parallel3d.planner.published.programs import programs
@@ -26,6 +26,7 @@ from parallel3d.planner.search.ties import TIE, settle_ties, tied
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
+from tests.planned_runs import planned_run
 
 CASES = HARDWARE.parent / "cases" / "published.json"
 Said = pytest.CaptureFixture[str]
@@ -37,15 +38,20 @@ def blind() -> Score:
 
 
 def test_sources_left_out_are_predicted_within_the_bars(blind: Score) -> None:
-    assert not blind.skipped and blind.throughput.cases > 400 and blind.memory.cases > 100
-    assert (blind.throughput.median or 99) <= 12 and (blind.throughput.p90 or 99) <= 40
-    assert abs(blind.throughput.bias or 99) <= 5 and (blind.memory.median or 99) <= 12
+    assert not blind.skipped
+    assert blind.throughput.cases > 400
+    assert blind.memory.cases > 100
+    assert (blind.throughput.median or 99) <= 12
+    assert (blind.throughput.p90 or 99) <= 40
+    assert abs(blind.throughput.bias or 99) <= 5
+    assert (blind.memory.median or 99) <= 12
     assert (blind.fit.accuracy or 0) >= 92
 
 
 def test_ranges_hold_the_truth_in_eight_cases_of_ten(blind: Score) -> None:
     for errors in (blind.throughput, blind.memory):
-        assert errors.covered is not None and 75 <= errors.covered <= 87
+        assert errors.covered is not None
+        assert 75 <= errors.covered <= 87
 
 
 def test_each_case_of_the_score_has_its_ranges(tmp_path: Path, capsys: Said) -> None:
@@ -54,19 +60,19 @@ def test_each_case_of_the_score_has_its_ranges(tmp_path: Path, capsys: Said) -> 
     assert plan.main(["score", str(some), "--leave-out", "source", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     for known, case in zip(tree["cases"], tree["source_left_out"]["cases"], strict=True):
-        said, around = case["predicted"], case["ranges"]
-        assert (known["program"], case["program"]) == ("megatron-2021", "unknown-2022")
+        said = case["predicted"]
+        around = case["ranges"]
+        assert known["program"] == "megatron-2021"
+        assert case["program"] == "unknown-2022"
         assert around["step_time_s"]["low"] < said["step_time_s"] < around["step_time_s"]["high"]
         wide, narrow = (each["ranges"]["memory_gib"] for each in (case, known))
-        assert wide["high"] / wide["low"] > narrow["high"] / narrow["low"] and wide["level"] == 0.8
+        assert wide["high"] / wide["low"] > narrow["high"] / narrow["low"]
+        assert wide["level"] == 0.8
 
 
 def run(engine: str, hardware: str = "h100-80gb", **layout: Any) -> PlannedRun:
     program = PARALLEL3D if engine == "parallel3d" else programs()[engine]
-    shape, cluster = named_shape("llama2-7b", shape_cards()), load_cluster(hardware, [HARDWARE])
-    return PlannedRun(
-        shape=shape, cluster=cluster, layout=RunLayout(**layout), program=program, seq_len=2048
-    )
+    return planned_run(program, hardware, **layout)
 
 
 def test_a_range_is_wider_where_less_is_known() -> None:
@@ -94,12 +100,20 @@ def test_a_layout_that_fills_the_safe_share_fits_with_the_chance_that_was_asked_
     for risk in (0.01, 0.05, 0.5, 0.9):
         assert spread.chance_to_fit(safe_share(0.1, risk) * 80e9, 80e9) == pytest.approx(1 - risk)
     around = spread.around("memory", 60.0)
-    assert around.low < 60 < around.high and around.low * around.high == pytest.approx(3600)
+    assert around.low < 60 < around.high
+    assert around.low * around.high == pytest.approx(3600)
 
 
 def test_equal_layouts_come_with_less_memory_first() -> None:
-    shape, cluster = named_shape("llama3-8b", shape_cards()), load_cluster("h100-80gb", [HARDWARE])
-    asked = Question(shape=shape, cluster=cluster, gpus=64, seq_len=8192, global_batch_size=512)
+    shape = named_shape("llama3-8b", shape_cards())
+    cluster = load_cluster("h100-80gb", [HARDWARE])
+    asked = Question(
+        shape=shape,
+        cluster=cluster,
+        gpus=64,
+        seq_len=8192,
+        global_batch_size=512,
+    )
     found = search(asked, top=10)
     settled = settle_ties(found)
     speeds = [each.cost.tokens_per_s_per_gpu for each in settled.strategies]
@@ -115,27 +129,15 @@ def test_equal_layouts_come_with_less_memory_first() -> None:
 
 
 def test_risk_and_mem_fraction_say_the_same_and_not_both(capsys: Said) -> None:
-    asked = [
-        "--model",
-        "llama3-8b",
-        "--gpu",
-        "h100",
-        "--gpus",
-        "8",
-        "--seq-len",
-        "4096",
-        "--global-batch",
-        "64",
-        "--json",
-    ]
+    asked = "--model llama3-8b --gpu h100 --gpus 8 --seq-len 4096 --global-batch 64 --json"
 
     def fraction(*options: str) -> float:
-        assert plan.main([*asked, *options]) == 0
+        assert plan.main([*asked.split(), *options]) == 0
         found: float = json.loads(capsys.readouterr().out)["input"]["memory_fraction"]
         return found
 
     assert fraction("--risk", "0.01") < fraction() < fraction("--risk", "0.3")
     assert fraction("--mem-fraction", "0.8") == 0.8
     for wrong in (("--risk", "0.1", "--mem-fraction", "0.9"), ("--risk", "0")):
-        assert plan.main([*asked, *wrong]) == 2
+        assert plan.main([*asked.split(), *wrong]) == 2
         assert "--risk" in capsys.readouterr().err

@@ -42,15 +42,26 @@ def test_the_closed_form_is_near_the_simulation(pp: int, rounds: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual"),
-    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)],
+    "name, virtual",
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("zb_h1", 1),
+        ("zb_v", 2),
+    ],
 )
 @settings(deadline=None)
 @given(pp=st.integers(2, 6), rounds=st.integers(1, 5))
 def test_live_microbatches_are_those_of_the_schedule(
     name: ScheduleName, virtual: int, pp: int, rounds: int
 ) -> None:
-    schedule = build_schedule(name, pp=pp, microbatches=pp * rounds, virtual_stages=virtual)
+    schedule = build_schedule(
+        name,
+        pp=pp,
+        microbatches=pp * rounds,
+        virtual_stages=virtual,
+    )
     told = [
         live_microbatches(name, pp=pp, rank=rank, microbatches=pp * rounds, virtual_stages=virtual)
         for rank in range(pp)
@@ -58,16 +69,30 @@ def test_live_microbatches_are_those_of_the_schedule(
     assert told == list(schedule.peak_live_microbatches)
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(
+    "name, virtual",
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+    ],
+)
 @settings(deadline=None)
 @given(pp=st.integers(2, 6), microbatches=st.integers(1, 30))
 def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
     name: ScheduleName, virtual: int, pp: int, microbatches: int
 ) -> None:
     """When every stage of a rank has had a backward, and none its last."""
-    schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual)
+    schedule = build_schedule(
+        name,
+        pp=pp,
+        microbatches=microbatches,
+        virtual_stages=virtual,
+    )
     for rank, actions in enumerate(schedule.ranks):
-        alive, backwards, found = 0, Counter[int](), []
+        alive = 0
+        backwards = Counter[int]()
+        found = []
         for stage, kind, _ in actions:
             if len(backwards) == virtual and max(backwards.values()) < microbatches:
                 found.append(alive)
@@ -75,7 +100,11 @@ def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
             if kind is Kind.BACKWARD:
                 backwards[stage] += 1
         told = live_with_all_gradients(
-            name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=virtual
+            name,
+            pp=pp,
+            rank=rank,
+            microbatches=microbatches,
+            virtual_stages=virtual,
         )
         assert told == max(found, default=None)
 

@@ -25,13 +25,24 @@ from parallel3d.planner.time.step import CostCache, least_step_s, step_cost
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.arguments import HARDWARE
 
-MODEL = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=4, ffn_hidden=5632, vocab=32000)
+MODEL = ModelConfig(
+    layers=8,
+    hidden=2048,
+    heads=16,
+    kv_heads=4,
+    ffn_hidden=5632,
+    vocab=32000,
+)
 
 
 def question(memory_fraction: float, *schedules: ScheduleName) -> Question:
     cluster = load_cluster("a100-40gb", [HARDWARE])
     asked = Question(
-        shape=from_config(MODEL), cluster=cluster, gpus=8, seq_len=2048, global_batch_size=16
+        shape=from_config(MODEL),
+        cluster=cluster,
+        gpus=8,
+        seq_len=2048,
+        global_batch_size=16,
     )
     names = schedules or ("1f1b", "interleaved_1f1b")
     return replace(asked, memory_fraction=memory_fraction, schedules=names)
@@ -46,15 +57,22 @@ def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
 
 @pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
 def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...]) -> None:
-    asked, seen = question(0.95, *schedules), 0
+    asked = question(0.95, *schedules)
+    seen = 0
     for family in (family for own in families(asked).values() for family in own):
         for parallel in every(asked, family):
             run = asked.planned_run(parallel)
             recompute = parallel.recompute, parallel.recompute_every
-            floors, split = RunFloors(run), replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
+            floors = RunFloors(run)
+            split = replace(parallel, dp_shard=parallel.dp, dp_replicate=1)
             all_split = RunFloors(
                 asked.planned_run(
-                    replace(split, sharding="FULL_SHARD", gather="step", reduce="step")
+                    replace(
+                        split,
+                        sharding="FULL_SHARD",
+                        gather="step",
+                        reduce="step",
+                    )
                 )
             ).work(*recompute)
             total = worst_rank(run).total
@@ -89,4 +107,5 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: flo
         assert told == sorted(told)
         assert told[:1] == sorted(times)[:1]
         leanest = cut.leanest()
-        assert leanest is not None and leanest.bytes == pytest.approx(min(held.values()))
+        assert leanest is not None
+        assert leanest.bytes == pytest.approx(min(held.values()))

@@ -33,7 +33,8 @@ VERSIONS = {"python": "3.12.1", "torch": "2.13.0", "parallel3d": "0.1.0"}
 def in_order() -> CheckReport:
     """Three hosts of two ranks; tp is within a host, and dp_shard is across them. All links go at 1
     GB/s."""
-    facts, links = [], []
+    facts = []
+    links = []
     for rank in range(6):
         disk = 9 * GIB if rank % 2 == 0 else None
         facts.append(
@@ -50,8 +51,18 @@ def in_order() -> CheckReport:
         for axis, other in {"tp": rank ^ 1, "dp_shard": (rank + 2) % 6}.items():
             for pair in ((rank, other), (other, rank)):
                 links.append(TimedLink(axis=axis, kind="message", ranks=pair, bandwidth=1e9))
-    needs = RecipeNeeds(memory_bytes=(GIB,), checkpoints=3, checkpoint_bytes=GIB)
-    return CheckReport(recipe=RECIPE, needs=needs, facts=facts, matmuls=[1e10] * 6, links=links)
+    needs = RecipeNeeds(
+        memory_bytes=(GIB,),
+        checkpoints=3,
+        checkpoint_bytes=GIB,
+    )
+    return CheckReport(
+        recipe=RECIPE,
+        needs=needs,
+        facts=facts,
+        matmuls=[1e10] * 6,
+        links=links,
+    )
 
 
 def with_rate(report: CheckReport, hosts: tuple[str, str], rate: float) -> CheckReport:
@@ -71,7 +82,7 @@ def with_fact(report: CheckReport, rank: int, **changes: Any) -> CheckReport:
 
 
 @pytest.mark.parametrize(
-    ("rank", "changes", "text"),
+    "rank, changes, text",
     [
         (
             3,
@@ -97,7 +108,8 @@ def test_what_would_break_the_run_is_told_with_its_host(
     assert in_order().findings() == []
     report = with_fact(in_order(), rank, **changes)
     (finding,) = report.findings()
-    assert finding.breaks and finding.text.startswith(text)
+    assert finding.breaks
+    assert finding.text.startswith(text)
     assert "1 would break the run" in [*report.lines()][-1]
 
 
@@ -122,11 +134,13 @@ def test_another_python_a_clock_slow_ranks_and_slow_links_are_warned_of() -> Non
 
 
 def test_a_folder_that_another_host_does_not_see_is_told(tmp_path: Path) -> None:
-    run_dir, facts = str(tmp_path / "runs" / "one"), in_order().facts[0]
+    run_dir = str(tmp_path / "runs" / "one")
+    facts = in_order().facts[0]
     with marked(run_dir) as mark:
         assert (tmp_path / mark).is_file()
         found = host_facts(facts, RECIPE, run_dir, mark)
-    assert found.disk_free_bytes and found.problems == ()
+    assert found.disk_free_bytes
+    assert found.problems == ()
     (problem,) = host_facts(facts, RECIPE, run_dir, mark).problems
     assert "is not the folder that rank 0 writes into" in problem
     assert not [*tmp_path.iterdir()]
@@ -137,16 +151,21 @@ def test_four_local_ranks_are_fine_and_leave_nothing(tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     check = f"-m parallel3d.tools.launch check {recipe} train.callbacks=[] --json".split()
     ended = subprocess.run(
-        [sys.executable, *check], capture_output=True, text=True, env=ENVIRONMENT
+        [sys.executable, *check],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
     )
     assert ended.returncode == 0, ended.stderr
     tree = json.loads(ended.stdout)
-    assert not any(each["breaks"] for each in tree["findings"]) and ended.stderr == ""
+    assert not any(each["breaks"] for each in tree["findings"])
+    assert ended.stderr == ""
     assert [rate > 0 for rate in tree["matmul_flops"]] == [True] * 4
     links = {(each["axis"], each["kind"]): each for each in tree["links"]}
     assert set(links) == {*product(("tp", "dp_shard"), ("all-reduce", "message"))}
     assert links["tp", "all-reduce"]["ranks"] in ([0, 1], [2, 3])
-    assert all(each["bandwidth"] > 1e6 for each in tree["links"])
+    for each in tree["links"]:
+        assert each["bandwidth"] > 1e6
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -157,4 +176,5 @@ def test_a_data_file_that_is_missing_breaks_the_run_and_is_told_once(
     (tmp_path / "corpus.txt").unlink()
     assert main(["check", str(recipe), "train.callbacks=[]"]) == 1
     said = capfd.readouterr()
-    assert said.err.count("\n") == 1 and "corpus.txt: no such file or folder" in said.err
+    assert said.err.count("\n") == 1
+    assert "corpus.txt: no such file or folder" in said.err

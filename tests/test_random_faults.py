@@ -52,7 +52,9 @@ class RandomFault:
 
 def faults(rank: int) -> list[RandomFault]:
     """Returns a fault of each kind."""
-    kill, interrupt, terminate = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
+    kill = signal.SIGKILL
+    interrupt = signal.SIGINT
+    terminate = signal.SIGTERM
     twice = one_after_the_other(to_group(interrupt), to_group(interrupt))
     return [
         RandomFault("SIGKILL of a rank", to_rank(rank, kill), (70,)),

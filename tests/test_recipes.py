@@ -44,7 +44,9 @@ def shipped(name: str) -> Shipped:
     whole = load_recipe(path, cards=shape_cards())
     found = HARDWARE_LINE.search(path.read_text())
     assert found is not None
-    hardware, gpus, tokens = found[1], int(found[2]), number_of_tokens(found[3])
+    hardware = found[1]
+    gpus = int(found[2])
+    tokens = number_of_tokens(found[3])
     assert whole.parallel.world_size == gpus
     per_step = whole.train.global_batch_size * whole.train.seq_len
     assert (whole.train.steps - 1) * per_step < tokens <= whole.train.steps * per_step

@@ -47,7 +47,12 @@ def attempt(world_size: int) -> list[Rendezvous]:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+    )
     monkeypatch.setattr(meeting, "die_with_the_parent", lambda: None)
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
@@ -60,22 +65,27 @@ def test_each_attempt_has_a_name_of_its_own_and_a_restart_is_one_after_the_folde
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = attempt(4)
-    assert len({each.attempt for each in first}) == 1 and not any(each.is_restart for each in first)
+    assert len({each.attempt for each in first}) == 1
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = attempt(4)  # the first has failed before it had a folder
-    assert not any(each.is_restart for each in again)
+    for each in (*first, *again):
+        assert not each.is_restart
     record_start()
-    fewer, more = attempt(2), attempt(5)
+    fewer = attempt(2)
+    more = attempt(5)
     names = [{each.attempt for each in ranks} for ranks in (first, again, fewer, more)]
-    assert [len(each) for each in names] == [1] * 4 and len(set.union(*names)) == 4
-    assert all(each.is_restart for each in (*fewer, *more))
+    assert [len(each) for each in names] == [1] * 4
+    assert len(set.union(*names)) == 4
+    for each in (*fewer, *more):
+        assert each.is_restart
 
 
 def test_a_new_store_was_lost_with_its_node_if_an_agent_counts_a_restart(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert all(each.is_restart for each in attempt(3))
+    for each in attempt(3):
+        assert each.is_restart
 
 
 def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore) -> None:
@@ -95,7 +105,7 @@ def test_without_torchrun_slurm_says_whether_it_is_a_restart(
         assert join_attempt(rendezvous(0, 1), 1.0).is_restart is is_restart
 
 
-@pytest.mark.parametrize(("resume", "at_first"), [("none", "auto"), ("path", "path")])
+@pytest.mark.parametrize("resume, at_first", [("none", "auto"), ("path", "path")])
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_restart_goes_on_from_the_runs_own_checkpoints(
     resume: str, at_first: str, saved: bool, tmp_path: Path

@@ -70,7 +70,9 @@ def losses(run_dir: Path) -> list[float]:
 
 def steps_of(run_dir: Path) -> int:
     metrics = run_dir / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    if metrics.exists():
+        return len(metrics.read_text().splitlines())
+    return 0
 
 
 def plan(
@@ -83,7 +85,13 @@ def plan(
     ranks: int = 2,
 ) -> None:
     """Has rank 0 of a run on so many ranks signal a rank, or a process, after a step."""
-    wanted = {"step": step, "ranks": ranks, "signal": signum, "rank": rank, "pid": pid}
+    wanted = {
+        "step": step,
+        "ranks": ranks,
+        "signal": signum,
+        "rank": rank,
+        "pid": pid,
+    }
     partial = folder / "plan.partial"
     partial.write_text(json.dumps(wanted))
     partial.rename(folder / "plan")
@@ -114,11 +122,9 @@ def test_a_killed_worker_is_started_again_from_the_last_save_each_time(
         assert agent.returncode == 0, said
         assert (folder / "done").exists()
         assert losses(folder / "run") == expected
-        assert (
-            said.count("is now") == 1
-            and (folder / "run.1").is_dir()
-            and not (folder / "run.2").exists()
-        )
+        assert said.count("is now") == 1
+        assert (folder / "run.1").is_dir()
+        assert not (folder / "run.2").exists()
         assert "as with checkpoint.resume=auto, not none" in said
         assert f"goes on from step {(3 + trial) // 3 * 3} of " in said
         assert json.loads((folder / "run" / "outcome.json").read_text())["status"] == "done"
@@ -137,7 +143,12 @@ def test_a_run_goes_on_with_two_ranks_of_four_when_a_node_is_lost(
     alone = write_recipe(tmp_path, "alone", ParallelConfig())
     _, said = torchrun(alone, "--standalone", "--nproc-per-node", "1").communicate(timeout=120)
     recipe = write_recipe(tmp_path, "run", ParallelConfig(elastic=True))
-    meeting_place = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting_place = TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+    )
     conf = "is_host=false,last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
     options = [
         "--nnodes",
@@ -152,15 +163,18 @@ def test_a_run_goes_on_with_two_ranks_of_four_when_a_node_is_lost(
     options += f"--rdzv-endpoint 127.0.0.1:{meeting_place.port} --rdzv-id elastic".split()
     options += f"--local-addr 127.0.0.1 --rdzv-conf {conf}".split()
     agents = [torchrun(recipe, *options), torchrun(recipe, *options)]
-    goes, stays = agents[lost], agents[1 - lost]
+    goes = agents[lost]
+    stays = agents[1 - lost]
     plan(tmp_path, 7, signal.SIGKILL, pid=goes.pid, ranks=4)
     _, said = stays.communicate(timeout=240)
     goes.communicate(timeout=20)
     assert stays.returncode == 0, said
     assert (tmp_path / "done").exists(), said
     all_end(json.loads((tmp_path / "workers").read_text()))
-    found, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
-    assert found == pytest.approx(expected, rel=1e-4) and len(found) == STEPS
+    found = losses(tmp_path / "run")
+    expected = losses(tmp_path / "alone")
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert len(found) == STEPS
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert "dp_shard: 2" in (tmp_path / "run" / "config.yaml").read_text()
     assert not (tmp_path / "run.1").exists()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.recipes import pretrain
+from tests.one_rank import read_metrics
 
 COMMAND = [sys.executable, "-m", "parallel3d.recipes.pretrain", "quickstart"]
 SMALL = [
@@ -32,28 +33,45 @@ SMALL = [
     "optimizer.warmup_steps=0",
 ]
 METRICS = {
-    "step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
-    "tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "val_loss", (
-        "val_perplexity"
-    ),
-    "loss_scale", "spikes", "rollbacks", "skipped_steps",
-}  # fmt: skip
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "step_time_s",
+    "data_wait_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "peak_memory_bytes",
+    "peak_reserved_bytes",
+    "val_loss",
+    "val_perplexity",
+    "loss_scale",
+    "spikes",
+    "rollbacks",
+    "skipped_steps",
+}
 
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *SMALL, *overrides], capture_output=True, text=True, timeout=240
+        [*COMMAND, *SMALL, *overrides],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(run_dir)
 
 
 def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Ten steps without a stop, and the last two again from what a stop after the eighth would have
     left: the same to the bit."""
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    straight = tmp_path / "straight"
+    stopped = tmp_path / "stopped"
     done = run(
         f"run_dir={straight}",
         "train.steps=10",
@@ -67,10 +85,14 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert re.search(r"step 10/10  loss \d\.\d{4}  val \d\.\d{4}  grad .* tok/s", done.stderr)
     lines = metrics(straight)
     assert [line["step"] for line in lines] == list(range(1, 11))
-    assert all(set(line) == METRICS for line in lines)
-    assert lines[-1]["tokens"] == 10 * 8 * 32 and lines[0]["mfu"] is None
-    assert all(0 < line["data_wait_s"] < line["step_time_s"] for line in lines)
-    assert lines[4]["val_loss"] is not None and lines[3]["val_loss"] is None
+    for line in lines:
+        assert set(line) == METRICS
+    assert lines[-1]["tokens"] == 10 * 8 * 32
+    assert lines[0]["mfu"] is None
+    for line in lines:
+        assert 0 < line["data_wait_s"] < line["step_time_s"]
+    assert lines[4]["val_loss"] is not None
+    assert lines[3]["val_loss"] is None
     kept = sorted((straight / "checkpoints").iterdir())
     assert [path.name for path in kept] == ["step_00000008", "step_00000010"]
     assert json.loads((straight / "outcome.json").read_text())["status"] == "done"
@@ -79,7 +101,10 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     first_lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)[:8]
     (stopped / "metrics.jsonl").write_text("".join(first_lines))
     resumed = run(
-        f"run_dir={stopped}", "train.steps=10", "checkpoint.resume=auto", "train.eval_every=5"
+        f"run_dir={stopped}",
+        "train.steps=10",
+        "checkpoint.resume=auto",
+        "train.eval_every=5",
     )
     assert "goes on from step 8" in resumed.stderr
     same = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
@@ -101,7 +126,8 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(
         assert process.stderr is not None
         next(line for line in process.stderr if line.startswith("step 3/"))
         second = pretrain.main([*command[3:], "checkpoint.resume=none"])
-        assert second == 73 and f"pid {process.pid}, since 20" in capsys.readouterr().err
+        assert second == 73
+        assert f"pid {process.pid}, since 20" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
         workers = descendants(process.pid)
         os.kill(workers[-1], signal.SIGKILL)
@@ -116,7 +142,8 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(
         assert time.monotonic() - killed_at < 30, f"{alive} outlive the run"
         time.sleep(0.05)  # the fork server sees the launcher's end, and ends
     outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert outcome["exit_status"] == 70 and "SIGKILL" in outcome["reason"]
+    assert outcome["exit_status"] == 70
+    assert "SIGKILL" in outcome["reason"]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -143,7 +170,8 @@ def test_a_signal_to_all_processes_saves_and_the_command_is_told_that_goes_on(
     is_ctrl_c = signum == signal.SIGINT
     assert process.returncode == (130 if is_ctrl_c else 75)
     last = int(metrics(run_dir)[-1]["step"])
-    assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir() and last < 100
+    assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir()
+    assert last < 100
     (told,) = [line for line in said if line.startswith("error: ")]
     assert told.startswith(
         f"error: stopped by {'Ctrl-C' if is_ctrl_c else 'SIGTERM'} after step {last}, saved: "

@@ -67,10 +67,8 @@ def test_a_refused_resume_changes_nothing_in_the_folder_of_the_run(
         assert files(run_dir) == before, other
     assert train(*resume, "train.steps=3") == 0
     after = files(run_dir)
-    assert (
-        b"steps: 3" in after["config.yaml"]
-        and "checkpoints/step_00000009.partial/cut_off" not in after
-    )
+    assert b"steps: 3" in after["config.yaml"]
+    assert "checkpoints/step_00000009.partial/cut_off" not in after
 
 
 def test_a_checkpoint_of_a_newer_version_stops_auto_and_is_not_renamed(
@@ -127,15 +125,18 @@ def test_a_run_in_the_current_folder_works_twice_and_moves_its_own_files_alone(
     assert not (tmp_path / "project.1").exists()  # another program's checkpoints are no earlier run
     first = files(project)
     assert train("run_dir=.", "train.seed=1") == 0
-    earlier, now = files(tmp_path / "project.1"), files(project)
+    earlier = files(tmp_path / "project.1")
+    now = files(project)
     assert first == {**earlier, **foreign}
-    assert now == now | foreign and set(now) == set(first)
-    assert Path.cwd() == project and b"seed: 1" in now["config.yaml"]
+    assert now == now | foreign
+    assert set(now) == set(first)
+    assert Path.cwd() == project
+    assert b"seed: 1" in now["config.yaml"]
 
 
 @pytest.mark.parametrize("resume", ["none", "auto"])
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         ("config.yaml", to_yaml(RECIPE)),
         ("metrics.jsonl", '{"accuracy": 0.5}\n'),
@@ -155,7 +156,13 @@ def test_a_file_that_no_run_has_written_is_not_overwritten(
 def test_the_outcome_says_how_a_run_was_stopped_and_stays_where_a_start_is_refused(
     tmp_path: Path,
 ) -> None:
-    words = {0: "done", 75: "preempted", 143: "stopped", 130: "stopped", 70: "failed"}
+    words = {
+        0: "done",
+        75: "preempted",
+        143: "stopped",
+        130: "stopped",
+        70: "failed",
+    }
     for status, word in words.items():
         RunOutcome(exit_status=status).write(str(tmp_path))
         assert json.loads((tmp_path / "outcome.json").read_text())["status"] == word

@@ -32,7 +32,8 @@ def hold(folder: Path) -> subprocess.Popen[str]:
     """Starts a process that holds the folder, and returns when it does."""
     program = [sys.executable, "-c", HOLD, str(folder)]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
     return process
 
 

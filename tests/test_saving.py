@@ -42,7 +42,8 @@ class After(Callback):
     """Does something to the run's folder after a step."""
 
     def __init__(self, step: int, act: Callable[[Path], object]) -> None:
-        self._step, self._act = step, act
+        self._step = step
+        self._act = act
 
     def step_done(self, run: RunView, result: StepResult) -> None:
         if run.step == self._step:
@@ -162,7 +163,8 @@ def test_a_folder_that_cannot_be_written_ends_the_run_with_its_path(
     with pytest.raises(SaveError) as error:
         run(RECIPE, After(2, act))
     assert error.value.exit_status == 73
-    assert str(tmp_path / "run") in str(error.value) and file in str(error.value)
+    assert str(tmp_path / "run") in str(error.value)
+    assert file in str(error.value)
     assert "cannot be written: " in str(error.value)
     # nothing is made there anew
     assert not (tmp_path / "elsewhere").exists() or not (tmp_path / "run").exists()
@@ -175,7 +177,8 @@ WAITS_S = 60.0
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds every save in the background back until it is set."""
-    opened, write = threading.Event(), saver.write_and_commit
+    opened = threading.Event()
+    write = saver.write_and_commit
 
     def held_back(*args: Any) -> None:
         assert opened.wait(WAITS_S), "training waits for the save"
@@ -235,7 +238,8 @@ def test_a_save_that_fails_ends_the_run(
     disk_full_at(monkeypatch, 2)
     with pytest.raises(SaveError, match=r"step_00000002: cannot be written: No space left"):
         run(replace(RECIPE, train=replace(RECIPE.train, steps=9), checkpoint=FAILING[way]))
-    assert saved_in(tmp_path)[0] == "step_00000001" and "step_00000002" not in saved_in(tmp_path)
+    assert saved_in(tmp_path)[0] == "step_00000001"
+    assert "step_00000002" not in saved_in(tmp_path)
     assert lines_of(tmp_path)[-1][0] <= 4  # the ranks agree in a step that follows
 
 
@@ -251,10 +255,8 @@ def test_a_run_that_is_to_warn_trains_on_and_saves_again(
     recipe = replace(RECIPE, checkpoint=replace(FAILING[way], on_error="warn"))
     assert run(recipe) == [("step_00000001", True), ("step_00000004", True)]
     said = capsys.readouterr().err
-    assert (
-        "not saved: " in said
-        and "step_00000003: cannot be written: No space left on device; the run goes on" in said
-    )
+    assert "not saved: " in said
+    assert "step_00000003: cannot be written: No space left on device; the run goes on" in said
     disk_full_at(monkeypatch, 5)
     again = replace(
         resumed_from("auto", steps=5), checkpoint=replace(recipe.checkpoint, resume="auto")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,10 @@ from parallel3d.schedules.classic import groups
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+F = Kind.FORWARD
+B = Kind.BACKWARD
+I = Kind.INPUT  # noqa: E741
+W = Kind.WEIGHT
 sizes = st.integers(1, 8)
 
 
@@ -23,7 +28,10 @@ def built(draw: st.DrawFn) -> Schedule:
     traits = SCHEDULES[name]
     virtual_stages = draw(st.integers(traits.stages.least, traits.stages.most or 4))
     return build_schedule(
-        name, pp=draw(sizes), microbatches=draw(st.integers(1, 25)), virtual_stages=virtual_stages
+        name,
+        pp=draw(sizes),
+        microbatches=draw(st.integers(1, 25)),
+        virtual_stages=virtual_stages,
     )
 
 
@@ -51,7 +59,8 @@ def test_the_gradient_of_a_split_backward_goes_to_the_half_that_takes_it() -> No
 def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
     """`build_schedule` proves the order before it returns; this checks what is derived from the
     order."""
-    stages, microbatches = schedule.stages, schedule.microbatches
+    stages = schedule.stages
+    microbatches = schedule.microbatches
     actions = {action for rank in schedule.ranks for action in rank}
     forwards = stages * microbatches
     assert sum(action.kind is F for action in actions) == forwards
@@ -60,9 +69,7 @@ def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
     takers = [taker for taker in fed if taker is not None]
     assert len(takers) == len(set(takers)) == 2 * (stages - 1) * microbatches
     assert set(takers) <= actions
-    between = sum(
-        one != other for one, other in zip(schedule.placement, schedule.placement[1:], strict=False)
-    )
+    between = sum(one != other for one, other in pairwise(schedule.placement))
     assert sum(map(len, schedule.transfers.values())) == 2 * between * microbatches
 
 
@@ -71,7 +78,8 @@ def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
 def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
     """The most forwards alive are as many as the formula says; with few microbatches the formula is
     a bound."""
-    p, m = len(schedule.ranks), schedule.microbatches
+    p = len(schedule.ranks)
+    m = schedule.microbatches
     v = schedule.stages // p
     g = len(groups(p, m)[0])
     for rank, alive in enumerate(schedule.peak_live_microbatches):
@@ -86,11 +94,10 @@ def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
             "zb_v": 2 * p,
             "dualpipe_v": 2 * p + 1,
         }[schedule.name]
-        assert (
-            alive == min(most, v * m)
-            if m >= 2 * p or schedule.name in ("1f1b", "gpipe")
-            else alive <= most
-        )
+        if m >= 2 * p or schedule.name in ("1f1b", "gpipe"):
+            assert alive == min(most, v * m)
+        else:
+            assert alive <= most
 
 
 def test_refuses_numbers_that_make_no_schedule() -> None:

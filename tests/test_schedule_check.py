@@ -30,7 +30,7 @@ def two_ranks(first: str, second: str, *, trains: bool = True) -> Schedule:
 
 
 @pytest.mark.parametrize(
-    ("second_rank", "message"),
+    "second_rank, message",
     [
         ("1F0 1F1 1B0", "schedule mine: rank 1, 1B1 is never done"),
         ("1F0 1B0", "rank 1, 1F1 is never done"),

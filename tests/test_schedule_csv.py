@@ -32,7 +32,7 @@ def test_holes_overlaps_and_communications_are_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("", "must have actions of each stage, from stage 0 on"),
         ("0F0,0X0,0B0", "rank 0, '0X0': is no action; write stage, one of F B I W, and microbatch"),

@@ -43,7 +43,7 @@ def as_csv(ranks: list[list[Any]]) -> str:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("pp", "microbatches"), [(1, 3), (2, 2), (4, 4), (4, 11), (8, 16)])
+@pytest.mark.parametrize("pp, microbatches", [(1, 3), (2, 2), (4, 4), (4, 11), (8, 16)])
 def test_one_stage_on_each_rank(name: str, pp: int, microbatches: int) -> None:
     kind = {"gpipe": theirs.ScheduleGPipe, "1f1b": theirs.Schedule1F1B}[name]
     order = generator(kind, pp, microbatches, 1)._get_pipeline_order()
@@ -61,7 +61,7 @@ def test_one_stage_on_each_rank(name: str, pp: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    "name, sizes",
     [*product(LOOPED, LOOPED_SIZES), *product(V_SHAPED, V_SIZES)],
 )
 def test_several_stages_on_each_rank(name: Any, sizes: tuple[int, int, int]) -> None:
@@ -71,5 +71,10 @@ def test_several_stages_on_each_rank(name: Any, sizes: tuple[int, int, int]) -> 
     for rank in range(pp):
         schedule.rank = rank
         orders.append(schedule._calculate_single_rank_operations(rank))
-    ours = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    ours = build_schedule(
+        name,
+        pp=pp,
+        microbatches=microbatches,
+        virtual_stages=virtual_stages,
+    )
     assert from_csv(as_csv(orders), name=name) == ours

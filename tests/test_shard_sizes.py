@@ -8,7 +8,7 @@ import torch
 from parallel3d.shard_sizes import largest_shard, shard_rows
 
 
-@pytest.mark.parametrize(("size", "ranks"), [(8, 2), (10, 4), (5, 4), (3, 8), (1, 1), (50_257, 8)])
+@pytest.mark.parametrize("size, ranks", [(8, 2), (10, 4), (5, 4), (3, 8), (1, 1), (50_257, 8)])
 def test_the_cut_is_that_of_torch_chunk(size: int, ranks: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(ranks)]
     mine = [list(shard_rows(size, rank, ranks)) for rank in range(ranks)]

@@ -15,7 +15,7 @@ from parallel3d.sharding.units import units_of
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings, said",
     [
         (
             {"zero_stage": 1, "sharding": "FULL_SHARD"},
@@ -87,7 +87,7 @@ def test_a_tuple_of_patterns_is_one_unit_wherever_its_modules_are() -> None:
         units_of(model, ["blocks.*", ("norm", "head")])
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(8, 4), (10, 4), (3, 8), (9, 4), (1, 1)])
+@pytest.mark.parametrize("rows, ranks", [(8, 4), (10, 4), (3, 8), (9, 4), (1, 1)])
 def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> None:
     tensors = [
         torch.arange(rows * 6.0).view(rows, 2, 3),
@@ -100,9 +100,9 @@ def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> 
         axis = Axis(ranks, rank, None)
         own = [torch.zeros_like(own_rows(tensor, axis)) for tensor in tensors]
         packing.unpack(packed[rank][None], own)
-        assert all(
-            torch.equal(part, own_rows(t, axis)) for part, t in zip(own, tensors, strict=True)
-        )
+        for part, t in zip(own, tensors, strict=True):
+            assert torch.equal(part, own_rows(t, axis))
     back = [torch.zeros_like(tensor) for tensor in tensors]
     packing.unpack(packed, back)
-    assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
+    for a, b in zip(back, tensors, strict=True):
+        assert torch.equal(a, b)

@@ -41,10 +41,8 @@ def test_messages_arrive_whole_and_in_order(
         assert incoming.poll() == number
         into = [torch.empty(size, dtype=torch.int32), torch.empty((), dtype=torch.float64)]
         incoming.read(into)
-        assert (
-            torch.equal(into[0], torch.arange(size, dtype=torch.int32) + number)
-            and into[1].item() == number
-        )
+        assert torch.equal(into[0], torch.arange(size, dtype=torch.int32) + number)
+        assert into[1].item() == number
 
     order = deque(takes)
     for number, size in enumerate(sizes):
@@ -58,13 +56,15 @@ def test_messages_arrive_whole_and_in_order(
             take()
     while sent:
         take()
-    assert not outgoing.is_waiting and incoming.poll() is None
+    assert not outgoing.is_waiting
+    assert incoming.poll() is None
 
 
 def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
     incoming = Incoming(tmp_path / "a", 0)
     outgoing = Outgoing(tmp_path / "a", 1)
-    outgoing.send(0, [torch.zeros(1), torch.zeros(())])
+    message = [torch.zeros(1), torch.zeros(())]
+    outgoing.send(0, message)
     outgoing.close()
     assert incoming.poll() is not None  # what was sent before is there
     with pytest.raises(PeerLostError, match="pipeline rank 0 has gone"):
@@ -73,13 +73,14 @@ def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
     outgoing = Outgoing(tmp_path / "b", 1)
     incoming.close()
     with pytest.raises(PeerLostError, match="pipeline rank 1 has gone"):
-        outgoing.send(0, [torch.zeros(1), torch.zeros(())])
+        outgoing.send(0, message)
 
 
 def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: Path) -> None:
     incoming = Incoming(tmp_path / "small", 0)
     fcntl.fcntl(incoming.headers, fcntl.F_SETPIPE_SZ, 4096)
-    outgoing, count = Outgoing(tmp_path / "small", 1), 1500
+    outgoing = Outgoing(tmp_path / "small", 1)
+    count = 1500
 
     def send() -> None:
         for number in range(count):
@@ -88,7 +89,8 @@ def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: P
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     sender.join(timeout=10)
-    assert not sender.is_alive() and outgoing.is_waiting
+    assert not sender.is_alive()
+    assert outgoing.is_waiting
     into = [torch.empty(())]
     for number in range(count):
         outgoing.flush()

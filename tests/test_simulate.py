@@ -3,6 +3,8 @@ cost."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +33,12 @@ def timeline(
     virtual_stages: int = 1,
     times: StageTimes = EQUAL,
 ) -> Timeline:
-    schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    schedule = build_schedule(
+        name,
+        pp=pp,
+        microbatches=microbatches,
+        virtual_stages=virtual_stages,
+    )
     return simulate(schedule, ActionTimes.uniform(schedule.stages, times))
 
 
@@ -42,10 +49,14 @@ def idle(simulated: Timeline) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "v"),
-    [("gpipe", 1), ("1f1b", 1), *((n, v) for n in LOOPED for v in (2, 3, 4))],
+    "name, v",
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        *((n, v) for n in LOOPED for v in (2, 3, 4)),
+    ],
 )
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("p, m", SIZES)
 def test_virtual_stages_divide_the_bubble(name: ScheduleName, v: int, p: int, m: int) -> None:
     """Idle over busy time is (p - 1) / (v m) (arXiv 2104.04473, section 2.2), also where p does not
     divide m."""
@@ -54,13 +65,15 @@ def test_virtual_stages_divide_the_bubble(name: ScheduleName, v: int, p: int, m:
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("p, m", SIZES)
 def test_split_backwards_leave_ranks_idle_as_the_papers_say(
     p: int, m: int, times: StageTimes
 ) -> None:
     """A rank is idle for (p - 1) (F + I - W), in 1F1B for (p - 1) (F + I + W) (arXiv 2401.10241,
     table 2). In DualPipe-V it is (p - 1) (F&B + B - 3 W) where pairs overlap."""
-    F, I, W = times.forward, times.input, times.weight  # noqa: E741
+    F = times.forward
+    I = times.input  # noqa: E741
+    W = times.weight
     assert idle(timeline("zb_h1", p, m, times=times)) == pytest.approx((p - 1) * (F + I - W))
     assert idle(timeline("1f1b", p, m, times=times)) == pytest.approx((p - 1) * (F + I + W))
     if m >= 2 * p:
@@ -68,7 +81,7 @@ def test_split_backwards_leave_ranks_idle_as_the_papers_say(
         assert idle(simulated) == pytest.approx((p - 1) * (F + I - W))
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 7), (4, 20), (8, 15), (8, 64)])
+@pytest.mark.parametrize("p, m", [(1, 1), (2, 3), (4, 7), (4, 20), (8, 15), (8, 64)])
 def test_zb_v_leaves_no_bubble_between_a_ranks_first_and_last_action(p: int, m: int) -> None:
     simulated = timeline("zb_v", p, m, 2)
     for spans, busy in zip(simulated.by_rank, simulated.busy_s, strict=True):
@@ -77,7 +90,7 @@ def test_zb_v_leaves_no_bubble_between_a_ranks_first_and_last_action(p: int, m: 
     assert simulated.bubble_fraction == pytest.approx((p - 1) / (6 * m + p - 1))
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(1, 1, 1), (2, 4, 1), (4, 8, 2), (4, 9, 2), (4, 7, 3)])
+@pytest.mark.parametrize("p, m, v", [(1, 1, 1), (2, 4, 1), (4, 8, 2), (4, 9, 2), (4, 7, 3)])
 def test_forwards_alone_take_as_few_steps_as_there_can_be(p: int, m: int, v: int) -> None:
     schedule = forward_only(tuple(range(p)) * v, m)
     assert simulate(schedule, ActionTimes.uniform(schedule.stages)).makespan_s == v * m + p - 1
@@ -122,7 +135,7 @@ def test_no_action_begins_before_what_it_needs_or_while_its_rank_works(
     made_by = {schedule.slots(span.action)[1]: span for span in simulated.spans}
     for rank, spans in enumerate(simulated.by_rank):
         assert tuple(span.action for span in spans) == schedule.ranks[rank]
-        for before, span in zip(spans, spans[1:], strict=False):
+        for before, span in pairwise(spans):
             assert span.start_s >= before.end_s
         for span in spans:
             need = made_by.get(schedule.slots(span.action)[0])

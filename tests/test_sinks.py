@@ -82,10 +82,8 @@ def read_tensorboard(folder: Path) -> Curves:
     reader = events.EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
     curves = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
-    assert all(
-        [event.step for event in curve] == sorted({event.step for event in curve})
-        for curve in curves.values()
-    )
+    for curve in curves.values():
+        assert [event.step for event in curve] == sorted({event.step for event in curve})
     return {tag: {event.step: event.value for event in curve} for tag, curve in curves.items()}
 
 
@@ -94,11 +92,9 @@ def read_mlflow(folder: Path) -> Curves:
     tracking = pytest.importorskip("mlflow.tracking")
     client = tracking.MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
-    assert (run.info.status, run.info.run_name, run.data.params["train.seq_len"]) == (
-        "FINISHED",
-        folder.name,
-        "16",
-    )
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == folder.name
+    assert run.data.params["train.seq_len"] == "16"
     histories = {
         name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
     }
@@ -146,7 +142,8 @@ class Broken:
     """A sink that raises, exits or hangs in one of its methods."""
 
     def __init__(self, where: str, act: Callable[[], Any]) -> None:
-        self._where, self._act = where, act
+        self._where = where
+        self._act = act
 
     def start(self, run: SinkRun) -> None:
         self._at("start")
@@ -171,15 +168,17 @@ def fail(error: BaseException) -> Callable[[], Any]:
 
 BROKEN: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a library that is missing": (
-        "start", fail(ModuleNotFoundError("No module named 'wandb'")), (
-            "pip install 'parallel3d[wandb]'"
-        )
+        "start",
+        fail(ModuleNotFoundError("No module named 'wandb'")),
+        "pip install 'parallel3d[wandb]'",
     ),
-    "a server that refuses": ("log", fail(ConnectionError("refused\nand more")), (
-        "ConnectionError: refused;"
-    )),
+    "a server that refuses": (
+        "log",
+        fail(ConnectionError("refused\nand more")),
+        "ConnectionError: refused;",
+    ),
     "a network that hangs": ("log", Event().wait, "it did not end in time;"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -192,12 +191,14 @@ def test_a_sink_that_fails_is_told_once_and_changes_no_loss(
     losses = []
     for name, used in (("with", ("wandb",)), ("without", ())):
         recipe = replace(
-            RECIPE, logging=replace(RECIPE.logging, sinks=used), run_dir=str(tmp_path / name)
+            RECIPE,
+            logging=replace(RECIPE.logging, sinks=used),
+            run_dir=str(tmp_path / name),
         )
         run_worker(recipe, one_rank(tmp_path), Llama, lambda name, precision: None)
         losses.append(curves_of_the_file(tmp_path / name)["loss"])
-    assert losses[0] == losses[1] and list(losses[0]) == [1, 2, 3, 4]
+    assert losses[0] == losses[1]
+    assert list(losses[0]) == [1, 2, 3, 4]
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
-    assert says in told and told.endswith(
-        f"`parallel3d-train replay {tmp_path}/with wandb` sends everything again"
-    )
+    assert says in told
+    assert told.endswith(f"`parallel3d-train replay {tmp_path}/with wandb` sends everything again")

@@ -34,7 +34,14 @@ def refusal(config: DataConfig) -> str:
 
 def test_a_folder_is_searched_recursively_and_sorted_by_relative_path(tmp_path: Path) -> None:
     write(
-        tmp_path, {"b.txt": "b", "a/z.txt": "z", "a.txt": "a", "a/empty.txt": "", "notes.md": "n"}
+        tmp_path,
+        {
+            "b.txt": "b",
+            "a/z.txt": "z",
+            "a.txt": "a",
+            "a/empty.txt": "",
+            "notes.md": "n",
+        },
     )
     assert names(folder(tmp_path)) == ["a.txt", "a/z.txt", "b.txt"]
     assert names(folder(tmp_path, "**/*.txt")) == ["a.txt", "a/z.txt", "b.txt"]
@@ -43,7 +50,7 @@ def test_a_folder_is_searched_recursively_and_sorted_by_relative_path(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    "config, words",
     [
         (DataConfig(path="a.md"), "data.path = a.md: not read if data.source = stdlib"),
         (DataConfig(source="text", path="gone"), "data.path = gone: no such file or folder at "),

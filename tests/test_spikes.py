@@ -14,10 +14,10 @@ from parallel3d.training.guard import find_spike
 RULE = TrainConfig(steps=1000, global_batch_size=8, seq_len=8)
 
 
-def history_of(losses: list[float], norms: list[float], rule: TrainConfig = RULE) -> SpikeHistory:
+def history_of(losses: list[float], norms: list[float]) -> SpikeHistory:
     history = SpikeHistory()
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
-        _, history = find_spike(history, step, loss, norm, rule)
+        _, history = find_spike(history, step, loss, norm, RULE)
     return history
 
 
@@ -34,33 +34,33 @@ QUIET = history_of(noise(2.5, 0.01, 200), noise(0.4, 0.1, 200))
 
 
 def test_a_loss_or_a_norm_that_stands_out_is_a_spike_and_is_told_with_the_median() -> None:
-    assert QUIET.spikes == 0 and len(QUIET.losses) == len(QUIET.grad_norms) == RULE.spike_window
+    assert QUIET.spikes == 0
+    assert len(QUIET.losses) == len(QUIET.grad_norms) == RULE.spike_window
     assert why(QUIET, 2.7, 0.9) is None
     assert why(QUIET, 3.0, 0.4) == "loss 3.0000 against a median of 2.4986 in the 128 steps before"
     both = why(QUIET, 3.0, 2.0)
-    assert (
-        both is not None
-        and "loss 3.0000" in both
-        and "and gradient norm 2.0000 against a median of 0.3" in both
-    )
+    assert both is not None
+    assert "loss 3.0000" in both
+    assert "and gradient norm 2.0000 against a median of 0.3" in both
 
 
 def test_nothing_is_judged_before_half_of_the_window_and_spikes_in_it_do_not_move_it() -> None:
     assert why(history_of([2.5] * 63, [0.4] * 63), 9.0, 9.0) is None
     assert why(history_of([2.5] * 64, [0.4] * 64), 9.0, 9.0) is not None
     spiked = history_of([*noise(2.5, 0.01, 100), *[9.0] * 28], [0.4] * 128)
-    assert spiked.spikes == 28 and why(spiked, 3.0, 0.4) is not None
+    assert spiked.spikes == 28
+    assert why(spiked, 3.0, 0.4) is not None
     risen = history_of([*[2.5] * 128, *[9.0] * 128], [0.4] * 256)
     assert 60 < risen.spikes < 70  # the level is the new one when it fills half of the window
 
 
-@pytest.mark.parametrize(
-    ("on_spike", "expected"), [("skip", [1, 2, 1, 2]), ("rollback", [1, 2, 3, 4])]
-)
+@pytest.mark.parametrize("on_spike, expected", [("skip", [1, 2, 1, 2]), ("rollback", [1, 2, 3, 4])])
 def test_spikes_are_in_a_row_where_nothing_or_for_a_rollback_less_than_a_window_lies_between(
     on_spike: str, expected: list[int]
 ) -> None:
-    rule, counts, history = replace(RULE, on_spike=on_spike), [], QUIET
+    rule = replace(RULE, on_spike=on_spike)
+    counts = []
+    history = QUIET
     for step, loss in enumerate([9.0, 9.0, 2.5, 9.0, 9.0], 201):
         found, history = find_spike(history, step, loss, 0.4, rule)
         if found:

@@ -14,7 +14,8 @@ from parallel3d.pipeline.split_model import FAMILIES, SplitSpec, split_model
 hf = pytest.importorskip(
     "transformers", reason="its models are cut here: pip install 'parallel3d[dev]'"
 )
-VOCAB, BLOCKS = 61, 4
+VOCAB = 61
+BLOCKS = 4
 _TURNS: dict[str, Any] = {"sliding_window": 3, "head_dim": 8}
 # the grouped product of torch has no float64
 _EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
@@ -36,7 +37,12 @@ LAYERS_OF: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         **_EXPERTS,
     },
-    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0, "max_position_embeddings": 16},
+    "opt": {
+        "ffn_dim": 24,
+        "word_embed_proj_dim": 8,
+        "dropout": 0.0,
+        "max_position_embeddings": 16,
+    },
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in FAMILIES} | {
     "opt without projections": ("opt", {"word_embed_proj_dim": 16}),
@@ -60,7 +66,8 @@ def build(kind: str, **more: Any) -> nn.Module:
             "num_hidden_layers": BLOCKS,
             "num_attention_heads": 2,
         }
-        sizes |= {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
+        if kind != "gpt_neox":
+            sizes["num_key_value_heads"] = 2
     # blocks of two kinds, whose masks the forward chooses by their numbers
     if kind in ("qwen2", "qwen3"):
         sizes |= {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}
@@ -89,7 +96,8 @@ def test_the_stages_of_a_family_are_its_model(name: str) -> None:
     padded = torch.ones(2, 8, dtype=torch.int64)
     padded[0, 2:4] = 0  # inside, so that each token has one to look at in its window
     for keywords in ({}, {"attention_mask": padded}):
-        ours, wanted = through(stages, ids, **keywords), alone(ids, **keywords).logits
+        ours = through(stages, ids, **keywords)
+        wanted = alone(ids, **keywords).logits
         assert torch.equal(ours, wanted)
         ours.square().mean().backward()
         wanted.square().mean().backward()
@@ -100,7 +108,10 @@ def test_the_stages_of_a_family_are_its_model(name: str) -> None:
                 parameter.grad is not None and gradient is not None and gradient.abs().max() > 0
             ), name
             torch.testing.assert_close(
-                parameter.grad, gradient, rtol=0, atol=1e-12 * float(gradient.abs().max())
+                parameter.grad,
+                gradient,
+                rtol=0,
+                atol=1e-12 * float(gradient.abs().max()),
             )
 
 
@@ -114,7 +125,8 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(VOCAB, 8), nn.Embedding(16, 8)
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.positions = nn.Embedding(16, 8)
         self.blocks = nn.ModuleList(OwnBlock(8, 8) for _ in range(BLOCKS))
         self.head = nn.Linear(8, VOCAB)
         self.scale = nn.Parameter(torch.ones(()))
@@ -128,7 +140,8 @@ class Own(nn.Module):
 
 
 def test_a_model_of_ones_own_is_cut_by_its_table() -> None:
-    model, ids = Own(), torch.arange(16).view(2, 8)
+    model = Own()
+    ids = torch.arange(16).view(2, 8)
     table = SplitSpec("blocks", ("embed",), ("head",), added=("positions",))
     with pytest.raises(ValueError, match=r"^scale: no rule gives it to a stage"):
         split_model(model, [2], table, example=ids)

@@ -27,7 +27,13 @@ from parallel3d.pipeline.stage import (
 from parallel3d.schedules.balance import PartCosts, balanced_cut, cut_points, sizes_between
 
 EVEN = PartCosts(embedding=0.0, block=1.0, head=0.0)
-MODEL = ModelConfig(layers=5, hidden=8, heads=2, ffn_hidden=12, vocab=16)
+MODEL = ModelConfig(
+    layers=5,
+    hidden=8,
+    heads=2,
+    ffn_hidden=12,
+    vocab=16,
+)
 
 
 @given(stages=st.integers(1, 12), more=st.integers(0, 30))
@@ -50,7 +56,8 @@ def test_stages_hold_the_whole_model_under_its_own_names() -> None:
     assert cut_names == [names_of(blocks, names) for blocks in ranges]
     assert set().union(*cut_names) == names
     assert sum(map(len, cut_names)) == len(names)
-    assert "layers.4.mlp.down.weight" in cut_names[2] and "embed.weight" in cut_names[0]
+    assert "layers.4.mlp.down.weight" in cut_names[2]
+    assert "embed.weight" in cut_names[0]
 
 
 def test_a_parameter_that_no_stage_would_take_is_refused() -> None:
@@ -81,7 +88,9 @@ def test_no_cut_has_a_cheaper_costliest_stage(
     every_cut = (
         sizes_between(points, blocks) for points in combinations(range(1, blocks + 1), stages - 1)
     )
-    assert sum(sizes) == blocks and all(size > 0 for size in sizes[:-1])
+    assert sum(sizes) == blocks
+    for size in sizes[:-1]:
+        assert size > 0
     assert worst(sizes) <= min(worst(other) for other in every_cut) + 0.03
     assert sizes_between(cut_points(sizes), blocks) == sizes
 
@@ -100,7 +109,7 @@ def write_recipe(tmp_path: Path, boundaries: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("boundaries", "message"),
+    "boundaries, message",
     [
         ("[2, 4]", r"= \[2, 4\]: must be 3 rising numbers .*; try \[\d, \d, \d\]"),
         ("[2, 4, 7]", "must be 3 rising numbers from 0 to model.layers = 6"),
@@ -149,7 +158,8 @@ def test_any_model_is_cut_by_the_names_of_its_modules() -> None:
     assert [name for name, _ in stages[1].named_parameters()][0] == "blocks.1.inner.0.weight"
     x = torch.randn(2, 4)
     y, skip = stages[1](*stages[0](x))
-    assert torch.equal(skip, x) and y.shape == x.shape
+    assert torch.equal(skip, x)
+    assert y.shape == x.shape
     with pytest.raises(ValueError, match="leave out .*rest.last"):
         cut_by_names(model, ["blocks.0", "blocks.1"], [1])
     with pytest.raises(ValueError, match="one parameter on two stages"):

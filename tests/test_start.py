@@ -25,7 +25,7 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.recipes.pretrain import main
-from tests.one_rank import one_rank
+from tests.one_rank import one_rank, read_metrics
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -52,7 +52,7 @@ def run(recipe: Recipe, folder: Path) -> list[dict[str, float]]:
     """Runs a recipe in this process, into `folder`, and returns its metrics."""
     folder.mkdir(exist_ok=True)
     recipes.work(replace(recipe, run_dir=str(folder)), one_rank(folder.parent))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder)
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +72,19 @@ def test_a_new_run_begins_with_the_weights_and_nothing_else(
         RECIPE,
         train=train,
         optimizer=OptimizerConfig(name="muon"),
-        checkpoint=CheckpointConfig(every=1, resume="auto", start_from=str(source)),
+        checkpoint=CheckpointConfig(
+            every=1,
+            resume="auto",
+            start_from=str(source),
+        ),
     )
     capsys.readouterr()
     with mock.patch(
         "parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")
     ):
         lines = run(other, tmp_path / "new")
-    assert [line["step"] for line in lines] == [1, 2] and lines[0]["tokens"] == 4 * 8
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["tokens"] == 4 * 8
     assert lines[0]["loss"] < 5.4 < 5.5 < first["loss"]  # log 264 is 5.58
     assert (
         f"starts from the weights of {source}/checkpoints/step_00000004" in capsys.readouterr().err
@@ -93,10 +98,8 @@ def test_a_new_run_begins_with_the_weights_and_nothing_else(
     lines = run(gone, tmp_path / "new")
     assert [line["step"] for line in lines] == [1, 2, 3]
     said = capsys.readouterr().err
-    assert (
-        "goes on from step 2 of" in said
-        and "does not start again from checkpoint.start_from = runs/gone" in said
-    )
+    assert "goes on from step 2 of" in said
+    assert "does not start again from checkpoint.start_from = runs/gone" in said
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(
@@ -108,11 +111,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     start = replace(RECIPE, checkpoint=CheckpointConfig(start_from=str(tmp_path / "copy")))
     run(start, tmp_path / "new")
     said = capsys.readouterr().err
-    assert (
-        f"passed over: {damaged}" in said
-        and "starts from the weights of" in said
-        and "step_00000002" in said
-    )
+    assert f"passed over: {damaged}" in said
+    assert "starts from the weights of" in said
+    assert "step_00000002" in said
 
 
 def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "refusal"),
+    "settings, refusal",
     [
         (
             "checkpoint.start_from=runs/none",

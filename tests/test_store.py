@@ -33,7 +33,13 @@ from parallel3d.checkpoint.store import (
 from parallel3d.config.recipe import CheckpointConfig
 
 PROGRESS = Progress(
-    step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={"tp": 2}
+    step=1,
+    tokens=2,
+    seed=3,
+    global_batch_size=4,
+    seq_len=5,
+    parameters=6,
+    parallel={"tp": 2},
 )
 
 
@@ -66,11 +72,19 @@ def test_checkpoints_are_listed_by_step_not_by_name(tmp_path: Path) -> None:
     assert find_checkpoints(str(made[0]), tmp_path) == [made[0]]
 
 
-LOSSES: dict[int, float | None] = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 1.0, 60: 4.0, 70: None}
+LOSSES: dict[int, float | None] = {
+    10: 3.0,
+    20: 1.0,
+    30: None,
+    40: 2.0,
+    50: 1.0,
+    60: 4.0,
+    70: None,
+}
 
 
 @pytest.mark.parametrize(
-    ("rule", "kept"),
+    "rule, kept",
     [
         (CheckpointConfig(keep=2), [60, 70]),
         (CheckpointConfig(keep=1, keep_every=30), [30, 60, 70]),
@@ -122,7 +136,8 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_and_the_damaged_ones_a
 
 
 def test_a_checkpoint_without_its_manifest_is_tried_and_does_not_count(tmp_path: Path) -> None:
-    older, newer = make(tmp_path, 1), make(tmp_path, 2)
+    older = make(tmp_path, 1)
+    newer = make(tmp_path, 2)
     (newer / MANIFEST_FILE).unlink()
     assert list_checkpoints(tmp_path) == [older]
     # the resume says what is wrong with it
@@ -185,7 +200,8 @@ def check_whole(folder: Path, saved: dict[int, int]) -> None:
             f"{step} {found[step]}"
         }
     if saved:
-        assert max(found) >= max(saved) and found[max(found)] >= saved.get(max(found), 1)
+        assert max(found) >= max(saved)
+        assert found[max(found)] >= saved.get(max(found), 1)
     if 10 in saved:
         assert found[10] == 1
 
@@ -195,9 +211,11 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_saved(
 ) -> None:
     """The process dies at every operation of saving, replacing and retention, and at every one of
     the next tidying."""
-    disk, kills = Disk(monkeypatch), 0
+    disk = Disk(monkeypatch)
+    kills = 0
     while True:
-        folder, saved = tmp_path / f"kill_{kills}", dict[int, int]()
+        folder = tmp_path / f"kill_{kills}"
+        saved = dict[int, int]()
         folder.mkdir()
         if not disk.is_killed(kills, lambda: save_and_retain(folder, saved)):  # noqa: B023
             break
@@ -212,7 +230,8 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_saved(
         assert names(folder) == [path.name for path in list_checkpoints(folder)]
         make(folder, 13)
         assert max(steps(folder)) == 13
-    assert kills > 20 and steps(folder) == [10, 12]
+    assert kills > 20
+    assert steps(folder) == [10, 12]
 
 
 def test_what_a_crash_left_is_tidied_and_never_counted(tmp_path: Path) -> None:

@@ -24,30 +24,30 @@ from parallel3d.data.token_files import (
 from parallel3d.data.windows import ShuffledWindows, TokenIds, TokensInMemory, TokenStream
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.tools.data.folders import verify
-from tests.data_files import write_folder, write_megatron
+from tests.data_files import read_all, write_folder, write_megatron
 
 END = 50_000
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(0, END, length).astype(np.uint16) for length in RNG.integers(1, 60, 100)]
 
 
-def joined(documents: list[TokenIds], end: int | None = END) -> TokenIds:
-    return np.concatenate(
-        [np.append(document, [] if end is None else [end]) for document in documents]
-    ).astype(int)
+def joined(documents: list[TokenIds]) -> TokenIds:
+    ended = [np.append(document, END) for document in documents]
+    return np.concatenate(ended).astype(int)
 
 
 def ids(stream: TokenStream) -> list[int]:
-    return stream.read(np.zeros(1, dtype=np.int64), len(stream))[0].tolist()
+    return read_all(stream).tolist()
 
 
 def write_all(folder: Path, *, vocab_size: int = END + 1, shard_tokens: int = 300) -> Path:
-    train, validation = DOCUMENTS[:90], DOCUMENTS[90:]
+    train = DOCUMENTS[:90]
+    validation = DOCUMENTS[90:]
     sizes = {"vocab_size": vocab_size, "shard_tokens": shard_tokens}
     return write_folder(folder, train, validation, end=END, **sizes)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "<u2"), (70_001, "<u4")])
+@pytest.mark.parametrize("vocab_size, dtype", [(1 << 16, "<u2"), (70_001, "<u4")])
 def test_a_folder_has_the_documents_in_shards_and_says_what_they_are(
     tmp_path: Path, vocab_size: int, dtype: str
 ) -> None:
@@ -57,16 +57,17 @@ def test_a_folder_has_the_documents_in_shards_and_says_what_they_are(
     for at, shard in enumerate(header.train):
         raw = (tmp_path / shard.file).read_bytes()
         content = np.frombuffer(raw, dtype=dtype)
-        assert (shard.file, shard.tokens, shard.crc32) == (
-            f"train-{at:05}.bin",
-            len(content),
-            zlib.crc32(raw),
-        )
+        assert shard.file == f"train-{at:05}.bin"
+        assert shard.tokens == len(content)
+        assert shard.crc32 == zlib.crc32(raw)
         assert shard.documents == np.count_nonzero(content == END)
         found.append(content)
-    assert len(header.train) > 5 and len(header.validation) == 1
+    assert len(header.train) > 5
+    assert len(header.validation) == 1
     assert np.array_equal(np.concatenate(found), joined(DOCUMENTS[:90]))
-    assert (header.vocab_size, header.largest_id, header.end_of_text) == (vocab_size, END, END)
+    assert header.vocab_size == vocab_size
+    assert header.largest_id == END
+    assert header.end_of_text == END
     assert list(verify(tmp_path)) == []
 
 
@@ -80,16 +81,22 @@ def test_windows_of_shards_are_those_of_the_same_ids_in_memory(tmp_path: Path) -
         ShuffledWindows(stream, seq_len=70, seed=3).draw(samples)
         for stream in (files.train, in_memory)
     ]
-    assert drawn[0].dtype == np.uint16 and np.array_equal(*drawn)
+    assert drawn[0].dtype == np.uint16
+    assert np.array_equal(*drawn)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_corpus_of_more_shards_than_may_be_open_is_read(tmp_path: Path) -> None:
     files = open_tokens(write_all(tmp_path, shard_tokens=1), 0.05)
-    before = len(os.listdir("/proc/self/fd"))
-    assert len(files.train.slices) == 90 and ids(files.train) == joined(DOCUMENTS[:90]).tolist()
-    assert len(os.listdir("/proc/self/fd")) == before + 64
+    before = open_files()
+    assert len(files.train.slices) == 90
+    assert ids(files.train) == joined(DOCUMENTS[:90]).tolist()
+    assert open_files() == before + 64
     del files
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_an_id_that_the_vocabulary_has_not_is_refused(tmp_path: Path) -> None:
@@ -134,7 +141,7 @@ def test_a_file_that_is_cut_is_found_at_the_start_and_one_that_shrinks_when_it_i
         open_tokens(tmp_path, 0.05)
 
 
-@pytest.mark.parametrize(("fraction", "validating"), [(0.05, 5), (0.001, 1)])
+@pytest.mark.parametrize("fraction, validating", [(0.05, 5), (0.001, 1)])
 def test_the_last_of_megatrons_documents_are_for_validation(
     tmp_path: Path, fraction: float, validating: int
 ) -> None:
@@ -145,7 +152,8 @@ def test_the_last_of_megatrons_documents_are_for_validation(
 
 def test_a_single_document_of_megatrons_keeps_its_end_for_validation(tmp_path: Path) -> None:
     files = open_tokens(write_megatron(tmp_path / "corpus", [np.arange(99)], end=END), 0.1)
-    assert ids(files.train) == [*range(90)] and ids(files.validation) == [*range(90, 99), END]
+    assert ids(files.train) == [*range(90)]
+    assert ids(files.validation) == [*range(90, 99), END]
 
 
 def test_a_megatron_document_of_several_sequences_stays_whole(tmp_path: Path) -> None:
@@ -156,7 +164,8 @@ def test_a_megatron_document_of_several_sequences_stays_whole(tmp_path: Path) ->
         index + struct.pack("<4q", 0, 4, 10, 18) + struct.pack("<3q", 0, 1, 4)
     )
     files = open_tokens(tmp_path / "s", 0.5)
-    assert (ids(files.train), ids(files.validation)) == ([0, 1], [*range(2, 10)])
+    assert ids(files.train) == [0, 1]
+    assert ids(files.validation) == [*range(2, 10)]
 
 
 def test_what_is_no_data_set_of_megatrons_is_refused(tmp_path: Path) -> None:
@@ -204,7 +213,9 @@ def test_documents_end_by_the_id_that_the_files_or_their_tokenizer_name(tmp_path
     assert load_corpus(replace(data, documents="mask")).document_end == END
     assert load_corpus(DataConfig(documents="mask")).document_end == 256
     megatron = replace(
-        data, path=str(write_megatron(tmp_path / "theirs", DOCUMENTS, end=END)), documents="mask"
+        data,
+        path=str(write_megatron(tmp_path / "theirs", DOCUMENTS, end=END)),
+        documents="mask",
     )
     assert refusal(megatron) == (
         f"data.documents = mask: data.path = {megatron.path} does not say which id ends a "
@@ -227,7 +238,7 @@ def test_the_tokenizer_follows_from_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "value", "words"),
+    "part, key, value, words",
     [
         ("shard", "file", "../.bashrc", "is not the name of a file in this folder"),
         ("", "format", 2, "format: Input should be 1"),
@@ -237,7 +248,12 @@ def test_the_tokenizer_follows_from_the_folder(tmp_path: Path) -> None:
 def test_a_value_of_another_type_in_tokens_json_is_damage(
     tmp_path: Path, part: str, key: str, value: object, words: str
 ) -> None:
-    tokenizer = ShardTokenizer(kind="json", file="tokenizer.json", sha256="0", end_of_text="</s>")
+    tokenizer = ShardTokenizer(
+        kind="json",
+        file="tokenizer.json",
+        sha256="0",
+        end_of_text="</s>",
+    )
     write_folder(tmp_path, [[1]], [], tokenizer=tokenizer)
     path = tmp_path / "tokens.json"
     tree = json.loads(path.read_text())

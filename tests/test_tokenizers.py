@@ -34,7 +34,7 @@ def test_ids_are_the_bytes_and_never_end_of_text(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "text"),
+    "ids, text",
     [
         ([], ""),
         ([256], "<|end_of_text|>"),
@@ -77,7 +77,8 @@ def test_any_text_comes_back_from_a_bpe(bpe: JsonTokenizer, text: str) -> None:
 
 def test_text_that_spells_a_special_token_stays_text(bpe: JsonTokenizer) -> None:
     spelled = bpe.encode("<|endoftext|>")
-    assert bpe.end_of_text not in spelled and len(spelled) > 5
+    assert bpe.end_of_text not in spelled
+    assert len(spelled) > 5
     assert bpe.decode([*spelled, bpe.end_of_text]) == "<|endoftext|>" * 2
 
 
@@ -116,7 +117,8 @@ def test_the_end_of_a_text_is_found_by_its_name_or_told(bpe: JsonTokenizer, tmp_
     with pytest.raises(ConfigError, match=r"must be the token .* special tokens are none at all"):
         build_tokenizer(str(path))
     told = build_tokenizer(str(path), "<|endoftext|>")
-    assert told.end_of_text == 0 and 0 not in told.encode("a<|endoftext|>b")
+    assert told.end_of_text == 0
+    assert 0 not in told.encode("a<|endoftext|>b")
     words = r"^data\.end_of_text = </s>: must be the token of .* tokens are <\|endoftext\|>$"
     with pytest.raises(ConfigError, match=words):
         build_tokenizer(str(bpe.path), "</s>")

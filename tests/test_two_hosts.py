@@ -34,7 +34,11 @@ def launch(
         with recipe.with_name(f"{host.name}.log").open("a") as log:
             started.append(
                 host.start(
-                    "bash", str(script), stdout=log, stderr=log, env=ENVIRONMENT | {"HEAD": "host0"}
+                    "bash",
+                    str(script),
+                    stdout=log,
+                    stderr=log,
+                    env=ENVIRONMENT | {"HEAD": "host0"},
                 )
             )
     return started

@@ -58,4 +58,5 @@ def test_text_of_files_cannot_steer_a_terminal(tmp_path: Path, capsys: Said) -> 
     assert data(["merge", str(tmp_path), "--out", str(tmp_path / "both")]) == 65
     assert data(["inspect", str(tmp_path)]) == 65
     said = "".join(capsys.readouterr())
-    assert len(said.splitlines()) == 5 and said.replace("\n", "").isprintable()
+    assert len(said.splitlines()) == 5
+    assert said.replace("\n", "").isprintable()

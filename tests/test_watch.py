@@ -31,7 +31,10 @@ class Story:
 
     def __init__(self, hosts: str = "aaaa", step_s: float | None = 0.2) -> None:
         self.detector = HangDetector(list(hosts), "a")
-        self.now, self.count, self.hosts, self.step_s = 100.0, 0, hosts, step_s
+        self.now = 100.0
+        self.count = 0
+        self.hosts = hosts
+        self.step_s = step_s
         self.last: dict[int, Beat] = {}
         self.go_on(1.0, steps=True)
 
@@ -46,7 +49,8 @@ class Story:
     ) -> tuple[int, str] | None:
         """Returns what the detector finds first within so many seconds."""
         for _ in range(round(seconds / 0.5)):
-            self.now, self.count = self.now + 0.5, self.count + 1
+            self.now = self.now + 0.5
+            self.count = self.count + 1
             for rank in {*range(len(self.hosts))} - {*silent}:
                 phase = (busy or {}).get(rank)
                 self.last[rank] = Beat(
@@ -67,7 +71,7 @@ STUCK = r"is stuck for \d+ s in {} after step 7, {}; mlp\.py:3 "
 
 
 @pytest.mark.parametrize(
-    ("fault", "hosts", "not_within_s", "rank", "said"),
+    "fault, hosts, not_within_s, rank, said",
     [
         (
             {"silent": (2,), "states": {2: "T"}},
@@ -114,7 +118,7 @@ def test_the_rank_at_fault_is_named_in_time_and_not_too_early(
 
 
 @pytest.mark.parametrize(
-    ("step_s", "more"),
+    "step_s, more",
     [
         (0.2, {"steps": True, "busy": {2: "data"}}),
         (0.2, {}),  # all wait, and the time-out decides
@@ -170,9 +174,14 @@ def test_a_beat_shows_the_steps_the_phase_and_where_the_main_thread_is(own: Hear
     heartbeat.step_done(2)
     with phase("evaluation"), phase("save"):
         found = beat_of_main_thread(own)
-    assert (found.count, found.step, found.phase, found.waits) == (1, 2, "save", False)
-    assert found.step_s is not None and found.step_s < 1
-    assert "threading.py" in found.stack and "test_watch.py" in found.stack
+    assert found.count == 1
+    assert found.step == 2
+    assert found.phase == "save"
+    assert not found.waits
+    assert found.step_s is not None
+    assert found.step_s < 1
+    assert "threading.py" in found.stack
+    assert "test_watch.py" in found.stack
     assert Beat.from_json(found.to_json()) == found
     assert beat_of_main_thread(own).phase == "other"
 
@@ -225,7 +234,8 @@ def test_no_garbage_is_collected_while_threads_are_read(
 
     monkeypatch.setattr(heartbeat, "_inspect_main_thread", look)
     own.beat()
-    assert may_collect == [False] and gc.isenabled()
+    assert may_collect == [False]
+    assert gc.isenabled()
 
 
 def test_a_step_without_compile_is_not_seen_in_compilation(own: Heartbeat) -> None:

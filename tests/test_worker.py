@@ -58,7 +58,9 @@ def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     SEEN.clear()
     run(replace(RECIPE, train=replace(RECIPE.train, steps=1)), tmp_path)
-    assert SEEN and all(SEEN) and not torch.are_deterministic_algorithms_enabled()
+    assert SEEN
+    assert all(SEEN)
+    assert not torch.are_deterministic_algorithms_enabled()
     with mock.patch(
         "parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")
     ):

@@ -39,9 +39,12 @@ class Host:
         enter = f"ip netns exec {self.namespace} unshare --uts sh -c".split()
         return [*enter, named, self.name, *arguments]
 
-    def run(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, timeout=timeout_s
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -53,7 +56,9 @@ class Host:
 
     def pids(self) -> list[int]:
         listed = subprocess.run(
-            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True
+            ["ip", "netns", "pids", self.namespace],
+            capture_output=True,
+            text=True,
         )
         return [int(pid) for pid in listed.stdout.split()]
 
@@ -124,7 +129,14 @@ def two_hosts() -> Iterator[TwoHosts]:
         _system(*f"ip link add {ends}".split())
         for host in pair.hosts:
             _system(
-                "ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0"
+                "ip",
+                "-n",
+                host.namespace,
+                "address",
+                "add",
+                f"{host.address}/24",
+                "dev",
+                "eth0",
             )
             for device in ("lo", "eth0"):
                 _system("ip", "-n", host.namespace, "link", "set", device, "up")

@@ -28,7 +28,9 @@ class SoftCap(Llama):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         y = super().forward(*args, **kwargs)
-        return y if self.head is None else CAP * torch.tanh(y / CAP)
+        if self.head is None:
+            return y
+        return CAP * torch.tanh(y / CAP)
 
 
 class Saturated(Llama):
@@ -44,7 +46,9 @@ class SequenceFirst(Llama):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         y = super().forward(*args, **kwargs)
-        return y if self.head is None else y.transpose(0, 1).contiguous().transpose(0, 1)
+        if self.head is None:
+            return y
+        return y.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 class Gain(ParallelModule):
@@ -64,7 +68,9 @@ class Scaled(nn.Module):
 
     def __init__(self, before: Gain, inner: nn.Module, after: Gain) -> None:
         super().__init__()
-        self.before, self.inner, self.after = before, inner, after
+        self.before = before
+        self.inner = inner
+        self.after = after
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.after(self.inner(self.before(x)))
@@ -77,7 +83,8 @@ class TwoTies(Llama):
 
     def __init__(self, config: Any, *, tp: LayerTp = None, **settings: Any) -> None:
         super().__init__(config, tp=tp, **settings)
-        assert self.embed is not None and self.norm is not None
+        assert self.embed is not None
+        assert self.norm is not None
         gains = [Gain(config.hidden, tp) for _ in range(4)]
         self.embed = nn.Sequential(self.embed, gains[0], nn.Tanh(), gains[1])
         self.norm = Scaled(gains[2], self.norm, gains[3])
@@ -109,7 +116,10 @@ class Gathered(Llama):
         super().__init__(config, **settings)
         context = self.head.context
         self.head = ColumnParallelLinear(
-            config.hidden, config.vocab, tp=context, gather_output=True
+            config.hidden,
+            config.vocab,
+            tp=context,
+            gather_output=True,
         )
 
 

@@ -64,7 +64,9 @@ def changed(section: Any) -> Iterator[tuple[Field[Any], Any]]:
 def asked_or(seeds: Iterable[int]) -> list[int]:
     """Returns the seeds that FUZZ_SEEDS names, or else the given ones."""
     asked = os.environ.get("FUZZ_SEEDS")
-    return list(seeds) if asked is None else [int(seed) for seed in asked.split(",")]
+    if asked is None:
+        return list(seeds)
+    return [int(seed) for seed in asked.split(",")]
 
 
 def draw_layout(random: Random, processes: int) -> ParallelConfig:
@@ -103,7 +105,8 @@ def draw_layout(random: Random, processes: int) -> ParallelConfig:
 
 def prime_factors(number: int) -> list[int]:
     """Returns the prime factors of a number, small ones first."""
-    factors, divisor = [], 2
+    factors = []
+    divisor = 2
     while number > 1:
         while number % divisor == 0:
             factors.append(divisor)
@@ -117,15 +120,15 @@ def train_all(
     job: Callable[[Recipe], Any],
     cases: Sequence[Case],
     folder: Path,
-    patience_s: float = PATIENCE_S,
 ) -> Iterator[Outcome]:
     """Runs the job with the recipe of each case on as many processes as its layout needs."""
     for size in sorted({case.recipe.parallel.world_size for case in cases}):
         left = [case for case in cases if case.recipe.parallel.world_size == size]
         while left:
-            together, pool = left[:CASES_IN_A_JOB], world(size)
+            together = left[:CASES_IN_A_JOB]
+            pool = world(size)
             try:
-                ranks = pool.run(run_cases, job, together, folder, patience_s)
+                ranks = pool.run(run_cases, job, together, folder)
             except (EOFError, ConnectionError, TimeoutError):
                 pool.close()
                 seed, words = failure_in(folder, size)
@@ -137,17 +140,16 @@ def train_all(
                 yield combined(case, answers)
 
 
-def run_cases(
-    job: Callable[[Recipe], Any], cases: Sequence[Case], folder: Path, patience_s: float
-) -> list[Any]:
+def run_cases(job: Callable[[Recipe], Any], cases: Sequence[Case], folder: Path) -> list[Any]:
     """Runs the job with each recipe on this rank. Returns the answers, or instead of an answer the
     error of the project. Any other error is the last answer, because it may leave a process group
     in the middle of a collective."""
-    path, answers = folder / f"rank{dist.get_rank()}", []
+    path = folder / f"rank{dist.get_rank()}"
+    answers = []
     for case in cases:
         with path.open("w") as log:
             print(case.seed, file=log, flush=True)
-            faulthandler.dump_traceback_later(patience_s, exit=True, file=log)
+            faulthandler.dump_traceback_later(PATIENCE_S, exit=True, file=log)
             try:
                 answers.append(job(case.recipe))
             except Parallel3dError as error:
@@ -157,7 +159,7 @@ def run_cases(
                 print(text, file=log, flush=True)
                 answers.append(RuntimeError(tail_of(text)))
             if isinstance(answers[-1], Exception):
-                faulthandler.dump_traceback_later(patience_s / 4, exit=True, file=log)
+                faulthandler.dump_traceback_later(PATIENCE_S / 4, exit=True, file=log)
             dist.barrier()  # if not all ranks arrive, all of them end
             faulthandler.cancel_dump_traceback_later()
         if isinstance(answers[-1], RuntimeError):
@@ -201,7 +203,9 @@ def combined(case: Case, answers: Sequence[Any]) -> Outcome:
 def assert_follow(differences: Iterable[tuple[Outcome, list[str]]]) -> None:
     """Asserts that no case fails or differs from its reference, and that two thirds are not
     refused."""
-    failures, refused, followed = [], [], 0
+    failures = []
+    refused = []
+    followed = 0
     for outcome, found in differences:
         if outcome.refused is not None:
             refused.append(f"seed {outcome.case.seed}: {outcome.refused}")

@@ -29,7 +29,9 @@ from parallel3d.layers.parameter import (
 )
 from parallel3d.mesh import Axis
 
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+F64 = torch.float64
+F32 = torch.float32
+BF16 = torch.bfloat16
 # relative to the largest number of the reference, or to 1
 TOLERANCE = {F64: 1e-10, F32: 1e-5, BF16: 5e-2}
 Weights = Mapping[str, Tensor]
@@ -79,7 +81,9 @@ def load(module: nn.Module, weights: Weights) -> None:
 
 
 def part_of(x: Tensor, split: Split, axis: Axis) -> Tensor:
-    return x if split is None else x.chunk(axis.size, dim=split)[axis.rank].contiguous()
+    if split is None:
+        return x
+    return x.chunk(axis.size, dim=split)[axis.rank].contiguous()
 
 
 def assert_near(ours: Tensor, reference: Tensor, what: str) -> None:
@@ -97,7 +101,8 @@ def global_gradient(parameter: Tensor, spec: ParameterSpec, *, fused: bool) -> T
     assert gradient is not None
     if not isinstance(parameter, DTensor):
         return gradient
-    assert isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+    assert isinstance(gradient, DTensor)
+    assert gradient.placements == parameter.placements
     whole = gradient.full_tensor()
     if fused and spec.partial_gradient:
         dist.all_reduce(whole)
@@ -134,7 +139,9 @@ def check(
         assert_near(ours, part_of(y, output_split, axis), "output")
         for index, (mine, reference) in enumerate(zip(own, whole, strict=True)):
             assert_near(
-                mine.grad, part_of(reference.grad, input_split, axis), f"gradient of input {index}"
+                mine.grad,
+                part_of(reference.grad, input_split, axis),
+                f"gradient of input {index}",
             )
     for name, spec in named_specs(module):
         parameter = module.get_parameter(name)
@@ -143,7 +150,9 @@ def check(
                 f"{name} is not the global tensor"
             )
         assert_near(
-            global_gradient(parameter, spec, fused=fused), weights[name].grad, f"gradient of {name}"
+            global_gradient(parameter, spec, fused=fused),
+            weights[name].grad,
+            f"gradient of {name}",
         )
 
 

@@ -22,7 +22,8 @@ class PlainDiloco:
     batch."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.local = recipe, recipe.local_sgd
+        self.recipe = recipe
+        self.local = recipe.local_sgd
         self.replicas = [plain_stack(recipe) for _ in range(recipe.parallel.dp_replicate)]
         self.outer = {
             name: p.detach().clone() for name, p in self.replicas[0].model.named_parameters()

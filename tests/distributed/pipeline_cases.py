@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
 
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -32,7 +33,8 @@ class Part(nn.Module):
 
     def __init__(self, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first = is_first
+        self.is_last = is_last
         self.linear = nn.Linear(D, D, dtype=F64)
         self.unbiased = nn.Linear(D, D, bias=False, dtype=F64)
         self.norm = nn.LayerNorm(D, dtype=F64)
@@ -41,12 +43,15 @@ class Part(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.is_first:
             h, ids = tensors
-            aside, factor = h.mean(-1), h.new_full((1,), 0.5)
+            aside = h.mean(-1)
+            factor = h.new_full((1,), 0.5)
         else:
             h, ids, aside, factor = tensors
         h = self.norm(self.unbiased(self.linear(h).tanh()) + h * factor) + self.table(ids)
         aside = aside + h.square().mean(-1)
-        return h.sum(-1) + aside if self.is_last else (h, ids, aside, factor)
+        if self.is_last:
+            return h.sum(-1) + aside
+        return (h, ids, aside, factor)
 
 
 def make_parts(stages: int, seed: int = 0) -> list[Part]:
@@ -59,7 +64,8 @@ def make_batch(
     microbatches: int, seq: int, seed: int = 0
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Returns inputs and labels, one entry per microbatch."""
-    draw, shape = torch.Generator().manual_seed(seed), (BATCH, seq)
+    draw = torch.Generator().manual_seed(seed)
+    shape = (BATCH, seq)
     inputs = [
         (
             torch.randn(*shape, D, dtype=F64, generator=draw),
@@ -96,11 +102,14 @@ class Pipeline:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Pipeline:
-        pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-        whole, copies = make_parts(schedule.stages), make_parts(schedule.stages)
-        own = {stage: copies[stage] for stage in schedule.stages_of(dist.get_rank())}
+        pp = init_device_mesh("cpu", (get_world_size(),), mesh_dim_names=("pp",))
+        whole = make_parts(schedule.stages)
+        copies = make_parts(schedule.stages)
+        own = {stage: copies[stage] for stage in schedule.stages_of(get_rank())}
         return cls(
-            whole, own, PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY)
+            whole,
+            own,
+            PipelineRuntime([*own.values()], schedule, pp, loss_fn, boundaries=BOUNDARY),
         )
 
     def check_step(self, seq: int) -> None:
@@ -113,15 +122,22 @@ class Pipeline:
             labels if self.runtime.is_last else None,
             sizes={"batch": BATCH, "seq": seq},
         )
-        torch.testing.assert_close(
-            loss.item(), expected if self.runtime.is_last else 0.0, rtol=1e-12, atol=0.0
+        assert_close(
+            loss.item(),
+            expected if self.runtime.is_last else 0.0,
+            rtol=1e-12,
+            atol=0.0,
         )
         for stage, part in self.own.items():
             for (name, ours), theirs in zip(
                 part.named_parameters(), self.whole[stage].parameters(), strict=True
             ):
-                torch.testing.assert_close(
-                    ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=f"stage {stage}: {name}"
+                assert_close(
+                    ours.grad,
+                    theirs.grad,
+                    rtol=1e-10,
+                    atol=1e-12,
+                    msg=f"stage {stage}: {name}",
                 )
 
     def check_evaluation(self, microbatches: int, seq: int) -> None:
@@ -131,13 +147,12 @@ class Pipeline:
         sizes = {"batch": BATCH, "seq": seq}
         loss = self.runtime.evaluate(inputs, labels, sizes=sizes)
         outputs = self.runtime.forward(inputs, sizes=sizes)
-        assert all(
-            part.linear.weight.grad is grad
-            for part, grad in zip(self.own.values(), before, strict=True)
-        )
+        for part, grad in zip(self.own.values(), before, strict=True):
+            assert part.linear.weight.grad is grad
         if self.runtime.is_last:
             assert [tuple(y.shape) for y in outputs] == [(BATCH, seq)] * microbatches
             total = sum(loss_fn(y, label).item() for y, label in zip(outputs, labels, strict=True))
-            torch.testing.assert_close(loss.item(), total, rtol=1e-12, atol=0.0)
+            assert_close(loss.item(), total, rtol=1e-12, atol=0.0)
         else:
-            assert outputs == [] and loss.item() == 0.0
+            assert outputs == []
+            assert loss.item() == 0.0

@@ -44,7 +44,13 @@ RECIPES: dict[str, Recipe] = {
     ),
     "local-sgd-pp2": replace(
         make_recipe(
-            DEEP_TIED, ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2)
+            DEEP_TIED,
+            ParallelConfig(
+                dp_replicate=2,
+                pp=2,
+                schedule="zb_v",
+                virtual_stages=2,
+            ),
         ),
         local_sgd=DILOCO,
     ),
@@ -54,8 +60,11 @@ RECIPES: dict[str, Recipe] = {
 def train_while_saving(recipe: Recipe, folder: Path) -> tuple[Curve, list[str]]:
     """Saves after steps 3 and 6, each held back until two more steps have been trained; returns the
     curve of nine steps and what was told to be in place before it could be, which is nothing."""
-    trainer, told, early = make_trainer(recipe), list[Path](), list[str]()
-    opened, write = threading.Event(), saver.write_and_commit
+    trainer = make_trainer(recipe)
+    told = list[Path]()
+    early = list[str]()
+    opened = threading.Event()
+    write = saver.write_and_commit
 
     def held_back(*args: object) -> None:
         assert opened.wait(60.0)
@@ -75,9 +84,8 @@ def train_while_saving(recipe: Recipe, folder: Path) -> tuple[Curve, list[str]]:
             early += [each.name for each in told if each == path]
             opened.set()
             curve += train(trainer, 1)
-    assert [path.name for path in told] == ["step_00000003", "step_00000006"] and all(
-        path.is_dir() for path in told
-    )
+    assert [path.name for path in told] == ["step_00000003", "step_00000006"]
+    assert all(path.is_dir() for path in told)
     return curve, early
 
 
@@ -94,7 +102,8 @@ def test_a_background_save_is_of_its_own_step_to_the_bit(
     recipe = RECIPES[layout]
     answers = world(4).run(train_while_saving, recipe, tmp_path)
     curve, early = answers[0]
-    assert len(curve) == 9 and early == []
+    assert len(curve) == 9
+    assert early == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000006"]
     assert world(4).run(train_in_peace, recipe)[0] == curve
     for step in (3, 6):
@@ -112,9 +121,16 @@ def fit_where_one_rank_cannot_write(
     """Returns the error on this rank, the steps it has trained, and what is left in the folder."""
     recipe = make_recipe(TIED, ParallelConfig(dp_shard=2), steps=40)
     recipe = replace(
-        recipe, checkpoint=CheckpointConfig(every=1, keep=9, in_background=in_background)
+        recipe,
+        checkpoint=CheckpointConfig(
+            every=1,
+            keep=9,
+            in_background=in_background,
+        ),
     )
-    trainer, rank, write = make_trainer(recipe), dist.get_rank(), files.write_shard
+    trainer = make_trainer(recipe)
+    rank = dist.get_rank()
+    write = files.write_shard
 
     def write_shard(partial: Path, *args: object) -> object:
         if rank == 1 and partial.name.startswith("step_00000003"):

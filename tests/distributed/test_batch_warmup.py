@@ -25,7 +25,8 @@ from tests.distributed.training_cases import (
     whole_batch,
 )
 
-STEPS, HALF = 8, 3  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
+STEPS = 8  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
+HALF = 3
 RAMP = {"batch_warmup_start": 2, "batch_warmup_steps": 6}
 
 LAYOUTS = {
@@ -82,7 +83,8 @@ def test_every_layout_trains_through_the_rise_as_plain_torch_does(
 def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, str]:
     """Returns the steps after the third without a stop and after a resume, and the refusal of
     another warm-up."""
-    trainer, resumed = make_trainer(ramp_recipe(parallel)), make_trainer(ramp_recipe(parallel))
+    trainer = make_trainer(ramp_recipe(parallel))
+    resumed = make_trainer(ramp_recipe(parallel))
     train(trainer, HALF)
     save_trainer(trainer, path)
     load_trainer(resumed, path)

@@ -48,7 +48,8 @@ class Block(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        self.up, self.down = nn.Linear(hidden, 64), nn.Linear(64, hidden)
+        self.up = nn.Linear(hidden, 64)
+        self.down = nn.Linear(64, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
@@ -114,8 +115,10 @@ def completed_twice(self: update.Update, observe: Any = None) -> None:
     COMPLETE(self, observe)
 
 
-LAYER_NORM, BOX = nn.LayerNorm.forward, ParameterSpec.box
-SQUARED_NORM, COMPLETE = update.squared_norm, update.Update.complete
+LAYER_NORM = nn.LayerNorm.forward
+BOX = ParameterSpec.box
+SQUARED_NORM = update.squared_norm
+COMPLETE = update.Update.complete
 PATCHES: dict[str, tuple[object, str, object]] = {
     "norm gradient not reduced": (norm, "ParameterSpec", whole_gradient),
     "output doubled": (nn.LayerNorm, "forward", doubled_norm),
@@ -178,7 +181,13 @@ GPT = {
     "dropout": 0.1,
     "attention_dropout": 0.1,
 }
-HEADS = {"heads": 8, "kv_heads": 2, "hidden": 128, "qkv_bias": True, "qk_norm": True}
+HEADS = {
+    "heads": 8,
+    "kv_heads": 2,
+    "hidden": 128,
+    "qkv_bias": True,
+    "qk_norm": True,
+}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 
 
@@ -190,7 +199,12 @@ LAYOUTS = [
     ("gpt2-124m", {"tp": 2, "pp": 2}),
     (
         "llama3.1-405b-16384gpu",
-        {"pp": 2, "tp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+        {
+            "pp": 2,
+            "tp": 2,
+            "schedule": "interleaved_1f1b",
+            "virtual_stages": 2,
+        },
     ),
     # Dropout's masks too are those of one process.
     ("quickstart", {**SEQUENCE, "recompute": "every_n", "recompute_every": 2, "model": GPT}),
@@ -198,7 +212,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+@pytest.mark.parametrize("name, layout", LAYOUTS)
 def test_a_recipe_is_the_same_model(checked: Callable, name: str, layout: dict[str, Any]) -> None:
     comparison = checked(small(name, **layout))
     assert comparison.first is None, comparison.first

@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank
 
 from parallel3d import parallelize
 from parallel3d.config.recipe import (
@@ -39,8 +39,10 @@ from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.training import loss as training_loss
 from parallel3d.training import update
 
-CUT, INITIAL = parallelize.cut, parallelize.initial_part
-TOKEN_LOSSES, COMPLETE = layers_loss.token_losses, update.Update.complete
+CUT = parallelize.cut
+INITIAL = parallelize.initial_part
+TOKEN_LOSSES = layers_loss.token_losses
+COMPLETE = update.Update.complete
 
 
 def overwrite_all(*args: Any, overwrite_logits: bool) -> Tensor:
@@ -56,7 +58,7 @@ def into_a_copy(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 def sum_crosswise(self: update.Update, observe: Any = None) -> None:
     tied = self._tied
-    self._tied = tied[::-1] if dist.get_rank() == 0 else tied
+    self._tied = tied[::-1] if get_rank() == 0 else tied
     COMPLETE(self, observe)
     self._tied = tied
 
@@ -66,7 +68,7 @@ def forget_frozen(module: nn.Module, *args: Any) -> nn.Module:
 
 
 def draw_each_end(spec: ParameterSpec, name: str, *args: Any) -> Tensor:
-    is_second = dist.get_rank() == 1 and name == "embed.weight"
+    is_second = get_rank() == 1 and name == "embed.weight"
     return INITIAL(replace(spec, init=normal(0.5)) if is_second else spec, name, *args)
 
 
@@ -84,12 +86,20 @@ class Fault:
         layers = max(2, self.layout.get("pp", 1))
         architecture = f"tests.distributed.custom_models:{self.model}"
         sizes = ModelConfig(
-            architecture=architecture, layers=layers, hidden=32, heads=4, ffn_hidden=32, vocab=264
+            architecture=architecture,
+            layers=layers,
+            hidden=32,
+            heads=4,
+            ffn_hidden=32,
+            vocab=264,
         )
         parallel = ParallelConfig(microbatch_size=2, **self.layout)  # type: ignore[arg-type]
         train = TrainConfig(steps=2, global_batch_size=16, seq_len=16)
         recipe = Recipe(
-            model=sizes, train=train, parallel=parallel, optimizer=OptimizerConfig(weight_decay=0.1)
+            model=sizes,
+            train=train,
+            parallel=parallel,
+            optimizer=OptimizerConfig(weight_decay=0.1),
         )
         return shrink(recipe, layers=layers, hidden=32, steps=2)
 
@@ -107,7 +117,9 @@ FAULTS = {
         "Saturated", patches=(OVERWRITE,)
     ),
     "two tied weights are summed crosswise": Fault(
-        "TwoTies", {"pp": 2}, ((update.Update, "complete", sum_crosswise),)
+        "TwoTies",
+        {"pp": 2},
+        ((update.Update, "complete", sum_crosswise),),
     ),
     "a weight that two of four stages share is not summed": Fault(
         "SharedNorms",
@@ -126,7 +138,9 @@ FAULTS = {
         "Gathered", {"tp": 2}, ((training_loss.MeanLoss, "_is_split", lambda *args: True),)
     ),
     "each end of a pipeline draws its own initial value": Fault(
-        "TwoStarts", {"pp": 2}, ((parallelize, "initial_part", draw_each_end),)
+        "TwoStarts",
+        {"pp": 2},
+        ((parallelize, "initial_part", draw_each_end),),
     ),
 }
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import get_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -22,7 +22,13 @@ from parallel3d.checkpoint.pieces import read_own_part
 from parallel3d.errors import DamagedCheckpointError, SaveError
 
 PROGRESS = Progress(
-    step=1, tokens=2, seed=3, global_batch_size=4, seq_len=5, parameters=6, parallel={}
+    step=1,
+    tokens=2,
+    seed=3,
+    global_batch_size=4,
+    seq_len=5,
+    parameters=6,
+    parallel={},
 )
 
 
@@ -31,7 +37,7 @@ def make_state(first: float) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     rows = torch.arange(24.0).view(8, 3) + first
     return {
-        "model.rows": DTensor.from_local(rows.chunk(2)[dist.get_rank()].clone(), mesh, [Shard(0)]),
+        "model.rows": DTensor.from_local(rows.chunk(2)[get_rank()].clone(), mesh, [Shard(0)]),
         "model.row": DTensor.from_local(rows[0].clone(), mesh, [Replicate()]),
     }
 
@@ -59,14 +65,12 @@ no_room = partial(patch, "shutil.disk_usage", return_value=SimpleNamespace(free=
 @contextmanager
 def full_disk_of_rank_1():
     error = OSError(28, "No space left on device")
-    with patch(
-        "parallel3d.checkpoint.pieces.os.fsync", side_effect=error if dist.get_rank() else None
-    ):
+    with patch("parallel3d.checkpoint.pieces.os.fsync", side_effect=error if get_rank() else None):
         yield
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    "spoil, words",
     [
         (no_room, "a checkpoint needs 0."),
         (
@@ -81,8 +85,10 @@ def test_a_save_that_fails_on_one_rank_fails_on_both_and_leaves_the_older_one(
     path = tmp_path / "step_00000001"
     world(2).run(save, path, 100.0)
     refusals = world(2).run(save_and_be_refused, path, spoil)
-    assert refusals[0] == refusals[1] and words in refusals[0]
-    assert list(tmp_path.iterdir()) == [path] and first_element(path) == 100.0
+    assert refusals[0] == refusals[1]
+    assert words in refusals[0]
+    assert list(tmp_path.iterdir()) == [path]
+    assert first_element(path) == 100.0
 
 
 def load_and_be_refused(path: Path) -> str:
@@ -90,7 +96,8 @@ def load_and_be_refused(path: Path) -> str:
     before = {name: tensor.to_local().clone() for name, tensor in state.items()}
     with pytest.raises(DamagedCheckpointError) as refusal:
         load_tensors(state, path)
-    assert all(torch.equal(tensor.to_local(), before[name]) for name, tensor in state.items())
+    for name, tensor in state.items():
+        assert torch.equal(tensor.to_local(), before[name])
     return str(refusal.value)
 
 
@@ -106,7 +113,8 @@ def test_damage_that_one_rank_finds_changes_no_tensor_of_any(
     (damage,) = find_damage(path)
     refusals = world(2).run(load_and_be_refused, path)
     assert refusals == [str(damage.error(path))] * 2
-    assert damage.tensors and damage.tensors[0] in refusals[0]
+    assert damage.tensors
+    assert damage.tensors[0] in refusals[0]
 
 
 def lose_a_peer_while_loading(path: Path) -> str:

@@ -16,74 +16,45 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed import get_world_size
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing import assert_close
 
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.rules import Column
 from parallel3d.layers.parameter import set_fused_gradients
+from tests.distributed.layer_cases import tp_mesh
+from tests.distributed.test_families import VOCAB, B, S, build, whole
 
 # it imports what all of transformers' models import
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
 ROOT = Path(__file__).parents[2]
-VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
 
 
-def build(
-    kind: str, *, kv_heads: int = 4, tied: bool = False, dtype: torch.dtype = torch.float32
-) -> nn.Module:
-    """Random weights, biases and norms too; no dropout, which would differ between one process and
-    several."""
-    import transformers as hf
-
+def build_sharing(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Returns a model with two heads of keys, if the kind lets one choose."""
     if kind == "gpt2":
-        config: Any = hf.GPT2Config(
-            n_embd=32, n_layer=2, n_head=8, n_positions=64, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0,  # noqa: E501
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type=(
-                "ForCausalLM"
-            ), tie_word_embeddings=tied,
-        )  # fmt: skip
-        model_class: Any = hf.GPT2LMHeadModel
-    else:
-        classes = {
-            "llama": (hf.LlamaConfig, hf.LlamaForCausalLM, {"pad_token_id": 3}),
-            "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM, {}),
-        }
-        config_class, model_class, more = classes[kind]
-        config = config_class(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, vocab_size=VOCAB,  # noqa: E501
-            num_key_value_heads=kv_heads, max_position_embeddings=64, tie_word_embeddings=tied, **more,  # noqa: E501
-        )  # fmt: skip
-    torch.manual_seed(0)
-    model: nn.Module = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype)
+        return build(kind, dtype)
+    return build(kind, dtype, num_key_value_heads=2, tie_word_embeddings=False)
 
 
-def whole(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def save_split(kind: str, folder: str) -> None:
-    model = tensor_parallelize(build(kind), init_device_mesh("cpu", (get_world_size(),)))
+def save_split(folder: str) -> None:
+    model = tensor_parallelize(build("gpt2"), tp_mesh())
     dcp.save(model.state_dict(), checkpoint_id=folder)
 
 
-def load_split(kind: str, folder: str) -> None:
+def load_split(folder: str) -> None:
     """At another tp than it was saved at, into another model, and into plain tensors."""
-    wanted, model = build(kind), build(kind)
+    wanted = build("gpt2")
+    model = build("gpt2")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     plain = {name: torch.zeros_like(value) for name, value in wanted.state_dict().items()}
-    tensor_parallelize(model, init_device_mesh("cpu", (get_world_size(),)))
+    tensor_parallelize(model, tp_mesh())
     state = model.state_dict()
     dcp.load(state, checkpoint_id=folder)
     dcp.load(plain, checkpoint_id=folder)
@@ -91,13 +62,13 @@ def load_split(kind: str, folder: str) -> None:
         assert torch.equal(whole(state[name]), value) and torch.equal(plain[name], value), name
 
 
-def train_with_fully_shard(kind: str) -> None:
+def train_with_fully_shard() -> None:
     """Trains dp_shard 2 x tp 2 on one batch cut in two by a step of AdamW, and one process on the
     whole batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    alone = build(kind, kv_heads=2)
-    model: Any = tensor_parallelize(build(kind, kv_heads=2), mesh)
-    for block in model.transformer.h if kind == "gpt2" else model.model.layers:
+    alone = build_sharing("qwen2, tied")
+    model: Any = tensor_parallelize(build_sharing("qwen2, tied"), mesh)
+    for block in model.model.layers:
         fully_shard(block, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
     ids = torch.randint(0, VOCAB, (4, S))
@@ -107,14 +78,18 @@ def train_with_fully_shard(kind: str) -> None:
         nn.utils.clip_grad_norm_(each.parameters(), 0.5)
         optimizer.step()
     for (name, ours), parameter in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(
-            whole(ours), parameter, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        assert_close(
+            whole(ours),
+            parameter,
+            rtol=1e-5,
+            atol=1e-5,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
 def keep_logits_split() -> None:
     """A rule of the table replaced: the head gives this rank's part of the vocabulary."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     model = build("llama")
     table = {**rules_of(model), "**.lm_head": Column()}
     with pytest.raises(
@@ -126,14 +101,13 @@ def keep_logits_split() -> None:
     assert tensor_parallelize(model, tp, table)(
         torch.zeros(1, 3, dtype=torch.int64)
     ).logits.shape == (1, 3, 52)
-    assert isinstance(model.lm_head.weight, DTensor) and model.lm_head.weight.placements == (
-        Shard(0),
-    )  # type: ignore[union-attr]
+    assert isinstance(model.lm_head.weight, DTensor)
+    assert model.lm_head.weight.placements == (Shard(0),)
 
 
 def use_it_as_transformers_does(kind: str) -> None:
     """Generation with its cache, eager attention and activation checkpointing."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     alone: Any = build(kind)
     split: Any = tensor_parallelize(build(kind), tp)
     ids = torch.randint(5, VOCAB, (B, 6))
@@ -148,15 +122,13 @@ def use_it_as_transformers_does(kind: str) -> None:
     for each in (alone, split):
         each.train()(ids, labels=ids).loss.backward()
     for parameter, ours in zip(alone.parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), parameter.grad, rtol=1e-5, atol=1e-5)
+        assert_close(whole(ours.grad), parameter.grad, rtol=1e-5, atol=1e-5)
 
 
 def add_in_place(kind: str) -> None:
     """Two microbatches' gradients, added in place, are those that autograd adds up."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
-    models = [
-        tensor_parallelize(build(kind, kv_heads=2, dtype=torch.float64), tp) for _ in range(2)
-    ]
+    tp = tp_mesh()
+    models = [tensor_parallelize(build_sharing(kind, torch.float64), tp) for _ in range(2)]
     set_fused_gradients(models[1], True)
     for ids in torch.randint(0, VOCAB, (2, B, S)):
         for model in models:
@@ -164,29 +136,31 @@ def add_in_place(kind: str) -> None:
     for (name, theirs), ours in zip(
         models[0].named_parameters(), models[1].parameters(), strict=True
     ):
-        assert isinstance(ours.grad, DTensor) and isinstance(theirs.grad, DTensor)
+        assert isinstance(ours.grad, DTensor)
+        assert isinstance(theirs.grad, DTensor)
         assert ours.grad.placements == theirs.grad.placements, name
-        torch.testing.assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
+        assert_close(whole(ours.grad), whole(theirs.grad), rtol=1e-12, atol=1e-12)
 
 
 def compile_it() -> None:
     """A compiled model gives what it gives without the compiler."""
-    model: Any = tensor_parallelize(build("gpt2"), init_device_mesh("cpu", (get_world_size(),)))
-    ids, results = torch.randint(0, VOCAB, (B, S)), []
+    model: Any = tensor_parallelize(build("gpt2"), tp_mesh())
+    ids = torch.randint(0, VOCAB, (B, S))
+    results = []
     for run in (model, torch.compile(model, backend="aot_eager")):
         loss = run(ids, labels=ids).loss
         loss.backward()
         gradients = [whole(parameter.grad) for parameter in model.parameters()]
         results.append((loss.detach(), gradients))
         model.zero_grad()
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 def refuse_a_patchwork() -> None:
     """Each rank has drawn its own weights."""
     torch.manual_seed(torch.distributed.get_rank())
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     with pytest.raises(
         ValueError, match=r"0.weight .*: was drawn differently on another tp rank.*manual_seed"
     ):
@@ -195,8 +169,8 @@ def refuse_a_patchwork() -> None:
 
 
 def test_a_checkpoint_of_tp_4_loads_at_tp_2_and_whole(world: Callable, tmp_path: Path) -> None:
-    world(4).run(save_split, "gpt2", str(tmp_path))
-    world(2).run(load_split, "gpt2", str(tmp_path))
+    world(4).run(save_split, str(tmp_path))
+    world(2).run(load_split, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -205,10 +179,10 @@ def test_what_else_transformers_does_with_a_model_works(world: Callable, kind: s
 
 
 def test_fully_shard_and_clipping_compose_with_it(world: Callable) -> None:
-    world(4).run(train_with_fully_shard, "qwen2")
+    world(4).run(train_with_fully_shard)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "gpt2"), (4, "qwen2")])
+@pytest.mark.parametrize("size, kind", [(2, "gpt2"), (4, "qwen2, tied")])
 def test_gradients_that_are_added_in_place_are_those_of_autograd(
     world: Callable, size: int, kind: str
 ) -> None:
@@ -254,10 +228,11 @@ def test_a_program_of_the_guide_learns(world: Callable, tmp_path: Path, number: 
     name, text = blocks_of("layers-in-your-model.md")[number]
     (tmp_path / name).write_text(text)
     first, other = world(2).run(run_program, tmp_path / name)
-    assert losses_of(first)[-1] < 0.1 and other == ""
+    assert losses_of(first)[-1] < 0.1
+    assert other == ""
 
 
-@pytest.mark.parametrize(("number", "tolerance"), [(0, 1e-3), (1, 1e-4)])
+@pytest.mark.parametrize("number, tolerance", [(0, 1e-3), (1, 1e-4)])
 def test_a_program_with_all_axes_trains_the_same_model_on_eight_processes_as_on_one(
     world: Callable, tmp_path: Path, number: int, tolerance: float
 ) -> None:

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,15 +27,16 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     plain_stack,
     train,
     whole_batch,
 )
 
-STEPS, CHUNK = 3, 7
+STEPS = 3
+CHUNK = 7
 
 
 def divided_in_place(logits: Tensor) -> Tensor:
@@ -74,7 +74,8 @@ class Custom(Llama):
 
     def __init__(self, config: ModelConfig, **settings: object) -> None:
         super().__init__(config, **settings)  # type: ignore[arg-type]
-        self.name, self.tp = CustomOptions(**config.options).after_head, settings["tp"]
+        self.name = CustomOptions(**config.options).after_head
+        self.tp = settings["tp"]
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         y = super().forward(*args, **kwargs)  # type: ignore[arg-type]
@@ -92,7 +93,10 @@ class Gathering(Llama):
         super().__init__(config, **settings)  # type: ignore[arg-type]
         context = ParallelContext(settings["tp"], settings["sequence_parallel"], settings["device"])  # type: ignore[arg-type]
         self.head = ColumnParallelLinear(
-            config.hidden, config.vocab, tp=context, gather_output=True
+            config.hidden,
+            config.vocab,
+            tp=context,
+            gather_output=True,
         )
 
 
@@ -102,7 +106,9 @@ class Narrow(Llama):
     def __init__(self, config: ModelConfig, **settings: object) -> None:
         super().__init__(config, **settings)  # type: ignore[arg-type]
         self.head = VocabParallelHead(
-            config.hidden, config.vocab // 2, tp=ParallelContext(settings["tp"])
+            config.hidden,
+            config.vocab // 2,
+            tp=ParallelContext(settings["tp"]),
         )  # type: ignore[arg-type]
 
 
@@ -130,7 +136,7 @@ def train_all(cases: list[Case], model_class: type[Llama]) -> list[tuple[float, 
         trainer = make_trainer(recipe_of(case, model_class))
         for stage in trainer.stages:
             align_logits(stage.module)  # as on a GPU
-        evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
+        evaluated = trainer.evaluate(own_batch(trainer.recipe, 0))
         found.append((evaluated, train(trainer, STEPS)))
     return found
 
@@ -207,4 +213,5 @@ def refused_width(parallel: ParallelConfig) -> str:
 
 def test_logits_for_half_of_the_vocabulary_are_refused(world: Callable) -> None:
     for message in world(2).run(refused_width, ParallelConfig(tp=2)):
-        assert "gets 32 logits" in message and "model.vocab = 128" in message
+        assert "gets 32 logits" in message
+        assert "model.vocab = 128" in message

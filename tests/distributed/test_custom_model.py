@@ -81,7 +81,9 @@ def conform(
 
 def test_the_model_of_the_page_is_the_same_in_five_layouts(world: Callable, folder: Path) -> None:
     page = conform(world, folder / "palm.yaml", folder, *FIVE).splitlines()
-    assert len(page) == 1 + len(FIVE) and all(line.endswith("the same model") for line in page)
+    assert len(page) == 1 + len(FIVE)
+    for line in page:
+        assert line.endswith("the same model")
 
 
 FAULTS = {
@@ -135,7 +137,7 @@ def test_a_fault_planted_in_the_users_model_is_found(
 def resumed(folder: Path, recipe: Recipe, other: Recipe) -> tuple[Curve, Curve]:
     """Returns the steps after a checkpoint, gone on with and resumed in another layout."""
     with known(folder):
-        return resume_beside(recipe, folder / "checkpoint", 2, 2, into=other)
+        return resume_beside(recipe, folder / "checkpoint", 2, into=other)
 
 
 def test_a_checkpoint_of_the_users_model_goes_on_in_another_layout(

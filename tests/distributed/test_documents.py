@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -34,6 +33,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     one_case,
+    own_batch,
     plain_stack,
     train,
     whole_batch,
@@ -89,7 +89,7 @@ def references() -> dict[ModelConfig, Curve]:
 def run_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, Curve]:
     """Returns the loss of the first batch without training on it, and the curve."""
     trainer = make_trainer(masked(model, parallel))
-    evaluated = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(0))
+    evaluated = trainer.evaluate(own_batch(trainer.recipe, 0))
     return evaluated, train(trainer, STEPS)
 
 
@@ -104,7 +104,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel"),
+    "model, parallel",
     [one_case(*each) for each in LAYOUTS],
 )
 def test_packed_documents_train_as_documents_one_by_one(
@@ -114,7 +114,8 @@ def test_packed_documents_train_as_documents_one_by_one(
     parallel: ParallelConfig,
 ) -> None:
     found = world(parallel.world_size).run(run_layout, model, parallel)
-    assert all(each == found[0] for each in found), "the ranks do not agree on what they did"
+    for each in found:
+        assert each == found[0], "the ranks do not agree on what they did"
     evaluated, curve = found[0]
     assert_follows(curve, references[model])
     assert evaluated == pytest.approx(references[model][0][0], rel=1e-6)
@@ -127,15 +128,16 @@ def gradients(model: ModelConfig, alone: bool) -> tuple[float, dict[str, Tensor]
     batch = make_loader(trainer.recipe, 0).batch(0)
     (stage,) = trainer.stages
     assert batch.documents is not None
-    inputs, labels = batch.inputs[0], batch.labels[0]
+    inputs = batch.inputs[0]
+    labels = batch.labels[0]
     if alone:
         pairs = [pair for row in zip(inputs, labels, strict=True) for pair in documents_of(*row)]
         parts = [(stage.module(ids.unsqueeze(0)), own.unsqueeze(0)) for ids, own in pairs]
     else:
         parts = [(stage.module(inputs, documents=batch.documents[0]), labels)]
-    loss = torch.stack(
-        [F.cross_entropy(y.flatten(0, 1), own.flatten(), reduction="sum") for y, own in parts]
-    ).sum()
+    loss = torch.zeros(())
+    for y, own in parts:
+        loss = loss + F.cross_entropy(y.flatten(0, 1), own.flatten(), reduction="sum")
     loss.backward()
     named = stage.module.named_parameters()
     return loss.item(), {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -149,7 +151,13 @@ def test_losses_and_gradients_are_those_of_documents_alone(
     assert packed[0] == pytest.approx(alone[0], rel=1e-6)
     assert packed[1].keys() == alone[1].keys()
     for name, gradient in packed[1].items():
-        torch.testing.assert_close(gradient, alone[1][name], rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            gradient,
+            alone[1][name],
+            rtol=1e-4,
+            atol=1e-5,
+            msg=name,
+        )
 
 
 def gpt_curve(parallel: ParallelConfig) -> Curve:
@@ -176,8 +184,7 @@ def continued(parallel: ParallelConfig) -> tuple[str, list[Tensor]]:
 
 def test_a_generated_token_sees_its_own_document_alone(world: Callable) -> None:
     ((alone, (logits,)),) = world(1).run(continued, ParallelConfig())
-    assert torch.equal(logits[0, 10:], logits[1, 10:]) and not torch.equal(
-        logits[0, 8], logits[1, 8]
-    )
+    assert torch.equal(logits[0, 10:], logits[1, 10:])
+    assert not torch.equal(logits[0, 8], logits[1, 8])
     for text, _ in world(2).run(continued, ParallelConfig(pp=2)):
         assert text == alone

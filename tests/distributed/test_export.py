@@ -20,7 +20,12 @@ from parallel3d.training.state import save_trainer
 from tests.distributed.training_cases import make_recipe, make_trainer, train
 from tests.test_hugging_face import FAMILIES, SEQ_LEN
 
-LAYOUT = ParallelConfig(tp=2, pp=2, dp_shard=2, sequence_parallel=True)
+LAYOUT = ParallelConfig(
+    tp=2,
+    pp=2,
+    dp_shard=2,
+    sequence_parallel=True,
+)
 IDS = torch.arange(SEQ_LEN) * 7 % 251
 
 
@@ -61,7 +66,11 @@ def exported_logits(checkpoint: Path, to: Path, *options: str) -> torch.Tensor:
 
 def check_families(world: Callable, folder: Path, families: list[str]) -> None:
     ranks = world(8).run(
-        train_and_save, [FAMILIES[name] for name in families], folder, LAYOUT, LocalSgdConfig()
+        train_and_save,
+        [FAMILIES[name] for name in families],
+        folder,
+        LAYOUT,
+        LocalSgdConfig(),
     )
     for number, name in enumerate(families):
         parts = [torch.tensor(rank[number]) for rank in ranks if rank[number] is not None]
@@ -76,9 +85,11 @@ def check_families(world: Callable, folder: Path, families: list[str]) -> None:
 
 def check_files(exported: Path, vocab: int) -> None:
     """Compares the index with the files, and the embedding with the vocabulary."""
-    index, data_bytes = json.loads((exported / "model.safetensors.index.json").read_text()), 0
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    data_bytes = 0
     files = sorted(exported.glob("*.safetensors"))
-    assert {file.name for file in files} == {*index["weight_map"].values()} and len(files) > 1
+    assert {file.name for file in files} == {*index["weight_map"].values()}
+    assert len(files) > 1
     for file in files:
         for name, tensor in load_file(file).items():
             assert index["weight_map"][name] == file.name

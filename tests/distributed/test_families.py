@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -23,16 +22,29 @@ from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.split_model import FAMILIES as CUT_FAMILIES
 from parallel3d.pipeline.split_model import split_model
 from parallel3d.schedules.build import build_schedule
+from tests.distributed.layer_cases import tp_mesh
 
 # it imports what all of transformers' models import
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
 VOCAB, B, S = 101, 2, 12  # a number of ids that no tp divides
 _DECODER = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 3,
-    "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-_FALCON = {**_DECODER, "alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": 3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_FALCON = {
+    **_DECODER,
+    "alibi": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +59,25 @@ class Model:
 # norms of heads, or rotations, that compute in float32 whatever the model's type
 FLOAT32_INSIDE = 1e-6
 _HEADS = {**_DECODER, "head_dim": 8}
-_QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_QWEN3_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64, "vocab_size": VOCAB}
-_OPT = {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0, "attention_dropout": 0.0}
+_GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 8,
+    "n_positions": 64,
+    "vocab_size": VOCAB,
+}
+_OPT = {
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 16,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 _GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 4}
 # by the row of docs/layers-in-your-model.md, of which the first word is the family
 MODELS: dict[str, Model] = {
@@ -85,7 +112,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Modu
 
     model_class = getattr(hf, MODELS[name].of)
     torch.manual_seed(0)
-    model: nn.Module = model_class(model_class.config_class(**{**MODELS[name].config, **more}))
+    config = model_class.config_class(**{**MODELS[name].config, **more})
+    model: nn.Module = model_class(config)
     if name in ("mixtral", "qwen3_moe") and dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped product of torch has no float64
     with torch.no_grad():
@@ -122,7 +150,7 @@ def differences(
     name: str, dtype: torch.dtype, sequence_parallel: bool = False
 ) -> tuple[float, float]:
     """Returns the largest difference of an output, and of a gradient."""
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     alone = build(name, dtype)
     rules = rules_of(alone, sequence_parallel=sequence_parallel)
     split = tensor_parallelize(copy.deepcopy(alone), tp, rules)
@@ -144,7 +172,7 @@ def differences(
 SIZES = [(2, name) for name in MODELS] + [(4, "phi3, fewer heads of keys"), (4, "qwen3_moe")]
 
 
-@pytest.mark.parametrize(("size", "name"), SIZES)
+@pytest.mark.parametrize("size, name", SIZES)
 def test_the_split_model_is_the_whole_one(world: Callable, size: int, name: str) -> None:
     for output, gradient in world(size).run(differences, name, torch.float64):
         assert max(output, gradient) < MODELS[name].tolerance, (output, gradient)
@@ -180,10 +208,8 @@ def pipeline_differences(name: str) -> tuple[float, float]:
 
     torch.manual_seed(1)
     ids, labels = torch.randint(4, VOCAB, (2, 2, B, S))
-    gap, schedule = (
-        TensorSpec((B, S, 32), torch.float64),
-        build_schedule("1f1b", pp=2, microbatches=2),
-    )
+    gap = TensorSpec((B, S, 32), torch.float64)
+    schedule = build_schedule("1f1b", pp=2, microbatches=2)
     loss = PipelineRuntime([stage], schedule, pp, loss_fn, boundaries=gap).run(ids, labels)
     wanted = loss_fn(alone(ids[0]).logits, labels[0]) + loss_fn(alone(ids[1]).logits, labels[1])
     wanted.backward()

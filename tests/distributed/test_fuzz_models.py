@@ -56,8 +56,11 @@ from tests.distributed.fuzz_cases import (
 )
 from tests.distributed.training_cases import make_trainer
 
-SHORT, LONG = range(18), range(300)
-STEPS, HIDDEN, IGNORED_ID = 3, 32, 5
+SHORT = range(18)
+LONG = range(300)
+STEPS = 3
+HIDDEN = 32
+IGNORED_ID = 5
 CLOSE = 1e-5
 
 
@@ -108,7 +111,9 @@ def block_forward(
         return x + attention(y) + block.mlp(y)
     if kind != "mlp":
         x = x + attention(block.attention_norm(x))
-    return x if kind == "attention" else x + block.mlp(block.mlp_norm(x))
+    if kind == "attention":
+        return x
+    return x + block.mlp(block.mlp_norm(x))
 
 
 def remove_unused(block: Any, kind: str) -> None:
@@ -157,7 +162,11 @@ class Fuzzed(Llama):
         self, config: ModelConfig, *, tp: Any, sequence_parallel: bool, device: Any, **settings: Any
     ) -> None:
         super().__init__(
-            config, tp=tp, sequence_parallel=sequence_parallel, device=device, **settings
+            config,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            **settings,
         )
         self.drawn = drawn = Drawn(**config.options)
         more = {"biased": {"bias": True}, "gathered": {"gather_output": True}}.get(drawn.head, {})
@@ -166,10 +175,8 @@ class Fuzzed(Llama):
         self.head = kind(config.hidden, config.vocab, tp=context, **more)
         change(self, drawn)
 
-    def forward(
-        self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
-    ) -> Tensor:
-        y = super().forward(x, key, documents)
+    def forward(self, *args: Any, **settings: Any) -> Tensor:
+        y = super().forward(*args, **settings)
         if self.head is None:
             return y
         return finished(y, self.drawn)
@@ -263,7 +270,14 @@ def draw(seed: int) -> Case:
     )
     data = DataConfig(ignore_token_ids=(IGNORED_ID,) if "loss" in odd else ())
     return Case(
-        seed, Recipe(model=config, train=train, parallel=parallel, optimizer=optimizer, data=data)
+        seed,
+        Recipe(
+            model=config,
+            train=train,
+            parallel=parallel,
+            optimizer=optimizer,
+            data=data,
+        ),
     )
 
 
@@ -291,7 +305,8 @@ def train_case(recipe: Recipe) -> Trained:
     """Trains the case on this rank."""
     validate(recipe)
     check_model(recipe.model)
-    trainer, loader = make_trainer(recipe), batches(recipe, dist.get_rank())
+    trainer = make_trainer(recipe)
+    loader = batches(recipe, dist.get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(STEPS)]
     batch = loader.batch(STEPS)
     weights = [(p.name, whole(p.distributed(p.local.detach())).numpy()) for p in trainer.parameters]
@@ -315,10 +330,21 @@ def plain_loss(logits: Tensor, labels: Tensor, train: TrainConfig) -> Tensor:
 
 def train_plainly(recipe: Recipe) -> tuple[Trained, dict[str, Array]]:
     """Trains the case in plain torch, and returns the initial weights, too."""
-    model, train = Plain(recipe.model), recipe.train
-    alone = Recipe(model=recipe.model, train=train, parallel=ParallelConfig(), data=recipe.data)
+    model = Plain(recipe.model)
+    train = recipe.train
+    alone = Recipe(
+        model=recipe.model,
+        train=train,
+        parallel=ParallelConfig(),
+        data=recipe.data,
+    )
     loader = batches(alone, 0)
-    meta = Fuzzed(recipe.model, tp=None, sequence_parallel=False, device="meta")
+    meta = Fuzzed(
+        recipe.model,
+        tp=None,
+        sequence_parallel=False,
+        device="meta",
+    )
     with torch.no_grad():
         for name, weight in initial_weights(meta, train.seed).items():
             model.get_parameter(name).copy_(weight)
@@ -326,7 +352,8 @@ def train_plainly(recipe: Recipe) -> tuple[Trained, dict[str, Array]]:
     names = [name for name, _ in meta.named_parameters()]
     start = {name: model.get_parameter(name).detach().clone().numpy() for name in names}
     optimizers = plain_optimizers(model, recipe.optimizer, matrices=[])
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(STEPS):
         inputs, labels = flat(loader.batch(step))
         model.zero_grad()
@@ -342,7 +369,11 @@ def train_plainly(recipe: Recipe) -> tuple[Trained, dict[str, Array]]:
         evaluation = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()).item()
     weights = [(name, model.get_parameter(name).detach().numpy()) for name in names]
     return Trained(
-        losses, norms, evaluation, weights, sum(p.numel() for p in model.parameters())
+        losses,
+        norms,
+        evaluation,
+        weights,
+        sum(p.numel() for p in model.parameters()),
     ), start
 
 
@@ -358,14 +389,13 @@ def differences(outcome: Outcome) -> Iterator[str]:
     weights = dict(expected.weights)
     for rank, answer in enumerate(outcome.answers):
         for what in ("losses", "norms", "evaluation", "parameters"):
-            ours, theirs = getattr(answer, what), getattr(expected, what)
+            ours = getattr(answer, what)
+            theirs = getattr(expected, what)
             if ours != pytest.approx(theirs, rel=CLOSE):
                 yield f"rank {rank}: {what} {ours}, in plain PyTorch {theirs}"
         for name, ours in answer.weights:
-            error, moved = (
-                np.linalg.norm(ours - weights[name]),
-                np.linalg.norm(weights[name] - start[name]),
-            )
+            error = np.linalg.norm(ours - weights[name])
+            moved = np.linalg.norm(weights[name] - start[name])
             size = np.linalg.norm(weights[name])
             if not error <= min(CLOSE * size, 10 * CLOSE * moved + CLOSE / 10 * size):
                 yield (

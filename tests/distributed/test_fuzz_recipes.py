@@ -48,12 +48,26 @@ from tests.distributed.fuzz_cases import (
 from tests.distributed.training_cases import make_loader, make_trainer
 from tests.distributed.world import World
 
-SHORT, LONG = (0, 1, 2, 5, 7, 10), range(11, 211)
+SHORT = (0, 1, 2, 5, 7, 10)
+LONG = range(11, 211)
 STEPS = 4
-FIRST, LATER, GRADIENT = 1e-6, 1e-4, 1e-5  # relative, in float32
+# relative, in float32
+FIRST = 1e-6
+LATER = 1e-4
+GRADIENT = 1e-5
 # of losses to float32's: a rounding of the type
-CLOSE = {"fp32": LATER, "bf16": 4e-3, "bf16_pure": 4e-3, "fp16": 4e-4}
-ROUNDING = {"fp32": 0.0, "bf16": 2.0**-8, "bf16_pure": 2.0**-8, "fp16": 2.0**-11}
+CLOSE = {
+    "fp32": LATER,
+    "bf16": 4e-3,
+    "bf16_pure": 4e-3,
+    "fp16": 4e-4,
+}
+ROUNDING = {
+    "fp32": 0.0,
+    "bf16": 2.0**-8,
+    "bf16_pure": 2.0**-8,
+    "fp16": 2.0**-11,
+}
 NOISE = 2.0
 
 
@@ -132,9 +146,8 @@ def draw(seed: int) -> Case:
     unit = parallel.dp * parallel.microbatch_size
     batch = unit * random.choice([1, 2, 4, 3])
     grows = batch > unit and random.random() < 0.3
-    steps = STEPS
     train = TrainConfig(
-        steps=steps,
+        steps=STEPS,
         global_batch_size=batch,
         batch_warmup_start=unit if grows else None,
         batch_warmup_increment=unit if grows else None,
@@ -153,7 +166,7 @@ def draw(seed: int) -> Case:
         ignore_token_ids=random.choice([(), (ord("t"), ord("e"))]),
         skip=random.choice([(), (SequenceRange(first=2, last=5),)]),
     )
-    optimizer = draw_optimizer(random, steps, precision=precision)
+    optimizer = draw_optimizer(random, STEPS, precision=precision)
     scale = LossScaleConfig(initial=256.0) if precision == "fp16" else LossScaleConfig()
     recipe = Recipe(
         model=model,
@@ -181,7 +194,8 @@ class Trained:
 def train_case(recipe: Recipe) -> Trained:
     """Trains the recipe on this rank."""
     validate(recipe)
-    trainer, loader = make_trainer(recipe), make_loader(recipe, dist.get_rank())
+    trainer = make_trainer(recipe)
+    loader = make_loader(recipe, dist.get_rank())
     gradients: list[tuple[str, Array]] = []
 
     def keep(parameter: LocalParameter) -> None:
@@ -246,14 +260,16 @@ def differences(outcome: Outcome, references: Sequence[Outcome]) -> Iterator[str
             yield f"one process: {reference.failed or reference.refused}"
             return
     recipe = outcome.case.recipe
-    exact, same = references[0].answers[0], references[-1].answers[0]
+    exact = references[0].answers[0]
+    same = references[-1].answers[0]
     precision = recipe.train.precision
     sends_bf16 = recipe.parallel.reduce_dtype == "bf16" and recipe.parallel.dp > 1
     coarsest = "bf16" if sends_bf16 else precision
     close = max(CLOSE[precision], CLOSE[coarsest])
     rounding = max(ROUNDING[precision], ROUNDING[coarsest])
     first = FIRST if precision == "fp32" else close
-    of_one, of_exact = dict(same.gradients), dict(exact.gradients)
+    of_one = dict(same.gradients)
+    of_exact = dict(exact.gradients)
     total = exact.norms[0]
     for rank, answer in enumerate(outcome.answers):
         pairs = [
@@ -268,7 +284,8 @@ def differences(outcome: Outcome, references: Sequence[Outcome]) -> Iterator[str
                 yield f"rank {rank}: {ours}, in one process {theirs}, limit {limit}"
         for name, gradient in answer.gradients:
             limit = max(GRADIENT, NOISE * distance(of_one[name], of_exact[name]) + rounding)
-            size, error = np.linalg.norm(of_exact[name]), np.linalg.norm(gradient - of_exact[name])
+            size = np.linalg.norm(of_exact[name])
+            error = np.linalg.norm(gradient - of_exact[name])
             if not error <= limit * size + GRADIENT * total:
                 yield f"rank {rank}: the gradient of {name} is off by {error / size:.2g}"
     held = {name for answer in outcome.answers for name, _ in answer.gradients}

@@ -24,7 +24,14 @@ from parallel3d.models import model_class
 from tests.distributed.layer_cases import tp_mesh
 
 B, S = 2, 32
-LLAMA = ModelConfig(layers=1, hidden=64, heads=4, kv_heads=4, ffn_hidden=96, vocab=16)
+LLAMA = ModelConfig(
+    layers=1,
+    hidden=64,
+    heads=4,
+    kv_heads=4,
+    ffn_hidden=96,
+    vocab=16,
+)
 GPT = replace(LLAMA, architecture="gpt", max_positions=S)
 MODELS = {
     "llama": LLAMA,
@@ -129,8 +136,12 @@ def compare(config: ModelConfig, documents: PackedDocuments | None = None) -> No
 
 
 @pytest.mark.parametrize(
-    ("size", "model"),
-    [*((2, model) for model in MODELS), (1, "dropped"), (4, "grouped")],
+    "size, model",
+    [
+        *((2, model) for model in MODELS),
+        (1, "dropped"),
+        (4, "grouped"),
+    ],
 )
 def test_activation_bytes_are_what_autograd_keeps(world: Callable, size: int, model: str) -> None:
     world(size).run(compare, MODELS[model])

@@ -39,23 +39,31 @@ def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
 def attention(
     name: str, kv_heads: int, *, rotary: RotaryEmbedding | None = None, **options: Any
 ) -> Case:
-    packed, mask = options.pop("packed", False), options.pop("mask", None)
-    window, causal = options.get("window"), options.get("causal", True)
+    packed = options.pop("packed", False)
+    mask = options.pop("mask", None)
+    window = options.get("window")
+    causal = options.get("causal", True)
     positions = PACKED.positions if packed else torch.arange(S).expand(B, S)
 
     def reference(w: Weights, x: Tensor) -> Tensor:
         def project(part: str) -> Tensor:
             y = F.linear(x, w[f"{part}.weight"], w.get(f"{part}.bias")).unflatten(-1, (-1, K))
             norm = w.get(f"{part}_norm.weight")
-            return y if norm is None else F.rms_norm(y, (K,), norm, 1e-5)
+            if norm is None:
+                return y
+            return F.rms_norm(y, (K,), norm, 1e-5)
 
-        q, k, v = project("q"), project("k"), project("v")
+        q = project("q")
+        k = project("k")
+        v = project("v")
         if rotary is not None:
-            q, k = rotate(q, rotary, positions), rotate(k, rotary, positions)
+            q = rotate(q, rotary, positions)
+            k = rotate(k, rotary, positions)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         k, v = (part.repeat_interleave(H // kv_heads, dim=1) for part in (k, v))
         scores = (q @ k.transpose(-1, -2) * K**-0.5).to(torch.promote_types(x.dtype, F32))
-        i, j = torch.arange(S).unsqueeze(1), torch.arange(scores.shape[-1])
+        i = torch.arange(S).unsqueeze(1)
+        j = torch.arange(scores.shape[-1])
         hidden = (j > i) & causal
         if window is not None:
             hidden = hidden | ((i - j).abs() >= window)
@@ -72,7 +80,11 @@ def attention(
     chosen = AttentionOptions(head_dim=K, **options)
     build = partial(ParallelAttention, D, H, kv_heads, rotary=rotary, options=chosen)
     return Case(
-        name=name, build=build, reference=reference, shapes=((B, S, D),), arguments=arguments
+        name=name,
+        build=build,
+        reference=reference,
+        shapes=((B, S, D),),
+        arguments=arguments,
     )
 
 
@@ -102,7 +114,13 @@ CASES = {
         attention("documents", 2, rotary=PLAIN, packed=True, recompute=True),
         attention("documents, window", 8, packed=True, window=3),
         attention("bidirectional", 4, rotary=PLAIN, causal=False),
-        attention("bidirectional, window", 2, causal=False, window=3, recompute=True),
+        attention(
+            "bidirectional, window",
+            2,
+            causal=False,
+            window=3,
+            recompute=True,
+        ),
         attention("a mask", 8, mask=NOT_THIRD),
         attention("a mask, bidirectional", 2, mask=NOT_THIRD, causal=False),
     ],
@@ -119,7 +137,8 @@ def check_cases(group: str) -> None:
 
 def refuse() -> None:
     tp = tp_mesh()
-    layer, x = ParallelAttention(16, 8, 8, tp=tp), torch.zeros(2, 8, 16)
+    layer = ParallelAttention(16, 8, 8, tp=tp)
+    x = torch.zeros(2, 8, 16)
     with pytest.raises(ValueError, match=r"documents of \[1, 8\] tokens, and x has \[2, 8\]"):
         layer(x, documents=PackedDocuments.ended_by(1, torch.zeros(1, 8)))
     with pytest.raises(ValueError, match="heads = 6, kv_heads = 6, tp = 4"):

@@ -19,7 +19,9 @@ KEY = dropout_key(5, 7, torch.tensor([40, 2, 13]))
 
 
 def check_masks() -> None:
-    tp, n, rank = tp_mesh(), get_world_size(), get_rank()
+    tp = tp_mesh()
+    n = get_world_size()
+    rank = get_rank()
     x = torch.ones(B, S, D)
     whole = Dropout(0.3, name="a")(x, KEY)
     for dim in (1, 2, -1):
@@ -34,7 +36,11 @@ def attention(tp: DeviceMesh | None, sp: bool, recompute: bool) -> nn.Module:
         8,
         2,
         tp=ParallelContext(tp, sp, dtype=F64),
-        options=AttentionOptions(dropout=0.4, recompute=recompute, name="layers.3"),
+        options=AttentionOptions(
+            dropout=0.4,
+            recompute=recompute,
+            name="layers.3",
+        ),
     )
     load(module, draw_weights(module, 0.3, F64))
     return module
@@ -42,7 +48,9 @@ def attention(tp: DeviceMesh | None, sp: bool, recompute: bool) -> nn.Module:
 
 def check_attention() -> None:
     """Split over heads: each head's probabilities are dropped as one process drops them."""
-    tp, n, rank = tp_mesh(), get_world_size(), get_rank()
+    tp = tp_mesh()
+    n = get_world_size()
+    rank = get_rank()
     x = torch.randn(B, S, D, dtype=F64, generator=torch.Generator().manual_seed(0))
     alone = x.clone().requires_grad_()
     y = attention(None, False, False)(alone, key=KEY)

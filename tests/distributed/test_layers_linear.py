@@ -51,15 +51,21 @@ def row(bias: bool) -> Case:
 def mlp(activation: Activation, bias: bool) -> Case:
     def reference(w: Weights, x: Tensor) -> Tensor:
         up = F.linear(x, w["up.weight"], w.get("up.bias"))
-        gate = w.get("gate.weight")
-        inner = ACTIVATIONS[activation](
-            up if gate is None else F.linear(x, gate, w.get("gate.bias"))
-        )
-        inner = inner if gate is None else inner * up
+        activate = ACTIVATIONS[activation]
+        if "gate.weight" in w:
+            gate = F.linear(x, w["gate.weight"], w.get("gate.bias"))
+            inner = activate(gate) * up
+        else:
+            inner = activate(up)
         return F.linear(inner, w["down.weight"], w.get("down.bias"))
 
     build = partial(ParallelMLP, D, OUT, activation=activation, bias=bias)
-    return Case(name=f"{activation} bias={bias}", build=build, reference=reference, shapes=(SHAPE,))
+    return Case(
+        name=f"{activation} bias={bias}",
+        build=build,
+        reference=reference,
+        shapes=(SHAPE,),
+    )
 
 
 def rms_norm(w: Weights, x: Tensor) -> Tensor:

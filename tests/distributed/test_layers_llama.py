@@ -28,11 +28,9 @@ def built_shard_by_shard(model: ModelConfig) -> None:
     tp = tp_mesh()
     llama = Llama(replace(model, tied_embeddings=True), tp=tp, device="meta")
     initialize(llama, 7, "cpu")
-    assert (
-        llama.head is not None
-        and llama.embed is not None
-        and llama.head.weight is llama.embed.weight
-    )
+    assert llama.head is not None
+    assert llama.embed is not None
+    assert llama.head.weight is llama.embed.weight
     expected = initial_weights(llama, 7)
     for name, _ in named_specs(llama):
         parameter = llama.get_parameter(name)

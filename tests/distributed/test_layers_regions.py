@@ -48,11 +48,14 @@ def check_pair(
     torch.testing.assert_close(ours, y, rtol=1e-12, atol=1e-12)
     ours.backward(grad[rank])
     torch.testing.assert_close(mine.grad, grad_x, rtol=1e-12, atol=1e-12)
-    assert torch.equal(mine, x[rank]) and torch.equal(grad[rank], before)
+    assert torch.equal(mine, x[rank])
+    assert torch.equal(grad[rank], before)
 
 
 def check_regions(shape: tuple[int, ...], dim: int, backend: str) -> None:
-    axis, n, rank = Axis.of(tp_mesh()), get_world_size(), get_rank()
+    axis = Axis.of(tp_mesh())
+    n = get_world_size()
+    rank = get_rank()
     short = tuple(size // n if i == dim % len(shape) else size for i, size in enumerate(shape))
 
     def each(size: tuple[int, ...], salt: int) -> list[Tensor]:
@@ -73,14 +76,20 @@ def check_regions(shape: tuple[int, ...], dim: int, backend: str) -> None:
 
         return torch.compile(region, backend=backend) if backend else region
 
-    whole, partial, parts = same(shape, 1), each(shape, 2), each(short, 3)
+    whole = same(shape, 1)
+    partial = each(shape, 2)
+    parts = each(short, 3)
     check_pair(compiled(copy_to_region), whole, whole[0], partial, sum(partial))
     check_pair(compiled(reduce_from_region), partial, sum(partial), whole, whole[0])
     check_pair(compiled(scatter_to_region, dim), whole, part(whole[0]), parts, join(parts))
     check_pair(compiled(gather_from_region, dim), parts, join(parts), whole, part(whole[0]))
     check_pair(compiled(all_gather_to_region, dim), parts, join(parts), partial, part(sum(partial)))
     check_pair(
-        compiled(reduce_scatter_from_region, dim), partial, part(sum(partial)), parts, join(parts)
+        compiled(reduce_scatter_from_region, dim),
+        partial,
+        part(sum(partial)),
+        parts,
+        join(parts),
     )
 
 

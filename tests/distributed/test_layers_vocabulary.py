@@ -30,6 +30,7 @@ from parallel3d.layers.vocabulary import (
     head_cross_entropy,
 )
 from parallel3d.mesh import Axis
+from parallel3d.sharding.settings import own_rows
 from tests.distributed.layer_cases import (
     BF16,
     F32,
@@ -61,9 +62,16 @@ class Ends(nn.Module):
         x = torch.tanh(self.embed(ids))
         if chunked:
             return head_cross_entropy(x, labels, self.head, chunk_tokens=5, z_loss=z_loss)
-        logits, tp, chunk = self.head(x), self.head.tp, 7 if z_loss else None
+        logits = self.head(x)
+        tp = self.head.tp
+        chunk = 7 if z_loss else None
         return vocab_parallel_cross_entropy(
-            logits, labels, tp, vocab=self.vocab, chunk_tokens=chunk, z_loss=z_loss
+            logits,
+            labels,
+            tp,
+            vocab=self.vocab,
+            chunk_tokens=chunk,
+            z_loss=z_loss,
         )
 
     def weights(self) -> dict[str, Tensor]:
@@ -93,16 +101,22 @@ def compare(
 ) -> None:
     tp = tp_mesh()
     z_loss = 1e-2 if extras else 0.0
-    module = Ends(vocab, ParallelContext(tp, sp, dtype=dtype), tied=tied, multiple=multiple)
+    module = Ends(
+        vocab,
+        ParallelContext(tp, sp, dtype=dtype),
+        tied=tied,
+        multiple=multiple,
+    )
     set_fused_gradients(module, fused)
     generator = torch.Generator().manual_seed(3)
-    embed, head = (torch.randn(2, vocab, D, generator=generator, dtype=F64)).to(dtype)
-    embed, head = embed.clone().requires_grad_(), (embed if tied else head).clone().requires_grad_()
-    head = embed if tied else head
+    embed, head = torch.randn(2, vocab, D, generator=generator, dtype=F64).to(dtype)
+    embed = embed.clone().requires_grad_()
+    head = embed if tied else head.clone().requires_grad_()
     load(module, {"embed.weight": embed, "head.weight": head})
     for _ in range(2):
         ids, labels = torch.randint(0, vocab, (2, B, S), generator=generator)
-        ids[0, :2], labels[0, :3] = vocab - 1, torch.tensor([vocab - 1, 0, IGNORED])
+        ids[0, :2] = vocab - 1
+        labels[0, :3] = torch.tensor([vocab - 1, 0, IGNORED])
         weights = torch.rand(B, S, generator=generator)
         losses = plain_losses(embed, head, ids, labels, z_loss)
         ours = module(ids, labels, chunked, z_loss)
@@ -111,17 +125,21 @@ def compare(
         (ours * weights).sum().backward()
     pairs: list[tuple[ParallelModule, Tensor]] = [(module.embed, embed), (module.head, head)]
     for part, reference in pairs:
-        spec, weight = part.specs["weight"], part.get_parameter("weight")
+        spec = part.specs["weight"]
+        weight = part.get_parameter("weight")
         assert weight.shape == (vocab, D)
         assert_near(
-            global_gradient(weight, spec, fused=fused), reference.grad, "gradient of a weight"
+            global_gradient(weight, spec, fused=fused),
+            reference.grad,
+            "gradient of a weight",
         )
 
 
 def compare_all(vocab: int) -> None:
     both = (False, True)
     for dtype, sp, fused, chunked in product((F64, F32), both, both, both):
-        multiple, extras = 8 if fused == sp else 1, chunked != fused
+        multiple = 8 if fused == sp else 1
+        extras = chunked != fused
         compare(vocab, dtype, sp, fused, sp != fused, chunked, extras, multiple=multiple)
     for chunked in both:
         compare(vocab, BF16, True, True, tied=False, chunked=chunked, extras=chunked)
@@ -138,8 +156,10 @@ def sharded_twice(vocab: int, folder: str) -> None:
     load(module, whole)
     for part in (module.embed, module.head):
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
-        assert isinstance(part.weight, DTensor) and part.weight.shape == (vocab, D)
-    ids, labels = torch.randint(0, vocab, (2, 2, B, S), generator=torch.Generator().manual_seed(4))
+        assert isinstance(part.weight, DTensor)
+        assert part.weight.shape == (vocab, D)
+    generator = torch.Generator().manual_seed(4)
+    ids, labels = torch.randint(0, vocab, (2, 2, B, S), generator=generator)
     own = mesh["dp"].get_local_rank()
     x = module.embed(ids[own])
     loss = vocab_parallel_cross_entropy(module.head(x), labels[own], mesh["tp"], vocab=vocab)
@@ -147,11 +167,11 @@ def sharded_twice(vocab: int, folder: str) -> None:
     embed, head = (whole[f"{name}.weight"].clone().requires_grad_() for name in ("embed", "head"))
     logits = F.linear(F.embedding(ids.flatten(0, 1), embed), head)
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    axes = [Axis.of(mesh["tp"]), Axis.of(mesh["dp"])]
+    tp = Axis.of(mesh["tp"])
+    dp = Axis.of(mesh["dp"])
     for part, reference in ((module.embed, embed), (module.head, head)):
-        mine = part.specs["weight"].local_part(reference.grad, axes[0])
-        rows = -(-mine.shape[0] // 2)
-        mine = mine[axes[1].rank * rows : (axes[1].rank + 1) * rows]
+        mine = part.specs["weight"].local_part(reference.grad, tp)
+        mine = own_rows(mine, dp)
         assert_near(part.weight.grad.to_local(), mine, "this rank's part of a gradient")
     dcp.save(module.weights(), checkpoint_id=folder)
     dist.barrier()
@@ -165,7 +185,7 @@ def sharded_twice(vocab: int, folder: str) -> None:
         assert torch.equal(state[name].full_tensor(), weight), f"{name} in another layout"
 
 
-@pytest.mark.parametrize(("size", "vocab"), [(1, 11), (2, 12), (4, 1005), (4, 50)])
+@pytest.mark.parametrize("size, vocab", [(1, 11), (2, 12), (4, 1005), (4, 50)])
 def test_vocabulary_is_plain_torchs_whatever_tp(world: Callable, size: int, vocab: int) -> None:
     world(size).run(compare_all, vocab)
 

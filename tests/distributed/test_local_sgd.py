@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from parallel3d.config.recipe import (
     LocalSgdConfig,
@@ -33,15 +32,16 @@ from tests.distributed.training_cases import (
     Curve,
     assert_follows,
     losses,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     plain_curve,
     train,
     whole_batch,
 )
 
 Case = tuple[ModelConfig, ParallelConfig, LocalSgdConfig]
+HALF = 6
 STEPS = 14  # three synchronisations, and two steps more
 DILOCO = LocalSgdConfig(sync_every=4)
 
@@ -55,7 +55,7 @@ def run(trainer: Trainer, steps: int) -> tuple[Curve, float, float]:
     """The next steps, and the losses of a batch after them: of the outer parameters, and of the
     replicas' own."""
     curve = train(trainer, steps)
-    batch = make_loader(trainer.recipe, dist.get_rank()).batch(50)
+    batch = own_batch(trainer.recipe, 50)
     return curve, trainer.evaluate(batch), trainer.train_step(batch).loss
 
 
@@ -85,7 +85,8 @@ def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable) -> N
         (model, ParallelConfig(dp_replicate=2, **settings), DILOCO) for model, settings in LAYOUTS
     ]
     ranks = world(4).run(run_cases, cases)
-    assert all(results == ranks[0] for results in ranks), "the ranks do not agree on what they did"
+    for results in ranks:
+        assert results == ranks[0], "the ranks do not agree on what they did"
     (expected,) = world(1).run(run_referee, cases)
     for (curve, outer_loss, own_loss), (referee_curve, referee_outer_loss) in zip(
         ranks[0], expected, strict=True
@@ -97,22 +98,19 @@ def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable) -> N
         )
 
 
-def half_and_on(case: Case, path: Path, half: int) -> Curve:
+def half_and_on(case: Case, path: Path) -> Curve:
     trainer = make_trainer(local_sgd_recipe(*case))
-    first = train(trainer, half)
+    first = train(trainer, HALF)
     save_trainer(trainer, path)
-    return first + train(trainer, STEPS - half)
+    return first + train(trainer, STEPS - HALF)
 
 
 def resumed(case: Case, path: Path) -> tuple[float, Curve]:
     """The loss of what was loaded (of the outer parameters), and the curve from there."""
     trainer = make_trainer(local_sgd_recipe(*case))
     load_trainer(trainer, path)
-    loss = trainer.evaluate(make_loader(trainer.recipe, dist.get_rank()).batch(50))
+    loss = trainer.evaluate(own_batch(trainer.recipe, 50))
     return loss, train(trainer, STEPS - trainer.step)
-
-
-HALF = 6
 
 
 def test_resuming_between_synchronisations_is_bitwise_or_in_another_layout_alike(
@@ -120,8 +118,13 @@ def test_resuming_between_synchronisations_is_bitwise_or_in_another_layout_alike
 ) -> None:
     """Tied weights are on both ends of a pipeline."""
     path = tmp_path / "step_00000006"
-    pipeline = ParallelConfig(dp_replicate=2, pp=2, schedule="zb_v", virtual_stages=2)
-    uninterrupted = world(4).run(half_and_on, (DEEP_TIED, pipeline, DILOCO), path, HALF)[0]
+    pipeline = ParallelConfig(
+        dp_replicate=2,
+        pp=2,
+        schedule="zb_v",
+        virtual_stages=2,
+    )
+    uninterrupted = world(4).run(half_and_on, (DEEP_TIED, pipeline, DILOCO), path)[0]
     assert world(4).run(resumed, (DEEP_TIED, pipeline, DILOCO), path)[0][1] == uninterrupted[HALF:]
     tensor = ParallelConfig(dp_replicate=2, tp=2)
     _, curve = world(4).run(resumed, (DEEP_TIED, tensor, DILOCO), path)[0]
@@ -135,16 +138,18 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
     """Two replicas, then one of a synchronous run, four, and back: what is loaded is always the
     saved outer model."""
     path = tmp_path / "step_00000006"
-    world(2).run(half_and_on, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path, HALF)
-    saved, _ = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), path)[0]
+    two = (GROUPED, ParallelConfig(dp_replicate=2), DILOCO)
+    world(2).run(half_and_on, two, path)
+    saved, _ = world(2).run(resumed, two, path)[0]
     synchronous = (GROUPED, ParallelConfig(dp_shard=2), LocalSgdConfig())
     for size, case in ((4, (GROUPED, ParallelConfig(dp_replicate=4), DILOCO)), (2, synchronous)):
         loss, curve = world(size).run(resumed, case, path)[0]
         assert loss == pytest.approx(saved, rel=1e-6)
-        assert len(curve) == STEPS - HALF and curve[-1][0] < curve[0][0] + 0.1
+        assert len(curve) == STEPS - HALF
+        assert curve[-1][0] < curve[0][0] + 0.1
     again = tmp_path / "step_00000007"
-    curve = world(2).run(half_and_on, synchronous, again, HALF)[0]
-    _, apart = world(2).run(resumed, (GROUPED, ParallelConfig(dp_replicate=2), DILOCO), again)[0]
+    curve = world(2).run(half_and_on, synchronous, again)[0]
+    _, apart = world(2).run(resumed, two, again)[0]
     assert apart[0][0] == pytest.approx(curve[HALF][0], rel=1e-6), (
         "the first loss is that of the loaded weights"
     )
@@ -172,8 +177,18 @@ def test_a_trainer_that_would_not_synchronise_is_refused() -> None:
         Trainer(recipe, mesh=no, device=no, model_class=no)
 
 
-AVERAGING = LocalSgdConfig(sync_every=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
-SGD = OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0)
+AVERAGING = LocalSgdConfig(
+    sync_every=1,
+    outer_lr=1.0,
+    outer_momentum=0.0,
+    nesterov=False,
+)
+SGD = OptimizerConfig(
+    name="sgd",
+    lr=0.1,
+    nesterov=True,
+    min_lr_ratio=1.0,
+)
 AVERAGED = [
     (DEEP_TIED, ParallelConfig(dp_replicate=2, tp=2, sequence_parallel=True, microbatch_size=2)),
     (DEEP, ParallelConfig(dp_replicate=2, pp=2)),
@@ -207,7 +222,8 @@ def train_in(precision: str) -> tuple[Curve, int, set[str]]:
     averaged."""
     parallel = ParallelConfig(dp_replicate=2, microbatch_size=4)
     recipe = make_recipe(GROUPED, parallel, precision=precision)
-    local, scale = LocalSgdConfig(sync_every=3), LossScaleConfig(initial=1024.0)
+    local = LocalSgdConfig(sync_every=3)
+    scale = LossScaleConfig(initial=1024.0)
     trainer = make_trainer(replace(recipe, local_sgd=local, loss_scale=scale))
     assert isinstance(trainer.outer_loop, LocalSgd)
     dtypes = {str(value.dtype) for value in trainer.outer_loop.values.values()}
@@ -220,11 +236,13 @@ def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:
     for precision, close in {"bf16_pure": 4e-3, "fp16": 4e-4}.items():
         curve, skipped, dtypes = world(2).run(train_in, precision)[0]
         assert losses(curve) == pytest.approx(losses(exact), rel=close), precision
-        assert curve != exact and skipped == 0 and dtypes == {"torch.float32"}
+        assert curve != exact
+        assert skipped == 0
+        assert dtypes == {"torch.float32"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "parallel", "message"),
+    "changes, parallel, message",
     [
         ({}, {"dp_replicate": 1}, "local_sgd.sync_every = 4: needs replicas"),
         ({}, {"sharding": "HYBRID_SHARD"}, "try FULL_SHARD"),

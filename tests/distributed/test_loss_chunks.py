@@ -22,14 +22,15 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     plain_curve,
     train,
 )
 
-STEPS, CHUNK = 6, 7  # a microbatch's 24 or 96 tokens are no multiple of it
+STEPS = 6
+CHUNK = 7  # a microbatch's 24 or 96 tokens are no multiple of it
 
 
 def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:
@@ -38,7 +39,7 @@ def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Cur
     for model, parallel in cases:
         trainer = make_trainer(make_recipe(model, parallel, loss_chunk_tokens=CHUNK))
         whole = make_trainer(make_recipe(model, parallel))
-        batch = make_loader(trainer.recipe, torch.distributed.get_rank()).batch(0)
+        batch = own_batch(trainer.recipe, 0)
         assert trainer.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-6)
         for chunked, at_once in zip(
             trainer.logits(batch.inputs), whole.logits(batch.inputs), strict=True
@@ -53,7 +54,8 @@ def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Cur
 @contextmanager
 def watched_logits() -> Iterator[list[int]]:
     """The tokens of each piece of logits that a loss is computed of."""
-    forward, seen = TokenLoss.forward, []
+    forward = TokenLoss.forward
+    seen = []
 
     def watched(
         token_loss: TokenLoss, logits: torch.Tensor, labels: torch.Tensor, **kwargs: bool
@@ -97,14 +99,16 @@ def train_aligned(cases: list[tuple[ModelConfig, ParallelConfig, int | None]]) -
     are."""
     for model, parallel, chunk in cases:
         recipe = make_recipe(replace(model, vocab=130), parallel, loss_chunk_tokens=chunk)
-        plain, aligned = make_trainer(recipe), make_trainer(recipe)
+        plain = make_trainer(recipe)
+        aligned = make_trainer(recipe)
         for stage in aligned.stages:
             align_logits(stage.module)
-        curve, of_aligned = train(plain, STEPS), train(aligned, STEPS)
+        curve = train(plain, STEPS)
+        of_aligned = train(aligned, STEPS)
         assert_follows(of_aligned, curve, last=None)
         for ours, theirs in zip(aligned.parameters, plain.parameters, strict=True):
             assert ours.local.shape == theirs.local.shape
-        batch = make_loader(recipe, torch.distributed.get_rank()).batch(0)
+        batch = own_batch(recipe, 0)
         for ours, theirs in zip(
             aligned.logits(batch.inputs), plain.logits(batch.inputs), strict=True
         ):
@@ -123,14 +127,17 @@ def test_aligned_rows_of_logits_train_the_same_model(world: Callable) -> None:
 
 
 def test_a_chunk_is_a_share_of_the_devices_memory() -> None:
-    assert chunk_bytes(None) == 2**29 and chunk_bytes(79.1 * 2**30) == 2**31
+    assert chunk_bytes(None) == 2**29
+    assert chunk_bytes(79.1 * 2**30) == 2**31
 
 
 def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:
     recipe = make_recipe(TIED, ParallelConfig(microbatch_size=4))
     assert MeanLoss(recipe, None).chunk_tokens is None
     large = replace(
-        recipe, model=replace(TIED, vocab=128_256), train=replace(recipe.train, seq_len=2048)
+        recipe,
+        model=replace(TIED, vocab=128_256),
+        train=replace(recipe.train, seq_len=2048),
     )
     assert MeanLoss(large, None).chunk_tokens == 1046  # 512 MiB of float32
     for chunk, expected in ((512, 512), (4 * 2048, None)):

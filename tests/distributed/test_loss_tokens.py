@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from einops import rearrange
+from torch.distributed import get_rank
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig, Recipe
@@ -50,7 +50,7 @@ def masked(recipe: Recipe, step: int) -> Batch:
 def share(recipe: Recipe, batch: Batch) -> Batch:
     """Returns this data rank's part of a global batch, in its microbatches."""
     parallel = recipe.parallel
-    place = parallel.coordinates(dist.get_rank())
+    place = parallel.coordinates(get_rank())
     rank = place.dp_replicate * parallel.dp_shard + place.dp_shard
     cut = "1 (rank m b) ... -> rank m b ..."
     parts = (batch.inputs, batch.labels, batch.samples)
@@ -63,7 +63,8 @@ def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:
     """Returns the losses of batches before training on them, the curve of the training, and the
     tokens counted."""
     trainer = make_trainer(make_recipe(DEEP_TIED, parallel))
-    evaluated, curve = [], []
+    evaluated = []
+    curve = []
     for step in range(STEPS):
         batch = share(trainer.recipe, masked(trainer.recipe, step))
         evaluated.append(trainer.evaluate(batch))
@@ -104,7 +105,7 @@ def evaluate_sets(cases: list[tuple[ParallelConfig, LocalSgdConfig]]) -> list[fl
     found = []
     for parallel, local_sgd in cases:
         recipe = replace(make_recipe(DEEP_TIED, parallel), local_sgd=local_sgd)
-        like = make_loader(recipe, dist.get_rank())
+        like = make_loader(recipe, get_rank())
         chosen = EvaluationSet.build("first", like, in_order(recipe), 11)
         found.append(make_trainer(recipe).evaluate_all(chosen.batches))
     return found

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
@@ -27,9 +26,9 @@ from tests.distributed.training_cases import (
     Curve,
     assert_follows,
     losses,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     train,
 )
 
@@ -47,7 +46,12 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
         (DROPPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 4, "recompute": "full"}),
         (
             DEEP_DROPPED,
-            {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "every_n"},
+            {
+                "pp": 2,
+                "schedule": "interleaved_1f1b",
+                "virtual_stages": 2,
+                "recompute": "every_n",
+            },
         ),
         (DROPPED_GPT, {"pp": 2, "schedule": "1f1b"}),
         (GPT, {"tp": 2, "sequence_parallel": True}),
@@ -60,7 +64,12 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
         (QWEN, {"tp": 2, "pp": 2, "microbatch_size": 2}),
         (
             ODD,
-            {"tp": 4, "microbatch_size": 4, "sequence_parallel": True, "recompute": "selective"},
+            {
+                "tp": 4,
+                "microbatch_size": 4,
+                "sequence_parallel": True,
+                "recompute": "selective",
+            },
         ),
     ],
 }
@@ -86,16 +95,20 @@ def test_every_layout_trains_the_same_model(world: Callable, size: int) -> None:
     cases = LAYOUTS[size]
     ranks = world(size).run(curves, cases)
     for index, (model, settings) in enumerate(cases):
-        curve, reference = ranks[0][index], alone(world, model)
+        curve = ranks[0][index]
+        reference = alone(world, model)
         where = f"{model.architecture} {settings}"
-        assert all(rank[index] == curve for rank in ranks), where
+        for rank in ranks:
+            assert rank[index] == curve, where
         assert_follows(curve, reference)
 
 
 def test_dropout_is_another_in_each_step_and_none_in_validation(world: Callable) -> None:
     first, again, second, evaluated, plain = world(1).run(losses_of_one_batch)[0]
-    assert first == again and abs(first - second) > 1e-4
-    assert evaluated == pytest.approx(plain, rel=1e-6) and abs(evaluated - first) > 1e-4
+    assert first == again
+    assert abs(first - second) > 1e-4
+    assert evaluated == pytest.approx(plain, rel=1e-6)
+    assert abs(evaluated - first) > 1e-4
 
 
 def losses_of_one_batch() -> tuple[float, ...]:
@@ -103,7 +116,7 @@ def losses_of_one_batch() -> tuple[float, ...]:
     step's, in validation, and without dropout at all."""
     still = make_recipe(DROPPED, ParallelConfig(microbatch_size=8))
     trainer = make_trainer(still)
-    batch = make_loader(still, dist.get_rank()).batch(0)
+    batch = own_batch(still, 0)
     start = [p.local.detach().clone() for p in trainer.parameters]
     losses = []
     for step in (0, 0, 1):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import get_rank
 
 from parallel3d.config.recipe import LocalSgdConfig, LossScaleConfig, ParallelConfig
 from parallel3d.errors import NonFiniteError
@@ -19,9 +19,11 @@ from tests.distributed.training_cases import (
     DEEP,
     GROUPED,
     local_weights,
+    losses,
     make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     train,
 )
 
@@ -39,7 +41,7 @@ def plant_nan(trainer: Trainer, steps: set[int], rank: int, name: str) -> None:
 
     def plant(observe: Observe | None = None) -> None:
         complete(observe)
-        if trainer.step in steps and dist.get_rank() == rank:
+        if trainer.step in steps and get_rank() == rank:
             (gradient,) = [p.local.grad for p in trainer.parameters if p.name == name]
             assert gradient is not None
             gradient.view(-1)[-1] = float("nan")
@@ -65,12 +67,15 @@ def left_out(layouts: list[ParallelConfig], rank: int, name: str) -> list[bool]:
     same = []
     for parallel in layouts:
         recipe = make_recipe(DEEP, parallel, on_nonfinite="skip", nonfinite_in_a_row=2)
-        skipping, other = make_trainer(recipe), make_trainer(recipe)
+        skipping = make_trainer(recipe)
+        other = make_trainer(recipe)
         plant_nan(skipping, {2, 4, 5}, rank, name)
         without_update(other, {2, 4, 5})
         curves = train(skipping, 8), train(other, 8)
-        assert (skipping.skipped_steps, skipping.step, skipping.tokens) == (3, 8, other.tokens)
-        assert [loss for loss, _ in curves[0]] == [loss for loss, _ in curves[1]]
+        assert skipping.skipped_steps == 3
+        assert skipping.step == 8
+        assert skipping.tokens == other.tokens
+        assert losses(curves[0]) == losses(curves[1])
         pairs = zip(state_of(skipping), state_of(other), strict=True)
         same.append(all(torch.equal(one, two) for one, two in pairs))
     return same
@@ -94,12 +99,13 @@ def named(parallel: ParallelConfig, rank: int, name: str, local_sgd: LocalSgdCon
     assert [loss == loss for loss, _ in before] == [True] * 5
     with pytest.raises(NonFiniteError) as error:
         train(trainer, 1)
-    assert (trainer.step, trainer.skipped_steps) == (5, 3)
+    assert trainer.step == 5
+    assert trainer.skipped_steps == 3
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("axis", "rank", "name", "place"),
+    "axis, rank, name, place",
     [
         ("pp", 0, "layers.2.attention_norm.weight", "pp 0, dp_replicate 0, dp_shard 0, tp 0"),
         ("dp", 1, "head.weight", "pp 0, dp_replicate 0, dp_shard 1, tp 0"),
@@ -110,20 +116,21 @@ def test_the_rank_and_the_parameter_of_the_first_bad_gradient_are_named(
 ) -> None:
     messages = world(2).run(named, TWO[axis], rank, name, LocalSgdConfig())
     assert messages[0] == messages[1]
-    assert (
-        messages[0].startswith("step 6: loss ")
-        and "gradient norm nan; the first gradient" in messages[0]
-    )
-    assert f"is that of {name} on rank {rank} (" in messages[0] and f", {place})" in messages[0]
+    assert messages[0].startswith("step 6: loss ")
+    assert "gradient norm nan; the first gradient" in messages[0]
+    assert f"is that of {name} on rank {rank} (" in messages[0]
+    assert f", {place})" in messages[0]
     assert ("to which any of ranks 0 and 1 may have given it" in messages[0]) == (axis == "dp")
     assert "weights are those of step 3" in messages[0]
 
 
 def test_replicas_that_train_apart_skip_together_and_name_the_one(world: Callable) -> None:
-    apart, name = ParallelConfig(dp_replicate=2, microbatch_size=4), "layers.5.mlp.down.weight"
+    apart = ParallelConfig(dp_replicate=2, microbatch_size=4)
+    name = "layers.5.mlp.down.weight"
     messages = world(2).run(named, apart, 1, name, LocalSgdConfig(sync_every=2))
     assert messages[0] == messages[1]
-    assert f"is that of {name} on rank 1 (" in messages[0] and "it is a sum" not in messages[0]
+    assert f"is that of {name} on rank 1 (" in messages[0]
+    assert "it is a sum" not in messages[0]
 
 
 def before_the_sum(kind: str) -> str:
@@ -137,7 +144,7 @@ def before_the_sum(kind: str) -> str:
     recipe = make_recipe(GROUPED, parallel, on_nonfinite="skip")
     trainer = make_trainer(recipe)
     train(trainer, 1)
-    if dist.get_rank() == 1:
+    if get_rank() == 1:
         (data,) = trainer.data
         assert isinstance(data, ReplicatedData)
         if kind == "gradient":
@@ -150,33 +157,36 @@ def before_the_sum(kind: str) -> str:
             trainer.stages[0].module.norm.register_forward_hook(
                 lambda module, inputs, output: output * float("inf")
             )  # type: ignore[union-attr]
-    result = trainer.train_step(make_loader(recipe, dist.get_rank()).batch(1))
-    assert result.is_skipped and trainer.skipped_steps == 1 and result.left_out is not None
+    result = trainer.train_step(own_batch(recipe, 1))
+    assert result.is_skipped
+    assert trainer.skipped_steps == 1
+    assert result.left_out is not None
     return result.left_out
 
 
 def test_what_data_ranks_have_summed_is_told_apart_by_loss_and_weights(world: Callable) -> None:
     gradient = world(2).run(before_the_sum, "gradient")
-    assert gradient[0] == gradient[1] and gradient[0].endswith(
-        "the step is left out, 1 in a row of 10 at most"
-    )
+    assert gradient[0] == gradient[1]
+    assert gradient[0].endswith("the step is left out, 1 in a row of 10 at most")
     assert "that of layers.1.mlp.up.weight on ranks 0 and 1 (rank 0: " in gradient[0]
     assert "any of ranks 0 and 1 may have given it" in gradient[0]
     (loss, _) = world(2).run(before_the_sum, "loss")
-    assert (
-        "the loss is not finite on rank 1 (" in loss
-        and "that of head.weight on ranks 0 and 1" in loss
-    )
+    assert "the loss is not finite on rank 1 (" in loss
+    assert "that of head.weight on ranks 0 and 1" in loss
 
 
 def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[str | None], int]:
     """Returns the scales, what steps say of it that they are left out, and how many are."""
     recipe = make_recipe(
-        GROUPED, TWO["dp"], precision="fp16", on_nonfinite="skip", nonfinite_in_a_row=2
+        GROUPED,
+        TWO["dp"],
+        precision="fp16",
+        on_nonfinite="skip",
+        nonfinite_in_a_row=2,
     )
     trainer = make_trainer(replace(recipe, loss_scale=LossScaleConfig(initial=4.0, interval=100)))
     plant_nan(trainer, {1, 2, 3, 4}, 1, "layers.1.mlp.up.weight")
-    loader = make_loader(trainer.recipe, dist.get_rank())
+    loader = make_loader(trainer.recipe, get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(6)]
     told = [result.left_out for result in results]
     return [result.loss_scale for result in results], told, trainer.skipped_steps
@@ -186,4 +196,5 @@ def test_in_fp16_a_step_is_left_out_also_where_no_scale_is_small_enough(world: C
     scales, told, skipped = world(2).run(skipped_at_the_smallest_scale)[0]
     assert scales == [4.0, 4.0, 2.0, 1.0, 1.0, 1.0]
     assert [text is not None for text in told] == [False, False, False, True, True, False]
-    assert "even at a loss scale of 1; the first gradient" in told[3] and skipped == 4
+    assert "even at a loss scale of 1; the first gradient" in told[3]
+    assert skipped == 4

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -30,9 +29,9 @@ from tests.distributed.training_cases import (
     assert_follows,
     block_matrices,
     losses,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     plain_curve,
     train,
 )
@@ -43,13 +42,25 @@ OPTIMIZERS = {
     # With the usual eps AdamW's first step has the sign of each element's gradient, also of one
     # that is but rounding.
     "muon": OptimizerConfig(name="muon", lr=3e-3, eps=1e-5, min_lr_ratio=1.0),
-    "sgd": OptimizerConfig(name="sgd", lr=0.1, nesterov=True, min_lr_ratio=1.0),
+    "sgd": OptimizerConfig(
+        name="sgd",
+        lr=0.1,
+        nesterov=True,
+        min_lr_ratio=1.0,
+    ),
 }
 NARROW = {
     "muon in bf16": replace(
-        OPTIMIZERS["muon"], state_dtype="bf16", lr_adjust="original", muon_lr=0.02
+        OPTIMIZERS["muon"],
+        state_dtype="bf16",
+        lr_adjust="original",
+        muon_lr=0.02,
     ),
-    "adamw in bf16": OptimizerConfig(lr=1e-3, state_dtype="bf16", min_lr_ratio=1.0),
+    "adamw in bf16": OptimizerConfig(
+        lr=1e-3,
+        state_dtype="bf16",
+        min_lr_ratio=1.0,
+    ),
 }
 
 
@@ -60,7 +71,9 @@ def recipe_of(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor.clone()
 
 
 def trained(
@@ -87,7 +100,7 @@ def one_step(recipe: Recipe) -> dict[str, float]:
         parameters[p.name].data = whole(p.distributed(p.local.detach()))
         parameters[p.name].grad = whole(p.distributed(p.local.grad))
 
-    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0), observe=take_gradient)
+    trainer.train_step(own_batch(recipe, 0), observe=take_gradient)
     for optimizer in plain_optimizers(plain, recipe.optimizer, block_matrices(plain)):
         optimizer.step()
     differences = {}
@@ -117,7 +130,8 @@ def test_a_layout_trains_as_torch_does_in_one_process(world: Callable, layout: s
     for name in OPTIMIZERS:
         curves = [rank[name][0] for rank in ranks]
         theirs = plain_curve(recipe_of(name, model, parallel, global_batch_size=batch), STEPS)
-        assert all(curve == curves[0] for curve in curves)
+        for curve in curves:
+            assert curve == curves[0]
         assert_follows(curves[0], theirs, close=1e-4, last=None)
         differences = {key: value for rank in ranks for key, value in rank[name][1].items()}
         assert differences.keys() == {key for key, _ in PlainLlama(model).named_parameters()}

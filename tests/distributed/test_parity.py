@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from tests.distributed.training_cases import (
@@ -24,10 +23,10 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    make_loader,
     make_recipe,
     make_trainer,
     one_case,
+    own_batch,
     plain_curve,
     train,
 )
@@ -41,7 +40,7 @@ def evaluate_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float
     """Returns the loss of a batch without training on it, and then with."""
     recipe = make_recipe(model, parallel)
     trainer = make_trainer(recipe)
-    batch = make_loader(recipe, torch.distributed.get_rank()).batch(0)
+    batch = own_batch(recipe, 0)
     return trainer.evaluate(batch), trainer.train_step(batch).loss
 
 
@@ -84,12 +83,13 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
 CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 
 
-@pytest.mark.parametrize(("model", "parallel"), CASES)
+@pytest.mark.parametrize("model, parallel", CASES)
 def test_layout_trains_as_plain_torch_does(
     world: Callable, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
     curves = world(parallel.world_size).run(run_layout, model, parallel)
-    assert all(curve == curves[0] for curve in curves), "the ranks do not agree on what they did"
+    for curve in curves:
+        assert curve == curves[0], "the ranks do not agree on what they did"
     assert_follows(curves[0], plain_curve(make_recipe(model, parallel)))
 
 

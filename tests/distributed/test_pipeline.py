@@ -97,7 +97,12 @@ def test_every_schedule_trains_as_the_unsplit_model(world: Callable, size: int) 
 
 
 def test_schedules_by_the_backend_alone(world: Callable) -> None:
-    cases = [("1f1b", 1, 5), ("interleaved_1f1b", 2, 4), ("zb_h1", 1, 3), ("zb_v", 2, 5)]
+    cases = [
+        ("1f1b", 1, 5),
+        ("interleaved_1f1b", 2, 4),
+        ("zb_h1", 1, 3),
+        ("zb_v", 2, 5),
+    ]
     world(2).run(check_cases, cases, True)
 
 

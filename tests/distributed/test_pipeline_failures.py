@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.errors import ScheduleError
@@ -20,7 +20,8 @@ from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.schedules.build import build_schedule
 from tests.distributed.test_pipeline import without_shared_memory
 
-WIDTH, MICROBATCHES = 4, 6
+WIDTH = 4
+MICROBATCHES = 6
 
 
 class Fragile(nn.Module):
@@ -53,14 +54,14 @@ def fail(grad: Tensor) -> None:
 
 
 def pipeline_mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    return init_device_mesh("cpu", (get_world_size(),), mesh_dim_names=("pp",))
 
 
 def message_of_failure(fault: str, at_stage: int, through_backend: bool) -> tuple[str, float, str]:
     """Returns the error of this rank, how long it took to come, and the error of another run after
     it."""
-    schedule = build_schedule("1f1b", pp=dist.get_world_size(), microbatches=MICROBATCHES)
-    rank = dist.get_rank()
+    schedule = build_schedule("1f1b", pp=get_world_size(), microbatches=MICROBATCHES)
+    rank = get_rank()
     stage = Fragile(fault if rank == at_stage else "none")
     width = ("batch", "width")
     with without_shared_memory(through_backend):
@@ -83,8 +84,9 @@ def message_of_failure(fault: str, at_stage: int, through_backend: bool) -> tupl
 
 
 def refusal_of_different_schedules() -> str:
-    name = "1f1b" if dist.get_rank() == 0 else "gpipe"
-    schedule, boundary = build_schedule(name, pp=2, microbatches=2), TensorSpec((2, WIDTH))
+    name = "1f1b" if get_rank() == 0 else "gpipe"
+    schedule = build_schedule(name, pp=2, microbatches=2)
+    boundary = TensorSpec((2, WIDTH))
     with pytest.raises(ScheduleError) as error:
         PipelineRuntime([Fragile("none")], schedule, pipeline_mesh(), boundaries=boundary)
     return str(error.value)
@@ -95,7 +97,7 @@ BACKWARD = r"rank 3 .*, stage 3, microbatch 2, backward \(3B2, action 6 of 12\):
 
 
 @pytest.mark.parametrize(
-    ("fault", "at_stage", "told", "through_backend"),
+    "fault, at_stage, told, through_backend",
     [
         ("forward", 2, FORWARD, False),
         ("backward", 3, BACKWARD, True),

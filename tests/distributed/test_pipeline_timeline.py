@@ -6,14 +6,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.schedules.build import build_schedule
 from parallel3d.training.timeline import traced_step
-from tests.distributed.training_cases import GROUPED, make_loader, make_recipe, make_trainer, train
+from tests.distributed.training_cases import GROUPED, make_recipe, make_trainer, own_batch, train
 
-PARALLEL = ParallelConfig(pp=2, tp=2, schedule="zb_h1", microbatch_size=2)
+PARALLEL = ParallelConfig(
+    pp=2,
+    tp=2,
+    schedule="zb_h1",
+    microbatch_size=2,
+)
 
 
 def trace(folder: Path) -> tuple[list[str], list[float], list[float]]:
@@ -21,7 +24,7 @@ def trace(folder: Path) -> tuple[list[str], list[float], list[float]]:
     which none is."""
     traced, plain = (make_trainer(make_recipe(GROUPED, PARALLEL)) for _ in range(2))
     losses = [loss for loss, _ in train(traced, 1)]
-    batch = make_loader(traced.recipe, dist.get_rank()).batch(traced.step)
+    batch = own_batch(traced.recipe, traced.step)
     said: list[str] = []
     result = traced_step(traced, batch, folder, said.append)
     losses += [result.loss, *(loss for loss, _ in train(traced, 1))]
@@ -30,11 +33,13 @@ def trace(folder: Path) -> tuple[list[str], list[float], list[float]]:
 
 def test_a_step_is_recorded_on_all_ranks_and_simulated(world: Callable, tmp_path: Path) -> None:
     answers = world(4).run(trace, tmp_path)
-    assert all(traced == plain for _, traced, plain in answers)
+    for _, traced, plain in answers:
+        assert traced == plain
     (report,) = answers[0][0]
     path = tmp_path / "timeline_step_00000002.json"
     assert report.endswith(f"actions' own times; {path}")
-    assert not any(other for other, _, _ in answers[1:])
+    for other, _, _ in answers[1:]:
+        assert not other
     events = json.loads(path.read_text())["traceEvents"]
     schedule = build_schedule("zb_h1", pp=2, microbatches=4)
     expected = sorted(str(action) for actions in schedule.ranks for action in actions)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import (
-    ModelConfig,
     ParallelConfig,
     Recipe,
 )
@@ -35,8 +34,18 @@ from tests.distributed.training_cases import (
 
 STEPS = 3
 FOUR = ParallelConfig(pp=2, dp_shard=2, microbatch_size=2)
-SPLIT = replace(FOUR, schedule="interleaved_zb", virtual_stages=3, sharding="SHARD_GRAD_OP")
-TP = ParallelConfig(pp=2, tp=2, sequence_parallel=True, microbatch_size=2)
+SPLIT = replace(
+    FOUR,
+    schedule="interleaved_zb",
+    virtual_stages=3,
+    sharding="SHARD_GRAD_OP",
+)
+TP = ParallelConfig(
+    pp=2,
+    tp=2,
+    sequence_parallel=True,
+    microbatch_size=2,
+)
 # one for each way in which a backward pass leaves something behind
 RECIPES = [
     make_recipe(DROPPED, FOUR),
@@ -68,9 +77,8 @@ def compare(recipes: list[Recipe]) -> None:
         what = f"{recipe.model} {recipe.parallel}"
         assert warm_forwards > cold_forwards == recipe.of_one_replica.microbatches, what
         assert warm_curve == cold_curve, what
-        assert all(
-            torch.equal(old, new) for old, new in zip(cold_weights, warm_weights, strict=True)
-        ), what
+        for old, new in zip(cold_weights, warm_weights, strict=True):
+            assert torch.equal(old, new), what
         assert torch.equal(torch.get_rng_state(), state), what
 
 
@@ -79,7 +87,9 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.dropout(self.norm(self.linear(x)))
@@ -88,9 +98,10 @@ class Noisy(nn.Module):
 
 def noisy_runs(*, warms_up: bool) -> dict[str, Tensor]:
     """Returns the state and the gradients of a stage after two runs whose gradients add up."""
-    torch.manual_seed(dist.get_rank())
-    pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    schedule, stage = build_schedule("zb_h1", pp=pp.size(), microbatches=4), Noisy()
+    torch.manual_seed(get_rank())
+    pp = init_device_mesh("cpu", (get_world_size(),), mesh_dim_names=("pp",))
+    schedule = build_schedule("zb_h1", pp=pp.size(), microbatches=4)
+    stage = Noisy()
     specs = TensorSpec(("batch", 4))
     runtime = PipelineRuntime(
         [stage], schedule, pp, lambda y, label: y.square().sum(), boundaries=specs
@@ -103,14 +114,16 @@ def noisy_runs(*, warms_up: bool) -> dict[str, Tensor]:
 
 
 def compare_noisy() -> None:
-    cold, warm = noisy_runs(warms_up=False), noisy_runs(warms_up=True)
+    cold = noisy_runs(warms_up=False)
+    warm = noisy_runs(warms_up=True)
     assert len(cold) == len(warm) == 12
-    assert all(torch.equal(cold[name], warm[name]) for name in cold)
+    for name in cold:
+        assert torch.equal(cold[name], warm[name])
 
 
-def tied_ends_by_the_backend(model: ModelConfig, parallel: ParallelConfig) -> Curve:
+def tied_ends_by_the_backend(parallel: ParallelConfig) -> Curve:
     with without_shared_memory(True):
-        return train(make_trainer(make_recipe(model, parallel)), 2)
+        return train(make_trainer(make_recipe(DEEP_TIED, parallel)), 2)
 
 
 def test_warmed_stages_train_bitwise_as_cold_ones(world: Callable) -> None:
@@ -125,5 +138,5 @@ def test_tied_ends_reach_each_other_by_the_backend_too(world: Callable) -> None:
     """The end ranks have a group more than those between them, after which torch would name the
     pipeline's groups."""
     layout = ParallelConfig(pp=4, microbatch_size=2)
-    curves = world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
-    assert curves == world(4).run(tied_ends_by_the_backend, DEEP_TIED, layout)
+    curves = world(4).run(tied_ends_by_the_backend, layout)
+    assert curves == world(4).run(tied_ends_by_the_backend, layout)

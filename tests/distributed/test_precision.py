@@ -20,10 +20,10 @@ from tests.distributed.training_cases import (
     has_weights,
     local_weights,
     losses,
-    make_loader,
     make_recipe,
     make_trainer,
     overflow_on,
+    own_batch,
     train,
 )
 
@@ -31,7 +31,12 @@ MODEL = replace(GROUPED, layers=4)  # a stage each of two interleaved ones
 
 LAYOUTS = [
     ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4),
-    ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatch_size=2),
+    ParallelConfig(
+        pp=2,
+        schedule="interleaved_1f1b",
+        virtual_stages=2,
+        microbatch_size=2,
+    ),
     ParallelConfig(dp_shard=2, microbatch_size=2),
     ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=2),
     ParallelConfig(dp_shard=2, sharding="SHARD_OPTIMIZER", microbatch_size=2),
@@ -69,7 +74,12 @@ def exact(world: Callable) -> Curve:
 
 
 @pytest.mark.parametrize(
-    ("precision", "close"), [("bf16", 4e-3), ("bf16_pure", 4e-3), ("fp16", 4e-4)]
+    "precision, close",
+    [
+        ("bf16", 4e-3),
+        ("bf16_pure", 4e-3),
+        ("fp16", 4e-4),
+    ],
 )
 def test_16_bits_follow_float32_in_every_layout(
     world: Callable, exact: Curve, precision: Precision, close: float
@@ -86,15 +96,19 @@ def skip_together(layouts: list[ParallelConfig]) -> None:
         trainer = make_trainer(recipe_of("fp16", parallel, initial=1024.0, interval=2))
         overflow_on(trainer, {2}, rank=dist.get_world_size() - 1)
         train(trainer, 2)
-        assert (trainer.progress.loss_scale, trainer.progress.loss_scale_good_steps) == (2048.0, 0)
+        assert trainer.progress.loss_scale == 2048.0
+        assert trainer.progress.loss_scale_good_steps == 0
         before = local_weights(trainer)
-        result = trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(2))
-        assert (result.loss_scale, result.grad_norm) == (2048.0, float("inf"))
+        result = trainer.train_step(own_batch(trainer.recipe, 2))
+        assert result.loss_scale == 2048.0
+        assert result.grad_norm == float("inf")
         assert has_weights(trainer, before)
         assert trainer.progress.loss_scale == 1024.0
         train(trainer, 1)
         assert not has_weights(trainer, before)
-        assert (trainer.step, trainer.skipped_steps, trainer.tokens) == (4, 1, 4 * 8 * 24)
+        assert trainer.step == 4
+        assert trainer.skipped_steps == 1
+        assert trainer.tokens == 4 * 8 * 24
 
 
 def test_an_overflow_on_one_rank_alone_skips_the_step_on_all(world: Callable) -> None:
@@ -105,14 +119,17 @@ def resumed_scale(path: Path, parallel: ParallelConfig) -> tuple[Curve, Curve, f
     """Eight steps without a stop, and the last four of them after a resume; then the scales of
     both."""
     recipe = recipe_of("fp16", parallel, initial=256.0, interval=3)
-    whole, second = make_trainer(recipe), make_trainer(recipe)
+    whole = make_trainer(recipe)
+    second = make_trainer(recipe)
     overflow_on(whole, {1, 6}, rank=1)
     overflow_on(second, {6}, rank=1)
     train(whole, 4)
     save_trainer(whole, path)
     load_trainer(second, path)
-    assert (second.skipped_steps, second.tokens) == (1, 4 * 8 * 24)
-    curve, resumed = train(whole, 4), train(second, 4)
+    assert second.skipped_steps == 1
+    assert second.tokens == 4 * 8 * 24
+    curve = train(whole, 4)
+    resumed = train(second, 4)
     assert second.skipped_steps == 2
     return curve, resumed, whole.progress.loss_scale, second.progress.loss_scale
 
@@ -142,7 +159,7 @@ def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
             }
             trainer = make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, **settings)))
             first = train(trainer, 8)[0][0]
-            gains.append(first - trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(0)))
+            gains.append(first - trainer.evaluate(own_batch(recipe, 0)))
             kept = torch.bfloat16 if precision == "bf16_pure" else torch.float32
             assert trainer.parameters[0].local.dtype == kept
             assert state_dtypes(trainer) == {torch.float32 if state_dtype == "fp32" else kept}
@@ -152,4 +169,5 @@ def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
 
 def test_every_optimizer_rounds_what_it_computes_in_float32(world: Callable) -> None:
     for pure, exact in world(2).run(round_with, ParallelConfig(dp_shard=2, microbatch_size=4))[0]:
-        assert pure == pytest.approx(exact, rel=0.1) and exact > 0.01
+        assert pure == pytest.approx(exact, rel=0.1)
+        assert exact > 0.01

@@ -60,7 +60,7 @@ def load_split(kind: str, folder: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "options"),
+    "size, kind, options",
     [
         (4, "llama", {"kv_heads": 2}),
         (2, "qwen2", {"tied": True}),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from parallel3d.checkpoint.store import check_start
@@ -21,9 +20,9 @@ from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
 from parallel3d.training.state import load_start, save_trainer
 from tests.distributed.training_cases import (
     BATCH,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     whole_batch,
 )
 
@@ -32,7 +31,12 @@ transformers = pytest.importorskip(
 )
 
 PRELOAD = ("transformers",)
-TP2_PP2 = ParallelConfig(tp=2, pp=2, sequence_parallel=True, microbatch_size=2)
+TP2_PP2 = ParallelConfig(
+    tp=2,
+    pp=2,
+    sequence_parallel=True,
+    microbatch_size=2,
+)
 _SMALL = {
     "num_hidden_layers": 4,
     "hidden_size": 32,
@@ -71,7 +75,13 @@ FAMILIES = {
     "mistral": ("Mistral", {**_LLAMA, "sliding_window": 7}),
     "gpt2": (
         "GPT2",
-        {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 1005},
+        {
+            "n_layer": 4,
+            "n_embd": 32,
+            "n_head": 4,
+            "n_positions": 32,
+            "vocab_size": 1005,
+        },
     ),
 }
 SHORT = ("llama3.1", "qwen3", "gpt2")
@@ -99,7 +109,7 @@ def first_loss(model: ModelConfig, parallel: ParallelConfig, folder: Path, saved
     trainer = make_trainer(recipe, initialize=False)
     load_start(trainer, folder)
     save_trainer(trainer, saved)
-    return trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0)).loss
+    return trainer.train_step(own_batch(recipe, 0)).loss
 
 
 def loss_of(peer: torch.nn.Module, model: ModelConfig) -> float:
@@ -142,12 +152,12 @@ def test_what_is_imported_computes_as_transformers_does_and_is_exported_bitwise(
     losses = world(4).run(first_loss, model, TP2_PP2, theirs, saved)
     assert losses == pytest.approx([expected] * 4, rel=1e-6)
     assert parallel3d_checkpoint(["export", str(saved), str(again)]) == 0
-    first, second = weights(theirs), weights(again)
+    first = weights(theirs)
+    second = weights(again)
     assert first.keys() == second.keys()
-    assert all(
-        torch.equal(tensor, second[name]) and tensor.dtype == second[name].dtype
-        for name, tensor in first.items()
-    )
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+        assert tensor.dtype == second[name].dtype
 
 
 def start_one(model: ModelConfig, folder: Path) -> str:
@@ -171,7 +181,8 @@ def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: P
     index = (tmp_path / "model.safetensors.index.json").read_text()
     outside = index.replace("model-00001-of", "../model-00001-of", 1)
     (tmp_path / "model.safetensors.index.json").write_text(outside)
-    assert "../model-00001-of" in said() and "is not the name of a file in this folder" in said()
+    assert "../model-00001-of" in said()
+    assert "is not the name of a file in this folder" in said()
     (tmp_path / "model.safetensors.index.json").unlink()
     assert said() == "", "several files without an index"
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -186,11 +197,16 @@ def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: P
         "the form of the first GPT-2, with buffers that nobody reads and the tied head"
     )
     save_file(
-        {**bare, "extra": torch.ones(2), "wpe.weight": bare["wpe.weight"].char()},
+        {
+            **bare,
+            "extra": torch.ones(2),
+            "wpe.weight": bare["wpe.weight"].char(),
+        },
         tmp_path / "model.safetensors",
     )
     lines = said(replace(model, layers=6, vocab=1000)).splitlines()
-    assert lines[0] == f"{tmp_path}: is of another model:" and len(lines) == 16
+    assert lines[0] == f"{tmp_path}: is of another model:"
+    assert len(lines) == 16
     assert {
         "  transformer.extra is [2] there and missing here",
         "  transformer.h.*.attn.c_attn.weight (2 tensors) is missing there and [32, 96] here",

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_rank
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
@@ -32,8 +32,8 @@ from tests.distributed.training_cases import (
 )
 
 
-def flip(tensor: Tensor, bit: int = 3) -> None:
-    tensor.detach().view(torch.int32).view(-1)[-1] ^= 1 << bit
+def flip(tensor: Tensor) -> None:
+    tensor.detach().view(torch.int32).view(-1)[-1] ^= 8
 
 
 def compared(recipe: Recipe) -> list[str]:
@@ -54,14 +54,19 @@ def recipe_of(
 ) -> Recipe:
     recipe = make_recipe(model, ParallelConfig(microbatch_size=2, **layout))  # type: ignore[arg-type]
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name=optimizer))  # type: ignore[arg-type]
-    return replace(recipe, local_sgd=LocalSgdConfig(sync_every=every)) if every else recipe
+    if every:
+        return replace(recipe, local_sgd=LocalSgdConfig(sync_every=every))
+    return recipe
 
 
 def test_what_ranks_hold_alike_stays_the_same_to_the_bit(world: Callable) -> None:
-    two, four = world(2), world(4)
+    two = world(2)
+    four = world(4)
     tp = two.run(compared, recipe_of(QWEN, tp=2, sequence_parallel=True))[0]
-    assert "layers.1.attention_norm.weight" in tp and "optimizer.exp_avg.norm.weight" in tp
-    assert not any(name.endswith(("up.weight", "q.weight")) for name in tp)
+    assert "layers.1.attention_norm.weight" in tp
+    assert "optimizer.exp_avg.norm.weight" in tp
+    for name in tp:
+        assert not name.endswith(("up.weight", "q.weight"))
     tied = two.run(compared, recipe_of(DEEP_TIED, pp=2))[0]
     assert set(tied) == {"embed.weight"} | {
         f"optimizer.{kind}.embed.weight" for kind in ("exp_avg", "exp_avg_sq", "step")
@@ -70,7 +75,8 @@ def test_what_ranks_hold_alike_stays_the_same_to_the_bit(world: Callable) -> Non
     apart = two.run(compared, recipe_of(dp_replicate=2, every=2))[0]
     assert {"outer layers.1.mlp.up.weight", "optimizer.outer.head.weight"} < set(apart)
     heads = four.run(compared, recipe_of(tp=4))[0]
-    assert "layers.0.attention.k.weight" in heads and "layers.0.attention.q.weight" not in heads
+    assert "layers.0.attention.k.weight" in heads
+    assert "layers.0.attention.q.weight" not in heads
     muon = four.run(compared, recipe_of(optimizer="muon", dp_replicate=2, tp=2))[0]
     assert "optimizer.momentum_buffer.layers.0.mlp.up.weight" in muon
 
@@ -82,7 +88,7 @@ def flipped(recipe: Recipe, rank: int, name: str) -> str:
     train(trainer, 2)
     trainer.compare_replicas("step 2")
     train(trainer, 1)
-    if dist.get_rank() == rank:
+    if get_rank() == rank:
         (parameter,) = [p for p in trainer.parameters if p.name == name]
         flip(parameter.local)
     train(trainer, 1)
@@ -93,7 +99,7 @@ def flipped(recipe: Recipe, rank: int, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rank", "name"),
+    "recipe, rank, name",
     [
         pytest.param(recipe_of(dp_replicate=2), 1, "layers.1.mlp.up.weight", id="dp"),
         pytest.param(recipe_of(DEEP_TIED, pp=2), 1, "embed.weight", id="ends"),
@@ -103,14 +109,18 @@ def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int,
     messages = world(2).run(flipped, recipe, rank, name)
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"step 4: {name} is not the same on ranks 0 and 1 (rank 0: ")
-    assert "; rank 1: " in messages[0] and "and one of them is wrong" in messages[0]
+    assert "; rank 1: " in messages[0]
+    assert "and one of them is wrong" in messages[0]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "name", "others"),
+    "recipe, name, others",
     [
         pytest.param(
-            recipe_of(tp=2, dp_replicate=2), "layers.1.mlp_norm.weight", "ranks 0 and 3", id="tp-dp"
+            recipe_of(tp=2, dp_replicate=2),
+            "layers.1.mlp_norm.weight",
+            "ranks 0 and 3",
+            id="tp-dp",
         ),
     ],
 )
@@ -120,17 +130,16 @@ def test_of_four_ranks_the_odd_one_is_named(
     messages = world(4).run(flipped, recipe, 2, name)
     assert messages == [messages[0]] * 4
     place = recipe.parallel.coordinates(2)
-    assert (
-        messages[0].startswith(f"step 4: {name} on rank 2 (rank 2: ")
-        and f", {place}) is not what it is" in messages[0]
-    )
+    assert messages[0].startswith(f"step 4: {name} on rank 2 (rank 2: ")
+    assert f", {place}) is not what it is" in messages[0]
     assert f"is not what it is on {others}; go on from a checkpoint" in messages[0]
 
 
 def without_one_seed() -> list[str]:
     """Returns what is said of layers whose ranks draw for themselves."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    rank, said = dist.get_rank(), []
+    rank = get_rank()
+    said = []
     for seed in (0, rank):
         torch.manual_seed(seed)
         for build in (
@@ -154,15 +163,13 @@ def test_layers_built_from_several_seeds_are_refused_where_ranks_must_hold_the_s
         assert positions.startswith(
             "LearnedPositions.weight [8, 16]: was drawn differently on another tp rank"
         )
-        assert (
-            copies.startswith("ColumnParallelLinear.weight [32, 16]: ")
-            and "torch.manual_seed(0)" in copies
-        )
+        assert copies.startswith("ColumnParallelLinear.weight [32, 16]: ")
+        assert "torch.manual_seed(0)" in copies
         assert "was drawn differently on another tp rank" in drawn
 
 
 def draws_for_itself() -> str:
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(get_rank())
 
     class Own(GptModel):
         def __init__(self, *args: object, **settings: object) -> None:
@@ -186,5 +193,6 @@ def test_a_model_whose_initializer_draws_for_itself_is_refused_at_the_start(
     world: Callable,
 ) -> None:
     message, other = world(2).run(draws_for_itself)
-    assert message == other and message.startswith("the initial weights: embed.")
+    assert message == other
+    assert message.startswith("the initial weights: embed.")
     assert "an initializer must draw from the generator that it is given" in message

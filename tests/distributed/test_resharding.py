@@ -26,8 +26,17 @@ LAYOUTS = {
     "dp2": ParallelConfig(dp_shard=2),
     "tp2-pp2": ParallelConfig(tp=2, pp=2),
     "tp2-dp2": ParallelConfig(tp=2, dp_shard=2),
-    "pp2-v2": ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2),
-    "tp2-pp2-dp2-hybrid": ParallelConfig(tp=2, pp=2, dp_replicate=2, sharding="HYBRID_SHARD"),
+    "pp2-v2": ParallelConfig(
+        pp=2,
+        schedule="interleaved_1f1b",
+        virtual_stages=2,
+    ),
+    "tp2-pp2-dp2-hybrid": ParallelConfig(
+        tp=2,
+        pp=2,
+        dp_replicate=2,
+        sharding="HYBRID_SHARD",
+    ),
 }
 
 
@@ -84,7 +93,8 @@ def test_every_layout_saves_again_what_any_layout_saved(
     pairs = [(path, tmp_path / name) for name, path in saved.items()]
     world(parallel.world_size).run(loaded_and_saved, parallel, pairs)
     for there, here in pairs:
-        first, again = global_tensors(there), global_tensors(here)
+        first = global_tensors(there)
+        again = global_tensors(here)
         assert first.keys() == again.keys() and len(first) == 3 * (4 * 9 + 2), there.name
         for name, tensor in first.items():
             assert torch.equal(tensor, again[name]) and tensor.isfinite().all(), (there.name, name)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from parallel3d.checkpoint.manifest import (
@@ -26,7 +25,6 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
 from parallel3d.training.state import load_model, load_trainer, resume_from, save_trainer
 from tests.distributed.training_cases import (
-    BATCH,
     DEEP,
     DEEP_TIED,
     GROUPED,
@@ -35,29 +33,26 @@ from tests.distributed.training_cases import (
     assert_follows,
     has_weights,
     local_weights,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     train,
 )
 
 HALF = 3  # after the first resumed step comes one whose loss knows the states, and another
 
 
-def straight_through(
-    model: ModelConfig, parallel: ParallelConfig, path: Path, batch: int = BATCH
-) -> Curve:
+def straight_through(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
     """Six steps, with a checkpoint after three."""
-    trainer = make_trainer(make_recipe(model, parallel, global_batch_size=batch))
+    trainer = make_trainer(make_recipe(model, parallel))
     first = train(trainer, HALF)
     save_trainer(trainer, path)
     return first + train(trainer, HALF)
 
 
-def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path, batch: int = BATCH) -> Curve:
+def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
     """A trainer that loads first needs no initial weights."""
-    recipe = make_recipe(model, parallel, global_batch_size=batch)
-    trainer = make_trainer(recipe, initialize=False)
+    trainer = make_trainer(make_recipe(model, parallel), initialize=False)
     load_trainer(trainer, path)
     assert trainer.step == HALF
     return train(trainer, HALF)
@@ -109,7 +104,7 @@ def saved_by_four(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel"),
+    "model, parallel",
     LAYOUTS,
     ids=["tp2-pp2-tied", "dp4-tied", "dpr2-pp2-v2", "tp2-dp2-zero1-tied"],
 )
@@ -121,21 +116,21 @@ def test_resuming_in_the_same_layout_is_bitwise(
     assert world(4).run(resumed, model, parallel, path)[0] == uninterrupted[HALF:]
 
 
-def loss_of_the_saved_model(model: ModelConfig, parallel: ParallelConfig, path: Path) -> float:
+def loss_of_the_saved_model(parallel: ParallelConfig, path: Path) -> float:
     """Returns the loss on a batch that nobody has trained on, of a checkpoint loaded without the
     optimizer's states."""
-    recipe = make_recipe(model, parallel)
+    recipe = make_recipe(DEEP_TIED, parallel)
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd", momentum=0.0))
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == HALF
-    return trainer.evaluate(make_loader(recipe, dist.get_rank()).batch(HALF))
+    return trainer.evaluate(own_batch(recipe, HALF))
 
 
 def test_a_saved_model_has_the_same_loss_in_every_layout(
     world: Callable, saved_by_four: tuple[Path, Curve]
 ) -> None:
     path, curve = saved_by_four
-    (alone,) = world(1).run(loss_of_the_saved_model, DEEP_TIED, ParallelConfig(), path)
+    (alone,) = world(1).run(loss_of_the_saved_model, ParallelConfig(), path)
     # the loss of the next step, before it was trained
     assert alone == pytest.approx(curve[HALF][0], rel=1e-6)
     for parallel in (
@@ -148,12 +143,12 @@ def test_a_saved_model_has_the_same_loss_in_every_layout(
             virtual_stages=2,
         ),
     ):
-        each = world(4).run(loss_of_the_saved_model, DEEP_TIED, parallel, path)
+        each = world(4).run(loss_of_the_saved_model, parallel, path)
         assert each == pytest.approx([alone] * 4, rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("size", "parallel"),
+    "size, parallel",
     [
         (4, ParallelConfig(dp_shard=4)),
         (
@@ -240,19 +235,21 @@ def torch_reads_what_we_read(path: Path) -> int:
 
 
 def test_damage_is_refused_before_a_weight_changes(world: Callable, saved: Path) -> None:
-    one = world(1)
     shard = next(saved.glob("*.distcp"))
+
+    def refusal() -> str:
+        message: str = world(1).run(refuse, GROUPED, saved)[0]
+        return message
+
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-100])
-    assert (
-        f"{shard.name}: has {len(whole) - 100} bytes, and was saved with {len(whole)}"
-        in one.run(refuse, GROUPED, saved)[0]
-    )
+    said = f"{shard.name}: has {len(whole) - 100} bytes, and was saved with {len(whole)}"
+    assert said in refusal()
     shard.unlink()
-    assert f"{shard.name}: is missing" in one.run(refuse, GROUPED, saved)[0]
+    assert f"{shard.name}: is missing" in refusal()
     shard.write_bytes(whole)
     (saved / "stray.distcp").touch()
-    assert "stray.distcp: is not a file of this checkpoint" in one.run(refuse, GROUPED, saved)[0]
+    assert "stray.distcp: is not a file of this checkpoint" in refusal()
 
 
 def test_other_data_is_refused_or_told(world: Callable, tmp_path: Path) -> None:
@@ -285,7 +282,8 @@ def resume_on_other_data(path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, saved: Path) -> None:
-    flipped, short = saved.with_name("step_00000020"), saved.with_name("step_00000030")
+    flipped = saved.with_name("step_00000020")
+    short = saved.with_name("step_00000030")
     for newer, damage in ((flipped, b"x"), (short, b"")):
         shutil.copytree(saved, newer)
         shard = next(newer.glob("*.distcp"))
@@ -307,7 +305,7 @@ def resume_and_tell(checkpoints: list[Path]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes, words",
     [
         ({"hidden": 64}, "model.embed.weight is [128, 32] there and [128, 64] here"),
         ({"layers": 4}, "model.layers.3.attention.q.weight is missing there and [32, 32] here"),
@@ -323,7 +321,8 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 def test_a_pickle_in_a_checkpoint_is_never_run(world: Callable, saved: Path) -> None:
     """An index and a piece that would make a file, under checksums that are right."""
-    manifest, canary = read_manifest(saved), saved.parent / "canary"
+    manifest = read_manifest(saved)
+    canary = saved.parent / "canary"
     (saved / INDEX_FILE).write_bytes(pickle.dumps(Payload(canary)))
     content = (saved / INDEX_FILE).read_bytes()
     index = SavedFile(len(content), f"{zlib.crc32(content):08x}")

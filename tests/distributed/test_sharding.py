@@ -30,6 +30,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     one_case,
+    own_batch,
     plain_curve,
     train,
 )
@@ -51,12 +52,8 @@ class Seen:
     sent: tuple[SentBytes, SentBytes]
 
 
-def run_strategy(
-    model: ModelConfig, parallel: ParallelConfig, batch: int, precision: str = "fp32"
-) -> Seen:
-    trainer = make_trainer(
-        make_recipe(model, parallel, global_batch_size=batch, precision=precision)
-    )
+def run_strategy(model: ModelConfig, parallel: ParallelConfig, precision: str = "fp32") -> Seen:
+    trainer = make_trainer(make_recipe(model, parallel, precision=precision))
     shapes = _shapes(trainer)
     curve = train(trainer, 2)  # the first step opens what the later ones use
     loader = make_loader(trainer.recipe, dist.get_rank())
@@ -71,14 +68,15 @@ def run_strategy(
     curve.append((step.loss, step.grad_norm))
     curve += train(trainer, STEPS - 3)
     costs = _costs(trainer, precision)
-    # as gloo sends it
-    kinds = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "all_reduce": None}
+
+    def sent(*kinds: str) -> float:
+        return sum(counter.of(*DATA_AXES, kind=kind) for kind in kinds)
+
+    # the second kind is gloo's
     counted = SentBytes(
-        **{
-            kind: counter.of(*DATA_AXES, kind=kind)
-            + (counter.of(*DATA_AXES, kind=other) if other else 0)
-            for kind, other in kinds.items()
-        }
+        all_gather=sent("all_gather", "broadcast"),
+        reduce_scatter=sent("reduce_scatter", "all_to_all"),
+        all_reduce=sent("all_reduce"),
     )
     return Seen(
         curve,
@@ -111,12 +109,14 @@ def _shapes(trainer: Trainer) -> list[tuple[list[tuple[int, ...]], list[tuple[in
     for stage in trainer.stages:
         inside = {id(module) for module in stage.module.modules()}
         owned = [p for p in trainer.parameters if id(p.module) in inside]
-        shapes = [
-            (o.name, tuple(o.spec.local_part(torch.empty(o.spec.shape, device="meta"), tp).shape))
-            for o in owned
-        ]
-        blocks = [shape for name, shape in shapes if name.startswith("layers.")]
-        stages.append(([shape for name, shape in shapes if not name.startswith("layers.")], blocks))
+        rest = []
+        blocks = []
+        for each in owned:
+            whole = torch.empty(each.spec.shape, device="meta")
+            shape = tuple(each.spec.local_part(whole, tp).shape)
+            is_in_block = each.name.startswith("layers.")
+            (blocks if is_in_block else rest).append(shape)
+        stages.append((rest, blocks))
     return stages
 
 
@@ -132,7 +132,9 @@ def _held(trainer: Trainer) -> HeldBytes:
         if name != "step"
     ]
     return HeldBytes(
-        parameters=_bytes(parameters), gradients=_bytes(gradients), optimizer=_bytes(states)
+        parameters=_bytes(parameters),
+        gradients=_bytes(gradients),
+        optimizer=_bytes(states),
     )
 
 
@@ -175,11 +177,11 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
 CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 
 
-@pytest.mark.parametrize(("model", "parallel"), CASES)
+@pytest.mark.parametrize("model, parallel", CASES)
 def test_a_strategy_trains_as_one_process_and_costs_what_its_formulas_say(
     world: Callable, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
-    ranks = world(parallel.world_size).run(run_strategy, model, parallel, 8)
+    ranks = world(parallel.world_size).run(run_strategy, model, parallel)
     assert all(seen.curve == ranks[0].curve for seen in ranks)
     assert_follows(ranks[0].curve, plain_curve(make_recipe(model, parallel)))
     for seen in ranks:
@@ -195,7 +197,7 @@ SHORT: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("settings", "precision"),
+    "settings, precision",
     SHORT,
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
@@ -204,7 +206,7 @@ def test_sixteen_bits_cost_what_the_formulas_say(
 ) -> None:
     """bf16 has 8 bits, 0.4 % a rounding: the losses are near float32's, and not the same."""
     parallel = ParallelConfig(dp_shard=2, microbatch_size=2, **settings)  # type: ignore[arg-type]
-    ranks = world(2).run(run_strategy, DEEP_UNEVEN, parallel, 8, precision)
+    ranks = world(2).run(run_strategy, DEEP_UNEVEN, parallel, precision)
     exact = losses(plain_curve(make_recipe(DEEP_UNEVEN, parallel)))
     for seen in ranks:
         assert seen.held[0] == seen.held[1]
@@ -216,7 +218,11 @@ def test_sixteen_bits_cost_what_the_formulas_say(
 def gradients_of(sharding: str, reduce_dtype: str, precision: str) -> torch.Tensor:
     """Returns all gradients of a step of 24 microbatches on each of two ranks, one after the
     other."""
-    parallel = ParallelConfig(dp_shard=2, sharding=sharding, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+    parallel = ParallelConfig(
+        dp_shard=2,
+        sharding=sharding,
+        reduce_dtype=reduce_dtype,
+    )  # type: ignore[arg-type]
     trainer = make_trainer(
         make_recipe(GROUPED, parallel, global_batch_size=48, precision=precision)
     )
@@ -227,7 +233,7 @@ def gradients_of(sharding: str, reduce_dtype: str, precision: str) -> torch.Tens
         gradient = parameter.distributed(parameter.local.grad.clone())
         found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
 
-    trainer.train_step(make_loader(trainer.recipe, dist.get_rank()).batch(0), observe=keep)
+    trainer.train_step(own_batch(trainer.recipe, 0), observe=keep)
     return torch.cat([gradient.flatten() for gradient in found])
 
 

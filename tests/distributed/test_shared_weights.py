@@ -60,7 +60,8 @@ FOUR = [
 ]
 V_SHAPED = {"pp": 2, "virtual_stages": 2, "schedule": "zb_v"}
 
-CASES: dict[int, list[tuple[list[str], dict[str, Any]]]] = {
+Cases = list[tuple[list[str], dict[str, Any]]]
+CASES: dict[int, Cases] = {
     2: [
         (CROSSED, {"pp": 2}),
         ([*ENDS, *INSIDE, *FOUR, *INSIDE_LAST], {"pp": 2}),
@@ -83,7 +84,7 @@ def recipe_of(ties: list[str], settings: dict[str, Any]) -> Recipe:
     return make_recipe(model, ParallelConfig(**{"microbatch_size": 2, **settings}))
 
 
-def curves(cases: list[tuple[list[str], dict[str, Any]]]) -> list[Curve]:
+def curves(cases: Cases) -> list[Curve]:
     return [train(make_trainer(recipe_of(ties, settings)), 2) for ties, settings in cases]
 
 
@@ -97,7 +98,7 @@ def test_shared_weights_are_summed_by_name_and_only_across_the_ends(
             assert_follows(curve, reference)
 
 
-def refused(cases: list[tuple[list[str], dict[str, Any]]]) -> list[str]:
+def refused(cases: Cases) -> list[str]:
     messages = []
     for ties, settings in cases:
         with pytest.raises(ConfigError) as error:
@@ -111,10 +112,10 @@ def test_weights_shared_by_other_stages_than_the_ends_are_refused_on_every_rank(
 ) -> None:
     cases = [(INSIDE, {"pp": 4}), ([*ENDS, *INSIDE], {"pp": 4})]
     (first, *others) = world(4).run(refused, cases)
-    assert all(messages == first for messages in others)
+    for messages in others:
+        assert messages == first
     for message in first:
-        assert (
-            "layers.0.mlp.up.weight and layers.1.mlp.up.weight" in message
-            and "stages 0 and 1" in message
-        )
-        assert "parallel.pp=1" in message and "\n" not in message
+        assert "layers.0.mlp.up.weight and layers.1.mlp.up.weight" in message
+        assert "stages 0 and 1" in message
+        assert "parallel.pp=1" in message
+        assert "\n" not in message

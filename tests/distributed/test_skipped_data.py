@@ -23,7 +23,8 @@ from tests.distributed.training_cases import (
     train,
 )
 
-HALF, STEPS = 3, 6
+HALF = 3
+STEPS = 6
 SKIP = (SequenceRange(first=60, last=61), SequenceRange(first=5, last=17))  # in any order
 
 

@@ -71,7 +71,12 @@ class WithNonsense:
 
 def spiky_recipe(parallel: ParallelConfig, on_spike: str, **train: object) -> Recipe:
     recipe = make_recipe(
-        GROUPED, parallel, on_spike=on_spike, spike_window=8, spike_loss_ratio=1.05, **train
+        GROUPED,
+        parallel,
+        on_spike=on_spike,
+        spike_window=8,
+        spike_loss_ratio=1.05,
+        **train,
     )
     return replace(recipe, checkpoint=CheckpointConfig(every=6), logging=LoggingConfig(every=1))
 
@@ -108,39 +113,38 @@ def run(
     folder: Path,
     nonsense: range = NONSENSE,
     *,
-    harmful: range = range(0),
     killed_in: int | None = None,
 ) -> Ended:
-    """Trains to the end, from the newest checkpoint if there is one, as a worker does. The weights
-    are spoilt when a sequence among `harmful` has been trained on. `killed_in` is the number of the
-    step, of this process, in which all ranks end without a word."""
-    rank, checkpoints = dist.get_rank(), folder / "checkpoints"
+    """Trains to the end, from the newest checkpoint if there is one, as a worker does. `killed_in`
+    is the number of the step, of this process, in which all ranks end without a word."""
+    rank = dist.get_rank()
+    checkpoints = folder / "checkpoints"
     if rank == 0:
         checkpoints.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     trainer = make_trainer(recipe)
     if found := list_checkpoints(checkpoints)[::-1]:
         resume_from(trainer, found, checkpoints)
-    train_step, begun = trainer.train_step, 0
+    train_step = trainer.train_step
+    begun = 0
 
     def step(batch: Batch, **settings: Any) -> StepResult:
         nonlocal begun
         begun += 1
         if begun == killed_in:
             raise KeyboardInterrupt
-        result = train_step(batch, **settings)
-        if not set(harmful).isdisjoint(batch.samples.flatten().tolist()):
-            for parameter in trainer.parameters:
-                own = parameter.local.detach()
-                own.copy_(3.0 * own.flip(0))
-        return result
+        return train_step(batch, **settings)
 
     trainer.train_step = step  # type: ignore[assignment]
     loader = make_loader(recipe, rank)
     loader = replace(loader, source=WithNonsense(loader.source, nonsense))
-    told, said, progress, error = Told(), list[str](), ProgressDisplay(), ""
+    told = Told()
+    said = list[str]()
+    progress = ProgressDisplay()
+    error = ""
     progress.say = said.append  # type: ignore[method-assign]
-    metrics, view = None, RunView(recipe, folder, said.append, trainer.step)
+    metrics = None
+    view = RunView(recipe, folder, said.append, trainer.step)
     if rank == 0:
         metrics = MetricsFile(folder / "metrics.jsonl", resumed_step=trainer.step)
     try:
@@ -156,7 +160,12 @@ def run(
     except (SpikeError, KeyboardInterrupt) as ended:
         error = str(ended)
     return Ended(
-        told.curve, told.back_at, said, trainer.left_out.ranges, trainer.skipped_steps, error
+        told.curve,
+        told.back_at,
+        said,
+        trainer.left_out.ranges,
+        trainer.skipped_steps,
+        error,
     )
 
 
@@ -175,17 +184,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "settings"), LAYOUTS, ids=["one", "dp2-background", "local-sgd"]
-)
+@pytest.mark.parametrize("parallel, settings", LAYOUTS, ids=["one", "dp2-background", "local-sgd"])
 def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
     world: Callable, tmp_path: Path, parallel: ParallelConfig, settings: dict[str, Any]
 ) -> None:
     recipe = replace(spiky_recipe(parallel, "rollback", spike_steps=1), **settings)
     straight, without = world(parallel.world_size).run(rolled_back_and_without, recipe, tmp_path)[0]
-    assert straight.back_at == [12] and without.back_at == []
+    assert straight.back_at == [12]
+    assert without.back_at == []
     assert straight.curve == without.curve  # to the bit
-    assert straight.left_out == without.left_out and straight.skipped_steps == 0
+    assert straight.left_out == without.left_out
+    assert straight.skipped_steps == 0
     if "local_sgd" not in settings:
         everywhere = plain_curve(replace(recipe, data=DataConfig(skip=without.left_out)), STEPS)
         assert_follows(list(straight.curve.values()), everywhere)
@@ -199,8 +208,11 @@ def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
     rollbacks = [json.loads(line)["rollbacks"] for line in lines]
     assert rollbacks == [0] * 12 + [1] * (STEPS - 12)
     saved = read_manifest(tmp_path / "straight/checkpoints/step_00000020").progress
-    assert (saved.skip, saved.skipped_by_rollbacks) == ((), without.left_out)
-    assert (saved.spikes.spikes, saved.spikes.rollbacks, saved.spikes.last_spike) == (1, 1, SPIKED)
+    assert saved.skip == ()
+    assert saved.skipped_by_rollbacks == without.left_out
+    assert saved.spikes.spikes == 1
+    assert saved.spikes.rollbacks == 1
+    assert saved.spikes.last_spike == SPIKED
 
 
 def killed_and_resumed(recipe: Recipe, folder: Path) -> tuple[Ended, Ended, Ended]:
@@ -218,14 +230,16 @@ def test_a_run_that_is_killed_after_it_went_back_resumes_to_the_bit(
 ) -> None:
     recipe = spiky_recipe(ParallelConfig(pp=2, microbatch_size=2), "rollback")
     straight, killed, resumed = world(2).run(killed_and_resumed, recipe, tmp_path)[0]
-    assert straight.back_at == killed.back_at == [12] and resumed.back_at == []
+    assert straight.back_at == killed.back_at == [12]
+    assert resumed.back_at == []
     assert resumed.curve == {step: straight.curve[step] for step in range(13, STEPS + 1)}
     two_steps = SequenceRange(first=104, last=119)
     assert resumed.left_out == straight.left_out == (two_steps,)
 
 
 def spikes_by_what_is_done(folder: Path) -> dict[str, Ended]:
-    recipe, early = spiky_recipe(ONE, "skip"), range(4 * BATCH, 5 * BATCH)
+    recipe = spiky_recipe(ONE, "skip")
+    early = range(4 * BATCH, 5 * BATCH)
     once = spiky_recipe(ONE, "skip", spikes_in_a_row=1)
     resumed = run(recipe, folder / "killed", killed_in=STEPS)
     return {
@@ -239,8 +253,10 @@ def spikes_by_what_is_done(folder: Path) -> dict[str, Ended]:
 
 def test_a_spike_is_told_or_left_out_or_too_many(world: Callable, tmp_path: Path) -> None:
     (ended,) = world(1).run(spikes_by_what_is_done, tmp_path)
-    warned, skipped = ended["warn"], ended["skip"]
-    assert len(warned.said) == 1 and warned.skipped_steps == 0
+    warned = ended["warn"]
+    skipped = ended["skip"]
+    assert len(warned.said) == 1
+    assert warned.skipped_steps == 0
     assert skipped.said == [f"{warned.said[0]}; its update is left out"]
     assert skipped.skipped_steps == 1
     same = [step for step in warned.curve if warned.curve[step] == skipped.curve[step]]
@@ -250,4 +266,5 @@ def test_a_spike_is_told_or_left_out_or_too_many(world: Callable, tmp_path: Path
     assert "it is number 2 in a row, more than train.spikes_in_a_row = 1" in ended["too many"].error
     early = ended["early"]
     assert early.said[1:] == ["there is no checkpoint yet to go back to, so the run goes on"]
-    assert list(early.curve) == list(range(1, STEPS + 1)) and early.skipped_steps == 1
+    assert list(early.curve) == list(range(1, STEPS + 1))
+    assert early.skipped_steps == 1

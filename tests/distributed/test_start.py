@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from parallel3d.config.recipe import LocalSgdConfig, OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.errors import CheckpointError
@@ -19,9 +18,9 @@ from tests.distributed.training_cases import (
     Curve,
     assert_follows,
     local_weights,
-    make_loader,
     make_recipe,
     make_trainer,
+    own_batch,
     train,
 )
 
@@ -33,9 +32,21 @@ APART = LocalSgdConfig(sync_every=2, outer_lr=0.7)
 def start_recipe(parallel: ParallelConfig, local_sgd: LocalSgdConfig = TOGETHER) -> Recipe:
     """Returns a recipe of the same model with another seed, batch, length of sequences and
     optimizer than `saved`'s."""
-    recipe = make_recipe(DEEP_TIED, parallel, seed=5, seq_len=16, global_batch_size=16)
+    recipe = make_recipe(
+        DEEP_TIED,
+        parallel,
+        seed=5,
+        seq_len=16,
+        global_batch_size=16,
+    )
     return replace(
-        recipe, optimizer=OptimizerConfig(name="sgd", lr=0.1, min_lr_ratio=1.0), local_sgd=local_sgd
+        recipe,
+        optimizer=OptimizerConfig(
+            name="sgd",
+            lr=0.1,
+            min_lr_ratio=1.0,
+        ),
+        local_sgd=local_sgd,
     )
 
 
@@ -53,14 +64,15 @@ def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
     first step."""
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == STEPS
-    assert (trainer.step, trainer.tokens) == (0, 0)
+    assert trainer.step == 0
+    assert trainer.tokens == 0
     if again is not None:
         save_trainer(trainer, again)
     return train(trainer, STEPS)
 
 
 @pytest.mark.parametrize(
-    ("saved_by", "layouts"),
+    "saved_by, layouts",
     [
         (
             TOGETHER,
@@ -90,11 +102,11 @@ def test_every_layout_starts_with_the_saved_model(
         again = tmp_path / f"step_0000010{number}"
         curve = world(4).run(started, start_recipe(parallel, local), path, again)[0]
         saved_again = global_tensors(again)
-        assert all(tensor.equal(saved_again[name]) for name, tensor in model.items())
+        for name, tensor in model.items():
+            assert tensor.equal(saved_again[name])
         if local == APART:
-            assert all(
-                tensor.equal(saved_again[f"replica.1.{name}"]) for name, tensor in model.items()
-            )
+            for name, tensor in model.items():
+                assert tensor.equal(saved_again[f"replica.1.{name}"])
             assert curve[0][0] == pytest.approx(alone[0][0], rel=1e-6)
         else:
             assert_follows(curve, alone, last=None)
@@ -106,9 +118,10 @@ def refused(recipe: Recipe, path: Path) -> str:
     before = local_weights(trainer)
     with pytest.raises(CheckpointError) as refusal:
         load_model(trainer, path)
-    assert all(old.equal(new) for old, new in zip(before, local_weights(trainer), strict=True))
+    for old, new in zip(before, local_weights(trainer), strict=True):
+        assert old.equal(new)
     # no rank has left the others alone
-    trainer.train_step(make_loader(recipe, dist.get_rank()).batch(0))
+    trainer.train_step(own_batch(recipe, 0))
     return str(refusal.value)
 
 
@@ -116,7 +129,13 @@ def test_all_ranks_refuse_another_model_in_the_same_words(world: Callable, tmp_p
     path = tmp_path / "step_00000003"
     world(4).run(save, path, TOGETHER)
     recipe = make_recipe(
-        replace(DEEP_TIED, layers=8, kv_heads=4, tied_embeddings=False), ParallelConfig(tp=2, pp=2)
+        replace(
+            DEEP_TIED,
+            layers=8,
+            kv_heads=4,
+            tied_embeddings=False,
+        ),
+        ParallelConfig(tp=2, pp=2),
     )
     said = world(4).run(refused, recipe, path)
     assert len(set(said)) == 1

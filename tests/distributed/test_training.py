@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import get_rank, get_world_size
 
 from parallel3d.config.recipe import CheckpointConfig, LocalSgdConfig, ParallelConfig
 from parallel3d.data.tokenizers import ByteTokenizer
@@ -39,7 +39,9 @@ def generated(parallel: ParallelConfig) -> list[str]:
 
 def test_every_layout_writes_the_same_text(world: Callable) -> None:
     (alone,) = world(1).run(generated, ParallelConfig(microbatch_size=8))
-    assert all(text.startswith("def ") and len(text) > len("def ") for text in alone)
+    for text in alone:
+        assert text.startswith("def ")
+        assert len(text) > len("def ")
     for parallel in (
         ParallelConfig(
             tp=2,
@@ -69,7 +71,8 @@ def stopped_by_a_callback(
     rank has them."""
     trainer = make_trainer(make_recipe(GROUPED, parallel))
     trainer.recipe = replace(trainer.recipe, checkpoint=CheckpointConfig(every=15))
-    rank, said = dist.get_rank(), ProgressDisplay()
+    rank = get_rank()
+    said = ProgressDisplay()
     said.say = (lines := []).append  # type: ignore[method-assign]
     watchers = [EnoughAtThree()] if rank == 0 else []
     callbacks = Callbacks(watchers, RunView(trainer.recipe, folder, said.say))
@@ -89,15 +92,16 @@ def test_all_ranks_end_after_the_same_step_where_a_callback_asks(
 def stop_heard(parallel: ParallelConfig, local_sgd: LocalSgdConfig) -> list[bool]:
     """Returns whether each of two steps was asked to stop; the last rank is asked in the second."""
     recipe = replace(make_recipe(GROUPED, parallel), local_sgd=local_sgd)
-    trainer, loader = make_trainer(recipe), make_loader(recipe, dist.get_rank())
-    is_last = dist.get_rank() == dist.get_world_size() - 1
+    trainer = make_trainer(recipe)
+    loader = make_loader(recipe, get_rank())
+    is_last = get_rank() == get_world_size() - 1
     first = trainer.train_step(loader.batch(0))
     second = trainer.train_step(loader.batch(1), is_asked_to_stop=is_last)
     return [first.is_asked_to_stop, second.is_asked_to_stop]
 
 
 @pytest.mark.parametrize(
-    ("parallel", "local_sgd"),
+    "parallel, local_sgd",
     [
         (ParallelConfig(pp=2), LocalSgdConfig()),
         (ParallelConfig(dp_replicate=2), LocalSgdConfig(sync_every=5)),

@@ -54,7 +54,8 @@ def receives_in_vain() -> str:
     backend."""
     mesh = build_mesh(ParallelConfig(pp=2), "cpu")
     schedule = build_schedule("1f1b", pp=2, microbatches=1)
-    links, x = Links(mesh["pp"], schedule, CPU), torch.zeros(1)
+    links = Links(mesh["pp"], schedule, CPU)
+    x = torch.zeros(1)
     links.open_groups()
     if links.rank == 1:
         links.isend(x + 1, 0).wait()

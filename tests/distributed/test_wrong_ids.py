@@ -51,10 +51,12 @@ class PlantedIds:
 def meet_wrong_ids(recipe: Recipe) -> tuple[list[int], list[str]]:
     """Trains a step, and returns the samples that this rank drew for it, and what its next steps
     and an evaluation are refused with. Those change no parameter."""
-    trainer, source = make_trainer(recipe), PlantedIds()
+    trainer = make_trainer(recipe)
+    source = PlantedIds()
     loader = training_loader(recipe, source, dist.get_rank(), None)
     trainer.train_step(loader.batch(0))
-    drawn, before = list(source.drawn), local_weights(trainer)
+    drawn = list(source.drawn)
+    before = local_weights(trainer)
     words = []
     for refused in (trainer.train_step, trainer.evaluate):
         for step in (1, 2):
@@ -92,7 +94,8 @@ def test_all_ranks_stop_alike_at_an_id_that_one_of_them_reads(world: Callable) -
     ]
     for rank, answers in enumerate(world(4).run(run_all)):
         for (name, recipe), (drawn, words) in zip(RECIPES.items(), answers, strict=True):
-            place, share = recipe.parallel.coordinates(rank), BATCH // recipe.parallel.dp
+            place = recipe.parallel.coordinates(rank)
+            share = BATCH // recipe.parallel.dp
             dp_rank = place.dp_replicate + place.dp_shard  # one of them is 0
             own = list(range(dp_rank * share, (dp_rank + 1) * share))
             assert drawn == own, name

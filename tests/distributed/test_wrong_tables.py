@@ -15,12 +15,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed import get_world_size
-from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.rules import Column, Enter, Replicate, Row, Rules
+from tests.distributed.layer_cases import tp_mesh
 from tests.distributed.test_families import PRELOAD as PRELOAD
 from tests.distributed.test_families import build
 
@@ -31,7 +30,8 @@ KINDS = ("llama", "qwen2, tied", "qwen3", "mistral", "gpt2", "phi3", "opt")
 
 
 def refuse_norms_taken_for_whole_ones() -> None:
-    tp, model = init_device_mesh("cpu", (get_world_size(),)), build("qwen3")
+    tp = tp_mesh()
+    model = build("qwen3")
     table = {**rules_of(model), "**.self_attn.k_norm": Replicate()}
     with pytest.raises(ValueError, match="k_norm.weight: its gradient differs.*partial_gradient"):
         tensor_parallelize(model, tp, table)
@@ -65,7 +65,9 @@ def spoiled(draw: random.Random, models: dict[str, nn.Module]) -> tuple[str, Rul
 
 def refuse_drawn() -> list[str]:
     """Returns the drawn tables of this process's that were accepted."""
-    draw, tp, silent = random.Random(0), init_device_mesh("cpu", (get_world_size(),)), []
+    draw = random.Random(0)
+    tp = tp_mesh()
+    silent = []
     models = {kind: build(kind) for kind in KINDS}
     for _ in range(DRAWN):
         kind, table, done = spoiled(draw, models)
@@ -82,7 +84,7 @@ def test_no_table_that_is_spoiled_in_one_place_is_accepted_in_silence(world: Cal
 
 
 def ask_for_an_example() -> None:
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     torch.manual_seed(0)
     table: Rules = {"0": "column", "2": "row"}
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -93,11 +95,13 @@ def ask_for_an_example() -> None:
     for example in (x, (x,), {"input": x}):
         split = tensor_parallelize(copy.deepcopy(model), tp, table, example=example)
         assert split(torch.ones(1, 4)).shape == (1, 3)
-        assert all(parameter.grad is None for parameter in split.parameters()) and split.training
+        for parameter in split.parameters():
+            assert parameter.grad is None
+        assert split.training
 
 
 def stay_in_bfloat16() -> None:
-    tp = init_device_mesh("cpu", (get_world_size(),))
+    tp = tp_mesh()
     whole = build("llama", torch.bfloat16)
     split = tensor_parallelize(copy.deepcopy(whole), tp)
     for (name, ours), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):

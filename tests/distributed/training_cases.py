@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
+from torch.distributed import get_rank
 
 from parallel3d.config.recipe import (
     ModelConfig,
@@ -48,12 +48,22 @@ from parallel3d.training.worker import training_loader
 
 Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 
-VOCAB, SEQ_LEN, BATCH, STEPS = 128, 24, 8, 20
+VOCAB = 128
+SEQ_LEN = 24
+BATCH = 8
+STEPS = 20
 END_OF_TEXT = ord("e")  # with data.documents = mask: it cuts most sequences
 
 # A first block, one in the middle and a last one: more of them only take longer. DEEP is for
 # pipelines of more stages.
-GROUPED = ModelConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
+GROUPED = ModelConfig(
+    layers=3,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=48,
+    vocab=VOCAB,
+)
 TIED = replace(GROUPED, tied_embeddings=True)
 DEEP = replace(GROUPED, layers=6)
 DEEP_TIED = replace(TIED, layers=6)
@@ -74,9 +84,19 @@ QWEN = replace(
     qkv_bias=True,
     qk_norm=True,
     window=7,
-    rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_positions=64),
+    rope_scaling=RopeScaling(
+        type="yarn",
+        factor=4.0,
+        original_max_positions=64,
+    ),
 )
-MANY_HEADS = ModelConfig(layers=2, hidden=32, heads=8, ffn_hidden=64, vocab=VOCAB)
+MANY_HEADS = ModelConfig(
+    layers=2,
+    hidden=32,
+    heads=8,
+    ffn_hidden=64,
+    vocab=VOCAB,
+)
 
 
 def make_recipe(model: ModelConfig, parallel: ParallelConfig, **train: object) -> Recipe:
@@ -106,10 +126,16 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
     return training_loader(recipe, training_windows(recipe, streams), rank, document_end)
 
 
+def own_batch(recipe: Recipe, step: int) -> Batch:
+    """Returns this rank's part of the batch of a step."""
+    return make_loader(recipe, get_rank()).batch(step)
+
+
 def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
     """Builds the recipe's trainer on this rank; every rank of the world calls it. What is not
     initialised is NaN."""
-    mesh, build = build_mesh(recipe.parallel, "cpu"), model_class(recipe.model.architecture)
+    mesh = build_mesh(recipe.parallel, "cpu")
+    build = model_class(recipe.model.architecture)
     trainer = Trainer(
         recipe,
         mesh=mesh,
@@ -127,7 +153,7 @@ def make_trainer(recipe: Recipe, *, initialize: bool = True) -> Trainer:
 
 def train(trainer: Trainer, steps: int) -> Curve:
     """Trains the next steps on their own batches, and returns their curve."""
-    loader = make_loader(trainer.recipe, dist.get_rank())
+    loader = make_loader(trainer.recipe, get_rank())
     results = []
     for _ in range(steps):
         result = trainer.train_step(loader.batch(trainer.step))
@@ -136,19 +162,21 @@ def train(trainer: Trainer, steps: int) -> Curve:
 
 
 def resume_beside(
-    recipe: Recipe, path: Path, before: int, after: int, *, into: Recipe | None = None
+    recipe: Recipe, path: Path, before: int, *, into: Recipe | None = None
 ) -> tuple[Curve, Curve]:
-    """Saves a run after some steps, and returns the curves of the steps after them: uninterrupted,
+    """Saves a run after some steps, and returns the curves of two more steps: uninterrupted,
     and resumed.
 
     `into` is the recipe of the resumed run where it is another one.
     """
-    trainer, resumed = make_trainer(recipe), make_trainer(into or recipe)
+    trainer = make_trainer(recipe)
+    resumed = make_trainer(into or recipe)
     train(trainer, before)
     save_trainer(trainer, path)
     load_trainer(resumed, path)
-    assert (resumed.step, resumed.tokens) == (before, trainer.tokens)
-    return train(trainer, after), train(resumed, after)
+    assert resumed.step == before
+    assert resumed.tokens == trainer.tokens
+    return train(trainer, 2), train(resumed, 2)
 
 
 def local_weights(trainer: Trainer) -> list[Tensor]:
@@ -171,7 +199,7 @@ def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
 
     def plant(observe: Observe | None = None) -> None:
         complete(observe)
-        if trainer.step in steps and dist.get_rank() == rank:
+        if trainer.step in steps and get_rank() == rank:
             gradient = trainer.parameters[-1].local.grad
             assert gradient is not None
             gradient.view(-1)[0] = float("inf")
@@ -251,13 +279,18 @@ def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet
 def label(parallel: ParallelConfig, model: ModelConfig) -> str:
     """Returns the name of a case: its axes, its schedule, and what else is not as usual."""
     parts = [f"{axis}{size}" for axis, size in parallel.axes.items() if size > 1] or ["one"]
-    parts += [parallel.schedule] * (parallel.pp > 1) + [f"v{parallel.virtual_stages}"] * (
-        parallel.virtual_stages > 1
-    )
-    parts += ["sp"] * parallel.sequence_parallel + [parallel.recompute] * (
-        parallel.recompute != "none"
-    )
-    parts += [parallel.strategy] * bool(parallel.sharding or parallel.zero_stage is not None)
-    return "-".join(
-        [*parts, *["uneven"] * bool(parallel.stage_boundaries), *["tied"] * model.tied_embeddings]
-    )
+    if parallel.pp > 1:
+        parts.append(parallel.schedule)
+    if parallel.virtual_stages > 1:
+        parts.append(f"v{parallel.virtual_stages}")
+    if parallel.sequence_parallel:
+        parts.append("sp")
+    if parallel.recompute != "none":
+        parts.append(parallel.recompute)
+    if parallel.sharding or parallel.zero_stage is not None:
+        parts.append(parallel.strategy)
+    if parallel.stage_boundaries:
+        parts.append("uneven")
+    if model.tied_embeddings:
+        parts.append("tied")
+    return "-".join(parts)

@@ -56,7 +56,11 @@ class World:
         workers: list[tuple[BaseProcess, Connection]] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(rank, size, theirs),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             workers.append((process, ours))
@@ -91,13 +95,18 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=size,
             )
             torch.manual_seed(0)  # equal on all ranks, whatever earlier jobs drew
-            value, text = function(*args), ""
+            value = function(*args)
+            text = ""
             dist.barrier()  # nobody leaves while another still needs it
         except BaseException:
-            value, text = None, traceback.format_exc()
+            value = None
+            text = traceback.format_exc()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -22,7 +22,8 @@ from unittest import mock
 
 if __name__ == "__main__":  # the guard has to be loaded before torch
     SPEC = importlib.util.find_spec("torch")
-    assert SPEC is not None and SPEC.origin is not None
+    assert SPEC is not None
+    assert SPEC.origin is not None
     for library in ("libtorch_global_deps.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(Path(SPEC.origin).parent / "lib" / library), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(sys.argv[1])
@@ -57,7 +58,8 @@ def streams() -> Iterator[None]:
     stream = mock.Mock(spec=["wait_stream", "wait_event", "record_event"])
     handle = mock.MagicMock()
     handle.Stream.return_value = handle.current_stream.return_value = stream
-    handle.current_device.return_value, handle.device_count.return_value = 0, 8
+    handle.current_device.return_value = 0
+    handle.device_count.return_value = 8
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
             is_torchs = name.startswith(
@@ -118,7 +120,8 @@ class Census(TorchDispatchMode):
 
     def _send(self, func: Any, args: Any) -> None:
         op = collective_name(func)
-        assert op is not None and func.namespace == "c10d"
+        assert op is not None
+        assert func.namespace == "c10d"
         group = next(group for arg in args if (group := as_group(arg)) is not None)
         ranks = dist.get_process_group_ranks(group)
         peer = ranks[args[2]] if op in ("send", "recv_") else None
@@ -162,7 +165,8 @@ def group_labels() -> Any:
 
 def run(layout: str, rank: int) -> Program:
     """Trains a step of one rank, the second one if there are data-parallel ranks."""
-    recipe, program = LAYOUTS[layout], Program(layout, rank)
+    recipe = LAYOUTS[layout]
+    program = Program(layout, rank)
     try:
         with world_of_none(recipe.parallel.world_size, rank), streams():
             mesh = build_mesh(recipe.parallel, "cuda")
@@ -170,7 +174,8 @@ def run(layout: str, rank: int) -> Program:
                 trainer, batch = build_dry(recipe, mesh, DEVICE, gpu_bytes=80 * 2**30)
                 if recipe.parallel.dp > 1:
                     trainer.train_step(batch)
-                census, read = Census(program), FakeTensor.tolist
+                census = Census(program)
+                read = FakeTensor.tolist
 
                 def tolist(tensor: FakeTensor) -> Any:
                     is_vector = tensor.device.type == "cuda" and tensor.ndim == 1

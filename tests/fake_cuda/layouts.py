@@ -14,11 +14,24 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 
-LLAMA = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=64, vocab=264)
+LLAMA = ModelConfig(
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=64,
+    vocab=264,
+)
 DROPPED = replace(LLAMA, dropout=0.1, attention_dropout=0.1)
 TIED = replace(LLAMA, layers=4, tied_embeddings=True)
 GPT = ModelConfig(
-    architecture="gpt", layers=2, hidden=32, heads=4, ffn_hidden=64, vocab=264, max_positions=16
+    architecture="gpt",
+    layers=2,
+    hidden=32,
+    heads=4,
+    ffn_hidden=64,
+    vocab=264,
+    max_positions=16,
 )
 
 

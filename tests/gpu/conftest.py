@@ -15,7 +15,12 @@ Measure = Callable[[str, float], float]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-report", type=Path, metavar="FILE", help="the report goes into FILE")
+    parser.addoption(
+        "--gpu-report",
+        type=Path,
+        metavar="FILE",
+        help="the report goes into FILE",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,7 +58,11 @@ def pytest_terminal_summary(
             rows.append(f"| {name} | {outcome} | {report.duration:.0f} | {values} |")
     text = path.read_text() if path.exists() else ""
     text = text.partition(HEADING)[0]
-    table = ["| test | outcome | s | measured |", "|---|---|---|---|", *sorted(rows)]
+    table = [
+        "| test | outcome | s | measured |",
+        "|---|---|---|---|",
+        *sorted(rows),
+    ]
     path.write_text("\n".join([f"{text}{HEADING}", "", machine(), "", *table, ""]))
 
 

@@ -30,7 +30,11 @@ from tests.gpu.training import kernels_of
 GPU = torch.device("cuda")
 CLOCK = DeviceClock(GPU)
 GIB = 2**30
-SEQ, HIDDEN, HEADS, VOCAB = 8192, 4096, 32, 128_256  # Llama 3 8B
+# Llama 3 8B
+SEQ = 8192
+HIDDEN = 4096
+HEADS = 32
+VOCAB = 128_256
 
 
 def attention(dtype: torch.dtype, window: int | None = None) -> ParallelAttention:
@@ -85,7 +89,8 @@ def test_the_chunked_loss_is_exact_small_and_fast(measured: Measure) -> None:
     set_fused_gradients(head, True)
     weight = head.weight
     weight.main_grad = torch.zeros(weight.shape, device=GPU)  # type: ignore[attr-defined]
-    x, labels = hidden_states(torch.bfloat16), torch.randint(VOCAB, (1, SEQ), device=GPU)
+    x = hidden_states(torch.bfloat16)
+    labels = torch.randint(VOCAB, (1, SEQ), device=GPU)
 
     def loss() -> Tensor:
         x.grad = None
@@ -109,7 +114,8 @@ def test_the_chunked_loss_is_exact_small_and_fast(measured: Measure) -> None:
             logits.t() @ part
 
     matmuls()
-    taken_s, matmuls_s = CLOCK.seconds(loss, 3), CLOCK.seconds(matmuls, 3)
+    taken_s = CLOCK.seconds(loss, 3)
+    matmuls_s = CLOCK.seconds(matmuls, 3)
     assert measured("time / its matmuls", taken_s / matmuls_s) <= 1.3
 
 

@@ -39,7 +39,11 @@ LAYOUTS = {
     "FULL_SHARD": ParallelConfig(dp_shard=2),
     "1f1b": ParallelConfig(pp=2),
     "gpipe": ParallelConfig(pp=2, schedule="gpipe"),
-    "interleaved_1f1b": ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2),
+    "interleaved_1f1b": ParallelConfig(
+        pp=2,
+        schedule="interleaved_1f1b",
+        virtual_stages=2,
+    ),
     "zb_h1": ParallelConfig(pp=2, schedule="zb_h1"),
     "zb_v": ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2),
     "1f1b, pp 3": ParallelConfig(pp=3),
@@ -89,9 +93,22 @@ def trace(recipe: Recipe) -> list[Kernel]:
 
 @pytest.mark.usefixtures("nccl")
 def test_tensor_parallel_collectives_overlap_matmuls(measured: Measure) -> None:
-    model = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=8, ffn_hidden=8192, vocab=2048)
+    model = ModelConfig(
+        layers=4,
+        hidden=2048,
+        heads=16,
+        kv_heads=8,
+        ffn_hidden=8192,
+        vocab=2048,
+    )
     parallel = ParallelConfig(tp=2, sequence_parallel=True)
-    recipe = small(model, parallel, global_batch_size=2, seq_len=2048, precision="bf16")
+    recipe = small(
+        model,
+        parallel,
+        global_batch_size=2,
+        seq_len=2048,
+        precision="bf16",
+    )
     kernels = run_ranks(trace, recipe, world_size=2, device="cuda")
     collectives = [kernel for kernel in kernels if kernel.is_collective]
     others = [kernel for kernel in kernels if not kernel.is_collective]
@@ -122,7 +139,7 @@ def train_and_fail(recipe: Recipe, rendezvous: Rendezvous, is_killed: bool) -> N
 
 
 @pytest.mark.usefixtures("nccl")
-@pytest.mark.parametrize(("is_killed", "cause"), [(False, PLANTED), (True, "SIGKILL")])
+@pytest.mark.parametrize("is_killed, cause", [(False, PLANTED), (True, "SIGKILL")])
 def test_a_rank_that_fails_ends_all(
     is_killed: bool, cause: str, tmp_path: Path, measured: Measure
 ) -> None:
@@ -133,5 +150,6 @@ def test_a_rank_that_fails_ends_all(
     took_s = time.time() - float((tmp_path / "failed_at").read_text())
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert status == RankError.exit_status
-    assert outcome["rank"] == 1 and cause in outcome["reason"]
+    assert outcome["rank"] == 1
+    assert cause in outcome["reason"]
     assert measured("s to the end", took_s) <= 20.0

@@ -44,7 +44,14 @@ PRECISIONS = {
     "bf16_pure": small(precision="bf16_pure"),
     "fp16": replace(small(precision="fp16"), loss_scale=OVERFLOW),
 }
-LARGE = ModelConfig(layers=8, hidden=2048, heads=16, kv_heads=8, ffn_hidden=5632, vocab=32_000)
+LARGE = ModelConfig(
+    layers=8,
+    hidden=2048,
+    heads=16,
+    kv_heads=8,
+    ffn_hidden=5632,
+    vocab=32_000,
+)
 
 
 def on_gpu_and_cpu(recipes: dict[str, Recipe]) -> tuple[dict[str, Trained], dict[str, Trained]]:
@@ -87,7 +94,8 @@ def test_all_blocks_share_one_compiled_graph(measured: Measure) -> None:
 
 
 def test_dropout_drops_what_a_cpu_drops() -> None:
-    x, key = torch.zeros(3, 64, 96), dropout_key(0, 7, torch.arange(3))
+    x = torch.zeros(3, 64, 96)
+    key = dropout_key(0, 7, torch.arange(3))
     exact = Dropout(0.3, name="layers.0", mode="exact")
     mask = exact.dropped(x.cuda(), key)
     assert torch.equal(mask.cpu(), exact.dropped(x, key))
@@ -120,7 +128,8 @@ def waits_in_a_step(recipe: Recipe) -> list[str]:
     for seed in range(3):
         batch = random_batch(recipe, 0, seed)
         # The loader hands over batches on the device.
-        inputs, labels = batch.inputs.cuda(), batch.labels.cuda()
+        inputs = batch.inputs.cuda()
+        labels = batch.labels.cuda()
         batches.append(replace(batch, inputs=inputs, labels=labels))
     for batch in batches[:2]:
         trainer.train_step(batch)

@@ -28,9 +28,22 @@ from parallel3d.tools.local_ranks import own_device
 from parallel3d.training.trainer import Trainer
 
 STEPS = 5
-LLAMA = ModelConfig(layers=6, hidden=128, heads=4, kv_heads=2, ffn_hidden=256, vocab=512)
+LLAMA = ModelConfig(
+    layers=6,
+    hidden=128,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=256,
+    vocab=512,
+)
 GPT = ModelConfig(
-    architecture="gpt", layers=6, hidden=128, heads=4, ffn_hidden=256, vocab=512, max_positions=64
+    architecture="gpt",
+    layers=6,
+    hidden=128,
+    heads=4,
+    ffn_hidden=256,
+    vocab=512,
+    max_positions=64,
 )
 
 
@@ -86,7 +99,8 @@ def train(recipes: dict[str, Recipe], device: str) -> dict[str, Trained]:
     found = {}
     for name, recipe in recipes.items():
         print(f"training {name}", flush=True)  # the log of a hang ends with it
-        trainer, rank = make_trainer(recipe, device), dist.get_rank()
+        trainer = make_trainer(recipe, device)
+        rank = dist.get_rank()
         results = [trainer.train_step(random_batch(recipe, rank, seed)) for seed in range(STEPS)]
         losses = [result.loss for result in results]
         norms = [result.grad_norm for result in results]
@@ -122,7 +136,8 @@ def kernels_of(work: Callable[[], object]) -> list[Kernel]:
     found = []
     for event in events:
         if event.get("cat") == "kernel" and event.get("ph") == "X":
-            start, stream = event["ts"], event["args"]["stream"]
+            start = event["ts"]
+            stream = event["args"]["stream"]
             found.append(Kernel(event["name"], stream, start, start + event["dur"]))
     return found
 
