@@ -10,7 +10,6 @@ the CRC-32 of what stands above it.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import zlib
@@ -200,27 +199,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: {key}: {fault['msg']}; another version of parallel3d than {__version__} has "
             "written it: use that one or a newer one"
         ) from None
-    for name, tensor in manifest.tensors.items():
-        if not _is_whole(tensor, manifest.files):
-            reason = "has pieces that are not in their file or do not make up their tensor"
-            raise Damage(MANIFEST_FILE, reason, (name,)).error(folder)
     return manifest
-
-
-def _is_whole(tensor: SavedTensor, files: dict[FileName, SavedFile]) -> bool:
-    """Tells whether the pieces of a tensor lie in it and in their files, and are as large as it.
-    (An element has at least one byte.)"""
-    elements = 0
-    for piece in tensor.pieces:
-        count, dims = math.prod(piece.sizes), len(tensor.shape)
-        if not dims == len(piece.offsets) == len(piece.sizes) or piece.file not in files:
-            return False
-        boxes = zip(piece.offsets, piece.sizes, tensor.shape, strict=True)
-        is_inside = all(offset + size <= whole for offset, size, whole in boxes)
-        if not is_inside or piece.data + count > files[piece.file].bytes:
-            return False
-        elements += count
-    return elements == math.prod(tensor.shape)
 
 
 def _ending(text: bytes) -> bytes:

@@ -90,7 +90,7 @@ def read_short(path: Path, kind: str, most: int = _LARGEST_FILE_BYTES) -> bytes:
     """Returns the content of a file that people write. Raises ConfigError, which says what `kind`
     of file it should be, where the file is too large, or a pipe or a device, which might never end;
     and OSError as `open` does."""
-    if path.is_fifo():  # it might never end
+    if path.is_fifo():  # opening it would wait for ever
         raise ConfigError(f"{path}: is no regular file; {kind}")
     with path.open("rb") as file:
         content = file.read(most + 1)

@@ -15,12 +15,12 @@ from torch.distributed import get_world_size
 
 from parallel3d.config.attention_kernels import AttentionCall, AttentionDevice, attention_kernel
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.layers.activations import BlockActivations
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import set_fused_gradients
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 from parallel3d.models import model_class
+from parallel3d.planner.memory.activations import BlockActivations
 from tests.distributed.layer_cases import tp_mesh
 
 B, S = 2, 32

@@ -18,7 +18,7 @@ from parallel3d.config.attention_kernels import (
     AttentionKernel,
     attention_kernel,
 )
-from parallel3d.layers.activations import BlockActivations
+from parallel3d.planner.memory.activations import BlockActivations
 from parallel3d.planner.model.parameters import block_tables
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape

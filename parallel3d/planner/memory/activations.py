@@ -1,5 +1,5 @@
-"""What transformer blocks keep of their forward for their backward, to the byte: the formula beside
-the layers that it is of. A test compares it with what autograd saves. No torch here.
+"""The bytes of activations that transformer blocks save for their backward pass. A test compares
+the formula with what autograd saves.
 
 After Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for the pre-norm blocks of models/
 with attention by a tiled kernel. Bytes of a microbatch of t = B S tokens, a number taking e bytes,
