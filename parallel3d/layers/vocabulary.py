@@ -238,11 +238,12 @@ class _HeadCrossEntropy(Function):
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
         for part, own_labels, own_lse, own_grad, out in ctx.terms.chunks(*flat):
             logits = padded_product(part, rows, width)
+            # One name for all three, so that each is freed when the next one exists.
             logits = ctx.terms.backward(logits, own_labels, own_lse, own_grad, overwrite=True)
-            grad_logits = logits.to(rows.dtype)[:, : len(rows)]
-            torch.mm(grad_logits, rows, out=out)
-            add_product(grad_weight, grad_logits, part)
-            del logits, grad_logits  # before the next chunk's exist
+            logits = logits.to(rows.dtype)[:, : len(rows)]
+            torch.mm(logits, rows, out=out)
+            add_product(grad_weight, logits, part)
+            del logits  # before those of the next chunk exist
         returned = None
         if grad_weight is not total:
             grad_weight = grad_weight.to(weight.dtype)

@@ -20,7 +20,7 @@ from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.pretrained import load_safetensors, parameters_on_meta
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.gradients import local_tensor
-from tests.distributed.test_convert import VOCAB, B, S, build, whole
+from tests.distributed.test_families import VOCAB, B, S, build, whole
 
 
 def save(kind: str, folder: Path, **options: Any) -> nn.Module:
@@ -62,9 +62,9 @@ def load_split(kind: str, folder: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "size, kind, options",
     [
-        (4, "llama", {"kv_heads": 2}),
-        (2, "qwen2", {"tied": True}),
-        (2, "gpt2", {"tied": True}),
+        (4, "llama", {"num_key_value_heads": 2}),
+        (2, "qwen2, tied", {}),
+        (2, "gpt2", {"tie_word_embeddings": True}),
         (1, "llama", {}),
     ],
     ids=["llama, shared heads", "qwen2, tied", "gpt2", "one process"],
@@ -81,9 +81,9 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="k_proj.weight is .* there and .* here; it is of another model"
     ):
-        load_safetensors(build("llama", kv_heads=2), tmp_path)
+        load_safetensors(build("llama", num_key_value_heads=2), tmp_path)
     with pytest.raises(CheckpointError, match="has no .*q_proj.bias; it is of another model"):
-        load_safetensors(build("qwen2"), tmp_path)
+        load_safetensors(build("qwen2, tied", tie_word_embeddings=False), tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
         load_safetensors(build("llama"), tmp_path / "missing")
     with torch.device("meta"):

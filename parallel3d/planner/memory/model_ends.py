@@ -98,9 +98,9 @@ class EndTensors:
         if self.chunk is None:
             return self.block.input_gradient + table * (weights != "later")
         logits = self.chunk * self.rows
-        at_once = (
-            max((2 * item + 4) * logits, 2 * item * logits + table) if item < 4 else item * logits
-        )
+        at_once = item * logits
+        if item < 4:  # their gradient in float32, and the product that is added to the table's
+            at_once += max(4 * logits, table)
         made = 0 if has_sum else 4 * self.table
         return max(self.block.hidden_full + made + at_once, made + self.block.input_gradient)
 
