@@ -126,7 +126,6 @@ class Schedule:
         """Yields (rank, action, slot that it takes, slot that it makes) for all actions of a
         complete schedule, each after the actions that it needs. Raises ScheduleError if no such
         order exists, naming where each rank stands and what it waits for."""
-        first_slots = self._first_slots
         given = b"\1" * self.microbatches
         there = bytearray(given + bytes(2 * self.stages * self.microbatches) + given + given)
         position = [0] * len(self.ranks)
@@ -137,10 +136,7 @@ class Schedule:
             actions = self.ranks[rank]
             for at in range(position[rank], len(actions)):
                 action = actions[at]
-                stage, kind, microbatch = action
-                takes, makes = first_slots[stage, kind]
-                takes += microbatch
-                makes += microbatch
+                takes, makes = self.slots(action)
                 if not there[takes]:
                     waiting[takes] = rank
                     break
