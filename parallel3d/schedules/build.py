@@ -12,18 +12,16 @@ from functools import lru_cache
 from itertools import takewhile
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.check import check_schedule
 from parallel3d.schedules.classic import Actions, group_sizes, groups
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
 
 def build_schedule(
-    name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1, check: bool = True
+    name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1
 ) -> Schedule:
-    """Builds the schedule of this name. Raises ScheduleError if the numbers do not suit it.
-    Without `check` it is not proved again, which for a builder of this package the tests have
-    done."""
+    """Builds the schedule of this name. Raises ScheduleError if the numbers do not suit it. The
+    tests prove every builder for all sizes, so the schedule is not proved again."""
     traits = schedule_traits(name)
     least, most = traits.stages.least, traits.stages.most
     if pp < 1 or microbatches < 1 or not traits.stages.allow(virtual_stages):
@@ -32,7 +30,7 @@ def build_schedule(
             f"schedule {name}: pp = {pp}, {microbatches} microbatches and {virtual_stages} stages "
             f"on each rank: must be at least 1, 1 and {least}{limit}"
         )
-    schedule = Schedule(
+    return Schedule(
         name=name,
         placement=placement(name, pp=pp, virtual_stages=virtual_stages),
         microbatches=microbatches,
@@ -43,9 +41,6 @@ def build_schedule(
             for rank in range(pp)
         ),
     )
-    if check:
-        check_schedule(schedule)
-    return schedule
 
 
 def rank_actions(
@@ -83,15 +78,13 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
     ranks: list[Actions] = [[] for _ in range(pp)]
     for action in forwards:
         ranks[placement[action.stage]].append(action)
-    schedule = Schedule(
+    return Schedule(
         name="forward_only",
         placement=placement,
         microbatches=microbatches,
         ranks=tuple(map(tuple, ranks)),
         trains=False,
     )
-    check_schedule(schedule)
-    return schedule
 
 
 def live_microbatches(
@@ -143,6 +136,6 @@ def live_with_all_gradients(
 @lru_cache(maxsize=1024)
 def _peaks(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
     schedule = build_schedule(
-        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False
+        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages
     )
     return schedule.peak_live_microbatches
