@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,9 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
     return sizes
 
 
-def cut_points(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the first block of each stage after the first: [2, 3, 3] -> (2, 5)."""
-    return tuple(accumulate(sizes[:-1]))
-
-
 def sizes_between(points: Sequence[int], blocks: int) -> list[int]:
-    """Returns how many blocks each stage has: the inverse of `cut_points`."""
+    """Returns how many blocks each stage has, from the first block of each stage after the first:
+    (2, 5) and 8 blocks -> [2, 3, 3]."""
     return [end - start for start, end in pairwise((0, *points, blocks))]
 
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.classic import Actions, group_sizes, groups
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
-from parallel3d.schedules.schedule import Action, Kind, Schedule
+from parallel3d.schedules.schedule import Action, Kind, Schedule, peak_live
 
 
 def build_schedule(
@@ -87,6 +87,7 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
     )
 
 
+@lru_cache(maxsize=1024)
 def live_microbatches(
     name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
 ) -> int:
@@ -98,7 +99,9 @@ def live_microbatches(
     if traits.warm_up is not None:
         warm_up = traits.warm_up(pp, rank, microbatches, virtual_stages)
         return min(warm_up + 1, microbatches * virtual_stages)
-    return _peaks(name, pp, min(microbatches, 4 * pp), virtual_stages)[rank]
+    few = min(microbatches, 4 * pp)
+    actions = rank_actions(name, pp=pp, rank=rank, microbatches=few, virtual_stages=virtual_stages)
+    return peak_live(actions)
 
 
 @lru_cache(maxsize=1024)
@@ -131,11 +134,3 @@ def live_with_all_gradients(
     if traits.warm_up is None:
         return None
     return min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, left)
-
-
-@lru_cache(maxsize=1024)
-def _peaks(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    schedule = build_schedule(
-        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages
-    )
-    return schedule.peak_live_microbatches
