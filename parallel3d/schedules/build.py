@@ -30,24 +30,13 @@ def build_schedule(
             f"schedule {name}: pp = {pp}, {microbatches} microbatches and {virtual_stages} stages "
             f"on each rank: must be at least 1, 1 and {least}{limit}"
         )
+    ranks = [tuple(traits.builder(pp, rank, microbatches, virtual_stages)) for rank in range(pp)]
     return Schedule(
         name=name,
         placement=placement(name, pp=pp, virtual_stages=virtual_stages),
         microbatches=microbatches,
-        ranks=tuple(
-            rank_actions(
-                name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=virtual_stages
-            )
-            for rank in range(pp)
-        ),
+        ranks=tuple(ranks),
     )
-
-
-def rank_actions(
-    name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int = 1
-) -> tuple[Action, ...]:
-    """Returns `build_schedule(...).ranks[rank]` without building the other ranks' actions."""
-    return tuple(schedule_traits(name).builder(pp, rank, microbatches, virtual_stages))
 
 
 @lru_cache(maxsize=1024)
@@ -100,8 +89,7 @@ def live_microbatches(
         warm_up = traits.warm_up(pp, rank, microbatches, virtual_stages)
         return min(warm_up + 1, microbatches * virtual_stages)
     few = min(microbatches, 4 * pp)
-    actions = rank_actions(name, pp=pp, rank=rank, microbatches=few, virtual_stages=virtual_stages)
-    return peak_live(actions)
+    return peak_live(traits.builder(pp, rank, few, virtual_stages))
 
 
 @lru_cache(maxsize=1024)
@@ -111,7 +99,7 @@ def first_forwards(
     """Returns how many forwards a rank begins with, before any backward: more microbatches than 4
     pp change nothing."""
     few = min(microbatches, 4 * pp)
-    actions = rank_actions(name, pp=pp, rank=rank, microbatches=few, virtual_stages=virtual_stages)
+    actions = schedule_traits(name).builder(pp, rank, few, virtual_stages)
     return sum(1 for _ in takewhile(lambda action: action.kind is Kind.FORWARD, actions))
 
 
