@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from functools import wraps
 from itertools import accumulate
 from operator import attrgetter
 
@@ -29,7 +28,6 @@ def rule(check: Callable[[Recipe], Iterator[str]]) -> Callable[[Recipe], Iterato
     """Decorates a function that yields error lines: a key in angle brackets is given its value, so
     that `<parallel.tp>` becomes `parallel.tp = 3`."""
 
-    @wraps(check)
     def lines(recipe: Recipe) -> Iterator[str]:
         for line in check(recipe):
             yield re.sub(
