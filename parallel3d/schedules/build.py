@@ -53,14 +53,13 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
     training schedule. For at least pp microbatches no schedule takes fewer steps: v m + p - 1, and
     2 (m + p - 1) on a V, where the last microbatch has to come up again."""
     pp, stages = max(placement) + 1, range(len(placement))
+    is_looped = placement == placement[:pp] * (len(placement) // pp)
+    rounds = groups(pp, microbatches) if is_looped else [range(microbatches)]
     forwards: Actions = []
-    if placement == placement[:pp] * (len(placement) // pp):
-        for group in groups(pp, microbatches):
-            for stage in stages:
-                forwards += [Action(stage, Kind.FORWARD, m) for m in group]
-    else:
+    for group in rounds:
         for stage in stages:
-            forwards += [Action(stage, Kind.FORWARD, m) for m in range(microbatches)]
+            forwards += [Action(stage, Kind.FORWARD, m) for m in group]
+    if not is_looped:
         # On a V a rank's two stages are an odd number of steps apart, so every second step is free
         # for the other.
         forwards.sort(key=lambda action: 2 * action.microbatch + action.stage)
