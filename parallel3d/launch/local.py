@@ -43,7 +43,6 @@ from parallel3d.launch.run_dir import RunOutcome
 from parallel3d.launch.signals import (
     LAUNCHER_SIGNALS,
     SAVE_SIGNAL,
-    STOP_SIGNALS,
     die_with_the_parent,
     handled,
     heeded_stop_signals,
@@ -254,8 +253,8 @@ def _run_worker(
     folder = Path(rendezvous.init_method.removeprefix("file://")).parent
     _die_with_the_launcher(folder)
     BESIDE_RECIPES.extend(beside_recipes)
-    for each in STOP_SIGNALS:  # the fork server ignores all of them
-        signal.signal(each, signal.SIG_DFL if each in heard else signal.SIG_IGN)
+    for each in heard:  # the fork server ignores all signals of the launcher
+        signal.signal(each, signal.SIG_DFL)
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
         os.environ[name.upper()] = str(getattr(rendezvous, name))
     if "OMP_NUM_THREADS" not in os.environ:
