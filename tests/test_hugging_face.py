@@ -79,8 +79,9 @@ def config_json(model: ModelConfig) -> dict[str, Any]:
 
 def as_read_from(config: dict[str, Any], folder: Path) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(config))
-    assert [*left_out(config, folder)] == []
-    return from_hugging_face(folder / "config.json")
+    found = read_config_json(folder / "config.json")
+    assert [*left_out(found, folder)] == []
+    return from_hugging_face(found, folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -192,6 +193,5 @@ DIFFERING: list[tuple[str, dict[str, Any], str]] = [
 def test_what_a_recipe_cannot_say_is_told(
     family: str, keys: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_json(FAMILIES[family]) | keys))
-    (line,) = left_out(read_config_json(tmp_path / "config.json"), tmp_path)
+    (line,) = left_out(config_json(FAMILIES[family]) | keys, tmp_path)
     assert named in line

@@ -118,8 +118,9 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
         return []
     if not path.is_file():
         return [f"{start}: has no config.json; names and shapes of the weights alone are compared"]
-    theirs = from_hugging_face(path)
-    errors, notes = [*left_out(read_config_json(path), path)], list[str]()
+    config = read_config_json(path)
+    theirs = from_hugging_face(config, path)
+    errors, notes = [*left_out(config, path)], list[str]()
     for name in (*_SAME, *_MAY_DIFFER):
         there, here = shown(getattr(theirs, name)), shown(getattr(model, name))
         if there != here:

@@ -187,9 +187,8 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
         why = "dropout needs the probabilities of attention, S^2 a head, written out"
     elif kernel.score_bytes:
         why = "no fused kernel takes these heads, so that S^2 scores a head are written out"
-    size, most = quadratic_bytes / 2**30, MOST_SCORE_BYTES / 2**30
     return [
-        f"{key} = {attrgetter(key)(recipe)}: {why}, which takes {size:.1f} GiB a block and "
-        f"microbatch, and may take {most:.0f} on a GPU; try {key}={tries}, or a smaller "
-        "parallel.microbatch_size"
+        f"{key} = {attrgetter(key)(recipe)}: {why}, which takes {quadratic_bytes / 2**30:.1f} GiB "
+        f"a block and microbatch, and may take {MOST_SCORE_BYTES / 2**30:.0f} on a GPU; try "
+        f"{key}={tries}, or a smaller parallel.microbatch_size"
     ]

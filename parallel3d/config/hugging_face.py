@@ -87,15 +87,12 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def from_hugging_face(path: Path) -> ModelConfig:
-    """Returns the model of a `config.json`, without a name. Raises ConfigError if it is of another
-    family or its numbers do not agree."""
-    return model_of(read_config_json(path), path)
-
-
-def model_of(config: Mapping[str, Any], path: Path, *, others: Iterable[str] = ()) -> ModelConfig:
-    """Returns the model of the keys of a `config.json`, as `from_hugging_face` does. `others`:
-    families that the caller takes beside these, for an error to name."""
+def from_hugging_face(
+    config: Mapping[str, Any], path: Path, *, others: Iterable[str] = ()
+) -> ModelConfig:
+    """Returns the model of the keys of the `config.json` at `path`, without a name. Raises
+    ConfigError if it is of another family or its numbers do not agree. `others`: families that the
+    caller takes in addition to these, for an error to name."""
     kind = str(config.get("model_type", "(not given)"))
     experts = [f" with {key} = {shown(config[key])}" for key in _EXPERTS if config.get(key)]
     if kind not in _CLASSES or experts:

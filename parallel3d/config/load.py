@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import asdict, make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ _REMOVED = {
     "train.label_smoothing": 0.0,
 }
 _UNREADABLE = r"\$\{|[\ud800-\udfff]"
-_SECTIONS = {key.name for key in fields(Recipe)} - {"run_dir"}
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:
@@ -103,7 +102,7 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
     # pydantic refuses the objects that YAML makes of some texts, such as sets.
     tree = OmegaConf.create({"model": {}, "train": {}}, flags={"allow_objects": True})
     for setting in settings:
-        if setting.value is None and setting.key in _SECTIONS:
+        if setting.value is None and setting.key in Recipe.__dataclass_fields__:
             continue  # all keys of the section are commented out
         try:
             OmegaConf.update(tree, setting.key, setting.value, merge=False, force_add=True)

@@ -552,10 +552,9 @@ class Recipe:
         """The global batch of each step. Without a start of the warm-up the batch is always
         full."""
         train, full = self.train, self.train.global_batch_size
-        start, steps = train.batch_warmup_start, train.batch_warmup_steps
-        if start is None or steps is None:
-            return BatchSizes(full=full, start=full)
+        start = train.batch_warmup_start or full
         increment = train.batch_warmup_increment or start
+        steps = train.batch_warmup_steps or 0
         return BatchSizes(full=full, start=start, increment=increment, warmup_steps=steps)
 
     @property

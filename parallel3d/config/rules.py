@@ -49,7 +49,7 @@ _INSIDE_A_REPLICA = {hybrid: strategy for strategy, hybrid in HYBRID_OF.items()}
 
 def validate(recipe: Recipe) -> None:
     """Raises one `ConfigError` with a line for each range and each rule that `recipe` breaks."""
-    refuse([*range_errors(recipe)])
+    refuse(range_errors(recipe))
     check_rules(recipe)
 
 
@@ -270,7 +270,6 @@ def file_errors(recipe: Recipe) -> Iterator[str]:
             family_of(recipe.model)
         except ConfigError as error:
             yield f"{error}; try that, or checkpoint.export=none"
-    folder = Path(run_dir or ".").resolve()
     if start is None:
         return
     if checkpoint.resume not in ("none", "auto"):
@@ -278,7 +277,7 @@ def file_errors(recipe: Recipe) -> Iterator[str]:
             "<checkpoint.resume>: resumes a run, and <checkpoint.start_from> begins a new one; try "
             "checkpoint.resume=auto, or checkpoint.start_from=null"
         )
-    elif run_dir is not None and Path(start).resolve().is_relative_to(folder):
+    elif run_dir is not None and Path(start).resolve().is_relative_to(Path(run_dir).resolve()):
         yield (
             "<checkpoint.start_from>: lies in <run_dir>, where the new run is to be; try "
             f"run_dir={run_dir}-2"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from functools import wraps
+from itertools import accumulate
 from operator import attrgetter
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
@@ -19,7 +19,7 @@ from parallel3d.config.sharding_strategies import (
 )
 from parallel3d.config.suggestions import any_of, multiple_from, multiples_near, nearest
 from parallel3d.config.yaml_text import shown
-from parallel3d.schedules.balance import balanced_cut, cut_points, faults_of_boundaries
+from parallel3d.schedules.balance import balanced_cut, faults_of_boundaries
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.shard_sizes import divisors, shard_rows
 
@@ -28,7 +28,6 @@ def rule(check: Callable[[Recipe], Iterator[str]]) -> Callable[[Recipe], Iterato
     """Decorates a function that yields error lines: a key in angle brackets is given its value, so
     that `<parallel.tp>` becomes `parallel.tp = 3`."""
 
-    @wraps(check)
     def lines(recipe: Recipe) -> Iterator[str]:
         for line in check(recipe):
             yield re.sub(
@@ -193,8 +192,9 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
         fault := faults_of_boundaries(boundaries, layers, parallel.stages)
     ):
         costs = recipe.model.part_costs(recipe.train.seq_len)
-        tries = cut_points(balanced_cut(layers, parallel.stages, costs))
-        yield f"<parallel.stage_boundaries>: {fault}; try {[*tries]}"
+        sizes = balanced_cut(layers, parallel.stages, costs)
+        tries = [*accumulate(sizes[:-1])]
+        yield f"<parallel.stage_boundaries>: {fault}; try {tries}"
     if not stages.allow(virtual):
         other = ", or parallel.schedule=interleaved_1f1b" if virtual > 1 else ""
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from types import NoneType
@@ -84,9 +84,9 @@ def recipe_schema() -> dict[str, Any]:
     return schema
 
 
-def range_errors(section: Any) -> Iterator[str]:
-    """Yields a line for each number of a section, or of a recipe, that is out of its range."""
-    yield from read(type(section), asdict(section))[1]
+def range_errors(section: Any) -> list[str]:
+    """Returns a line for each number of a section, or of a recipe, that is out of its range."""
+    return read(type(section), asdict(section))[1]
 
 
 def read(

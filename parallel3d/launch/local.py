@@ -43,10 +43,10 @@ from parallel3d.launch.run_dir import RunOutcome
 from parallel3d.launch.signals import (
     LAUNCHER_SIGNALS,
     SAVE_SIGNAL,
-    STOP_SIGNALS,
     die_with_the_parent,
     handled,
     heeded_stop_signals,
+    ignore_stop_signals,
 )
 from parallel3d.watch.hang_detector import HangDetector, process_state
 from parallel3d.watch.heartbeat import BEAT_S, Beat, beats_to_file
@@ -122,7 +122,7 @@ def launch_local(
             print_error(reason)
             outcome = RunOutcome(exit_status=128 + signum, reason=reason)
         finally:
-            relay.is_deaf = True
+            ignore_stop_signals()
             for worker in workers:
                 worker.process.kill()  # SIGTERM would ask a worker to save
             for worker in workers:
@@ -253,8 +253,8 @@ def _run_worker(
     folder = Path(rendezvous.init_method.removeprefix("file://")).parent
     _die_with_the_launcher(folder)
     BESIDE_RECIPES.extend(beside_recipes)
-    for each in STOP_SIGNALS:  # the fork server ignores all of them
-        signal.signal(each, signal.SIG_DFL if each in heard else signal.SIG_IGN)
+    for each in heard:  # the fork server ignores all signals of the launcher
+        signal.signal(each, signal.SIG_DFL)
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
         os.environ[name.upper()] = str(getattr(rendezvous, name))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -307,13 +307,11 @@ class SignalRelay:
 
     def __init__(self, workers: Sequence[_Worker], *, saves: bool) -> None:
         self._workers, self._saves = workers, saves
-        self.passes_on = self.is_deaf = False
+        self.passes_on = False
         self.passed_on = 0  # the signal that was passed on
         self._passed_on_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.is_deaf:
-            return
         if signum == SAVE_SIGNAL:
             if self._saves:  # a worker that has just started ignores it
                 self._pass_on(signum)

@@ -48,7 +48,6 @@ class ReportedError(RankError):
         super().__init__(failure.line())
         self.failure = failure
         self.is_ours = is_ours
-        self.exit_status = failure.exit_status
 
 
 class PeerMonitor:
@@ -127,14 +126,14 @@ class PeerMonitor:
         except RuntimeError:
             time.sleep(_HURRY_S)  # a process that is killed closes its connections before it ends
             if self._read_states().get(0) == "":
-                return self._blame(0, self._words_on_end(0))
+                return self._blame_end(0)
             message = "does not answer: the store that it or its launcher holds has gone"
             return self._blame(0, message)
         if reported is not None:
             return reported
         for rank, state in states.items():
             if not state:
-                return self._blame(rank, self._words_on_end(rank))
+                return self._blame_end(rank)
         hanging = self._detector.check(beats, states, time.monotonic())
         if hanging is None:
             return None
@@ -213,6 +212,11 @@ class PeerMonitor:
     def _blame(self, rank: int, message: str) -> Failure:
         return self._publish(self._failure_of(rank, message))
 
+    def _blame_end(self, rank: int) -> Failure:
+        seen = self._detector.last_seen(rank)
+        message = f"ended without a word{seen}; the lines of its launcher may say how"
+        return self._blame(rank, message)
+
     def _publish(self, failure: Failure) -> Failure:
         """Writes a failure to the store. Returns the first one that any rank has written."""
         own = replace(failure, reporter=self._rank, traceback="")
@@ -221,10 +225,6 @@ class PeerMonitor:
             return _parse_failure(self._ask(self._store.compare_set, _FAILURE, "", text))
         except RuntimeError:  # nobody can read it
             return replace(own, reporter=self._speaker) if failure.rank == 0 else own
-
-    def _words_on_end(self, rank: int) -> str:
-        seen = self._detector.last_seen(rank)
-        return f"ended without a word{seen}; the lines of its launcher may say how"
 
     def _failure_of(self, rank: int, message: str) -> Failure:
         return Failure(

@@ -10,7 +10,6 @@ knows.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import socket
@@ -18,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -141,7 +141,7 @@ def _meet(
     from torch.distributed.rendezvous import rendezvous as meet
 
     rank, size = rendezvous.rank, rendezvous.world_size
-    timeout = datetime.timedelta(seconds=recipe.train.start_timeout_s)
+    timeout = timedelta(seconds=recipe.train.start_timeout_s)
     # A server for one worker answers at once; one for all would not say who is missing.
     waited_for = 1 if rendezvous.init_method == "env://" else size
     store, _, _ = next(meet(rendezvous.init_method, rank, waited_for, timeout=timeout))
@@ -183,7 +183,7 @@ def connect_to_store(prefix: str, timeout_s: float = _STORE_S) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # This is refused at once; torch would try again and again.
     socket.create_connection((host, port), _STORE_S).close()
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return dist.PrefixStore(prefix, store)
 

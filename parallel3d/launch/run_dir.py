@@ -74,7 +74,7 @@ class RunOutcome:
         has not resumed."""
         if run_dir is None:
             return
-        path = Path(run_dir or ".") / "outcome.json"
+        path = Path(run_dir) / "outcome.json"
         if path.exists() and holds_run(path.parent):
             return
         outcome = {"status": self.status, **asdict(self)}

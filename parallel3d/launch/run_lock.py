@@ -31,7 +31,8 @@ def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
     `is_restart` says that a launcher has started this job again; it then waits up to RESTART_S for
     the lock. Raises RunLockedError if another run holds it, and ConfigError if the folder cannot be
     written."""
-    folder, path = Path(run_dir), Path(run_dir) / LOCK_FILE
+    folder = Path(run_dir)
+    path = folder / LOCK_FILE
     deadline = time.monotonic() + (RESTART_S if is_restart else 0.0)
     try:
         while (fd := _try_to_lock(path)) is None:

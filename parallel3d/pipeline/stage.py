@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError
-from parallel3d.schedules.balance import cut_points
 
 FIRST_PARTS = ("embed",)
 LAST_PARTS = ("norm", "head")
@@ -48,7 +47,7 @@ def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
     last = len(sizes) - 1
     return [
         BlockRange(first, end, is_first_stage=stage == 0, is_last_stage=stage == last)
-        for stage, (first, end) in enumerate(pairwise((0, *cut_points(sizes), sum(sizes))))
+        for stage, (first, end) in enumerate(pairwise(accumulate(sizes, initial=0)))
     ]
 
 

@@ -7,10 +7,9 @@ for every part, so the proportions hold for a whole step. The planner prices sta
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,31 +48,21 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
     if stages > 1:
         sizes[-1] = 0
 
-    def priority(stage: int) -> tuple[float, float, int]:
+    def priority(stage: int) -> tuple[float, float]:
         # Rounded, so that the small cost of an embedding does not change an even cut.
-        return (
-            round(sizes[stage] + extra[stage] / costs.block, 2),
-            abs(stage - (stages - 1) / 2),
-            stage,
-        )
+        cost = round(sizes[stage] + extra[stage] / costs.block, 2)
+        return cost, abs(stage - (stages - 1) / 2)
 
     # Giving each block to the cheapest stage is optimal, because all blocks cost the same.
-    heap = [priority(stage) for stage in range(stages)]
-    heapq.heapify(heap)
     for _ in range(blocks - sum(sizes)):
-        stage = heap[0][-1]
-        sizes[stage] += 1
-        heapq.heapreplace(heap, priority(stage))
+        cheapest = min(range(stages), key=priority)
+        sizes[cheapest] += 1
     return sizes
 
 
-def cut_points(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the first block of each stage after the first: [2, 3, 3] -> (2, 5)."""
-    return tuple(accumulate(sizes[:-1]))
-
-
 def sizes_between(points: Sequence[int], blocks: int) -> list[int]:
-    """Returns how many blocks each stage has: the inverse of `cut_points`."""
+    """Returns how many blocks each stage has, from the first block of each stage after the first:
+    (2, 5) and 8 blocks -> [2, 3, 3]."""
     return [end - start for start, end in pairwise((0, *points, blocks))]
 
 

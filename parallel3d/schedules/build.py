@@ -12,18 +12,16 @@ from functools import lru_cache
 from itertools import takewhile
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.check import check_schedule
 from parallel3d.schedules.classic import Actions, group_sizes, groups
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
-from parallel3d.schedules.schedule import Action, Kind, Schedule
+from parallel3d.schedules.schedule import Action, Kind, Schedule, peak_live
 
 
 def build_schedule(
-    name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1, check: bool = True
+    name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1
 ) -> Schedule:
-    """Builds the schedule of this name. Raises ScheduleError if the numbers do not suit it.
-    Without `check` it is not proved again, which for a builder of this package the tests have
-    done."""
+    """Builds the schedule of this name. Raises ScheduleError if the numbers do not suit it. The
+    tests prove every builder for all sizes, so the schedule is not proved again."""
     traits = schedule_traits(name)
     least, most = traits.stages.least, traits.stages.most
     if pp < 1 or microbatches < 1 or not traits.stages.allow(virtual_stages):
@@ -32,27 +30,13 @@ def build_schedule(
             f"schedule {name}: pp = {pp}, {microbatches} microbatches and {virtual_stages} stages "
             f"on each rank: must be at least 1, 1 and {least}{limit}"
         )
-    schedule = Schedule(
+    ranks = [tuple(traits.builder(pp, rank, microbatches, virtual_stages)) for rank in range(pp)]
+    return Schedule(
         name=name,
         placement=placement(name, pp=pp, virtual_stages=virtual_stages),
         microbatches=microbatches,
-        ranks=tuple(
-            rank_actions(
-                name, pp=pp, rank=rank, microbatches=microbatches, virtual_stages=virtual_stages
-            )
-            for rank in range(pp)
-        ),
+        ranks=tuple(ranks),
     )
-    if check:
-        check_schedule(schedule)
-    return schedule
-
-
-def rank_actions(
-    name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int = 1
-) -> tuple[Action, ...]:
-    """Returns `build_schedule(...).ranks[rank]` without building the other ranks' actions."""
-    return tuple(schedule_traits(name).builder(pp, rank, microbatches, virtual_stages))
 
 
 @lru_cache(maxsize=1024)
@@ -69,31 +53,29 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
     training schedule. For at least pp microbatches no schedule takes fewer steps: v m + p - 1, and
     2 (m + p - 1) on a V, where the last microbatch has to come up again."""
     pp, stages = max(placement) + 1, range(len(placement))
+    is_looped = placement == placement[:pp] * (len(placement) // pp)
+    rounds = groups(pp, microbatches) if is_looped else [range(microbatches)]
     forwards: Actions = []
-    if placement == placement[:pp] * (len(placement) // pp):
-        for group in groups(pp, microbatches):
-            for stage in stages:
-                forwards += [Action(stage, Kind.FORWARD, m) for m in group]
-    else:
+    for group in rounds:
         for stage in stages:
-            forwards += [Action(stage, Kind.FORWARD, m) for m in range(microbatches)]
+            forwards += [Action(stage, Kind.FORWARD, m) for m in group]
+    if not is_looped:
         # On a V a rank's two stages are an odd number of steps apart, so every second step is free
         # for the other.
         forwards.sort(key=lambda action: 2 * action.microbatch + action.stage)
     ranks: list[Actions] = [[] for _ in range(pp)]
     for action in forwards:
         ranks[placement[action.stage]].append(action)
-    schedule = Schedule(
+    return Schedule(
         name="forward_only",
         placement=placement,
         microbatches=microbatches,
         ranks=tuple(map(tuple, ranks)),
         trains=False,
     )
-    check_schedule(schedule)
-    return schedule
 
 
+@lru_cache(maxsize=1024)
 def live_microbatches(
     name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
 ) -> int:
@@ -105,7 +87,8 @@ def live_microbatches(
     if traits.warm_up is not None:
         warm_up = traits.warm_up(pp, rank, microbatches, virtual_stages)
         return min(warm_up + 1, microbatches * virtual_stages)
-    return _peaks(name, pp, min(microbatches, 4 * pp), virtual_stages)[rank]
+    few = min(microbatches, 4 * pp)
+    return peak_live(traits.builder(pp, rank, few, virtual_stages))
 
 
 @lru_cache(maxsize=1024)
@@ -115,7 +98,7 @@ def first_forwards(
     """Returns how many forwards a rank begins with, before any backward: more microbatches than 4
     pp change nothing."""
     few = min(microbatches, 4 * pp)
-    actions = rank_actions(name, pp=pp, rank=rank, microbatches=few, virtual_stages=virtual_stages)
+    actions = schedule_traits(name).builder(pp, rank, few, virtual_stages)
     return sum(1 for _ in takewhile(lambda action: action.kind is Kind.FORWARD, actions))
 
 
@@ -138,11 +121,3 @@ def live_with_all_gradients(
     if traits.warm_up is None:
         return None
     return min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, left)
-
-
-@lru_cache(maxsize=1024)
-def _peaks(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    schedule = build_schedule(
-        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False
-    )
-    return schedule.peak_live_microbatches

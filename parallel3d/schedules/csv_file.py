@@ -55,7 +55,7 @@ def from_csv(text: str, *, name: str) -> Schedule:
                     "and microbatch, such as 0F0"
                 )
         ranks.append(tuple(actions))
-    for what, numbers in (("stage", set(holder)), ("microbatch", microbatches)):
+    for what, numbers in (("stage", holder), ("microbatch", microbatches)):
         if not numbers or len(numbers) <= max(numbers):
             raise ScheduleError(f"{said}must have actions of each {what}, from {what} 0 on")
     schedule = Schedule(

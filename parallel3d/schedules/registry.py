@@ -66,13 +66,7 @@ class ScheduleTraits:
     # idle for (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473, section 2.2)
     ramp_bubble: bool = False
     holds_whole_batch: bool = False  # all forwards of a step come before its first backward
-    # the schedule that stands in where a backward cannot be split
-    whole_backward: ScheduleName | None = None
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether some backwards are done in two halves."""
-        return self.whole_backward is not None
+    splits_backward: bool = False  # some backwards are done in two halves
 
 
 SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
@@ -93,10 +87,10 @@ SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
             ramp_bubble=True,
         ),
         ScheduleTraits("looped_bfs", looped_bfs, _LOOPED, holds_whole_batch=True),
-        ScheduleTraits("zb_h1", _ZB_H1, whole_backward="1f1b"),
-        ScheduleTraits("interleaved_zb", _ZB_H1, _LOOPED, whole_backward="interleaved_1f1b"),
-        ScheduleTraits("zb_v", zb_v, _ON_A_V, whole_backward="interleaved_1f1b"),
-        ScheduleTraits("dualpipe_v", dualpipe_v, _ON_A_V, whole_backward="interleaved_1f1b"),
+        ScheduleTraits("zb_h1", _ZB_H1, splits_backward=True),
+        ScheduleTraits("interleaved_zb", _ZB_H1, _LOOPED, splits_backward=True),
+        ScheduleTraits("zb_v", zb_v, _ON_A_V, splits_backward=True),
+        ScheduleTraits("dualpipe_v", dualpipe_v, _ON_A_V, splits_backward=True),
         ScheduleTraits("naive", naive, StagesPerRank(most=None)),
     )
 }

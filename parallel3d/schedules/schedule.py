@@ -8,8 +8,8 @@ they follow from which rank holds which stage. No torch here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, chain
@@ -56,9 +56,6 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     trains: bool = True  # False where there are forwards alone
-    _postable: dict[int, Mapping[Action, int]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @property
     def stages(self) -> int:
@@ -126,7 +123,6 @@ class Schedule:
         """Yields (rank, action, slot that it takes, slot that it makes) for all actions of a
         complete schedule, each after the actions that it needs. Raises ScheduleError if no such
         order exists, naming where each rank stands and what it waits for."""
-        first_slots = self._first_slots
         given = b"\1" * self.microbatches
         there = bytearray(given + bytes(2 * self.stages * self.microbatches) + given + given)
         position = [0] * len(self.ranks)
@@ -137,10 +133,7 @@ class Schedule:
             actions = self.ranks[rank]
             for at in range(position[rank], len(actions)):
                 action = actions[at]
-                stage, kind, microbatch = action
-                takes, makes = first_slots[stage, kind]
-                takes += microbatch
-                makes += microbatch
+                takes, makes = self.slots(action)
                 if not there[takes]:
                     waiting[takes] = rank
                     break
@@ -157,6 +150,11 @@ class Schedule:
             action = self.ranks[rank][position[rank]]
             stuck.append(f"rank {rank} at {action} waits for {makers[takes]}")
         raise ScheduleError(f"schedule {self.name} stops before its end: {'; '.join(stuck)}")
+
+    @cached_property
+    def _postable(self) -> dict[int, Mapping[Action, int]]:
+        """What `postable_after` has returned, by rank."""
+        return {}
 
     def postable_after(self, rank: int) -> Mapping[Action, int]:
         """Returns, for each action of `rank`, how many of this rank's own actions must have been
@@ -203,14 +201,16 @@ class Schedule:
 
     @cached_property
     def peak_live_microbatches(self) -> tuple[int, ...]:
-        """The most forwards, each of one stage, whose activations wait on a rank at once for their
-        backward, or for its second half where the backward is split. One number per rank."""
-        change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
-        peaks = []
-        for actions in self.ranks:
-            changes = [change[action.kind] for action in actions]
-            peaks.append(max(accumulate(changes, initial=0)))
-        return tuple(peaks)
+        """`peak_live` of each rank."""
+        return tuple(map(peak_live, self.ranks))
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(str(action) for action in actions) for actions in self.ranks)
+        return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
+
+
+def peak_live(actions: Iterable[Action]) -> int:
+    """Returns the most forwards, each of one stage, whose activations wait on a rank at once for
+    their backward, or for its second half if the backward is split."""
+    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
+    changes = [change[action.kind] for action in actions]
+    return max(accumulate(changes, initial=0))

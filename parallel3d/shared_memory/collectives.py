@@ -58,9 +58,8 @@ def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
     exchange: SharedExchange | None = None
     with own_folder("cpu") as folder:
         if folder is not None:
-            others = [str(other) for other in range(size) if other != rank]
             try:
-                reserve(folder, SLOTS * SLOT_BYTES, others)
+                reserve(folder, SLOTS * SLOT_BYTES, map(str, range(size)))
             except OSError:
                 folder = None  # all ranks then agree on no exchange
         offer = (socket.gethostname(), folder)

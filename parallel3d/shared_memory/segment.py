@@ -60,10 +60,10 @@ class Segment:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pipes: list[int] = []
+        self._pipes = ExitStack()
         # Closes the pipes: the processes at their other ends then know that this one is gone. Not
         # __del__: at the end of the interpreter that may find `os` gone already.
-        self.close = weakref.finalize(self, _close_all, self._pipes)
+        self.close = weakref.finalize(self, self._pipes.close)
         with (folder / _MEMORY).open("r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -71,7 +71,7 @@ class Segment:
         """Opens one of the segment's pipes and returns its descriptor. A reader opens it first,
         without blocking; a writer would wait for the reader."""
         pipe = os.open(self._folder / name, mode)
-        self._pipes.append(pipe)
+        self._pipes.callback(os.close, pipe)
         return pipe
 
     def view(self, start: int, like: Tensor) -> Tensor:
@@ -89,8 +89,3 @@ def read_pipe(pipe: int, count: int, peer: str) -> bytes:
     if not read:
         raise PeerLostError(f"{peer} has gone")
     return read
-
-
-def _close_all(pipes: list[int]) -> None:
-    while pipes:
-        os.close(pipes.pop())

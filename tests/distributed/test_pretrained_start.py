@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel3d.checkpoint.store import check_start
-from parallel3d.config.hugging_face import from_hugging_face
+from parallel3d.config.hugging_face import from_hugging_face, read_config_json
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
@@ -172,7 +172,8 @@ def start_one(model: ModelConfig, folder: Path) -> str:
 
 def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: Path) -> None:
     build("gpt2", tmp_path)
-    model = from_hugging_face(tmp_path / "config.json")
+    path = tmp_path / "config.json"
+    model = from_hugging_face(read_config_json(path), path)
 
     def said(model: ModelConfig = model) -> str:
         answer: str = world(1).run(start_one, model, tmp_path)[0]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from parallel3d.config.hugging_face import (
     check_model,
+    from_hugging_face,
     left_out,
-    model_of,
     read_config_json,
     windowed_layers,
 )
@@ -140,7 +140,7 @@ def _of_config_json(path: Path, text: str) -> Model:
         )
     # Phi 3 is a Llama whose matrices are packed in its files.
     plain = {**said, "model_type": "llama"} if said.get("model_type") == "phi3" else said
-    config = model_of(plain, path, others=("phi3", *FOREIGN_FAMILIES))
+    config = from_hugging_face(plain, path, others=("phi3", *FOREIGN_FAMILIES))
     return Model(
         shape=replace(from_config(config), name=name, windowed_layers=windowed_layers(plain)),
         said=text,

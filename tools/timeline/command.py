@@ -75,7 +75,6 @@ def _build(options: argparse.Namespace) -> Schedule:
         pp=options.pp,
         microbatches=options.microbatches,
         virtual_stages=virtual_stages,
-        check=False,
     )
 
 

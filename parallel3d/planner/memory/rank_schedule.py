@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.schedules.build import placement, rank_actions
+from parallel3d.schedules.build import placement
 from parallel3d.schedules.classic import group_sizes
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Kind
@@ -59,7 +59,7 @@ def moments_of_schedule(
     at most between stages (`pipeline.transport`). `frees_each`: parameters are freed after each
     backward."""
     few = _enough_microbatches(name, pp, microbatches, virtual_stages)
-    actions = rank_actions(name, rank=rank, microbatches=few, pp=pp, virtual_stages=virtual_stages)
+    actions = schedule_traits(name).builder(pp, rank, few, virtual_stages)
     holders = placement(name, pp=pp, virtual_stages=virtual_stages)
     own = [stage for stage, holder in enumerate(holders) if holder == rank]
     lasts = {action.stage: action for action in actions if action.kind is not Kind.FORWARD}

@@ -66,7 +66,7 @@ def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]
         steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len
     )
     recipe = Recipe(model=model, train=train, parallel=parallel)
-    if any(out_of_range := [*range_errors(recipe)]):
+    if out_of_range := range_errors(recipe):
         yield from out_of_range
         return
     for rule in (parallel_errors, model_errors, schedule_errors, batch_errors):

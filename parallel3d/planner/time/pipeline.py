@@ -54,9 +54,7 @@ def pipeline_s(
 
 @lru_cache(maxsize=256)
 def _order(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> ActionOrder:
-    schedule = build_schedule(
-        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, check=False
-    )
+    schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     return action_order(schedule)
 
 
