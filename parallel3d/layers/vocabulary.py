@@ -159,8 +159,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def logits(self, x: Tensor) -> Tensor:
         (logits,) = column_parallel(x, (self,))
-        missing = self.padded_width - logits.shape[-1]
-        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+        return logits
 
 
 def ends_with_head(forward: Forward) -> Forward:
@@ -238,8 +237,8 @@ class _HeadCrossEntropy(Function):
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
         for part, own_labels, own_lse, own_grad, out in ctx.terms.chunks(*flat):
             logits = padded_product(part, rows, width)
-            logits = ctx.terms.backward(logits, own_labels, own_lse, own_grad, overwrite=True)
-            grad_logits = logits.to(rows.dtype)[:, : len(rows)]
+            ctx.terms.backward(logits, own_labels, own_lse, own_grad, out=logits)
+            grad_logits = logits[:, : len(rows)]  # in their memory
             torch.mm(grad_logits, rows, out=out)
             add_product(grad_weight, grad_logits, part)
             del logits, grad_logits  # before the next chunk's exist
