@@ -54,11 +54,11 @@ class TokenLoss:
         rank. Sends two all-reduces over tp: the largest logit, then the sums, of one and two
         numbers a token. `overwrite`: the memory of the logits is used again,
         because nobody reads them any more."""
-        own, elsewhere = self._own_labels(labels)
+        own, elsewhere = own_indices(labels, self.axis.rows(self.vocab))
         largest = all_reduce(logits.amax(dim=-1).to(wide_dtype(logits)), self.axis, "max")
         out = logits if overwrite and logits.dtype == largest.dtype else None
         shifted = torch.sub(logits, largest.unsqueeze(-1), out=out)
-        label_logit = shifted.gather(-1, own).squeeze(-1).masked_fill(elsewhere, 0.0)
+        label_logit = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
         sums = torch.stack((label_logit, shifted.exp_().sum(dim=-1)))
         label_logit, exp_sum = all_reduce(sums, self.axis)
         log_sum = exp_sum.log()  # both are sums of the shifted logits
@@ -73,24 +73,16 @@ class TokenLoss:
     ) -> None:
         """Writes the gradient [T, w] by the logits into `out`, which may be the logits. `grad` [T]
         is the one by the losses. It is computed in float32 at least. Nothing is sent."""
-        own, elsewhere = self._own_labels(labels)
+        own, elsewhere = own_indices(labels, self.axis.rows(self.vocab))
         lse = lse.unsqueeze(-1)
         result = out if out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
         torch.sub(logits, lse, out=result).exp_()
         if self.z_loss:
             result.mul_(1.0 + 2.0 * self.z_loss * lse)
         at_label = elsewhere.to(lse.dtype).sub_(1.0)  # -1 for a label of this rank, else 0
-        result.scatter_add_(-1, own, at_label.unsqueeze(-1))
+        result.scatter_add_(-1, own.unsqueeze(-1), at_label.unsqueeze(-1))
         result.mul_(grad.masked_fill(labels == IGNORED, 0.0).unsqueeze(-1))
         out.copy_(result)  # no copy if they are one tensor
-
-    def _own_labels(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns labels [T, 1] as columns of this rank (0 for those of another rank), and which
-        [T] are another rank's. A head may have filled up columns beyond the vocabulary."""
-        rows = self.axis.rows(self.vocab)
-        own = labels - rows.start
-        elsewhere = (own < 0) | (own >= len(rows))
-        return own.masked_fill(elsewhere, 0).unsqueeze(-1), elsewhere
 
 
 def vocab_parallel_cross_entropy(
@@ -126,6 +118,14 @@ def token_losses(
         return F.cross_entropy(wide, labels.flatten(), reduction="none").view_as(labels)
     losses: Tensor = outside_graph(_CrossEntropy.apply, logits, labels, terms, overwrite_logits)
     return losses
+
+
+def own_indices(indices: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+    """Returns indices of a vocabulary as those of this rank's `rows`, 0 for the indices of another
+    rank, and a mask of the latter."""
+    own = indices - rows.start
+    elsewhere = (own < 0) | (own >= len(rows))
+    return own.masked_fill(elsewhere, 0), elsewhere
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

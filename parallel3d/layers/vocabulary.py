@@ -33,7 +33,7 @@ from parallel3d.layers.linear import (
     column_parallel,
     padded_product,
 )
-from parallel3d.layers.loss import TokenLoss, wide_dtype
+from parallel3d.layers.loss import TokenLoss, own_indices, wide_dtype
 from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec
 from parallel3d.shard_sizes import largest_shard
 
@@ -59,7 +59,6 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
     def __init__(self, vocab: int, hidden: int, *, tp: LayerTp = None) -> None:
         super().__init__(tp)
         self.num_embeddings, self.embedding_dim = vocab, hidden
-        self.first_row = self.axis.rows(vocab).start
         spec = ParameterSpec((vocab, hidden), 0, self.context.init, uneven=True)
         self.add_parameter("weight", spec)
 
@@ -81,9 +80,7 @@ class _VocabParallelEmbedding(Function):
         if layer.axis.size == 1:
             ctx.save_for_backward(ids)
             return F.embedding(ids, rows)
-        own = ids - layer.first_row
-        ctx.elsewhere = (own < 0) | (own >= len(rows))
-        own.masked_fill_(ctx.elsewhere, 0)
+        own, ctx.elsewhere = own_indices(ids, layer.axis.rows(layer.num_embeddings))
         ctx.save_for_backward(own)
         y = F.embedding(own, rows).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
         return sum_partial(y, layer.axis, scattered=layer.sequence_parallel)
