@@ -169,8 +169,8 @@ def accumulate_or_return_product(
     if delayed is not None:
         # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows
         # where it comes from.
-        kept = grad_out.detach(), x.detach()
-        work = partial(accumulate_or_return_product, weight, *kept, fused=True)
+        kept = x.detach()
+        work = partial(accumulate_or_return_product, weight, grad_out, kept, fused=True)
         if delayed.delay(work):
             return None
     total = accumulated_gradient(weight) if fused else None
