@@ -21,7 +21,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.mesh import Axis
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio: its multiples are far apart
 _FIRST_FACTOR, _SECOND_FACTOR = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
@@ -29,7 +29,7 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
     """Returns the key of a step for each of `samples`, the global indices of the sequences, int64
     in the same shape."""
     run = _split_mix(_split_mix(torch.tensor(seed)) + step)
-    return _split_mix(samples * _GOLDEN + run)
+    return _split_mix(samples * GOLDEN + run)
 
 
 class Dropout(nn.Module):
@@ -79,16 +79,16 @@ class Dropout(nn.Module):
             counter = counter.unsqueeze(-1) + place * math.prod(whole[dim + 1 :])
         # The p 2^64 smallest of all 2^64 values are dropped. The factor comes last: inductor would
         # write a product of places as an index, which cannot hold it.
-        return _split_mix(counter * _GOLDEN) < int(self.p * 2**64) - 2**63
+        return _split_mix(counter * GOLDEN) < int(self.p * 2**64) - 2**63
 
 
 def _split_mix(z: Tensor) -> Tensor:
     """Returns SplitMix64's finaliser of a tensor, which is overwritten."""
-    z = _xor_shifted(z, 30).mul_(_FIRST_FACTOR)
-    z = _xor_shifted(z, 27).mul_(_SECOND_FACTOR)
-    return _xor_shifted(z, 31)
+    z = xor_shifted(z, 30).mul_(_FIRST_FACTOR)
+    z = xor_shifted(z, 27).mul_(_SECOND_FACTOR)
+    return xor_shifted(z, 31)
 
 
-def _xor_shifted(z: Tensor, bits: int) -> Tensor:
+def xor_shifted(z: Tensor, bits: int) -> Tensor:
     """Returns z xor (z >> bits), with zeros shifted in: torch's own shift repeats the sign."""
     return z.bitwise_xor_((z >> bits).bitwise_and_(2 ** (64 - bits) - 1))
