@@ -140,7 +140,7 @@ def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() 
     positions = LearnedPositions(4, 8, tp=ParallelContext(dtype=torch.bfloat16))
     places = torch.arange(4).repeat(1, 1000)
     gradients = torch.rand(1, 4000, 8).add(0.5).bfloat16()
-    positions.longest = 4000
+    positions.num_embeddings = 4000
     x = torch.zeros(1, 4000, 8, dtype=torch.bfloat16)
     assert torch.equal(positions(x, places)[0, :4], positions.weight)
     positions(x, places).backward(gradients)
