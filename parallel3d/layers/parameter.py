@@ -344,15 +344,14 @@ def initial_part(
             spec.init(tile.view(spec.shape) if is_full else tile, generator)
             part[to_rows, to_columns] = tile[from_rows, from_columns]
     if len(spec.shape) == 1:
-        return part.view(-1)
-    inner = spec.shape[2:]
-    return part.view(len(rows), len(columns) // math.prod(inner), *inner)
+        return part.flatten()
+    return part.unflatten(1, (-1, *spec.shape[2:]))
 
 
 def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, slice]]:
     """Yields the tiles along a dim of `size` that `own` lies in: the tile, what `own` has of it,
     and where in `own`."""
-    for start in range(own.start - own.start % step, own.stop, step) if own else ():
+    for start in range(own.start - own.start % step, own.stop, step):
         tile = range(start, min(start + step, size))
         first, end = max(own.start, start), min(own.stop, tile.stop)
         yield tile, slice(first - start, end - start), slice(first - own.start, end - own.start)
