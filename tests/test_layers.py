@@ -82,7 +82,7 @@ def test_a_rank_draws_its_part_of_the_tensor_that_all_draw_together(
         assert whole.shape == shape
         assert whole.unique().numel() > 0.95 * min(whole.numel(), 2**19)
         for tp in (Axis(4, 0, None), Axis(4, 2, None)):
-            of_tp = spec.local_part(whole, tp)
+            of_tp = tp.part(whole, dim)
             assert torch.equal(initial_part(spec, "some.weight", 5, tp), of_tp)
             each = -(-len(of_tp) // 5)
             for rank in range(5):

@@ -99,19 +99,10 @@ Pointwise = Callable[..., Tensor]
 TILE_COLUMNS, TILE_NUMBERS = 512, 2**16
 
 
-def local_part(full: Tensor, dim: int | None, axis: Axis) -> Tensor:
-    """Returns this tp rank's part of a global tensor that is split in `dim` (None: all of it), a
-    view: the rows of `shard_sizes.shard_rows`."""
-    if dim is None:
-        return full
-    rows = axis.rows(full.shape[dim])
-    return full.narrow(dim, rows.start, len(rows))
-
-
 def shard_tensor(full: Tensor, dim: int | None, tp: DeviceMesh | None) -> Tensor:
     """Returns a copy of this rank's part of a global tensor, as a DTensor on the tp axis, or as a
     plain tensor on one rank."""
-    local = local_part(full, dim, Axis.of(tp)).clone()
+    local = Axis.of(tp).part(full, dim).clone()
     if tp is None or tp.size() == 1:
         return local
     draw_dtensors_by(draw)  # [Note: random starts]
@@ -130,10 +121,6 @@ class ParameterSpec:
     # each tp rank computes a summand of the gradient (norms under sequence parallelism)
     partial_gradient: bool = False
     uneven: bool = False  # the last rank may have fewer rows: a vocabulary
-
-    def local_part(self, full: Tensor, axis: Axis) -> Tensor:
-        """Returns this tp rank's part of the global tensor, a view."""
-        return local_part(full, self.dim, axis)
 
     def start(self, whole: Tensor) -> object:
         """Fills the whole tensor with initial values from torch's default generator."""

@@ -46,8 +46,8 @@ class LearnedPositions(ParallelModule, nn.Embedding):
         length, first = own * axis.size, own * axis.rank
         if length > self.num_embeddings:
             raise ValueError(
-                f"LearnedPositions: a sequence of {length} tokens, and there are {self.num_embeddings} "
-                "positions"
+                f"LearnedPositions: a sequence of {length} tokens, and there are "
+                f"{self.num_embeddings} positions"
             )
         weight = self.replicated("weight")
         if positions is None:
