@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,6 +53,13 @@ class Axis:
     def rows(self, size: int) -> range:
         """Returns the rows that this rank has of a dim that is split over the axis."""
         return shard_rows(size, self.rank, self.size)
+
+    def part(self, full: Tensor, dim: int | None) -> Tensor:
+        """Returns this rank's part of a tensor that is split in `dim` (None: all of it), a view."""
+        if dim is None:
+            return full
+        rows = self.rows(full.shape[dim])
+        return full.narrow(dim, rows.start, len(rows))
 
     def __deepcopy__(self, memo: object) -> Axis:
         return self  # a copy of a module works over the same ranks

@@ -12,7 +12,7 @@ from __future__ import annotations
 def shard_rows(size: int, rank: int, ranks: int) -> range:
     """The rows, of `size` in all, that `rank` of `ranks` has; an empty range where it has none."""
     each = largest_shard(size, ranks)
-    return range(min(rank * each, size), min((rank + 1) * each, size))
+    return range(size)[rank * each : (rank + 1) * each]
 
 
 def largest_shard(size: int, ranks: int) -> int:

@@ -16,7 +16,7 @@ FAULTS = """\
 sum over tp forgotten | parallel3d/layers/regions.py | return all_reduce(x.clone(), axis) | return x.clone() | tests/distributed/test_layers_regions.py
 gradient of a copied region | parallel3d/layers/regions.py | forward=_alias, backward=_sum) | forward=_alias, backward=_alias) | tests/distributed/test_layers_regions.py
 gather without reduction | parallel3d/layers/regions.py | forward=gather, backward=reduce_scatter) | forward=gather, backward=_own_part) | tests/distributed/test_layers_regions.py
-wrong shard of a region | parallel3d/layers/regions.py | axis.rank * length, length) | (axis.size - 1 - axis.rank) * length, length) | tests/distributed/test_layers_regions.py
+wrong shard of a region | parallel3d/mesh.py | rows.start, len(rows)) | full.shape[dim] - rows.stop, len(rows)) | tests/distributed/test_layers_regions.py
 rotation of the wrong sign | parallel3d/layers/positions.py | self.head_dim // 2] *= -1.0 | self.head_dim // 2] *= 1.0 | tests/test_layers_positions.py
 inverse rotation forgotten | parallel3d/layers/positions.py | positions, -1.0), None | positions, 1.0), None | tests/test_layers_positions.py tests/distributed/test_layers_attention.py
 last shard one row short | parallel3d/shard_sizes.py | min((rank + 1) * each, size)) | min((rank + 1) * each, size - 1)) | tests/test_shard_sizes.py

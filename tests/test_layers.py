@@ -82,7 +82,7 @@ def test_a_rank_draws_its_part_of_the_tensor_that_all_draw_together(
         assert whole.shape == shape
         assert whole.unique().numel() > 0.95 * min(whole.numel(), 2**19)
         for tp in (Axis(4, 0, None), Axis(4, 2, None)):
-            of_tp = spec.local_part(whole, tp)
+            of_tp = tp.part(whole, dim)
             assert torch.equal(initial_part(spec, "some.weight", 5, tp), of_tp)
             each = -(-len(of_tp) // 5)
             for rank in range(5):
@@ -140,7 +140,7 @@ def test_equal_positions_of_packed_documents_keep_all_their_gradients_in_bf16() 
     positions = LearnedPositions(4, 8, tp=ParallelContext(dtype=torch.bfloat16))
     places = torch.arange(4).repeat(1, 1000)
     gradients = torch.rand(1, 4000, 8).add(0.5).bfloat16()
-    positions.longest = 4000
+    positions.num_embeddings = 4000
     x = torch.zeros(1, 4000, 8, dtype=torch.bfloat16)
     assert torch.equal(positions(x, places)[0, :4], positions.weight)
     positions(x, places).backward(gradients)

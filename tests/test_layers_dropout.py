@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel3d.layers.dropout import _GOLDEN, Dropout, _split_mix, dropout_key
+from parallel3d.layers.dropout import GOLDEN, Dropout, _split_mix, dropout_key
 
 SAMPLES = torch.tensor([0, 1])
 KEY = dropout_key(0, 0, SAMPLES)
@@ -15,7 +15,7 @@ def test_the_hash_is_splitmix64() -> None:
     """The generator gives its published first outputs for seed 1234567 (Rosetta Code,
     "Pseudo-random numbers/ Splitmix64")."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    counter = torch.arange(1, 4) * _GOLDEN + 1234567
+    counter = torch.arange(1, 4) * GOLDEN + 1234567
     assert [value % 2**64 for value in _split_mix(counter).tolist()] == expected
 
 

@@ -96,10 +96,6 @@ class VocabParallel(ConvertedModule, nn.Embedding):
     """A look-up in this rank's rows: ids [B, S] -> [B, S, D]. All-reduces y forward; sends nothing
     backward."""
 
-    @property
-    def first_row(self) -> int:
-        return self.axis.rows(self.num_embeddings).start
-
     def forward(self, ids: Tensor) -> Tensor:
         y = vocab_parallel_lookup(ids, self)
         if self.padding_idx is None:

@@ -10,6 +10,7 @@ backend. Under `torch.compile` the layers call them by `outside_graph`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -46,7 +47,8 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
         return lambda: x
     x = x.contiguous()
     if parts := _start_exchange(x, axis):
-        return lambda: _reduce(parts(), op)
+        add = torch.add if op == "sum" else torch.maximum
+        return lambda: reduce(add, parts())
     work = dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), axis.group, async_op=True)
     return lambda: after(work, x)
 
@@ -59,9 +61,10 @@ def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
     x = x.contiguous()
     if parts := _start_exchange(x, axis):
         return lambda: torch.cat(parts(), dim=dim)
-    gathered = x.new_empty((axis.size * len(x), *x.shape[1:]))
-    work = all_gather_single(gathered, x, group=axis.group, async_op=True)
-    return lambda: _joined(after(work, gathered, x), axis, dim)
+    gathered = x.new_empty((axis.size, *x.shape))
+    work = all_gather_single(gathered.flatten(0, 1), x, group=axis.group, async_op=True)
+    # no copy where the dims before `dim` are of size 1
+    return lambda: after(work, gathered, x).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
@@ -72,7 +75,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait
     # no copy where batch = 1
     stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if parts := _start_exchange(stacked, axis):
-        return lambda: _reduce([part[axis.rank] for part in parts()], "sum")
+        return lambda: reduce(torch.add, [part[axis.rank] for part in parts()])
     out = torch.empty_like(stacked[0])
     work = reduce_scatter_single(out, stacked.flatten(0, 1), group=axis.group, async_op=True)
     return lambda: after(work, out, stacked)
@@ -120,14 +123,6 @@ def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
     return x
 
 
-def _joined(parts: Tensor, axis: Axis, dim: int) -> Tensor:
-    """[n b, ..., d / n, ...] -> [b, ..., d, ...]; no copy where the dims before `dim` are of size
-    1."""
-    # no -1, which an empty one leaves open
-    stacked = parts.unflatten(0, (axis.size, len(parts) // axis.size))
-    return stacked.movedim(0, dim).flatten(dim, dim + 1)
-
-
 def _start_exchange(x: Tensor, axis: Axis) -> Callable[[], list[Tensor]] | None:
     """Starts to send a tensor through shared memory; the function that is returned gives every
     rank's. Returns None where it goes through the backend."""
@@ -138,17 +133,7 @@ def _start_exchange(x: Tensor, axis: Axis) -> Callable[[], list[Tensor]] | None:
     return None if exchange is None else exchange.start(x)
 
 
-def _reduce(parts: list[Tensor], op: Reduction) -> Tensor:
-    add = torch.add if op == "sum" else torch.maximum
-    total = add(parts[0], parts[1])
-    for part in parts[2:]:
-        add(total, part, out=total)
-    return total
-
-
-def after(work: dist.Work | None, x: Tensor, *sent: Tensor) -> Tensor:
-    """Returns x when the work is done, which is None where this rank takes no part. The tensors
-    `sent` live until then."""
-    if work is not None:
-        work.wait()
+def after(work: dist.Work, x: Tensor, *sent: Tensor) -> Tensor:
+    """Returns x when the work is done. The tensors `sent` live until then."""
+    work.wait()
     return x

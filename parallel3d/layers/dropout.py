@@ -13,22 +13,23 @@ A key is a tensor, so that a compiled model is one graph for all steps.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
-from parallel3d.mesh import ONE_RANK, Axis
+from parallel3d.mesh import Axis
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio: its multiples are far apart
 _FIRST_FACTOR, _SECOND_FACTOR = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
     """Returns the key of a step for each of `samples`, the global indices of the sequences, int64
     in the same shape."""
-    run = _split_mix(_split_mix(torch.tensor(seed)) + torch.tensor(step))
-    return _split_mix(samples * _GOLDEN + run)
+    run = _split_mix(_split_mix(torch.tensor(seed)) + step)
+    return _split_mix(samples * GOLDEN + run)
 
 
 class Dropout(nn.Module):
@@ -66,30 +67,28 @@ class Dropout(nn.Module):
 
     def dropped(self, x: Tensor, key: Tensor) -> Tensor:
         """Returns a mask in the shape of x, True for the elements that are dropped."""
-        split = None if self.split_dim is None else self.split_dim % x.ndim
         # A counter of every element's global place in its sample, added to the sample's key.
         counter = _split_mix(key.to(x.device, non_blocking=True) + self.salt)
-        counter = counter.view(-1, *[1] * (x.ndim - 1))
-        stride = 1
-        for dim in range(x.ndim - 1, 0, -1):
+        whole = list(x.shape)  # over all ranks
+        if self.split_dim is not None:
+            whole[self.split_dim] *= self.axis.size
+        for dim in range(1, x.ndim):
             size = x.shape[dim]
-            axis = self.axis if dim == split else ONE_RANK
-            first = axis.rank * size
-            place = torch.arange(first, first + size, device=x.device) * stride
-            counter = counter + place.view(-1, *[1] * (x.ndim - 1 - dim))
-            stride *= size * axis.size
+            first = self.axis.rank * size if whole[dim] > size else 0
+            place = torch.arange(first, first + size, device=x.device)
+            counter = counter.unsqueeze(-1) + place * math.prod(whole[dim + 1 :])
         # The p 2^64 smallest of all 2^64 values are dropped. The factor comes last: inductor would
         # write a product of places as an index, which cannot hold it.
-        return _split_mix(counter * _GOLDEN) < int(self.p * 2**64) - 2**63
+        return _split_mix(counter * GOLDEN) < int(self.p * 2**64) - 2**63
 
 
 def _split_mix(z: Tensor) -> Tensor:
     """Returns SplitMix64's finaliser of a tensor, which is overwritten."""
-    z = _xor_shifted(z, 30).mul_(_FIRST_FACTOR)
-    z = _xor_shifted(z, 27).mul_(_SECOND_FACTOR)
-    return _xor_shifted(z, 31)
+    z = xor_shifted(z, 30).mul_(_FIRST_FACTOR)
+    z = xor_shifted(z, 27).mul_(_SECOND_FACTOR)
+    return xor_shifted(z, 31)
 
 
-def _xor_shifted(z: Tensor, bits: int) -> Tensor:
+def xor_shifted(z: Tensor, bits: int) -> Tensor:
     """Returns z xor (z >> bits), with zeros shifted in: torch's own shift repeats the sign."""
     return z.bitwise_xor_((z >> bits).bitwise_and_(2 ** (64 - bits) - 1))

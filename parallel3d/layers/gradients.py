@@ -35,7 +35,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.mesh import Axis
+from parallel3d.mesh import ONE_RANK, Axis
 
 Work = Callable[[], object]
 
@@ -128,7 +128,7 @@ def accumulate_or_return(
     *,
     fused: bool,
     rows: slice | None = None,
-    axis: Axis | None = None,
+    axis: Axis = ONE_RANK,
 ) -> Tensor | None:
     """Returns what a backward pass returns for `parameter`, whose local gradient is `local`: None
     where gradients are fused, after adding it to the total; else the gradient in the parameter's
@@ -144,7 +144,7 @@ def accumulate_or_return(
     if rows is not None:
         whole = torch.zeros_like(local_tensor(parameter))
         whole[rows] = local
-        local = whole if fused or axis is None else all_reduce(whole, axis)
+        local = whole if fused else all_reduce(whole, axis)
     if not fused:
         return like_parameter(parameter, local)
     # The dtype in which gradients add up, which `fully_shard` sets from torch 2.15 on; None takes
@@ -169,8 +169,8 @@ def accumulate_or_return_product(
     if delayed is not None:
         # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows
         # where it comes from.
-        kept = grad_out.detach(), x.detach()
-        work = partial(accumulate_or_return_product, weight, *kept, fused=True)
+        kept = x.detach()
+        work = partial(accumulate_or_return_product, weight, grad_out, kept, fused=True)
         if delayed.delay(work):
             return None
     total = accumulated_gradient(weight) if fused else None

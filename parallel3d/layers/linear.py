@@ -51,7 +51,7 @@ from parallel3d.layers.gradients import (
     accumulate_or_return_product,
     local_tensor,
 )
-from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, zeros
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, ShardedModule, zeros
 from parallel3d.layers.regions import gather_from_region
 from parallel3d.mesh import ONE_RANK
 from parallel3d.shard_sizes import shard_rows
@@ -154,7 +154,7 @@ def row_parallel(x: Tensor, layer: Any) -> Tensor:
     """Returns the output of a row-parallel layer."""
     if is_plain(layer):
         return F.linear(x, layer.weight, layer.bias)
-    y: Tensor = outside_graph(RowParallelProduct.apply, cast_input(x), layer.weight, layer)
+    y: Tensor = outside_graph(RowParallelProduct.apply, cast_input(x), layer.weight, None, layer)
     return y if layer.bias is None else y + layer.replicated("bias").to(y.dtype)
 
 
@@ -276,13 +276,14 @@ def _bias_gradient(layer: Any, bias: Tensor | None, grad: Tensor) -> Tensor | No
 
 
 class RowParallelProduct(Function):
-    """The product of a row-parallel layer and the sum over tp after it."""
+    """The product of a row-parallel layer and the sum over tp after it. A bias is added before the
+    sum: only a layer that is not split has one here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.layer = weight, layer
-        y = F.linear(x, used_part(weight, layer))
+        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
+        y = F.linear(x, used_part(weight, layer), bias)
         return sum_partial(y, layer.axis, scattered=layer.sequence_parallel)
 
     @staticmethod
@@ -290,34 +291,25 @@ class RowParallelProduct(Function):
         (x,), weight, layer = ctx.saved_tensors, ctx.weight, ctx.layer
         if layer.sequence_parallel:
             grad = gather(grad, layer.axis)
+        grad = grad.contiguous()  # one matmul, not one for each sequence
         grad_x = grad @ used_part(weight, layer).to(grad.dtype)
-        return grad_x, _weight_gradient(layer, weight, grad.flatten(0, -2), x.flatten(0, -2)), None
-
-
-# The attributes of a column-parallel layer that an nn.Linear lacks.
-_NOT_SPLIT = {
-    "axis": ONE_RANK,
-    "sequence_parallel": False,
-    "fused_gradients": False,
-    "is_entered": False,
-    "is_transposed": False,
-    "padded_width": None,
-    "rows": None,
-}
+        grad = grad.flatten(0, -2)
+        of_weight = _weight_gradient(layer, weight, grad, x.flatten(0, -2))
+        return grad_x, of_weight, _bias_gradient(layer, ctx.bias, grad), None
 
 
 def delay_weight_gradients(module: nn.Module) -> DelayedGradients:
     """Lets the layers below a module, `nn.Linear`s among them, delay their weights' gradients.
     Returns what collects them until a second call. It changes no result and no name. A compiled
     module stays as it is: its backward is one piece, which is done in the first half."""
-    delayed = DelayedGradients()
+    whole_layer = ParallelModule(None)  # stands for each nn.Linear: nothing of it is split
+    whole_layer.delayed = delayed = DelayedGradients()
     for part in _eager_modules(module):
         if type(part) is nn.Linear:
             vars(part).setdefault("forward", partial(_delaying_forward, part))
-            vars(part).update(_NOT_SPLIT)
-        elif not hasattr(part, "delayed"):
-            continue
-        part.delayed = delayed  # type: ignore[assignment]
+            vars(part)["whole_layer"] = whole_layer  # no child of the linear
+        elif isinstance(part, ShardedModule):
+            part.delayed = delayed
     return delayed
 
 
@@ -334,5 +326,5 @@ def _delaying_forward(linear: Any, x: Tensor) -> Tensor:
     is_plain_leaf = weight.is_leaf and not isinstance(weight, DTensor)
     if not is_plain_leaf or not torch.is_grad_enabled() or x.ndim == 1:
         return F.linear(x, weight, bias)
-    (y,) = ColumnParallelProduct.apply(cast_input(x), (linear,), weight, bias)
+    y: Tensor = RowParallelProduct.apply(cast_input(x), weight, bias, linear.whole_layer)
     return y

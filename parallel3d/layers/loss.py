@@ -54,10 +54,11 @@ class TokenLoss:
         rank. Sends two all-reduces over tp: the largest logit, then the sums, of one and two
         numbers a token. `overwrite`: the memory of the logits is used again,
         because nobody reads them any more."""
-        own, elsewhere = self._own_labels(labels, logits.shape[-1])
+        own, elsewhere = own_indices(labels, self.axis.rows(self.vocab))
         largest = all_reduce(logits.amax(dim=-1).to(wide_dtype(logits)), self.axis, "max")
-        shifted = _minus(logits, largest, overwrite)
-        label_logit = shifted.gather(-1, own).squeeze(-1).masked_fill(elsewhere, 0.0)
+        out = logits if overwrite and logits.dtype == largest.dtype else None
+        shifted = torch.sub(logits, largest.unsqueeze(-1), out=out)
+        label_logit = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
         sums = torch.stack((label_logit, shifted.exp_().sum(dim=-1)))
         label_logit, exp_sum = all_reduce(sums, self.axis)
         log_sum = exp_sum.log()  # both are sums of the shifted logits
@@ -68,26 +69,20 @@ class TokenLoss:
         return losses.masked_fill(labels == IGNORED, 0.0), lse
 
     def backward(
-        self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, overwrite: bool = False
-    ) -> Tensor:
-        """Returns the gradient [T, w] by the logits where `grad` [T] is the one by the losses, in
-        float32 at least. Nothing is sent."""
-        own, elsewhere = self._own_labels(labels, logits.shape[-1])
-        result = _minus(logits, lse, overwrite).exp_()
+        self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, out: Tensor
+    ) -> None:
+        """Writes the gradient [T, w] by the logits into `out`, which may be the logits. `grad` [T]
+        is the one by the losses. It is computed in float32 at least. Nothing is sent."""
+        own, elsewhere = own_indices(labels, self.axis.rows(self.vocab))
         lse = lse.unsqueeze(-1)
+        result = out if out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
+        torch.sub(logits, lse, out=result).exp_()
         if self.z_loss:
             result.mul_(1.0 + 2.0 * self.z_loss * lse)
         at_label = elsewhere.to(lse.dtype).sub_(1.0)  # -1 for a label of this rank, else 0
-        result.scatter_add_(-1, own, at_label.unsqueeze(-1))
-        return result.mul_(grad.masked_fill(labels == IGNORED, 0.0).unsqueeze(-1))
-
-    def _own_labels(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Returns labels [T, 1] as columns of this rank (0 for those of another rank), and which
-        [T] are another rank's. A head may have filled up columns beyond the vocabulary."""
-        rows = self.axis.rows(self.vocab)
-        own = labels - rows.start
-        elsewhere = (own < 0) | (own >= min(width, len(rows)))
-        return own.masked_fill(elsewhere, 0).unsqueeze(-1), elsewhere
+        result.scatter_add_(-1, own.unsqueeze(-1), at_label.unsqueeze(-1))
+        result.mul_(grad.masked_fill(labels == IGNORED, 0.0).unsqueeze(-1))
+        out.copy_(result)  # no copy if they are one tensor
 
 
 def vocab_parallel_cross_entropy(
@@ -125,16 +120,17 @@ def token_losses(
     return losses
 
 
+def own_indices(indices: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+    """Returns indices of a vocabulary as those of this rank's `rows`, 0 for the indices of another
+    rank, and a mask of the latter."""
+    own = indices - rows.start
+    elsewhere = (own < 0) | (own >= len(rows))
+    return own.masked_fill(elsewhere, 0), elsewhere
+
+
 def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype that losses of `x` are computed in: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _minus(logits: Tensor, of_token: Tensor, overwrite: bool) -> Tensor:
-    """Returns logits [T, w] - of_token [T], in the dtype of `of_token`."""
-    wide = logits.to(of_token.dtype)
-    of_token = of_token.unsqueeze(-1)
-    return wide.sub_(of_token) if overwrite or wide is not logits else wide - of_token
 
 
 class _CrossEntropy(Function):
@@ -153,12 +149,7 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, lse = ctx.saved_tensors
         flat = logits.flatten(0, -2)  # a copy if the logits are not contiguous
-        chunks = ctx.terms.chunks(flat, labels.flatten(), lse, grad.flatten())
-        if ctx.overwrite:
-            for part in chunks:
-                grad_logits = ctx.terms.backward(*part, overwrite=True)
-                if grad_logits.dtype != logits.dtype:  # else it has been made where the logits were
-                    part[0].copy_(grad_logits)
-            return flat.view_as(logits), None, None, None
-        parts = [ctx.terms.backward(*part).to(logits.dtype) for part in chunks]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(logits), None, None, None
+        out = flat if ctx.overwrite else torch.empty_like(flat)
+        for part in ctx.terms.chunks(flat, labels.flatten(), lse, grad.flatten(), out):
+            ctx.terms.backward(*part)
+        return out.view_as(logits), None, None, None

@@ -99,19 +99,10 @@ Pointwise = Callable[..., Tensor]
 TILE_COLUMNS, TILE_NUMBERS = 512, 2**16
 
 
-def local_part(full: Tensor, dim: int | None, axis: Axis) -> Tensor:
-    """Returns this tp rank's part of a global tensor that is split in `dim` (None: all of it), a
-    view: the rows of `shard_sizes.shard_rows`."""
-    if dim is None:
-        return full
-    rows = axis.rows(full.shape[dim])
-    return full.narrow(dim, rows.start, len(rows))
-
-
 def shard_tensor(full: Tensor, dim: int | None, tp: DeviceMesh | None) -> Tensor:
     """Returns a copy of this rank's part of a global tensor, as a DTensor on the tp axis, or as a
     plain tensor on one rank."""
-    local = local_part(full, dim, Axis.of(tp)).clone()
+    local = Axis.of(tp).part(full, dim).clone()
     if tp is None or tp.size() == 1:
         return local
     draw_dtensors_by(draw)  # [Note: random starts]
@@ -130,10 +121,6 @@ class ParameterSpec:
     # each tp rank computes a summand of the gradient (norms under sequence parallelism)
     partial_gradient: bool = False
     uneven: bool = False  # the last rank may have fewer rows: a vocabulary
-
-    def local_part(self, full: Tensor, axis: Axis) -> Tensor:
-        """Returns this tp rank's part of the global tensor, a view."""
-        return local_part(full, self.dim, axis)
 
     def start(self, whole: Tensor) -> object:
         """Fills the whole tensor with initial values from torch's default generator."""
@@ -344,15 +331,14 @@ def initial_part(
             spec.init(tile.view(spec.shape) if is_full else tile, generator)
             part[to_rows, to_columns] = tile[from_rows, from_columns]
     if len(spec.shape) == 1:
-        return part.view(-1)
-    inner = spec.shape[2:]
-    return part.view(len(rows), len(columns) // math.prod(inner), *inner)
+        return part.flatten()
+    return part.unflatten(1, (-1, *spec.shape[2:]))
 
 
 def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, slice]]:
     """Yields the tiles along a dim of `size` that `own` lies in: the tile, what `own` has of it,
     and where in `own`."""
-    for start in range(own.start - own.start % step, own.stop, step) if own else ():
+    for start in range(own.start - own.start % step, own.stop, step):
         tile = range(start, min(start + step, size))
         first, end = max(own.start, start), min(own.stop, tile.stop)
         yield tile, slice(first - start, end - start), slice(first - own.start, end - own.start)

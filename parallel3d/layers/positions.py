@@ -35,8 +35,7 @@ class LearnedPositions(ParallelModule, nn.Embedding):
 
     def __init__(self, longest: int, hidden: int, *, tp: LayerTp = None) -> None:
         super().__init__(tp)
-        self.longest = self.num_embeddings = longest
-        self.embedding_dim = hidden
+        self.num_embeddings, self.embedding_dim = longest, hidden
         partial, init = self.sequence_parallel, self.context.init
         spec = ParameterSpec((longest, hidden), None, init, partial_gradient=partial)
         self.add_parameter("weight", spec)
@@ -45,10 +44,10 @@ class LearnedPositions(ParallelModule, nn.Embedding):
         own = x.shape[1]
         axis = self.axis if self.sequence_parallel else ONE_RANK
         length, first = own * axis.size, own * axis.rank
-        if length > self.longest:
+        if length > self.num_embeddings:
             raise ValueError(
-                f"LearnedPositions: a sequence of {length} tokens, and there are {self.longest} "
-                "positions"
+                f"LearnedPositions: a sequence of {length} tokens, and there are "
+                f"{self.num_embeddings} positions"
             )
         weight = self.replicated("weight")
         if positions is None:

@@ -126,5 +126,4 @@ def _sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    length = x.shape[dim] // axis.size
-    return x.narrow(dim, axis.rank * length, length).clone(memory_format=torch.contiguous_format)
+    return axis.part(x, dim).clone(memory_format=torch.contiguous_format)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from parallel3d.layers.collectives import all_reduce
+from parallel3d.layers.dropout import GOLDEN, xor_shifted
 from parallel3d.mesh import Axis
 
 _PIECE = 2**20  # elements; a piece takes 16 bytes for each while it is summed
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LOWER_HALF = 2**32 - 1
-_ODD = -7046029254386353131  # 2^64 over the golden ratio: multiples of it are far from each other
 
 
 @torch.no_grad()
@@ -32,8 +31,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    product = numbers * _ODD
-    return product ^ (product >> 32 & _LOWER_HALF)
+    return xor_shifted(numbers * GOLDEN, 32)
 
 
 def differ(numbers: Tensor, axis: Axis) -> Tensor:

@@ -33,7 +33,7 @@ from parallel3d.layers.linear import (
     column_parallel,
     padded_product,
 )
-from parallel3d.layers.loss import TokenLoss, wide_dtype
+from parallel3d.layers.loss import TokenLoss, own_indices, wide_dtype
 from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec
 from parallel3d.shard_sizes import largest_shard
 
@@ -59,7 +59,6 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
     def __init__(self, vocab: int, hidden: int, *, tp: LayerTp = None) -> None:
         super().__init__(tp)
         self.num_embeddings, self.embedding_dim = vocab, hidden
-        self.first_row = self.axis.rows(vocab).start
         spec = ParameterSpec((vocab, hidden), 0, self.context.init, uneven=True)
         self.add_parameter("weight", spec)
 
@@ -81,9 +80,7 @@ class _VocabParallelEmbedding(Function):
         if layer.axis.size == 1:
             ctx.save_for_backward(ids)
             return F.embedding(ids, rows)
-        own = ids - layer.first_row
-        ctx.elsewhere = (own < 0) | (own >= len(rows))
-        own.masked_fill_(ctx.elsewhere, 0)
+        own, ctx.elsewhere = own_indices(ids, layer.axis.rows(layer.num_embeddings))
         ctx.save_for_backward(own)
         y = F.embedding(own, rows).masked_fill_(ctx.elsewhere.unsqueeze(-1), 0.0)
         return sum_partial(y, layer.axis, scattered=layer.sequence_parallel)
@@ -159,8 +156,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def logits(self, x: Tensor) -> Tensor:
         (logits,) = column_parallel(x, (self,))
-        missing = self.padded_width - logits.shape[-1]
-        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+        return logits
 
 
 def ends_with_head(forward: Forward) -> Forward:
@@ -238,12 +234,11 @@ class _HeadCrossEntropy(Function):
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))
         for part, own_labels, own_lse, own_grad, out in ctx.terms.chunks(*flat):
             logits = padded_product(part, rows, width)
-            # One name for all three, so that each is freed when the next one exists.
-            logits = ctx.terms.backward(logits, own_labels, own_lse, own_grad, overwrite=True)
-            logits = logits.to(rows.dtype)[:, : len(rows)]
-            torch.mm(logits, rows, out=out)
-            add_product(grad_weight, logits, part)
-            del logits  # before those of the next chunk exist
+            ctx.terms.backward(logits, own_labels, own_lse, own_grad, out=logits)
+            grad_logits = logits[:, : len(rows)]  # in their memory
+            torch.mm(grad_logits, rows, out=out)
+            add_product(grad_weight, grad_logits, part)
+            del logits, grad_logits  # before the next chunk's exist
         returned = None
         if grad_weight is not total:
             grad_weight = grad_weight.to(weight.dtype)

@@ -77,7 +77,7 @@ def load(module: nn.Module, weights: Weights) -> None:
     for name, spec in named_specs(module):
         owner, _, attribute = name.rpartition(".")
         part = module.get_submodule(owner)
-        local_tensor(getattr(part, attribute)).copy_(spec.local_part(weights[name], part.axis))
+        local_tensor(getattr(part, attribute)).copy_(part.axis.part(weights[name], spec.dim))
 
 
 def part_of(x: Tensor, split: Split, axis: Axis) -> Tensor:

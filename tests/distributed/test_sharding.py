@@ -113,7 +113,7 @@ def _shapes(trainer: Trainer) -> list[tuple[list[tuple[int, ...]], list[tuple[in
         blocks = []
         for each in owned:
             whole = torch.empty(each.spec.shape, device="meta")
-            shape = tuple(each.spec.local_part(whole, tp).shape)
+            shape = tuple(tp.part(whole, each.spec.dim).shape)
             is_in_block = each.name.startswith("layers.")
             (blocks if is_in_block else rest).append(shape)
         stages.append((rest, blocks))

@@ -186,9 +186,7 @@ def own_layers(size: StepSize, tp: DeviceMesh | None, weights: dict[str, Tensor]
     set_fused_gradients(block, True)
     with torch.no_grad():
         for name, spec in named_specs(block):
-            local_tensor(block.get_parameter(name)).copy_(
-                spec.local_part(weights[name], Axis.of(tp))
-            )
+            local_tensor(block.get_parameter(name)).copy_(Axis.of(tp).part(weights[name], spec.dim))
     return block
 
 

@@ -128,9 +128,7 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         compile_blocks(ours)
     with torch.no_grad():
         for name, spec in named_specs(ours):
-            local_tensor(ours.get_parameter(name)).copy_(
-                spec.local_part(weights[name], Axis.of(tp))
-            )
+            local_tensor(ours.get_parameter(name)).copy_(Axis.of(tp).part(weights[name], spec.dim))
     with device:
         peer = PlainLlama(model)
     peer.embed = peer.norm = peer.head = None
