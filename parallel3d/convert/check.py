@@ -72,7 +72,7 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
     axis = Axis.of(tp)
     if example is None:
         example = _guess_example(module, axis.size)
-    with _in_float32(module):
+    with _comparable(module):
         whole = _run(module, axis, example, None)
         yield
         try:
@@ -85,11 +85,11 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
 
 
 def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -> Trace:
-    """Runs the example forward and backward, without dropout, and leaves the module as it was."""
+    """Runs the example forward and backward, and leaves the gradients as they were."""
     trace = Trace()
     before = {parameter: parameter.grad for parameter in module.parameters()}
     arguments = (example,) if isinstance(example, Tensor) else example
-    with _recording(module, trace), _evaluating(module), torch.random.fork_rng():
+    with _recording(module, trace), torch.random.fork_rng():
         with torch.enable_grad():
             output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
         result = _first_number(output)
@@ -199,30 +199,20 @@ def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Turns dropout off for a block."""
-    training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, was in training.items():
-            part.training = was
-
-
-@contextmanager
-def _in_float32(module: nn.Module) -> Iterator[None]:
-    """Holds a module of one 16-bit type in float32 for a block, in which a wrong sum is told from a
-    rounded one. Its numbers are the same afterwards."""
+def _comparable(module: nn.Module) -> Iterator[None]:
+    """Turns dropout off for a block, and holds a module of one 16-bit type in float32, in which a
+    wrong sum is told from a rounded one. Its numbers are the same afterwards."""
     types = {parameter.dtype for parameter in module.parameters()}
-    if len(types) != 1 or not types & {torch.bfloat16, torch.float16}:
-        yield
-        return
-    buffers = {part: dict(part._buffers) for part in module.modules()}
-    module.float()
+    is_narrow = types in ({torch.bfloat16}, {torch.float16})
+    before = [(part, part.training, dict(part._buffers)) for part in module.modules()]
+    module.eval()
+    if is_narrow:
+        module.float()
     try:
         yield
     finally:
-        module.to(types.pop())
-        for part, own in buffers.items():
-            part._buffers.update(own)
+        if is_narrow:
+            module.to(types.pop())
+        for part, training, buffers in before:
+            part.training = training
+            part._buffers.update(buffers)
