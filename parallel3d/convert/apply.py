@@ -32,7 +32,6 @@ from parallel3d.convert.check import Example, checked
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.parallel_modules import (
     ColumnParallel,
-    ConvertedModule,
     EnterRegion,
     PackedColumnParallel,
     ParallelExperts,
@@ -60,6 +59,7 @@ from parallel3d.convert.rules import (
 )
 from parallel3d.layers.parameter import (
     ParallelModule,
+    ShardedModule,
     refuse_another_draw,
     shard_tensor,
 )
@@ -79,7 +79,7 @@ class ModulePlan:
     tp: int
     style: Style | None
     dims: dict[str, int | None]
-    parallel_class: type[ConvertedModule] | None
+    parallel_class: type[ShardedModule] | None
     settings: dict[str, Any] = field(default_factory=dict)
     counts: dict[tuple[nn.Module, str], int] = field(default_factory=dict)
 
@@ -331,8 +331,6 @@ def _convert(plan: ModulePlan, sharded: Mapping[nn.Parameter, nn.Parameter], axi
     for name, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[name] = sharded[parameter]
-    if plan.parallel_class in (EnterRegion, ScatterSequence) and module._parameters:
-        add_class(module, Replicated, axis)
     if plan.parallel_class is not None:
         add_class(module, plan.parallel_class, axis, **plan.settings)
 
