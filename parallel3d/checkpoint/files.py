@@ -183,14 +183,10 @@ def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
     return Manifest(FORMAT, *versions, save.progress, files, tensors)
 
 
-def load_tensors(
-    state: dict[str, Tensor],
-    path: Path,
-    choose: Callable[[Progress], dict[str, Tensor]] | None = None,
-) -> Progress:
-    """Reads a checkpoint of any layout into `state`'s tensors, or into those that `choose` returns
-    for what was saved. Every rank calls it. `choose` is called before names are compared, and
-    raises CheckpointError where this run cannot resume from the checkpoint. Raises
+def load_tensors(choose: Callable[[Progress], dict[str, Tensor]], path: Path) -> Progress:
+    """Reads a checkpoint of any layout into the tensors that `choose` returns for what was saved.
+    Every rank calls it. `choose` is called before names are compared, and raises CheckpointError
+    where this run cannot resume from the checkpoint. Raises
     DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or
     differs in a bit from what was saved, and CheckpointError where the checkpoint is of another
     model."""
@@ -202,7 +198,7 @@ def load_tensors(
         manifest = read_manifest(path)
         for damage in missing_files(path, manifest):
             raise damage.error(path)
-        wanted = state if choose is None else choose(manifest.progress)
+        wanted = choose(manifest.progress)
         return {name: tuple(tensor.shape) for name, tensor in wanted.items()}
 
     def compare(everyone: list[dict[str, tuple[int, ...]]]) -> None:
