@@ -208,11 +208,11 @@ def _styles_by_name(module: nn.Module, rules: Rules) -> dict[str, Style]:
                 f"rule {pattern!r}: matches no module; the names are {', '.join(names)}"
             )
         for name in found:
-            if name in styles:
-                both = f"{patterns[name]!r} and {pattern!r}"
+            first = patterns.setdefault(name, pattern)
+            if first != pattern:
+                both = f"{first!r} and {pattern!r}"
                 raise ValueError(f"{name}: matched by two rules, {both}; keep one")
             styles[name] = WORDS[rule] if isinstance(rule, str) else rule
-            patterns[name] = pattern
     return styles
 
 
