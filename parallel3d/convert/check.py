@@ -55,7 +55,7 @@ def figures(x: Tensor) -> Figures:
     """Returns the shape of x, and its norm and its sum weighted by place, float64 [2]."""
     numbers = x.detach().flatten().double()
     weighted = numbers @ _weights(len(numbers), numbers.device)
-    return x.shape, torch.stack((numbers.norm(), weighted)).cpu()
+    return x.shape, torch.stack((numbers.norm(), weighted))
 
 
 @contextmanager
@@ -130,8 +130,7 @@ def _compare(
     norms = theirs[:, 0]
     scale = norms.clamp(min=max(floor * float(norms.max()), 1e-30))
     differences = (ours - theirs).abs().amax(dim=1) / scale
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    worst = all_reduce(differences.nan_to_num(nan=torch.inf).to(device), axis, "max").tolist()
+    worst = all_reduce(differences.nan_to_num(nan=torch.inf), axis, "max").tolist()
     for name, difference in zip(names, worst, strict=True):
         if difference > _TOLERANCE:
             raise ValueError(
