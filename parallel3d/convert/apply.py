@@ -145,10 +145,15 @@ def tensor_parallelize(
     with checked(module, tp, example) if check else nullcontext():
         sharded = {}
         for each, dim in dims.items():
-            own = shard_tensor(each.detach(), dim, tp)
-            sharded[each] = nn.Parameter(own, each.requires_grad)
+            part = shard_tensor(each.detach(), dim, tp)
+            sharded[each] = nn.Parameter(part, each.requires_grad)
         for plan in plans:
-            _convert(plan, sharded, axis)
+            own = plan.module._parameters
+            for name, whole in own.items():
+                if whole is not None:
+                    own[name] = sharded[whole]
+            if plan.parallel_class is not None:
+                add_class(plan.module, plan.parallel_class, axis, **plan.settings)
         for plan in plans:  # at last, because two layers of a parent may set the same count
             for (owner, attribute), count in plan.counts.items():
                 _set_count(owner, attribute, count)
@@ -324,15 +329,6 @@ def split_dims(plans: Sequence[ModulePlan]) -> dict[nn.Parameter, int | None]:
                     "agree, such as vocab and column"
                 )
     return dims
-
-
-def _convert(plan: ModulePlan, sharded: Mapping[nn.Parameter, nn.Parameter], axis: Axis) -> None:
-    module = plan.module
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[name] = sharded[parameter]
-    if plan.parallel_class is not None:
-        add_class(module, plan.parallel_class, axis, **plan.settings)
 
 
 def _set_count(owner: Any, attribute: str, count: int) -> None:
