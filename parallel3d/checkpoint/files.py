@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ _FRAME_BYTES = 4 << 10
 class Agreement:
     """Which parts of a state this rank writes. It holds for every state of the same form."""
 
-    form: list[tuple[object, ...]]  # names, shapes, types and placements
+    form: Sequence[tuple[object, ...]]  # names, shapes, types and placements
     items: list[WriteItem]
     index: Metadata | None  # DCP's, of all ranks; on rank 0
     bytes: int  # of all ranks; on rank 0
@@ -96,9 +96,7 @@ def plan_save(
     agreement of an `earlier` save holds if every rank's state has the same form. Every rank calls
     it. Raises SaveError, before anything is written, if the disk is too full."""
     planner, partial = DefaultSavePlanner(), path.with_name(f"{path.name}.partial")
-    form: list[tuple[object, ...]] = [
-        (name, x.shape, x.dtype, getattr(x, "placements", None)) for name, x in state.items()
-    ]
+    form = [(name, x.shape, x.dtype, getattr(x, "placements", None)) for name, x in state.items()]
     index: Metadata | None = None
     total = 0
 

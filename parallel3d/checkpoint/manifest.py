@@ -189,7 +189,7 @@ def read_manifest(folder: Path) -> Manifest:
         reason = "is not what was saved: its own checksum is another"
         raise Damage(MANIFEST_FILE, reason).error(folder)
     try:
-        manifest = _MANIFEST.validate_json(text + b"}")
+        return _MANIFEST.validate_json(text + b"}")
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = shown(".".join(map(str, fault["loc"])))
@@ -197,7 +197,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: {key}: {fault['msg']}; another version of parallel3d than {__version__} has "
             "written it: use that one or a newer one"
         ) from None
-    return manifest
 
 
 def _ending(text: bytes) -> bytes:
