@@ -67,10 +67,8 @@ def load_safetensors(
         CheckpointError: A tensor is missing, left over or of another shape.
         ValueError: A DTensor is split over more axes than tp.
     """
-    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    tensors |= module.state_dict(keep_vars=True)
     names_of: dict[Tensor, list[str]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in module.state_dict(keep_vars=True).items():
         names_of.setdefault(tensor, []).append(name)
     made: dict[str, Tensor] = {}
     stored = open_safetensors(Path(path))
