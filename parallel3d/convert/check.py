@@ -8,13 +8,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from parallel3d.convert.parallel_modules import ParallelExperts
 from parallel3d.layers.collectives import all_reduce
@@ -170,23 +173,20 @@ def _first_number(output: Any) -> Tensor | None:
 def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
     """Records the first output of each module, except inside experts, which see other tokens on
     each rank. A failure inside a module becomes a RuntimeError that names the innermost module."""
-    parts = dict(module.named_modules())
-    experts = tuple(f"{name}." for name, part in parts.items() if isinstance(part, ParallelExperts))
+    names = {part: name for name, part in module.named_modules()}
+    experts = tuple(f"{name}." for part, name in names.items() if isinstance(part, ParallelExperts))
     inside: list[str] = []
 
-    def enter(name: str, part: nn.Module, inputs: Any) -> None:
-        inside.append(name)
+    def enter(part: nn.Module, inputs: Any) -> None:
+        inside.append(names.get(part, ""))
 
-    def leave(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
-        inside.pop()
+    def leave(part: nn.Module, inputs: Any, output: Any) -> None:
+        name = inside.pop()
         number = _first_number(output)
-        if number is not None and not name.startswith(experts):
+        if part in names and number is not None and not name.startswith(experts):
             trace.outputs.setdefault(name, figures(number))
 
-    hooks = []
-    for name, part in parts.items():
-        hooks.append(part.register_forward_pre_hook(partial(enter, name)))
-        hooks.append(part.register_forward_hook(partial(leave, name)))
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
         yield
     except Exception as error:
