@@ -170,8 +170,9 @@ def _write_others(folder: Path, files: dict[str, list[ExportedTensor]], form: Ex
     weights: dict[str, str] = {}
     total = 0
     for name, written in files.items():
-        weights |= dict.fromkeys((tensor.source.name for tensor in written), name)
-        total += sum(tensor.like.nbytes for tensor in written)
+        for tensor in written:
+            weights[tensor.source.name] = name
+            total += tensor.like.nbytes
     dtype = str(next(iter(files.values()))[0].like.dtype).removeprefix("torch.")
     eos = form.end_of_text
     trees: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,8 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x1b[8m\r\x08\x9b1A\u202e\ud800"
 
 def opened(folder: Path, index: str) -> str:
     (folder / INDEX).write_text(index)
-    with (
-        ExitStack() as files,
-        pytest.raises(CheckpointError, match="cannot be read as safetensors") as told,
-    ):
-        open_safetensors(folder, files)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors") as told:
+        open_safetensors(folder)
     return str(told.value)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ _FRAME_BYTES = 4 << 10
 class Agreement:
     """Which parts of a state this rank writes. It holds for every state of the same form."""
 
-    form: list[tuple[object, ...]]  # names, shapes, types and placements
+    form: Sequence[tuple[object, ...]]  # names, shapes, types and placements
     items: list[WriteItem]
     index: Metadata | None  # DCP's, of all ranks; on rank 0
     bytes: int  # of all ranks; on rank 0
@@ -96,9 +96,7 @@ def plan_save(
     agreement of an `earlier` save holds if every rank's state has the same form. Every rank calls
     it. Raises SaveError, before anything is written, if the disk is too full."""
     planner, partial = DefaultSavePlanner(), path.with_name(f"{path.name}.partial")
-    form: list[tuple[object, ...]] = [
-        (name, x.shape, x.dtype, getattr(x, "placements", None)) for name, x in state.items()
-    ]
+    form = [(name, x.shape, x.dtype, getattr(x, "placements", None)) for name, x in state.items()]
     index: Metadata | None = None
     total = 0
 
@@ -183,14 +181,10 @@ def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
     return Manifest(FORMAT, *versions, save.progress, files, tensors)
 
 
-def load_tensors(
-    state: dict[str, Tensor],
-    path: Path,
-    choose: Callable[[Progress], dict[str, Tensor]] | None = None,
-) -> Progress:
-    """Reads a checkpoint of any layout into `state`'s tensors, or into those that `choose` returns
-    for what was saved. Every rank calls it. `choose` is called before names are compared, and
-    raises CheckpointError where this run cannot resume from the checkpoint. Raises
+def load_tensors(choose: Callable[[Progress], dict[str, Tensor]], path: Path) -> Progress:
+    """Reads a checkpoint of any layout into the tensors that `choose` returns for what was saved.
+    Every rank calls it. `choose` is called before names are compared, and raises CheckpointError
+    where this run cannot resume from the checkpoint. Raises
     DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or
     differs in a bit from what was saved, and CheckpointError where the checkpoint is of another
     model."""
@@ -202,7 +196,7 @@ def load_tensors(
         manifest = read_manifest(path)
         for damage in missing_files(path, manifest):
             raise damage.error(path)
-        wanted = state if choose is None else choose(manifest.progress)
+        wanted = choose(manifest.progress)
         return {name: tuple(tensor.shape) for name, tensor in wanted.items()}
 
     def compare(everyone: list[dict[str, tuple[int, ...]]]) -> None:

@@ -20,7 +20,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, NonNegativeInt, StringConstraints, TypeAdapter, ValidationError
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from parallel3d import __version__
 from parallel3d.config.recipe import SequenceRange
@@ -31,8 +31,6 @@ _BLOCK = re.compile(r"\.\d+\.")  # the number of a block in a tensor's name
 Shapes = Mapping[str, Sequence[int]]  # by the tensors' names
 FORMAT: Literal[1] = 1
 MANIFEST_FILE, INDEX_FILE, CONFIG_FILE = "manifest.json", ".metadata", "config.yaml"
-Crc32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
-DtypeName = Annotated[str, StringConstraints(pattern=r"^(bool|b?float\d+\w*|u?int\d+)$")]
 # the files that a save writes, and no others
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
 
@@ -94,8 +92,8 @@ class Progress:
 class SavedFile:
     """The size and the CRC-32, as eight hexadecimal digits, of a file."""
 
-    bytes: NonNegativeInt
-    crc32: Crc32
+    bytes: int
+    crc32: str
 
 
 @dataclass(frozen=True)
@@ -104,20 +102,20 @@ class SavedPiece:
     `data` on, in row-major order."""
 
     file: FileName
-    at: NonNegativeInt
-    bytes: NonNegativeInt
-    data: NonNegativeInt
-    crc32: Crc32  # running, of the file up to the end of this piece
-    offsets: tuple[NonNegativeInt, ...]
-    sizes: tuple[NonNegativeInt, ...]
+    at: int
+    bytes: int
+    data: int
+    crc32: str  # running, of the file up to the end of this piece
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SavedTensor:
     """A global tensor and its pieces."""
 
-    dtype: DtypeName
-    shape: tuple[NonNegativeInt, ...]
+    dtype: str
+    shape: tuple[int, ...]
     pieces: tuple[SavedPiece, ...]
 
 
@@ -191,7 +189,7 @@ def read_manifest(folder: Path) -> Manifest:
         reason = "is not what was saved: its own checksum is another"
         raise Damage(MANIFEST_FILE, reason).error(folder)
     try:
-        manifest = _MANIFEST.validate_json(text + b"}")
+        return _MANIFEST.validate_json(text + b"}")
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = shown(".".join(map(str, fault["loc"])))
@@ -199,7 +197,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: {key}: {fault['msg']}; another version of parallel3d than {__version__} has "
             "written it: use that one or a newer one"
         ) from None
-    return manifest
 
 
 def _ending(text: bytes) -> bytes:

@@ -108,23 +108,18 @@ def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: T
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
             raise Damage(piece.file, reason).error(folder) from error
-        except EOFError:
-            raise Damage(piece.file, "was cut short while it was read").error(folder) from None
 
 
 def _read_piece(
     file: FileIO, piece: SavedPiece, dtype: torch.dtype, starts: list[int], target: Tensor
 ) -> None:
-    """Fills `target` with the elements of a piece from `starts` on, some rows at a time. Raises
-    EOFError."""
-    sizes = list(piece.sizes) or [1]
-    target = target.reshape(-1) if not piece.sizes else target  # a scalar is read as one row
+    """Fills `target` with the elements of a piece from `starts` on, some rows at a time."""
+    sizes = piece.sizes or (1,)  # a scalar is read as one row
+    target = torch.atleast_1d(target)
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
     file.seek(piece.data + sum(starts[:1]) * row_bytes)
     for rows in target.split(max(1, _READ_BYTES // row_bytes)):
         raw = np.fromfile(file, np.uint8, len(rows) * row_bytes)
-        if raw.nbytes < len(rows) * row_bytes:
-            raise EOFError
         read = torch.from_numpy(raw).view(dtype).view(len(rows), *sizes[1:])
         for dim, start in enumerate(starts[1:], start=1):
             read = read.narrow(dim, start, rows.shape[dim])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,10 @@ def load_pretrained(
         for each in hf_tensors(model):
             places |= {name: (each, at) for at, name in enumerate(each.parameters)}
         try:
-            with ExitStack() as files:
-                stored = _open(folder, model, files)
-                for own in parameters:
-                    tensor, at = places[own.name]
-                    own.part.initialize(
-                        partial(_part, stored[tensor.name], tensor, at, own.spec, tp)
-                    )
+            stored = _open(folder, model)
+            for own in parameters:
+                tensor, at = places[own.name]
+                own.part.initialize(partial(_part, stored[tensor.name], tensor, at, own.spec, tp))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read: {error}") from error
 
@@ -66,43 +62,42 @@ def refuse_another_model(
     """Raises CheckpointError, with a line for each tensor that differs from what a model with
     parameters of these shapes needs of transformers'."""
     here = {each.name: each.shape(shapes[each.parameters[0]]) for each in hf_tensors(model)}
-    with ExitStack() as files:
-        stored = _open(folder, model, files)
-        slices = {name: file.get_slice(name_there) for name, (file, name_there) in stored.items()}
-        if model.tied_embeddings:
-            # some files have it twice; transformers ties it, too
-            slices.pop(HEAD, None)
-        lines = differences({name: each.get_shape() for name, each in slices.items()}, here)
-        for name, each in slices.items():
-            if each.get_dtype() not in _WEIGHTS:
-                lines.append(f"{name} is of the type {each.get_dtype()}, no weight's")
+    stored = _open(folder, model)
+    if model.tied_embeddings:
+        # some files have it twice; transformers ties it, too
+        stored.pop(HEAD, None)
+    lines = differences({name: each.get_shape() for name, each in stored.items()}, here)
+    for name, each in stored.items():
+        if each.get_dtype() not in _WEIGHTS:
+            lines.append(f"{name} is of the type {each.get_dtype()}, no weight's")
     if lines:
         raise CheckpointError("\n  ".join([f"{folder}: is of another model:", *lines]))
 
 
-def _open(folder: Path, model: ModelConfig, files: ExitStack) -> dict[str, tuple[Any, str]]:
-    """Returns the open file of each tensor and its name there, by its name in the family's table. A
-    model that was saved without its head has names without their beginning."""
-    stored, table = open_safetensors(folder, files), NAMES[family_of(model)]
-    base = "" if any(name.startswith(table.base) for name in stored) else table.base
-    read = {name: file for name, file in stored.items() if not UNREAD.fullmatch(name)}
-    return {name if name == HEAD else base + name: (file, name) for name, file in read.items()}
+def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
+    """Opens the tensors of a folder, by their names in the family's table. A model that was saved
+    without its head has names without their beginning."""
+    stored, base = open_safetensors(folder), NAMES[family_of(model)].base
+    has_base = any(name.startswith(base) for name in stored)
+    found = {}
+    for name, each in stored.items():
+        if UNREAD.fullmatch(name):
+            continue
+        if name != HEAD and not has_base:
+            name = base + name
+        found[name] = each
+    return found
 
 
 def _part(
-    there: tuple[Any, str],
-    tensor: HfTensor,
-    at: int,
-    spec: ParameterSpec,
-    tp: Axis,
-    shards: Axis,
+    stored: Any, tensor: HfTensor, at: int, spec: ParameterSpec, tp: Axis, shards: Axis
 ) -> Tensor:
     """Reads a rank's part of a parameter, float32, which is the one of number `at` among those of a
     tensor of transformers: what `initial_part` draws otherwise."""
-    (file, name), (rows, columns) = there, spec.box(tp, shards)
+    rows, columns = spec.box(tp, shards)
     before = at * spec.shape[0]
     index = [slice(before + rows.start, before + rows.stop), slice(columns.start, columns.stop)]
     index = index[: len(spec.shape)]
     if tensor.transposed:
-        return read_slice(file, name, index[::-1], torch.float32).t()
-    return read_slice(file, name, index, torch.float32)
+        return read_slice(stored, index[::-1], torch.float32).t()
+    return read_slice(stored, index, torch.float32)

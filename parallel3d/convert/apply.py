@@ -32,7 +32,6 @@ from parallel3d.convert.check import Example, checked
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.parallel_modules import (
     ColumnParallel,
-    ConvertedModule,
     EnterRegion,
     PackedColumnParallel,
     ParallelExperts,
@@ -60,6 +59,7 @@ from parallel3d.convert.rules import (
 )
 from parallel3d.layers.parameter import (
     ParallelModule,
+    ShardedModule,
     refuse_another_draw,
     shard_tensor,
 )
@@ -79,7 +79,7 @@ class ModulePlan:
     tp: int
     style: Style | None
     dims: dict[str, int | None]
-    parallel_class: type[ConvertedModule] | None
+    parallel_class: type[ShardedModule] | None
     settings: dict[str, Any] = field(default_factory=dict)
     counts: dict[tuple[nn.Module, str], int] = field(default_factory=dict)
 
@@ -145,10 +145,15 @@ def tensor_parallelize(
     with checked(module, tp, example) if check else nullcontext():
         sharded = {}
         for each, dim in dims.items():
-            own = shard_tensor(each.detach(), dim, tp)
-            sharded[each] = nn.Parameter(own, each.requires_grad)
+            part = shard_tensor(each.detach(), dim, tp)
+            sharded[each] = nn.Parameter(part, each.requires_grad)
         for plan in plans:
-            _convert(plan, sharded, axis)
+            own = plan.module._parameters
+            for name, whole in own.items():
+                if whole is not None:
+                    own[name] = sharded[whole]
+            if plan.parallel_class is not None:
+                add_class(plan.module, plan.parallel_class, axis, **plan.settings)
         for plan in plans:  # at last, because two layers of a parent may set the same count
             for (owner, attribute), count in plan.counts.items():
                 _set_count(owner, attribute, count)
@@ -208,11 +213,11 @@ def _styles_by_name(module: nn.Module, rules: Rules) -> dict[str, Style]:
                 f"rule {pattern!r}: matches no module; the names are {', '.join(names)}"
             )
         for name in found:
-            if name in styles:
-                both = f"{patterns[name]!r} and {pattern!r}"
+            first = patterns.setdefault(name, pattern)
+            if first != pattern:
+                both = f"{first!r} and {pattern!r}"
                 raise ValueError(f"{name}: matched by two rules, {both}; keep one")
             styles[name] = WORDS[rule] if isinstance(rule, str) else rule
-            patterns[name] = pattern
     return styles
 
 
@@ -324,17 +329,6 @@ def split_dims(plans: Sequence[ModulePlan]) -> dict[nn.Parameter, int | None]:
                     "agree, such as vocab and column"
                 )
     return dims
-
-
-def _convert(plan: ModulePlan, sharded: Mapping[nn.Parameter, nn.Parameter], axis: Axis) -> None:
-    module = plan.module
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[name] = sharded[parameter]
-    if plan.parallel_class in (EnterRegion, ScatterSequence) and module._parameters:
-        add_class(module, Replicated, axis)
-    if plan.parallel_class is not None:
-        add_class(module, plan.parallel_class, axis, **plan.settings)
 
 
 def _set_count(owner: Any, attribute: str, count: int) -> None:

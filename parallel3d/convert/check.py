@@ -8,13 +8,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from parallel3d.convert.parallel_modules import ParallelExperts
 from parallel3d.layers.collectives import all_reduce
@@ -55,7 +58,7 @@ def figures(x: Tensor) -> Figures:
     """Returns the shape of x, and its norm and its sum weighted by place, float64 [2]."""
     numbers = x.detach().flatten().double()
     weighted = numbers @ _weights(len(numbers), numbers.device)
-    return x.shape, torch.stack((numbers.norm(), weighted)).cpu()
+    return x.shape, torch.stack((numbers.norm(), weighted))
 
 
 @contextmanager
@@ -72,7 +75,7 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
     axis = Axis.of(tp)
     if example is None:
         example = _guess_example(module, axis.size)
-    with _in_float32(module):
+    with _comparable(module):
         whole = _run(module, axis, example, None)
         yield
         try:
@@ -85,11 +88,11 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
 
 
 def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -> Trace:
-    """Runs the example forward and backward, without dropout, and leaves the module as it was."""
+    """Runs the example forward and backward, and leaves the gradients as they were."""
     trace = Trace()
     before = {parameter: parameter.grad for parameter in module.parameters()}
     arguments = (example,) if isinstance(example, Tensor) else example
-    with _recording(module, trace), _evaluating(module), torch.random.fork_rng():
+    with _recording(module, trace), torch.random.fork_rng():
         with torch.enable_grad():
             output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
         result = _first_number(output)
@@ -130,8 +133,7 @@ def _compare(
     norms = theirs[:, 0]
     scale = norms.clamp(min=max(floor * float(norms.max()), 1e-30))
     differences = (ours - theirs).abs().amax(dim=1) / scale
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    worst = all_reduce(differences.nan_to_num(nan=torch.inf).to(device), axis, "max").tolist()
+    worst = all_reduce(differences.nan_to_num(nan=torch.inf), axis, "max").tolist()
     for name, difference in zip(names, worst, strict=True):
         if difference > _TOLERANCE:
             raise ValueError(
@@ -171,23 +173,20 @@ def _first_number(output: Any) -> Tensor | None:
 def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
     """Records the first output of each module, except inside experts, which see other tokens on
     each rank. A failure inside a module becomes a RuntimeError that names the innermost module."""
-    parts = dict(module.named_modules())
-    experts = tuple(f"{name}." for name, part in parts.items() if isinstance(part, ParallelExperts))
+    names = {part: name for name, part in module.named_modules()}
+    experts = tuple(f"{name}." for part, name in names.items() if isinstance(part, ParallelExperts))
     inside: list[str] = []
 
-    def enter(name: str, part: nn.Module, inputs: Any) -> None:
-        inside.append(name)
+    def enter(part: nn.Module, inputs: Any) -> None:
+        inside.append(names.get(part, ""))
 
-    def leave(name: str, part: nn.Module, inputs: Any, output: Any) -> None:
-        inside.pop()
+    def leave(part: nn.Module, inputs: Any, output: Any) -> None:
+        name = inside.pop()
         number = _first_number(output)
-        if number is not None and not name.startswith(experts):
+        if part in names and number is not None and not name.startswith(experts):
             trace.outputs.setdefault(name, figures(number))
 
-    hooks = []
-    for name, part in parts.items():
-        hooks.append(part.register_forward_pre_hook(partial(enter, name)))
-        hooks.append(part.register_forward_hook(partial(leave, name)))
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
         yield
     except Exception as error:
@@ -199,30 +198,20 @@ def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Turns dropout off for a block."""
-    training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, was in training.items():
-            part.training = was
-
-
-@contextmanager
-def _in_float32(module: nn.Module) -> Iterator[None]:
-    """Holds a module of one 16-bit type in float32 for a block, in which a wrong sum is told from a
-    rounded one. Its numbers are the same afterwards."""
+def _comparable(module: nn.Module) -> Iterator[None]:
+    """Turns dropout off for a block, and holds a module of one 16-bit type in float32, in which a
+    wrong sum is told from a rounded one. Its numbers are the same afterwards."""
     types = {parameter.dtype for parameter in module.parameters()}
-    if len(types) != 1 or not types & {torch.bfloat16, torch.float16}:
-        yield
-        return
-    buffers = {part: dict(part._buffers) for part in module.modules()}
-    module.float()
+    is_narrow = types in ({torch.bfloat16}, {torch.float16})
+    before = [(part, part.training, dict(part._buffers)) for part in module.modules()]
+    module.eval()
+    if is_narrow:
+        module.float()
     try:
         yield
     finally:
-        module.to(types.pop())
-        for part, own in buffers.items():
-            part._buffers.update(own)
+        if is_narrow:
+            module.to(types.pop())
+        for part, training, buffers in before:
+            part.training = training
+            part._buffers.update(buffers)

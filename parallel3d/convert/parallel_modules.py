@@ -29,11 +29,7 @@ from parallel3d.mesh import Axis
 from parallel3d.shard_sizes import largest_shard
 
 
-class ConvertedModule(ShardedModule):
-    """Base of the classes."""
-
-
-class ColumnParallel(ConvertedModule):
+class ColumnParallel(ShardedModule):
     """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] with
     `gather_output`. Sends nothing forward, except for an all-gather of y with `gather_output`.
     All-reduces dx backward, unless a module around it does."""
@@ -50,7 +46,7 @@ class ColumnParallel(ConvertedModule):
         return gather_from_region(padded, self.axis)[..., : self.features]
 
 
-class PackedColumnParallel(ConvertedModule):
+class PackedColumnParallel(ShardedModule):
     """A column-parallel layer whose weight has several matrices side by side, or one of heads that
     ranks share: [Note: packed weights] in `convert.apply`. All-to-all of the weight's shard
     forward, and of its gradient backward."""
@@ -79,7 +75,7 @@ class PackedColumnParallel(ConvertedModule):
         return torch.cat(pieces, -1)
 
 
-class RowParallel(ConvertedModule):
+class RowParallel(ShardedModule):
     """A linear layer of this rank's input features: [B, S, I / n] -> [B, S, O]. All-reduces y
     forward; sends nothing backward. With `sequence_parallel` -> [B, S / n, O]: reduce-scatters y
     forward, all-gathers dy backward. The bias is added after the sum."""
@@ -92,7 +88,7 @@ class RowParallel(ConvertedModule):
 
 
 # An nn.Embedding, so that it comes between torch's class and one of a model.
-class VocabParallel(ConvertedModule, nn.Embedding):
+class VocabParallel(ShardedModule, nn.Embedding):
     """A look-up in this rank's rows: ids [B, S] -> [B, S, D]. All-reduces y forward; sends nothing
     backward."""
 
@@ -104,7 +100,7 @@ class VocabParallel(ConvertedModule, nn.Embedding):
         return torch.where(is_padding, y.detach(), y)  # its row does not learn
 
 
-class Replicated(ConvertedModule):
+class Replicated(ShardedModule):
     """A module that every rank has whole. During its forward its parameters are plain tensors; at
     any other time they are DTensors.
 
@@ -145,7 +141,7 @@ class ParallelExperts(Replicated):
         return reduce_from_region(y, self.axis)
 
 
-class EnterRegion(ConvertedModule):
+class EnterRegion(Replicated):
     """A module whose input several column-parallel layers read. Sends nothing forward; all-reduces
     dx backward. With `sequence_parallel` the input is [B, S / n, D]: all-gathered forward, dx
     reduce-scattered backward."""
@@ -168,7 +164,7 @@ class ScatterSequence(EnterRegion):
         return scatter_to_region(x, self.axis, SEQUENCE_DIM)
 
 
-def add_class(module: nn.Module, kind: type[ConvertedModule], axis: Axis, **settings: Any) -> None:
+def add_class(module: nn.Module, kind: type[ShardedModule], axis: Axis, **settings: Any) -> None:
     """Puts a class on top of the module's own. The object, its parameters and its hooks stay.
 
     A vocabulary-parallel look-up goes below a class of embeddings that changes the result of
@@ -190,6 +186,5 @@ def is_linear(module: nn.Module) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Returns True for transformers' Conv1D, a linear layer whose weight is transposed. Its name
     and attributes tell it, so that transformers need not be installed."""
-    weight = module._parameters.get("weight")
     has_name = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
-    return has_name and hasattr(module, "nf") and weight is not None and weight.ndim == 2
+    return has_name and hasattr(module, "nf")

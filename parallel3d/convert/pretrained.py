@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d.config.yaml_text import plain_name, read_short
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.gradients import like_parameter, local_tensor
-from parallel3d.shard_sizes import shard_rows
+from parallel3d.mesh import Axis
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ANOTHER_MODEL = "it is of another model"
@@ -67,29 +67,26 @@ def load_safetensors(
         CheckpointError: A tensor is missing, left over or of another shape.
         ValueError: A DTensor is split over more axes than tp.
     """
-    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    tensors |= module.state_dict(keep_vars=True)
     names_of: dict[Tensor, list[str]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in module.state_dict(keep_vars=True).items():
         names_of.setdefault(tensor, []).append(name)
     made: dict[str, Tensor] = {}
-    with ExitStack() as files:
-        stored = open_safetensors(Path(path), files)
-        own = set(stored)
-        for tensor, names in names_of.items():
-            there = own.intersection(names)
-            if not there:
-                raise CheckpointError(f"{path}: has no {names[0]}; {_ANOTHER_MODEL}")
-            own -= there
-            name = min(there)
-            values = _own_slice(stored[name], name, tensor, path)
-            if tensor.is_meta:
-                filled = like_parameter(tensor, values.to(device or "cpu"))
-                if isinstance(tensor, nn.Parameter):
-                    filled = nn.Parameter(filled, tensor.requires_grad)
-                made |= dict.fromkeys(names, filled)
-            else:
-                local_tensor(tensor).copy_(values)
+    stored = open_safetensors(Path(path))
+    own = set(stored)
+    for tensor, names in names_of.items():
+        there = own.intersection(names)
+        if not there:
+            raise CheckpointError(f"{path}: has no {names[0]}; {_ANOTHER_MODEL}")
+        own -= there
+        name = min(there)
+        values = _own_slice(stored[name], name, tensor, path)
+        if tensor.is_meta:
+            filled = like_parameter(tensor, values.to(device or "cpu"))
+            if isinstance(tensor, nn.Parameter):
+                filled = nn.Parameter(filled, tensor.requires_grad)
+            made |= dict.fromkeys(names, filled)
+        else:
+            local_tensor(tensor).copy_(values)
     module.load_state_dict(made, strict=False, assign=True)
     unfilled = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if own or unfilled:
@@ -101,21 +98,22 @@ def load_safetensors(
     return module
 
 
-def open_safetensors(path: Path, files: ExitStack) -> dict[str, Any]:
-    """Opens a safetensors file, or those of a folder with or without an index. Returns the open
-    file of each tensor. No tensor is read."""
+def open_safetensors(path: Path) -> dict[str, Any]:
+    """Opens a safetensors file, or those of a folder with or without an index. Returns each tensor
+    as an object of safetensors that reads the slices by which it is indexed. Each file is open as
+    long as one of its objects is there."""
     try:
-        return _open_files(path, files)
+        return _open_files(path)
     except Exception as error:  # whatever files of another kind raise
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
-def _open_files(path: Path, files: ExitStack) -> dict[str, Any]:
-    paths, listed = [path], None
+def _open_files(path: Path) -> dict[str, Any]:
+    paths = [path]
     if (path / _INDEX).is_file():
         text = read_short(path / _INDEX, "it lists weights", _LARGEST_INDEX_BYTES)
-        listed = json.loads(text)["weight_map"]
-        paths = [path / plain_name(name) for name in sorted(set(listed.values()))]
+        listed = set(json.loads(text)["weight_map"].values())
+        paths = [path / plain_name(name) for name in sorted(listed)]
     elif (path / _SINGLE).is_file():
         paths = [path / _SINGLE]
     elif path.is_dir():
@@ -126,30 +124,24 @@ def _open_files(path: Path, files: ExitStack) -> dict[str, Any]:
     for each in paths:
         if not each.is_file():
             raise ValueError(f"{each.name} is not a file")
-        file = files.enter_context(safe_open(each, framework="pt"))
+        file = safe_open(each, framework="pt")
         for name in file.keys():  # noqa: SIM118  # not a dict
             if name in found:
                 raise ValueError(f"two files have {name}")
-            found[name] = file
-    if listed is None:
-        return found
-    for name in listed:
-        if name not in found:
-            raise ValueError(f"{_INDEX} names {name}, which is not in its file")
-    return {name: found[name] for name in listed}
+            found[name] = file.get_slice(name)
+    return found
 
 
-def read_slice(file: Any, name: str, index: Sequence[slice], dtype: torch.dtype) -> Tensor:
-    """Returns a slice of a tensor of an open file, with memory of its own: safetensors returns a
-    view of the file's pages."""
-    values: Tensor = file.get_slice(name)[tuple(index)] if index else file.get_tensor(name)
+def read_slice(stored: Any, index: Sequence[slice], dtype: torch.dtype) -> Tensor:
+    """Returns a slice of a tensor in a file, with memory of its own: safetensors returns a view of
+    the file's pages."""
+    values: Tensor = stored[tuple(index)]
     return values.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor:
-    shape = file.get_slice(name).get_shape()
-    if tuple(shape) != tuple(tensor.shape):
-        here = list(tensor.shape)
+def _own_slice(stored: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor:
+    shape, here = stored.get_shape(), list(tensor.shape)
+    if shape != here:
         raise CheckpointError(f"{path}: {name} is {shape} there and {here} here; {_ANOTHER_MODEL}")
     index = [slice(None)] * tensor.ndim
     if isinstance(tensor, DTensor):
@@ -158,6 +150,6 @@ def _own_slice(file: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor
             raise ValueError(f"{name}: is split over more axes than tp; load before fully_shard")
         (placement,) = tensor.placements
         if isinstance(placement, Shard):
-            rows = shard_rows(tensor.shape[placement.dim], tp.get_local_rank(), tp.size())
+            rows = Axis.of(tp).rows(tensor.shape[placement.dim])
             index[placement.dim] = slice(rows.start, rows.stop)
-    return read_slice(file, name, index, tensor.dtype)
+    return read_slice(stored, index, tensor.dtype)

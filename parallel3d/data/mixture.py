@@ -100,7 +100,7 @@ class MixtureOrder:
 class Mixture:
     """A window source over several, which `order` draws from."""
 
-    sources: tuple[WindowSource, ...]
+    sources: Sequence[WindowSource]
     order: MixtureOrder
 
     @property
@@ -120,22 +120,18 @@ class Mixture:
         return ids[np.argsort(by_source)]
 
 
-def training_windows(recipe: Recipe, streams: Sequence[TokenStream]) -> WindowSource:
-    """Returns what a run of the recipe draws from the training parts of its corpora, one stream or
-    one a source."""
-    return _mix(streams, mixture_stages(recipe), recipe.train.seq_len, recipe.train.seed)
-
-
-def validation_windows(recipe: Recipe, streams: Sequence[TokenStream]) -> WindowSource:
-    """Returns what a run validates on: the validation parts of its corpora, with the weights of the
-    first stage. They are the same for every seed of the run."""
-    return _mix(streams, mixture_stages(recipe)[:1], recipe.train.seq_len, seed=0)
-
-
-def _mix(
-    streams: Sequence[TokenStream], stages: tuple[MixtureStage, ...], seq_len: int, seed: int
+def windows_of_run(
+    recipe: Recipe, streams: Sequence[TokenStream], *, for_validation: bool = False
 ) -> WindowSource:
-    sources = tuple(ShuffledWindows(stream, seq_len=seq_len, seed=seed) for stream in streams)
+    """Returns what a run of the recipe draws from the training parts of its corpora, one stream or
+    one a source. From their validation parts it draws with the weights of the first stage, and the
+    same for every seed of the run."""
+    stages, seed = mixture_stages(recipe), recipe.train.seed
+    if for_validation:
+        stages, seed = stages[:1], 0
+    sources = []
+    for stream in streams:
+        sources.append(ShuffledWindows(stream, seq_len=recipe.train.seq_len, seed=seed))
     if len(sources) == 1:
         return sources[0]
     return Mixture(sources, MixtureOrder(stages))

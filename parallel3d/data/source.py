@@ -54,11 +54,11 @@ def find_documents(config: DataConfig) -> list[Document]:
     """Returns the non-empty files of the corpus, sorted by name. Links to files are followed, links
     to folders are not (they may loop). Only folders and sizes are read. Raises ConfigError if
     `config` names no file with text in it, DataError for a file or folder that cannot be read."""
-    if config.source == "stdlib" and config.path is not None:
-        raise ConfigError(
-            f"data.path = {config.path}: not read if data.source = stdlib; try data.source=text"
-        )
     if config.source == "stdlib":
+        if config.path is not None:
+            raise ConfigError(
+                f"data.path = {config.path}: not read if data.source = stdlib; try data.source=text"
+            )
         root = Path(sysconfig.get_path("stdlib"))
         files = walk_files(root, NOT_STDLIB.__contains__)
         names = [name for name in files if name.endswith(".py")]
@@ -75,7 +75,15 @@ def find_documents(config: DataConfig) -> list[Document]:
         else:
             names = [root.name]
             root = root.parent
-    documents = _non_empty(root, names)
+    documents = []
+    for name in sorted(names):
+        path = root / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            _refuse(error)
+        if size and path.is_file():
+            documents.append(Document(name=name, path=path, stop=size))
     if not documents:
         raise ConfigError(
             f"data.path = {config.path}: none of its files that match data.pattern = "
@@ -93,19 +101,6 @@ def walk_files(
         folders[:] = [name for name in folders if not is_left_out(name)]
         for file in files:
             yield Path(folder, file).relative_to(root).as_posix()
-
-
-def _non_empty(root: Path, names: list[str]) -> list[Document]:
-    documents = []
-    for name in sorted(names):
-        path = root / name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            _refuse(error)
-        if size and path.is_file():
-            documents.append(Document(name=name, path=path, stop=size))
-    return documents
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -27,7 +27,7 @@ from typing import Annotated, BinaryIO, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from parallel3d.config.yaml_text import plain_name
 from parallel3d.data.windows import TokenIds
@@ -49,7 +49,7 @@ class Shard:
     """One file of ids, as `tokens.json` describes it."""
 
     file: PlainName
-    tokens: Annotated[int, Field(lt=1 << 63)] = 0
+    tokens: int = 0
     documents: int = 0
     crc32: int = 0  # the checksum of the file's bytes
 

@@ -15,7 +15,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from parallel3d.data.order import window_order
-from parallel3d.errors import DataError
 
 TokenIds = NDArray[np.integer]  # uint16, or uint32 where a vocabulary needs it
 
@@ -64,20 +63,13 @@ class TokensInMemory:
 @dataclass(frozen=True, eq=False)
 class ShuffledWindows:
     """The windows of one stream, each once an epoch, shuffled by `seed` (None: in the stream's
-    order). Past the last window the samples go on with the next epoch. Raises DataError where the
-    stream is shorter than one window."""
+    order). Past the last window the samples go on with the next epoch. The stream is no shorter
+    than one window."""
 
     stream: TokenStream
     _: KW_ONLY
     seq_len: int
     seed: int | None
-
-    def __post_init__(self) -> None:
-        if self.windows < 1:
-            raise DataError(
-                f"the corpus has {len(self.stream)} tokens, fewer than train.seq_len + 1 = "
-                f"{self.seq_len + 1}; try a smaller train.seq_len or more text"
-            )
 
     @property
     def windows(self) -> int:

@@ -57,7 +57,7 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
         _check_same_run(trainer, path, saved)
         return trainer.outer_loop.tensors_to_load(state, saved.local_sgd)
 
-    saved = load_tensors(state, path, choose)
+    saved = load_tensors(choose, path)
     _copy_to_twins(trainer)
     trainer.optimizer.set_step(saved.step - saved.skipped_steps)
     trainer.outer_loop.after_loading(saved.local_sgd)
@@ -148,7 +148,7 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
     """
     tensors = tensors_of(trainer)
     model = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    progress = load_tensors(model, path)
+    progress = load_tensors(lambda saved: model, path)
     _copy_to_twins(trainer)
     trainer.outer_loop.begin()
     trainer.publish()

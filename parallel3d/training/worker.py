@@ -28,7 +28,7 @@ from parallel3d.data.corpus import Corpus, load_corpora, load_corpus
 from parallel3d.data.evaluation import evaluation_windows
 from parallel3d.data.fingerprint import data_fingerprint
 from parallel3d.data.loader import BatchLoader, EvaluationSet
-from parallel3d.data.mixture import training_windows, validation_windows
+from parallel3d.data.mixture import windows_of_run
 from parallel3d.data.order import SkippedRanges
 from parallel3d.data.windows import WindowSource
 from parallel3d.errors import NotSavedInTimeError, printable, writing
@@ -218,9 +218,10 @@ def build_loaders(
 ) -> tuple[BatchLoader, list[EvaluationSet]]:
     """Returns the loader for training and the evaluation sets of the data rank that `rank` belongs
     to."""
-    train = training_windows(recipe, [corpus.train for corpus in corpora])
+    train = windows_of_run(recipe, [corpus.train for corpus in corpora])
     loader = training_loader(recipe, train, rank, corpora[0].document_end)
-    validation = validation_windows(recipe, [corpus.validation for corpus in corpora])
+    held_out = [corpus.validation for corpus in corpora]
+    validation = windows_of_run(recipe, held_out, for_validation=True)
     sequences = recipe.train.eval_sequences
     # `evaluate` takes any number, which no rule has compared with the layout
     if recipe.train.eval_every is None:

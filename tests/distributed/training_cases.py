@@ -31,7 +31,7 @@ from parallel3d.config.recipe import (
     TrainConfig,
 )
 from parallel3d.data.loader import Batch, BatchLoader
-from parallel3d.data.mixture import training_windows
+from parallel3d.data.mixture import windows_of_run
 from parallel3d.data.windows import TokensInMemory
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import initial_weights
@@ -123,7 +123,7 @@ def make_loader(recipe: Recipe, rank: int) -> BatchLoader:
     texts = [inspect.getsource(module).encode("ascii", "replace") for module in modules]
     streams = [TokensInMemory(np.frombuffer(text, dtype=np.uint8)) for text in texts]
     document_end = END_OF_TEXT if recipe.data.documents == "mask" else None
-    return training_loader(recipe, training_windows(recipe, streams), rank, document_end)
+    return training_loader(recipe, windows_of_run(recipe, streams), rank, document_end)
 
 
 def own_batch(recipe: Recipe, step: int) -> Batch:

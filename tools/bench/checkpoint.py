@@ -148,7 +148,7 @@ def measure_loads(tensors: int, peer: str, rounds: int, steps: int) -> list[Roun
         _save(saved, folder / "ours")
         _SAVES[peer](saved, folder / "peer")
         found = time_in_turn(
-            lambda step: load_tensors(dict(ours), folder / "ours"),
+            lambda step: load_tensors(lambda saved: dict(ours), folder / "ours"),
             lambda step: _LOADS[peer](theirs, folder / "peer"),
             rounds=rounds,
             steps=steps,
