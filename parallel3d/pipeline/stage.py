@@ -113,12 +113,7 @@ def cut_by_names(
     as ["embed", "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before
     gives, one tensor or a tuple. Raises ValueError if a stage would be empty, or a parameter of the
     model is on no stage or on two."""
-    ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(names)))]
-    if not all(ranges):
-        raise ValueError(
-            f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules"
-        )
-    stages: list[nn.Sequential] = [Chain(model, names[own.start : own.stop]) for own in ranges]
+    stages: list[nn.Sequential] = [Chain(model, own) for own in names_by_stage(names, boundaries)]
     held: dict[nn.Parameter, str] = {}
     for stage in stages:
         own = {parameter: name for name, parameter in stage.named_parameters()}
@@ -133,6 +128,17 @@ def cut_by_names(
     if lost:
         raise ValueError(f"the stages leave out {lost[:4]} of the model's parameters")
     return stages
+
+
+def names_by_stage(names: Sequence[str], boundaries: Sequence[int]) -> list[Sequence[str]]:
+    """Returns the names of each stage's modules. `boundaries` are the indices of the first name of
+    each stage except the first. Raises ValueError if a stage would be empty."""
+    ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(names)))]
+    if not all(ranges):
+        raise ValueError(
+            f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules"
+        )
+    return [names[own.start : own.stop] for own in ranges]
 
 
 class Chain(nn.Sequential):
