@@ -173,7 +173,6 @@ class PipelineRuntime:
     ) -> ScheduleExecutor:
         """Executes a schedule on a batch, after the warm-up. Raises ValueError if the batch does
         not suit the schedule."""
-        self.links.begin_run()
         inputs = () if batch.inputs is None and 0 in self.stages else batch.inputs
         given = {"inputs": inputs, "labels": batch.labels, "keywords": batch.keywords}
         for what, each in given.items():
@@ -183,6 +182,7 @@ class PipelineRuntime:
                 )
         sizes = tuple(sorted((batch.sizes or {}).items()))
         crossings = [Crossing.of(boundary, sizes) for boundary in self._boundaries]
+        self.links.begin_run(crossings)
         kind_of_step = schedule.trains, schedule.microbatches, sizes
         # Evaluations need no warm-up after training.
         is_cold = schedule.trains or not self._warm

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch.distributed as dist
 from torch import Tensor
@@ -53,10 +52,6 @@ class Transport:
         """Lists what is to come, and posts what can come by the backend before this rank has done
         anything."""
         links = self.links
-        for (one, other), crossing in zip(pairwise(self._placement), self.crossings, strict=True):
-            # all ranks come to need the groups at once
-            if one != other and not links.shares(one, other, crossing.forward):
-                links.open_groups()
         for (source, target), takers in self._schedule.transfers.items():
             for taker in takers if target == links.rank else ():
                 is_shared = links.shares(source, target, self._message(taker))
