@@ -29,7 +29,7 @@ from parallel3d.sharding.buckets import Bucket
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit, Wrap, units_of
-from parallel3d.torch_private import is_in_backward
+from parallel3d.torch_private import is_in_backward, tree_map
 
 _UNDER_WAY = 2  # buckets at once, because what is sent may be a copy
 
@@ -214,4 +214,4 @@ def _cast_inputs(
     def cast(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+    return tree_map(cast, (args, kwargs))
