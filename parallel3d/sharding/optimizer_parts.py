@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.layers.parameter import ParallelModule, ParameterSpec
-from parallel3d.mesh import Axis, Role
+from parallel3d.mesh import ONE_RANK, Axis, Role
 
 
 class OptimizerPart:
@@ -56,6 +56,9 @@ class ShardedData:
     loop. This class is one data rank in one precision, where nothing is cut and nothing is sent;
     the strategies derive from it."""
 
+    _shards = ONE_RANK
+    _repeated_over: frozenset[str] = frozenset()
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
@@ -64,7 +67,8 @@ class ShardedData:
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         """Returns what the optimizer steps of the parameter that `module` holds as `attribute`."""
-        return OptimizerPart(partial(getattr, module, attribute), Axis.of(None), frozenset())
+        find = partial(getattr, module, attribute)
+        return OptimizerPart(find, self._shards, self._repeated_over)
 
     def before_backward(self, last: bool) -> None:
         """Is called before each backward and told whether it is the step's last; without a call
@@ -112,15 +116,6 @@ class LocalParameter:
     def local(self) -> nn.Parameter:
         """The plain tensor that the optimizer steps, with its gradient in `local.grad`."""
         return self.part.local
-
-    def sync_views(self) -> None:
-        """Points `local` and its gradient at where the backward has put them."""
-        self.part.sync_views()
-
-    def distributed(self, local: Tensor) -> Tensor:
-        """Returns `local`, of the shape of `self.local`, as the tensor that all ranks hold
-        together."""
-        return self.part.distributed(local)
 
     @property
     def repeated_over(self) -> frozenset[str]:
