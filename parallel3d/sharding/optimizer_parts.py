@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.layers.gradients import like_parameter, local_tensor
-from parallel3d.layers.parameter import ParallelModule, ParameterSpec
+from parallel3d.layers.parameter import ParameterSpec, named_specs
 from parallel3d.mesh import ONE_RANK, Axis, Role
 
 
@@ -107,7 +107,7 @@ class LocalParameter:
     the first."""
 
     name: str
-    module: ParallelModule
+    module: nn.Module
     spec: ParameterSpec
     is_copy: bool  # on the last stage, of a parameter that the first stage has as well
     part: OptimizerPart  # what the optimizer steps on this rank
@@ -135,13 +135,10 @@ def local_parameters(
     """Returns the parameters of a stage, each once. `aliases` maps the later names of a shared
     parameter to its first name in the full model."""
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    found: dict[int, LocalParameter] = {}
-    for prefix, owner in module.named_modules():
-        for attribute, spec in owner.specs.items() if isinstance(owner, ParallelModule) else ():
-            name, tensor = f"{prefix}.{attribute}", getattr(owner, attribute)
-            if id(tensor) not in found:
-                first, part = aliases.get(name, name), data.part(owner, attribute)
-                found[id(tensor)] = LocalParameter(
-                    first, owner, spec, is_copy=first not in held, part=part
-                )
-    return list(found.values())
+    found = []
+    for name, spec in named_specs(module):
+        path, _, attribute = name.rpartition(".")
+        owner, first = module.get_submodule(path), aliases.get(name, name)
+        part = data.part(owner, attribute)
+        found.append(LocalParameter(first, owner, spec, is_copy=first not in held, part=part))
+    return found
