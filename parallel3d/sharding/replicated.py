@@ -67,19 +67,18 @@ class ReplicatedData(ShardedData):
         usual = usual_bucket_mib(on_gpu=device.type != "cpu")
         least = int((options.bucket_mib or usual) * 2**20) // dtypes.master.itemsize
         groups: list[list[CommunicationUnit]] = []
+        sizes: list[int] = []
         for unit in reversed(units):
-            if not groups or sum(held.numel for held in groups[0]) >= least:
+            if not sizes or sizes[0] >= least:
                 groups.insert(0, [])
+                sizes.insert(0, 0)
             groups[0].insert(0, unit)
-        sizes = [sum(unit.numel for unit in group) for group in groups]
+            sizes[0] += unit.numel
         memory = torch.zeros(sum(sizes), dtype=dtypes.master, device=device).split(sizes)
         self._buckets: list[Bucket] = []
         for index, group in enumerate(groups):
-            values = {
-                parameter: before.pop(parameter, parameter.detach())
-                for parameter in chain.from_iterable(unit.parameters for unit in group)
-            }
-            self._buckets.append(Bucket(values, memory[index], reduction))
+            parameters = [*chain.from_iterable(unit.parameters for unit in group)]
+            self._buckets.append(Bucket(parameters, before, memory[index], reduction))
             if reduction.every.size > 1:
                 self._add_hooks(index, group)
         parts = chain.from_iterable(bucket.parts for bucket in self._buckets)
