@@ -192,13 +192,14 @@ class ScheduleExecutor:
             f"({action}, action {at + 1} of {len(actions)})"
         )
         if isinstance(error, PeerLostError):
-            first_failure = links.failure_message()
-            links.fail(f"{place}: {error}")
-            raise RankError(first_failure or f"{place}: {error}") from error
-        links.fail(f"{place}: {type(error).__name__}: {error}")
+            first_failure, message = links.failure_message(), f"{place}: {error}"
+            links.fail(message)
+            raise RankError(first_failure or message) from error
+        message = f"{place}: {type(error).__name__}: {error}"
+        links.fail(message)
         if isinstance(error, Parallel3dError):  # its message says all that its reader needs
             raise error
-        raise StageError(f"{place}: {type(error).__name__}: {error}") from error
+        raise StageError(message) from error
 
 
 def _check_outputs(outputs: Tensors, message: Message) -> None:
