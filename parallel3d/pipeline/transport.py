@@ -35,7 +35,7 @@ class Transport:
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing]) -> None:
         self.links, self.crossings = links, crossings
-        self._schedule, self._placement = schedule, schedule.placement
+        self._schedule = schedule
         # What stages of this rank made, and what was sent before a message that an action waited
         # for.
         self._arrived: dict[Action, Tensors] = {}
@@ -68,7 +68,7 @@ class Transport:
     def send(self, maker: Action, tensors: Tensors) -> None:
         taker = self._schedule.feeds(maker)
         assert taker is not None
-        links, target = self.links, self._placement[taker.stage]
+        links, target = self.links, self._schedule.placement[taker.stage]
         if target == links.rank:
             self._arrived[taker] = tensors
             return
@@ -86,7 +86,7 @@ class Transport:
 
     def receive(self, taker: Action) -> Tensors:
         giver = taker.stage - 1 if taker.kind is Kind.FORWARD else taker.stage + 1
-        source = self._placement[giver]
+        source = self._schedule.placement[giver]
         while taker not in self._arrived:
             if self.links.shares(source, self.links.rank, self._message(taker)):
                 self._read(source)

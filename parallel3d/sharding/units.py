@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
 
 from torch import nn
 
@@ -47,7 +46,7 @@ class CommunicationUnit:
         return all(isinstance(part, _LOOKED_UP) for part in holders)
 
     def _parts(self) -> Iterator[nn.Module]:
-        return chain.from_iterable(module.modules() for module in self.modules)
+        return nn.ModuleList(self.modules).modules()
 
 
 def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
