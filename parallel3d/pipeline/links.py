@@ -44,14 +44,16 @@ class Links:
     once. Raises ScheduleError on all ranks where their schedules differ."""
 
     def __init__(self, pp: DeviceMesh, schedule: Schedule, device: torch.device) -> None:
-        self.rank, self.size = pp.get_local_rank(), pp.size()
+        self.rank = pp.get_local_rank()
+        self.size = pp.size()
         self._ranks: list[int] = pp.mesh.tolist()  # of the default group
         self.incoming: dict[int, Incoming] = {}
         self.outgoing: dict[int, Outgoing] = {}
         # the ways of all ranks that have shared memory
         self._shared: set[Way] = set()
         self._pipeline = pp.get_group() if self.size > 1 else None
-        self._ways, self.device = _ways(schedule), device
+        self._ways = _ways(schedule)
+        self.device = device
         self._groups: dict[Way, dist.ProcessGroup] = {}  # of this rank's ways
         # The first rank's on all ranks, and no other pipeline's. The message of the first failure
         # has this key in the store.

@@ -204,7 +204,8 @@ def _forward(
     settings = {**rules.settings, **keywords}
     inputs: tuple[Tensor, ...] = (x,)
     if not is_first and rules.hidden is not None:
-        inputs, settings[rules.hidden] = (), x
+        inputs = ()
+        settings[rules.hidden] = x
     output = type(stage).forward(stage, *inputs, **settings)
     end = stage.get_submodule(rules.last[0]) if rules.last else None
     if isinstance(end, StageEnd):

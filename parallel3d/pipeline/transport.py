@@ -34,7 +34,8 @@ class Transport:
     kernel that is loaded at its first use."""
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing]) -> None:
-        self.links, self.crossings = links, crossings
+        self.links = links
+        self.crossings = crossings
         self._schedule = schedule
         # What stages of this rank made, and what was sent before a message that an action waited
         # for.
@@ -68,7 +69,8 @@ class Transport:
     def send(self, maker: Action, tensors: Tensors) -> None:
         taker = self._schedule.feeds(maker)
         assert taker is not None
-        links, target = self.links, self._schedule.placement[taker.stage]
+        links = self.links
+        target = self._schedule.placement[taker.stage]
         if target == links.rank:
             self._arrived[taker] = tensors
             return
@@ -103,7 +105,8 @@ class Transport:
 
     def _read(self, source: int) -> None:
         """Waits for the next message in the memory shared with `source`."""
-        taker, link = self._in_memory[source].popleft(), self.links.incoming[source]
+        taker = self._in_memory[source].popleft()
+        link = self.links.incoming[source]
         message = self._message(taker)
         if self.links.wait(link) != message.digest:
             raise ValueError(
@@ -123,7 +126,8 @@ class Transport:
 
     def _post(self) -> None:
         for source, unposted in self._unposted.items():
-            posted, after = self._posted[source], self._schedule.postable_after(self.links.rank)
+            posted = self._posted[source]
+            after = self._schedule.postable_after(self.links.rank)
             while unposted and len(posted) <= RECEIVES_AHEAD and after[unposted[0]] <= self._issued:
                 taker = unposted.popleft()
                 tensors = self._message(taker).empty(self.links.device)

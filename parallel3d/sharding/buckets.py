@@ -40,7 +40,8 @@ class ReplicatedPart(OptimizerPart):
     def __init__(
         self, parameter: nn.Parameter, value: Tensor, memory: Tensor, reduction: Reduction
     ) -> None:
-        self._reduction, self.parameter = reduction, parameter
+        self._reduction = reduction
+        self.parameter = parameter
         master = reduction.dtypes.master
         self.has_master = master != reduction.dtypes.compute
         start = value if self.has_master else parameter
@@ -74,7 +75,8 @@ class ReplicatedPart(OptimizerPart):
             self.local.grad = self.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
-        parameter, mesh = self.parameter, self._reduction.mesh
+        parameter = self.parameter
+        mesh = self._reduction.mesh
         if not self._reduction.split:
             return like_parameter(parameter, local)
         if not isinstance(parameter, DTensor):
@@ -82,7 +84,8 @@ class ReplicatedPart(OptimizerPart):
         # Rows are cut over tp first, and a tp rank's rows over dp_shard.
         names = (Role.SPLIT_TENSORS, Role.SHARD_PARAMETERS)
         both = mesh[names[::-1]]
-        groups, ranks = [both.get_group(name) for name in names], both.mesh.t().contiguous()
+        groups = [both.get_group(name) for name in names]
+        ranks = both.mesh.t().contiguous()
         joined = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)
         return as_dtensor(local, joined, [*parameter.placements, Shard(0)], parameter)
 
@@ -106,7 +109,8 @@ class Bucket:
         memory: Tensor,
         reduction: Reduction,
     ) -> None:
-        self.memory, self._reduction = memory, reduction
+        self.memory = memory
+        self._reduction = reduction
         self._pending: Callable[[], Tensor] | None = None
         self.parts = []
         sizes = [local_tensor(parameter.detach()).numel() for parameter in parameters]
@@ -119,7 +123,8 @@ class Bucket:
 
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
-        over, dtype = self._reduction, self._reduction.dtypes.reduce
+        over = self._reduction
+        dtype = over.dtypes.reduce
         if over.split:
             gradients = [part.gradient for part in self.parts]
             rows = self._packing.pack(gradients, over.shard.size, dtype)

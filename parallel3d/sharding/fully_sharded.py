@@ -96,7 +96,8 @@ class FullyShardedData(ShardedData):
         # In the backward pass torch finds the next unit to gather ahead in the order of the
         # forward passes. Before the first unit it would find the last one of another microbatch, so
         # the first unit names itself.
-        chain, depth = _sharded(unit.modules[0] for unit in travelling), options.prefetch
+        chain = _sharded(unit.modules[0] for unit in travelling)
+        depth = options.prefetch
         if chain and not travelling[0].has_head:
             chain[0].set_modules_to_backward_prefetch([chain[0]])
         for at, (module, unit) in enumerate(zip(chain, travelling, strict=True)):

@@ -30,7 +30,9 @@ class OptimizerPart:
     def __init__(
         self, find: Callable[[], Tensor], shards: Axis, repeated_over: frozenset[str]
     ) -> None:
-        self._find, self._shards, self.repeated_over = find, shards, repeated_over
+        self._find = find
+        self._shards = shards
+        self.repeated_over = repeated_over
         self.local = nn.Parameter(local_tensor(find().detach()), requires_grad=find().requires_grad)
 
     def sync_views(self) -> None:
@@ -138,7 +140,8 @@ def local_parameters(
     found = []
     for name, spec in named_specs(module):
         path, _, attribute = name.rpartition(".")
-        owner, first = module.get_submodule(path), aliases.get(name, name)
+        owner = module.get_submodule(path)
+        first = aliases.get(name, name)
         part = data.part(owner, attribute)
         found.append(LocalParameter(first, owner, spec, is_copy=first not in held, part=part))
     return found

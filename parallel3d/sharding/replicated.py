@@ -42,7 +42,9 @@ class ReplicatedData(ShardedData):
         self, model: nn.Module, wrap: Wrap, reduction: Reduction, options: ShardingOptions
     ) -> None:
         super().__init__(model)
-        self._wrap, self._reduction, self._options = wrap, reduction, options
+        self._wrap = wrap
+        self._reduction = reduction
+        self._options = options
         self._publishes_late = options.publish_in_forward and reduction.split
         self._last = True  # whether the backward under way is the step's last
         self._published = 0  # buckets whose parameters are those that were published
@@ -60,7 +62,9 @@ class ReplicatedData(ShardedData):
     def allocate(self) -> None:
         """Makes the gradients' memory and the master copies. It is called once a model that was on
         the meta device has got memory; for any other model it has already been done."""
-        options, reduction, dtypes = self._options, self._reduction, self._reduction.dtypes
+        options = self._options
+        reduction = self._reduction
+        dtypes = reduction.dtypes
         before = _cast_parameters(self._model, dtypes.compute)
         units = units_of(self._model, self._wrap)
         device = units[0].parameters[0].device
@@ -125,7 +129,8 @@ class ReplicatedData(ShardedData):
         their forward begins."""
         if self._arriving is not None:  # what was published before, which is old now
             self._arriving()
-        self._published, self._arriving = 0, self._buckets[0].start_publish()
+        self._published = 0
+        self._arriving = self._buckets[0].start_publish()
         if not self._publishes_late:
             self.finish_publish()
 
@@ -138,7 +143,8 @@ class ReplicatedData(ShardedData):
         """Waits until the first `end` buckets have what was published, one after the other in the
         same order on all ranks, while the bucket after them is under way."""
         while self._arriving is not None and self._published < end:
-            bucket, rows = self._buckets[self._published], self._arriving()
+            bucket = self._buckets[self._published]
+            rows = self._arriving()
             self._published += 1
             rest = self._buckets[self._published :]
             self._arriving = rest[0].start_publish() if rest else None

@@ -98,7 +98,8 @@ class Reduction:
                 f"mesh_dim_names=({Role.SHARD_PARAMETERS.value!r},))"
             )
         replicate, shards = (axes.get(role, ONE_RANK) for role in DATA_ROLES)
-        every, split = joined_axis(mesh, DATA_ROLES, "data"), strategy != "NO_SHARD"
+        every = joined_axis(mesh, DATA_ROLES, "data")
+        split = strategy != "NO_SHARD"
         return cls(mesh, replicate, shards, every, dtypes, split and shards.size > 1, average)
 
     def own(self, values: Tensor) -> Tensor:

@@ -76,7 +76,8 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
         for index, own in joined.items():
             if own in found:
                 joined[index] = min(found)
-    parameters, modules = defaultdict(list), defaultdict(list)
+    parameters = defaultdict(list)
+    modules = defaultdict(list)
     for parameter, users in holders.items():
         parameters[joined[min(users)]].append(parameter)
     for module in model.modules():
