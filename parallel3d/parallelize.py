@@ -106,8 +106,8 @@ def parallelize(
         )
     named = reference.named_parameters(remove_duplicate=False)
     check_nothing_lost({name for name, _ in named}, ranges)
-    tied_ends = tuple(sorted(shared_by_ends(reference, ranges)))
     aliases = tied_names(reference)
+    tied_ends = tuple(sorted(shared_by_ends(aliases, ranges)))
     # Collectives of tp, a split backward, selective recompute and documents, whose lengths change,
     # stay outside of graphs.
     is_cut = schedule.splits or parallel.recompute == "selective"

@@ -25,12 +25,13 @@ from torch.distributed.tensor import DTensor
 
 # sees every operator that is called
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter  # the tensors in nested arguments
+from torch.utils._pytree import tree_iter, tree_map  # over the tensors in nested arguments
 
 __all__ = [
     "DcpPlace",
     "TorchDispatchMode",
     "tree_iter",
+    "tree_map",
 ]
 
 # Operators on lists of tensors: on a GPU one kernel for many tensors, where a loop launches one for

@@ -110,6 +110,10 @@ class Program:
     def get_group(self) -> str:
         return "pipeline"
 
+    @property
+    def mesh(self) -> Tensor:
+        return torch.arange(self.size())
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Puts the recorder in the place of torch's calls for a block, and the faults into the
@@ -117,13 +121,7 @@ class Program:
         with ExitStack() as patches:
             for name in ("isend", "irecv", "barrier"):
                 patches.enter_context(mock.patch.object(dist, name, getattr(self, f"_{name}")))
-            facts = {
-                "get_backend": lambda group: "fake",
-                "get_process_group_ranks": lambda group: list(range(self.size())),
-                "get_group_rank": lambda group, rank: rank,
-            }
-            for name, fact in facts.items():
-                patches.enter_context(mock.patch.object(dist, name, fact))
+            patches.enter_context(mock.patch.object(dist, "get_backend", lambda group: "fake"))
             patches.enter_context(mock.patch.object(links, "group_of", self._group_of))
             if "posted at once" in self.faults:
                 patches.enter_context(mock.patch.object(Schedule, "postable_after", _zeros))
@@ -133,11 +131,11 @@ class Program:
         self.steps.append(Compute(name, name not in self._used))
         self._used.add(name)
 
-    def _isend(self, tensor: Tensor, group: Hashable, group_dst: int) -> _Work | None:
-        return self._transfer(group, self.rank, group_dst)
+    def _isend(self, tensor: Tensor, target: int, group: Hashable) -> _Work | None:
+        return self._transfer(group, self.rank, target)
 
-    def _irecv(self, tensor: Tensor, group: Hashable, group_src: int) -> _Work | None:
-        return self._transfer(group, group_src, self.rank)
+    def _irecv(self, tensor: Tensor, source: int, group: Hashable) -> _Work | None:
+        return self._transfer(group, source, self.rank)
 
     def _transfer(self, group: Hashable, source: int, target: int) -> _Work:
         number = len(self.steps)

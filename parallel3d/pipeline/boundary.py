@@ -48,10 +48,6 @@ class TensorSpec:
         is_same = tensor.shape == self.shape and tensor.dtype == self.dtype
         return is_same and (self.has_gradient or not tensor.requires_grad)
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Returns new memory for the tensor, whose shape consists of numbers."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)  # type: ignore[arg-type]
-
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}]"
 
@@ -77,7 +73,10 @@ class Message:
 
     def empty(self, device: torch.device) -> Tensors:
         """Returns new memory for the tensors."""
-        return tuple(spec.empty(device) for spec in self.specs)
+        return tuple(
+            torch.empty(spec.shape, dtype=spec.dtype, device=device)  # type: ignore[arg-type]
+            for spec in self.specs
+        )
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.specs))

@@ -74,7 +74,8 @@ class ScheduleExecutor:
 
     def __post_init__(self) -> None:
         links = self.transport.links
-        self._rank, self._last_stage = links.rank, self.schedule.stages - 1
+        self._rank = links.rank
+        self._last_stage = self.schedule.stages - 1
         # the sum over microbatches; 0 without the last stage
         self.total_loss = torch.zeros((), dtype=torch.float64, device=links.device)
         # What a forward leaves for its backward, by (stage, microbatch): the inputs that get a
@@ -87,7 +88,9 @@ class ScheduleExecutor:
     def run(self) -> None:
         """Does all actions of this rank, in order. Raises StageError if something fails here and
         RankError if it fails on another rank; both say where."""
-        actions, at, recorder = self.schedule.ranks[self._rank], 0, self.recorder
+        actions = self.schedule.ranks[self._rank]
+        at = 0
+        recorder = self.recorder
         try:
             for at, action in enumerate(actions):  # noqa: B007  # read by the error below
                 taken = self._take(action)
@@ -127,7 +130,9 @@ class ScheduleExecutor:
         next stage, or None after the last stage, whose output goes to the loss. Raises ValueError
         if a stage's outputs are not what its boundary declares."""
         stage, _, microbatch = action
-        batch, trains, crossings = self.batch, self.schedule.trains, self.transport.crossings
+        batch = self.batch
+        trains = self.schedule.trains
+        crossings = self.transport.crossings
         kept: list[Tensor] = []
         if trains and stage > 0:
             for x, spec in zip(inputs, crossings[stage - 1].forward.specs, strict=True):
@@ -144,7 +149,8 @@ class ScheduleExecutor:
             if trains:
                 self._alive[stage, microbatch] = kept, [loss]
             return None
-        outputs, message = _as_tuple(output), crossings[stage].forward
+        outputs = _as_tuple(output)
+        message = crossings[stage].forward
         _check_outputs(outputs, message)
         if trains:
             roots: list[GradientEdge | None] = []
@@ -185,7 +191,8 @@ class ScheduleExecutor:
     def _fail(self, error: Exception, actions: Sequence[Action], at: int) -> NoReturn:
         """Tells the other ranks, and raises the error with the rank, the stage and the action where
         it came up."""
-        links, action = self.transport.links, actions[at]
+        links = self.transport.links
+        action = actions[at]
         place = (
             f"rank {dist.get_rank()} (pipeline rank {links.rank} of {links.size}), stage "
             f"{action.stage}, microbatch {action.microbatch}, {action.kind.name.lower()} "
@@ -193,12 +200,14 @@ class ScheduleExecutor:
         )
         if isinstance(error, PeerLostError):
             first_failure = links.failure_message()
-            links.fail(f"{place}: {error}")
-            raise RankError(first_failure or f"{place}: {error}") from error
-        links.fail(f"{place}: {type(error).__name__}: {error}")
+            message = f"{place}: {error}"
+            links.fail(message)
+            raise RankError(first_failure or message) from error
+        message = f"{place}: {type(error).__name__}: {error}"
+        links.fail(message)
         if isinstance(error, Parallel3dError):  # its message says all that its reader needs
             raise error
-        raise StageError(f"{place}: {type(error).__name__}: {error}") from error
+        raise StageError(message) from error
 
 
 def _check_outputs(outputs: Tensors, message: Message) -> None:

@@ -15,7 +15,7 @@ import secrets
 import select
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
-from parallel3d.pipeline.boundary import Message
+from parallel3d.pipeline.boundary import Crossing, Message
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.shared_memory.ring import LARGEST_BYTES, Incoming, Outgoing
 from parallel3d.shared_memory.segment import PeerLostError, own_folder
@@ -44,21 +44,22 @@ class Links:
     once. Raises ScheduleError on all ranks where their schedules differ."""
 
     def __init__(self, pp: DeviceMesh, schedule: Schedule, device: torch.device) -> None:
-        self.rank, self.size = (pp.get_local_rank(), pp.size()) if pp.size() > 1 else (0, 1)
+        self.rank = pp.get_local_rank()
+        self.size = pp.size()
+        self._ranks: list[int] = pp.mesh.tolist()  # of the default group
         self.incoming: dict[int, Incoming] = {}
         self.outgoing: dict[int, Outgoing] = {}
         # the ways of all ranks that have shared memory
         self._shared: set[Way] = set()
         self._pipeline = pp.get_group() if self.size > 1 else None
-        self._ways, self.device = _ways(schedule), device
-        # this rank's ways, with the other end's rank in it
-        self._groups: dict[Way, tuple[dist.ProcessGroup, int]] = {}
-        # the first rank's on all ranks, and no other pipeline's
+        self._ways = _ways(schedule)
+        self.device = device
+        self._groups: dict[Way, dist.ProcessGroup] = {}  # of this rank's ways
+        # The first rank's on all ranks, and no other pipeline's. The message of the first failure
+        # has this key in the store.
         self.name = f"parallel3d/{secrets.token_hex(8)}"
         self._is_closed = False
-        self._timeout = timedelta()
-        # where the ranks leave the message of the first failure; "" where there are no others
-        self._failure_key = ""
+        self._timeout = timedelta()  # 0 if there are no other processes to wait for
         # In torch's "fake" process group (a dry run) there are no other processes to meet: all
         # messages go through the groups, as on GPUs.
         if self._pipeline is not None and dist.get_backend(self._pipeline) != "fake":
@@ -75,13 +76,13 @@ class Links:
         ends open it."""
         self._timeout = timeout_of(pipeline, self.device)
         with own_folder(self.device.type) as folder:
-            mine: dict[Way, Path] = {}
+            mine: dict[int, Path] = {}
             for source, target in self._ways:
                 if target == self.rank and folder is not None:
-                    path = folder / f"{source}-{target}"
+                    path = folder / str(source)
                     with suppress(OSError):  # without room for it, the backend carries messages
                         self.incoming[source] = Incoming(path, source)
-                        mine[source, target] = path
+                        mine[source] = path
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
             own = socket.gethostname(), self.name, digest, mine
             offers = [own] * self.size
@@ -91,13 +92,12 @@ class Links:
                 raise ScheduleError(
                     f"schedule {schedule.name}: the ranks of the pipeline do not have the same one"
                 )
-            self.name = self._failure_key = names[0]
-            for way in self._ways:
-                source, target = way
-                if way in memories[target] and hosts[source] == hosts[target]:
-                    self._shared.add(way)
+            self.name = names[0]
+            for source, target in self._ways:
+                if source in memories[target] and hosts[source] == hosts[target]:
+                    self._shared.add((source, target))
                     if source == self.rank:
-                        self.outgoing[target] = Outgoing(memories[target][way], target)
+                        self.outgoing[target] = Outgoing(memories[target][source], target)
             dist.barrier(pipeline)  # all have opened what is now removed
 
     def open_groups(self) -> None:
@@ -106,17 +106,19 @@ class Links:
         circle of ranks waits for each other."""
         if self._groups or self._pipeline is None:
             return
-        ranks, device = dist.get_process_group_ranks(self._pipeline), self.device
-        first_message = torch.zeros(1, device=device)
+        first_message = torch.zeros(1, device=self.device)
         for source, target in self._ways:
             if self.rank not in (source, target):
                 continue
             peer = target if self.rank == source else source
             name = f"{self.name} {source} to {target}"
-            ends = [ranks[source], ranks[target]]
-            timeout = self._timeout or None
-            group = group_of(ends, "pipeline", name=name, device=device, timeout=timeout)
-            self._groups[source, target] = group, dist.get_group_rank(group, ranks[peer])
+            self._groups[source, target] = group_of(
+                [self._ranks[source], self._ranks[target]],
+                "pipeline",
+                name=name,
+                device=self.device,
+                timeout=self._timeout or None,
+            )
             start = self.isend if self.rank == source else self.irecv
             start(first_message, peer).wait()
         # A rank that failed at once would close its end while another still connects, which then
@@ -126,14 +128,14 @@ class Links:
     def isend(self, tensor: Tensor, target: int) -> Any:
         """Starts to send a tensor by the backend. Raises PeerLostError if the other end has
         gone."""
-        group, other = self._groups[self.rank, target]
-        return _noticing_loss(target, dist.isend, tensor, group=group, group_dst=other)
+        group = self._groups[self.rank, target]
+        return _noticing_loss(target, dist.isend, tensor, self._ranks[target], group)
 
     def irecv(self, tensor: Tensor, source: int) -> Any:
         """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError if
         the other end has gone."""
-        group, other = self._groups[source, self.rank]
-        return _noticing_loss(source, dist.irecv, tensor, group=group, group_src=other)
+        group = self._groups[source, self.rank]
+        return _noticing_loss(source, dist.irecv, tensor, self._ranks[source], group)
 
     def complete(self, work: dist.Work, peer: int) -> None:
         """Waits for a transfer by the backend. Raises PeerLostError if pipeline rank `peer` has
@@ -148,14 +150,14 @@ class Links:
         wait to be sent go out as room comes free. Raises PeerLostError where the other end has gone
         or stays silent."""
         while (digest := link.poll()) is None:
-            self._sleep([link.headers])
+            self._sleep(link.headers)
         return digest
 
     def wait_until_sent(self) -> None:
         while any(link.is_waiting for link in self.outgoing.values()):
-            self._sleep([])
+            self._sleep()
 
-    def _sleep(self, pipes: list[int]) -> None:
+    def _sleep(self, *pipes: int) -> None:
         """Sleeps until one of `pipes` can be read, or room comes free for a message that waits to
         be sent."""
         waiting = [link for link in self.outgoing.values() if link.is_waiting]
@@ -168,14 +170,17 @@ class Links:
         for link in waiting:
             link.flush()
 
-    def begin_run(self) -> None:
-        """Looks up how long this rank waits for others, which changes after the first step. Raises
-        RankError if an earlier run has failed, here or on another rank."""
+    def begin_run(self, crossings: Sequence[Crossing]) -> None:
+        """Opens the groups if a message is too large for the shared memory, and looks up how long
+        this rank waits for others, which changes after the first step. Raises RankError if an
+        earlier run has failed, here or on another rank."""
         if self._is_closed:
             raise RankError(
                 f"this pipeline has failed: {self.failure_message() or 'see the first error'}"
             )
-        if self._pipeline is not None and self._failure_key:
+        if any(crossing.forward.nbytes > LARGEST_BYTES for crossing in crossings):
+            self.open_groups()
+        if self._pipeline is not None and self._timeout:
             self._timeout = timeout_of(self._pipeline, self.device)
 
     def fail(self, message: str) -> None:
@@ -184,26 +189,26 @@ class Links:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._failure_key and self.failure_message() is None:
-            default_store().set(self._failure_key, message)
+        if self._timeout and self.failure_message() is None:
+            default_store().set(self.name, message)
         for link in (*self.incoming.values(), *self.outgoing.values()):
             link.close()
-        for group, _ in self._groups.values():
+        for group in self._groups.values():
             # NCCL's would wait for its peers: there the launcher ends them
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
 
     def failure_message(self) -> str | None:
         """Returns the message of the first rank that failed, or None where none has failed."""
-        if not self._failure_key or not default_store().check([self._failure_key]):
+        if not self._timeout or not default_store().check([self.name]):
             return None
-        return str(default_store().get(self._failure_key).decode())
+        return str(default_store().get(self.name).decode())
 
 
-def _noticing_loss(peer: int, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _noticing_loss(peer: int, call: Callable[..., Any], *args: Any) -> Any:
     """Calls torch. Raises PeerLostError if that fails."""
     try:
-        return call(*args, **options)
+        return call(*args)
     except RuntimeError as error:
         raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
 

@@ -57,13 +57,15 @@ class PipelineRuntime:
         device: torch.device | str | None = None,
     ) -> None:
         check_schedule(schedule)
-        ranks, indices = len(schedule.ranks), schedule.stages_of(pp.get_local_rank())
+        ranks = len(schedule.ranks)
+        indices = schedule.stages_of(pp.get_local_rank())
         if ranks != pp.size() or len(stages) != len(indices):
             raise ValueError(
                 f"schedule {schedule.name}: has {ranks} ranks, and stages {indices} on this one; "
                 f"the mesh has {pp.size()} ranks, and {len(stages)} modules were given"
             )
-        self.schedule, self.loss_fn = schedule, loss_fn
+        self.schedule = schedule
+        self.loss_fn = loss_fn
         own = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
         if schedule.splits:
             own = [replace(stage, delayed=delay_weight_gradients(stage.module)) for stage in own]
@@ -106,7 +108,8 @@ class PipelineRuntime:
             StageError: This rank's part failed. The pipeline cannot be used again.
             RankError: Another rank's part failed. The pipeline cannot be used again.
         """
-        schedule, own = schedule or self.schedule, self.schedule
+        schedule = schedule or self.schedule
+        own = self.schedule
         is_split_otherwise = schedule.splits and not own.splits
         if schedule.placement != own.placement or is_split_otherwise:
             raise ValueError(
@@ -173,7 +176,6 @@ class PipelineRuntime:
     ) -> ScheduleExecutor:
         """Executes a schedule on a batch, after the warm-up. Raises ValueError if the batch does
         not suit the schedule."""
-        self.links.begin_run()
         inputs = () if batch.inputs is None and 0 in self.stages else batch.inputs
         given = {"inputs": inputs, "labels": batch.labels, "keywords": batch.keywords}
         for what, each in given.items():
@@ -183,6 +185,7 @@ class PipelineRuntime:
                 )
         sizes = tuple(sorted((batch.sizes or {}).items()))
         crossings = [Crossing.of(boundary, sizes) for boundary in self._boundaries]
+        self.links.begin_run(crossings)
         kind_of_step = schedule.trains, schedule.microbatches, sizes
         # Evaluations need no warm-up after training.
         is_cold = schedule.trains or not self._warm

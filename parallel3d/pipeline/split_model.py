@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel3d.pipeline.stage import names_by_stage
 from parallel3d.torch_private import with_modules
 
 _TOLERANCE = 1e-4
@@ -147,18 +147,13 @@ def split_model(
             "output_router_logits = True: it adds a loss of all blocks' routers, and a stage has "
             "only its own; with more than one stage set output_router_logits=False"
         )
-    blocks = list(dict(model.get_submodule(rules.blocks).named_children()))
-    ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(blocks)))]
-    if not all(ranges):
-        raise ValueError(
-            f"boundaries {list(boundaries)}: leave a stage without blocks, of which there are "
-            f"{len(blocks)}"
-        )
-    _refuse_lost_or_shared(model, rules, blocks, ranges)
+    names = [name for name, _ in model.get_submodule(rules.blocks).named_children()]
+    blocks = names_by_stage(names, boundaries)
+    _refuse_lost_or_shared(model, rules, blocks)
     stages = []
-    for number, own in enumerate(ranges):
-        is_last = number == len(ranges) - 1
-        stages.append(_stage(model, rules, blocks[own.start : own.stop], number == 0, is_last))
+    for number, own in enumerate(blocks):
+        is_last = number == len(blocks) - 1
+        stages.append(_stage(model, rules, own, number == 0, is_last))
     vocab = getattr(config, "vocab_size", None)
     if example is None and vocab is not None:
         example = (torch.arange(8) * 7 + 1).view(2, 4) % vocab
@@ -209,7 +204,8 @@ def _forward(
     settings = {**rules.settings, **keywords}
     inputs: tuple[Tensor, ...] = (x,)
     if not is_first and rules.hidden is not None:
-        inputs, settings[rules.hidden] = (), x
+        inputs = ()
+        settings[rules.hidden] = x
     output = type(stage).forward(stage, *inputs, **settings)
     end = stage.get_submodule(rules.last[0]) if rules.last else None
     if isinstance(end, StageEnd):
@@ -225,17 +221,17 @@ def _first_tensor(output: Any) -> Tensor:
 
 
 def _refuse_lost_or_shared(
-    model: nn.Module, rules: SplitSpec, blocks: Sequence[str], ranges: Sequence[range]
+    model: nn.Module, rules: SplitSpec, blocks: Sequence[Sequence[str]]
 ) -> None:
     """Raises ValueError for a parameter of no stage, or one of two names on different stages."""
     places: dict[str, int] = {}  # the start of a parameter's name -> its stage
-    for stage, own in enumerate(ranges):
-        for block in blocks[own.start : own.stop]:
+    for stage, own in enumerate(blocks):
+        for block in own:
             places[f"{rules.blocks}.{block}."] = stage
     for name in (*rules.first, *rules.added):
         places[f"{name}."] = 0
     for name in rules.last:
-        places[f"{name}."] = len(ranges) - 1
+        places[f"{name}."] = len(blocks) - 1
     stage_of: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners = list(filter(name.startswith, places))

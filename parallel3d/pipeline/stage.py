@@ -8,7 +8,7 @@ whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -77,21 +77,19 @@ def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
         raise ValueError(f"the stages leave out {sorted(lost)[:4]} of the model's parameters")
 
 
-def shared_by_ends(model: nn.Module, ranges: Sequence[BlockRange]) -> set[str]:
-    """Returns the first name of each parameter that the first and the last stage share. Raises
-    ConfigError if any other stages share a parameter, because only these two sum their
-    gradients."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+def shared_by_ends(aliases: Mapping[str, str], ranges: Sequence[BlockRange]) -> set[str]:
+    """Returns the first name of each parameter that the first and the last stage share. `aliases`
+    maps the later names of a shared parameter to its first name. Raises ConfigError if any other
+    stages share a parameter, because only these two sum their gradients."""
     shared = set()
-    for aliases in names.values():
-        stages = [stage for stage, blocks in enumerate(ranges) if names_of(blocks, aliases)]
+    for name, first in aliases.items():
+        both = (first, name)
+        stages = [stage for stage, blocks in enumerate(ranges) if names_of(blocks, both)]
         if stages == [0, len(ranges) - 1]:
-            shared.add(aliases[0])
+            shared.add(first)
         elif len(stages) > 1:
             raise ConfigError(
-                f"parallel.pp * parallel.virtual_stages = {len(ranges)}: {' and '.join(aliases)} "
+                f"parallel.pp * parallel.virtual_stages = {len(ranges)}: {first} and {name} "
                 f"are one parameter on the stages {' and '.join(map(str, stages))}; only the first "
                 "and the last stage can share one; set parallel.pp=1, or parallel.stage_boundaries "
                 "that keep these modules on one stage"
@@ -112,12 +110,7 @@ def cut_by_names(
     as ["embed", "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before
     gives, one tensor or a tuple. Raises ValueError if a stage would be empty, or a parameter of the
     model is on no stage or on two."""
-    ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(names)))]
-    if not all(ranges):
-        raise ValueError(
-            f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules"
-        )
-    stages: list[nn.Sequential] = [Chain(model, names[own.start : own.stop]) for own in ranges]
+    stages: list[nn.Sequential] = [Chain(model, own) for own in names_by_stage(names, boundaries)]
     held: dict[nn.Parameter, str] = {}
     for stage in stages:
         own = {parameter: name for name, parameter in stage.named_parameters()}
@@ -132,6 +125,17 @@ def cut_by_names(
     if lost:
         raise ValueError(f"the stages leave out {lost[:4]} of the model's parameters")
     return stages
+
+
+def names_by_stage(names: Sequence[str], boundaries: Sequence[int]) -> list[Sequence[str]]:
+    """Returns the names of each stage's modules. `boundaries` are the indices of the first name of
+    each stage except the first. Raises ValueError if a stage would be empty."""
+    ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(names)))]
+    if not all(ranges):
+        raise ValueError(
+            f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules"
+        )
+    return [names[own.start : own.stop] for own in ranges]
 
 
 class Chain(nn.Sequential):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,8 +34,9 @@ class Transport:
     kernel that is loaded at its first use."""
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing]) -> None:
-        self.links, self.crossings = links, crossings
-        self._schedule, self._placement = schedule, schedule.placement
+        self.links = links
+        self.crossings = crossings
+        self._schedule = schedule
         # What stages of this rank made, and what was sent before a message that an action waited
         # for.
         self._arrived: dict[Action, Tensors] = {}
@@ -53,10 +53,6 @@ class Transport:
         """Lists what is to come, and posts what can come by the backend before this rank has done
         anything."""
         links = self.links
-        for (one, other), crossing in zip(pairwise(self._placement), self.crossings, strict=True):
-            # all ranks come to need the groups at once
-            if one != other and not links.shares(one, other, crossing.forward):
-                links.open_groups()
         for (source, target), takers in self._schedule.transfers.items():
             for taker in takers if target == links.rank else ():
                 is_shared = links.shares(source, target, self._message(taker))
@@ -73,7 +69,8 @@ class Transport:
     def send(self, maker: Action, tensors: Tensors) -> None:
         taker = self._schedule.feeds(maker)
         assert taker is not None
-        links, target = self.links, self._placement[taker.stage]
+        links = self.links
+        target = self._schedule.placement[taker.stage]
         if target == links.rank:
             self._arrived[taker] = tensors
             return
@@ -91,7 +88,7 @@ class Transport:
 
     def receive(self, taker: Action) -> Tensors:
         giver = taker.stage - 1 if taker.kind is Kind.FORWARD else taker.stage + 1
-        source = self._placement[giver]
+        source = self._schedule.placement[giver]
         while taker not in self._arrived:
             if self.links.shares(source, self.links.rank, self._message(taker)):
                 self._read(source)
@@ -108,7 +105,8 @@ class Transport:
 
     def _read(self, source: int) -> None:
         """Waits for the next message in the memory shared with `source`."""
-        taker, link = self._in_memory[source].popleft(), self.links.incoming[source]
+        taker = self._in_memory[source].popleft()
+        link = self.links.incoming[source]
         message = self._message(taker)
         if self.links.wait(link) != message.digest:
             raise ValueError(
@@ -128,7 +126,8 @@ class Transport:
 
     def _post(self) -> None:
         for source, unposted in self._unposted.items():
-            posted, after = self._posted[source], self._schedule.postable_after(self.links.rank)
+            posted = self._posted[source]
+            after = self._schedule.postable_after(self.links.rank)
             while unposted and len(posted) <= RECEIVES_AHEAD and after[unposted[0]] <= self._issued:
                 taker = unposted.popleft()
                 tensors = self._message(taker).empty(self.links.device)

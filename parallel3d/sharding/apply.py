@@ -44,7 +44,8 @@ def shard(
         raise ValueError(
             f"strategy = {strategy!r}: must be one of {', '.join(get_args(ShardingName))}"
         )
-    options, dtypes = options or ShardingOptions(), dtypes or Dtypes.of(model)
+    options = options or ShardingOptions()
+    dtypes = dtypes or Dtypes.of(model)
     reduction = Reduction.over(mesh, strategy, dtypes, average=average)
     every = reduction.every
     if (error := replication_error(strategy, reduction.replicate.size)) is not None:

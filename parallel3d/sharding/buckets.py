@@ -12,7 +12,7 @@ same bytes in less than half of the time (docs/sharding.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -40,14 +40,18 @@ class ReplicatedPart(OptimizerPart):
     def __init__(
         self, parameter: nn.Parameter, value: Tensor, memory: Tensor, reduction: Reduction
     ) -> None:
-        self._reduction, self.parameter = reduction, parameter
+        self._reduction = reduction
+        self.parameter = parameter
         master = reduction.dtypes.master
         self.has_master = master != reduction.dtypes.compute
-        own = reduction.own(local_tensor(value if self.has_master else parameter.detach()))
-        own = own.to(master, copy=True) if self.has_master else own
+        start = value if self.has_master else parameter
+        whole = local_tensor(start.detach())
+        own = reduction.own(whole)
+        if self.has_master:
+            own = own.to(master, copy=True)
         self.local = nn.Parameter(own, requires_grad=parameter.requires_grad)
         self.repeated_over = frozenset({Role.REPLICATE} if reduction.split else DATA_ROLES)
-        self.gradient = memory.view(local_tensor(value).shape)
+        self.gradient = memory.view(whole.shape)
         self.own_gradient = reduction.own(self.gradient)
         # the gradient as the parameter's `.grad`, if it is a view of the bucket
         self.attached: Tensor | None = None
@@ -71,7 +75,8 @@ class ReplicatedPart(OptimizerPart):
             self.local.grad = self.own_gradient
 
     def distributed(self, local: Tensor) -> Tensor:
-        parameter, mesh = self.parameter, self._reduction.mesh
+        parameter = self.parameter
+        mesh = self._reduction.mesh
         if not self._reduction.split:
             return like_parameter(parameter, local)
         if not isinstance(parameter, DTensor):
@@ -79,7 +84,8 @@ class ReplicatedPart(OptimizerPart):
         # Rows are cut over tp first, and a tp rank's rows over dp_shard.
         names = (Role.SPLIT_TENSORS, Role.SHARD_PARAMETERS)
         both = mesh[names[::-1]]
-        groups, ranks = [both.get_group(name) for name in names], both.mesh.t().contiguous()
+        groups = [both.get_group(name) for name in names]
+        ranks = both.mesh.t().contiguous()
         joined = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)
         return as_dtensor(local, joined, [*parameter.placements, Shard(0)], parameter)
 
@@ -93,23 +99,32 @@ class ReplicatedPart(OptimizerPart):
 
 class Bucket:
     """The gradients of `parts`, which lie in `memory` one after the other. Those of frozen
-    parameters are zeros."""
+    parameters are zeros. `before` has the values of parameters that were cast, which are taken out
+    of it."""
 
     def __init__(
-        self, values: Mapping[nn.Parameter, Tensor], memory: Tensor, reduction: Reduction
+        self,
+        parameters: Sequence[nn.Parameter],
+        before: dict[nn.Parameter, Tensor],
+        memory: Tensor,
+        reduction: Reduction,
     ) -> None:
-        self.memory, self._reduction = memory, reduction
+        self.memory = memory
+        self._reduction = reduction
         self._pending: Callable[[], Tensor] | None = None
-        sizes = [local_tensor(value).numel() for value in values.values()]
-        pieces = zip(values.items(), memory.split(sizes), strict=True)
-        self.parts = [ReplicatedPart(*held, piece, reduction) for held, piece in pieces]
+        self.parts = []
+        sizes = [local_tensor(parameter.detach()).numel() for parameter in parameters]
+        for parameter, piece in zip(parameters, memory.split(sizes), strict=True):
+            value = before.pop(parameter, parameter)
+            self.parts.append(ReplicatedPart(parameter, value, piece, reduction))
         if reduction.split:
             shapes = [part.gradient.shape for part in self.parts]
             self._packing = Packing(shapes, reduction.shard.size)
 
     def start_reduction(self) -> None:
         """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
-        over, dtype = self._reduction, self._reduction.dtypes.reduce
+        over = self._reduction
+        dtype = over.dtypes.reduce
         if over.split:
             gradients = [part.gradient for part in self.parts]
             rows = self._packing.pack(gradients, over.shard.size, dtype)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from parallel3d.layers.collectives import reduce_scatter_single
 from parallel3d.mesh import DATA_ROLES, Role
-from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
+from parallel3d.sharding.optimizer_parts import ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit
 from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_gradients
@@ -50,6 +50,8 @@ class FullyShardedData(ShardedData):
     and waits for gradients at the end of the backward.
     """
 
+    _repeated_over = frozenset({Role.REPLICATE})
+
     def __init__(
         self,
         model: nn.Module,
@@ -64,7 +66,6 @@ class FullyShardedData(ShardedData):
         self._shards = reduction.shard
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
-        self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         # what `fully_shard` was last told of the backward under way
         self._current: bool | None = None
         # the dtype in which microbatches are added up
@@ -84,7 +85,8 @@ class FullyShardedData(ShardedData):
         self._root = split(model, reshard_after_forward=False)
         heads = [unit.modules[0] for unit in travelling if unit.has_head]
         self._heads = [self._root, *_sharded(heads)]
-        for module in _sharded(model.modules()):
+        self._units = _sharded(model.modules())
+        for module in self._units:
             if summed != dtypes.reduce:
                 module.set_custom_reduce_scatter(ReduceScatterIn(dtypes.reduce))  # type: ignore[arg-type]
             if not reduction.average:
@@ -94,7 +96,8 @@ class FullyShardedData(ShardedData):
         # In the backward pass torch finds the next unit to gather ahead in the order of the
         # forward passes. Before the first unit it would find the last one of another microbatch, so
         # the first unit names itself.
-        chain, depth = _sharded(unit.modules[0] for unit in travelling), options.prefetch
+        chain = _sharded(unit.modules[0] for unit in travelling)
+        depth = options.prefetch
         if chain and not travelling[0].has_head:
             chain[0].set_modules_to_backward_prefetch([chain[0]])
         for at, (module, unit) in enumerate(zip(chain, travelling, strict=True)):
@@ -103,11 +106,6 @@ class FullyShardedData(ShardedData):
                 module.set_modules_to_forward_prefetch(chain[at + 1 : at + 1 + depth])
                 if at > 0:
                     module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
-
-    def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
-        return OptimizerPart(
-            partial(getattr, module, attribute), self._shards, frozenset({Role.REPLICATE})
-        )
 
     def before_backward(self, last: bool) -> None:
         # a loss that has taken over a head's work needs its weight before torch gathers it
@@ -133,11 +131,11 @@ class FullyShardedData(ShardedData):
             reduce_delayed_gradients(self._root)
 
     def finish_gradients(self) -> None:
-        if self._is_frozen:  # no backward pass has freed what the forward pass gathered
-            self.free_gathered()
+        # If all parameters are frozen, no backward pass has freed what the forward pass gathered.
+        self.free_gathered()
 
     def free_gathered(self) -> None:
-        for module in _sharded(self._model.modules()):
+        for module in self._units:
             module.reshard()
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.layers.gradients import like_parameter, local_tensor
-from parallel3d.layers.parameter import ParallelModule, ParameterSpec
-from parallel3d.mesh import Axis, Role
+from parallel3d.layers.parameter import ParameterSpec, named_specs
+from parallel3d.mesh import ONE_RANK, Axis, Role
 
 
 class OptimizerPart:
@@ -30,7 +30,9 @@ class OptimizerPart:
     def __init__(
         self, find: Callable[[], Tensor], shards: Axis, repeated_over: frozenset[str]
     ) -> None:
-        self._find, self._shards, self.repeated_over = find, shards, repeated_over
+        self._find = find
+        self._shards = shards
+        self.repeated_over = repeated_over
         self.local = nn.Parameter(local_tensor(find().detach()), requires_grad=find().requires_grad)
 
     def sync_views(self) -> None:
@@ -56,6 +58,9 @@ class ShardedData:
     loop. This class is one data rank in one precision, where nothing is cut and nothing is sent;
     the strategies derive from it."""
 
+    _shards = ONE_RANK
+    _repeated_over: frozenset[str] = frozenset()
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
@@ -64,7 +69,8 @@ class ShardedData:
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         """Returns what the optimizer steps of the parameter that `module` holds as `attribute`."""
-        return OptimizerPart(partial(getattr, module, attribute), Axis.of(None), frozenset())
+        find = partial(getattr, module, attribute)
+        return OptimizerPart(find, self._shards, self._repeated_over)
 
     def before_backward(self, last: bool) -> None:
         """Is called before each backward and told whether it is the step's last; without a call
@@ -103,7 +109,7 @@ class LocalParameter:
     the first."""
 
     name: str
-    module: ParallelModule
+    module: nn.Module
     spec: ParameterSpec
     is_copy: bool  # on the last stage, of a parameter that the first stage has as well
     part: OptimizerPart  # what the optimizer steps on this rank
@@ -112,15 +118,6 @@ class LocalParameter:
     def local(self) -> nn.Parameter:
         """The plain tensor that the optimizer steps, with its gradient in `local.grad`."""
         return self.part.local
-
-    def sync_views(self) -> None:
-        """Points `local` and its gradient at where the backward has put them."""
-        self.part.sync_views()
-
-    def distributed(self, local: Tensor) -> Tensor:
-        """Returns `local`, of the shape of `self.local`, as the tensor that all ranks hold
-        together."""
-        return self.part.distributed(local)
 
     @property
     def repeated_over(self) -> frozenset[str]:
@@ -140,13 +137,11 @@ def local_parameters(
     """Returns the parameters of a stage, each once. `aliases` maps the later names of a shared
     parameter to its first name in the full model."""
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    found: dict[int, LocalParameter] = {}
-    for prefix, owner in module.named_modules():
-        for attribute, spec in owner.specs.items() if isinstance(owner, ParallelModule) else ():
-            name, tensor = f"{prefix}.{attribute}", getattr(owner, attribute)
-            if id(tensor) not in found:
-                first, part = aliases.get(name, name), data.part(owner, attribute)
-                found[id(tensor)] = LocalParameter(
-                    first, owner, spec, is_copy=first not in held, part=part
-                )
-    return list(found.values())
+    found = []
+    for name, spec in named_specs(module):
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        first = aliases.get(name, name)
+        part = data.part(owner, attribute)
+        found.append(LocalParameter(first, owner, spec, is_copy=first not in held, part=part))
+    return found

@@ -29,7 +29,7 @@ from parallel3d.sharding.buckets import Bucket
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit, Wrap, units_of
-from parallel3d.torch_private import is_in_backward
+from parallel3d.torch_private import is_in_backward, tree_map
 
 _UNDER_WAY = 2  # buckets at once, because what is sent may be a copy
 
@@ -42,7 +42,9 @@ class ReplicatedData(ShardedData):
         self, model: nn.Module, wrap: Wrap, reduction: Reduction, options: ShardingOptions
     ) -> None:
         super().__init__(model)
-        self._wrap, self._reduction, self._options = wrap, reduction, options
+        self._wrap = wrap
+        self._reduction = reduction
+        self._options = options
         self._publishes_late = options.publish_in_forward and reduction.split
         self._last = True  # whether the backward under way is the step's last
         self._published = 0  # buckets whose parameters are those that were published
@@ -60,26 +62,27 @@ class ReplicatedData(ShardedData):
     def allocate(self) -> None:
         """Makes the gradients' memory and the master copies. It is called once a model that was on
         the meta device has got memory; for any other model it has already been done."""
-        options, reduction, dtypes = self._options, self._reduction, self._reduction.dtypes
+        options = self._options
+        reduction = self._reduction
+        dtypes = reduction.dtypes
         before = _cast_parameters(self._model, dtypes.compute)
         units = units_of(self._model, self._wrap)
         device = units[0].parameters[0].device
         usual = usual_bucket_mib(on_gpu=device.type != "cpu")
         least = int((options.bucket_mib or usual) * 2**20) // dtypes.master.itemsize
         groups: list[list[CommunicationUnit]] = []
+        sizes: list[int] = []
         for unit in reversed(units):
-            if not groups or sum(held.numel for held in groups[0]) >= least:
+            if not sizes or sizes[0] >= least:
                 groups.insert(0, [])
+                sizes.insert(0, 0)
             groups[0].insert(0, unit)
-        sizes = [sum(unit.numel for unit in group) for group in groups]
+            sizes[0] += unit.numel
         memory = torch.zeros(sum(sizes), dtype=dtypes.master, device=device).split(sizes)
         self._buckets: list[Bucket] = []
         for index, group in enumerate(groups):
-            values = {
-                parameter: before.pop(parameter, parameter.detach())
-                for parameter in chain.from_iterable(unit.parameters for unit in group)
-            }
-            self._buckets.append(Bucket(values, memory[index], reduction))
+            parameters = [*chain.from_iterable(unit.parameters for unit in group)]
+            self._buckets.append(Bucket(parameters, before, memory[index], reduction))
             if reduction.every.size > 1:
                 self._add_hooks(index, group)
         parts = chain.from_iterable(bucket.parts for bucket in self._buckets)
@@ -126,7 +129,8 @@ class ReplicatedData(ShardedData):
         their forward begins."""
         if self._arriving is not None:  # what was published before, which is old now
             self._arriving()
-        self._published, self._arriving = 0, self._buckets[0].start_publish()
+        self._published = 0
+        self._arriving = self._buckets[0].start_publish()
         if not self._publishes_late:
             self.finish_publish()
 
@@ -139,7 +143,8 @@ class ReplicatedData(ShardedData):
         """Waits until the first `end` buckets have what was published, one after the other in the
         same order on all ranks, while the bucket after them is under way."""
         while self._arriving is not None and self._published < end:
-            bucket, rows = self._buckets[self._published], self._arriving()
+            bucket = self._buckets[self._published]
+            rows = self._arriving()
             self._published += 1
             rest = self._buckets[self._published :]
             self._arriving = rest[0].start_publish() if rest else None
@@ -214,4 +219,4 @@ def _cast_inputs(
     def cast(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+    return tree_map(cast, (args, kwargs))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
-from parallel3d.mesh import DATA_ROLES, Axis, Role
+from parallel3d.mesh import DATA_ROLES, ONE_RANK, Axis, Role, axes_of
 from parallel3d.torch_private import group_of
 
 
@@ -90,15 +90,16 @@ class Reduction:
     ) -> Reduction:
         """Looks the axes up on a mesh; one that is missing has size 1. All ranks call it: it may
         make a group. Raises ValueError if both axes are missing."""
-        names = mesh.mesh_dim_names or ()
-        if not {*DATA_ROLES} & {*names}:
+        axes = axes_of(mesh)
+        if axes.keys().isdisjoint(DATA_ROLES):
             raise ValueError(
-                f"mesh with the axes {list(names)}: one must be called {' or '.join(DATA_ROLES)}, "
+                f"mesh with the axes {list(axes)}: one must be called {' or '.join(DATA_ROLES)}, "
                 "or no gradient would be summed; try init_device_mesh(..., "
                 f"mesh_dim_names=({Role.SHARD_PARAMETERS.value!r},))"
             )
-        replicate, shards = (Axis.of(mesh[role] if role in names else None) for role in DATA_ROLES)
-        every, split = joined_axis(mesh, DATA_ROLES, "data"), strategy != "NO_SHARD"
+        replicate, shards = (axes.get(role, ONE_RANK) for role in DATA_ROLES)
+        every = joined_axis(mesh, DATA_ROLES, "data")
+        split = strategy != "NO_SHARD"
         return cls(mesh, replicate, shards, every, dtypes, split and shards.size > 1, average)
 
     def own(self, values: Tensor) -> Tensor:
@@ -109,11 +110,10 @@ class Reduction:
 def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axis:
     """Returns some axes of a mesh as one, the last of them innermost. All ranks call it: it may
     make a group."""
-    larger = tuple(
-        name for name in names if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1
-    )
+    axes = axes_of(mesh)
+    larger = tuple(name for name in names if axes.get(name, ONE_RANK).size > 1)
     if len(larger) < 2:
-        return Axis.of(mesh[larger[0]] if larger else None)
+        return axes[larger[0]] if larger else ONE_RANK
     ranks = mesh[larger].mesh.flatten().tolist()
     return Axis(len(ranks), ranks.index(dist.get_rank()), group_of(ranks, description))
 

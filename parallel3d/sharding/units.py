@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
 
 from torch import nn
 
@@ -47,7 +46,7 @@ class CommunicationUnit:
         return all(isinstance(part, _LOOKED_UP) for part in holders)
 
     def _parts(self) -> Iterator[nn.Module]:
-        return chain.from_iterable(module.modules() for module in self.modules)
+        return nn.ModuleList(self.modules).modules()
 
 
 def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
@@ -62,19 +61,23 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
     """
     number = _numbered(model, _block_patterns(model) if wrap is None else wrap)
     holders: dict[nn.Parameter, set[int]] = {}  # the units in which a parameter is used
-    innermost: dict[str, int] = {}  # the unit around each place of the model; 0 is the rest
-    for place, module in model.named_modules(remove_duplicate=False):  # blocks may share a module
-        around = innermost.get(place.rpartition(".")[0], 0)
-        innermost[place] = number.get(module, around)
+
+    def visit(module: nn.Module, around: int) -> None:
+        unit = number.get(module, around)
         for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, set()).add(innermost[place])
+            holders.setdefault(parameter, set()).add(unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, 0)  # the unit of the rest
     joined = {index: index for index in (0, *number.values())}  # units that share a parameter
     for users in holders.values():
         found = {joined[index] for index in users}
         for index, own in joined.items():
             if own in found:
                 joined[index] = min(found)
-    parameters, modules = defaultdict(list), defaultdict(list)
+    parameters = defaultdict(list)
+    modules = defaultdict(list)
     for parameter, users in holders.items():
         parameters[joined[min(users)]].append(parameter)
     for module in model.modules():
@@ -91,10 +94,10 @@ def _block_patterns(model: nn.Module) -> list[str]:
     """Returns patterns of the modules in the outermost lists."""
     lists: list[str] = []
     for name, part in model.named_modules():
-        is_inside = any(name.startswith(f"{other}.") for other in lists)
-        if name and isinstance(part, _LISTS) and len(part) and not is_inside:
-            lists.append(name)
-    return [f"{name}.*" for name in lists]
+        is_list = isinstance(part, _LISTS) and len(part) > 0
+        if name and is_list and not name.startswith(tuple(lists)):
+            lists.append(f"{name}.")
+    return [f"{name}*" for name in lists]
 
 
 def _numbered(model: nn.Module, wrap: Sequence[str | tuple[str, ...]]) -> dict[nn.Module, int]:

@@ -85,7 +85,8 @@ def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
         for span in row:
             action = span.action
             start_s = span.start_s - timeline.start_s
-            x, wide = _LEFT + start_s * scale, span.duration_s * scale
+            x = _LEFT + start_s * scale
+            wide = span.duration_s * scale
             place = f'x="{x:.2f}" y="{y}" width="{max(wide - 0.5, 0.2):.2f}" height="{_BAR}"'
             color = _COLORS[action.kind][action.stage in second]
             name = f"{action.kind}{action.microbatch}"

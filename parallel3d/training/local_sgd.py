@@ -143,9 +143,9 @@ class LocalSgd(OuterLoop):
         tensors: Tensors = {}
         for parameter in self._parameters:
             name = parameter.name
-            tensors[f"{MODEL}{name}"] = parameter.distributed(self.values[name])
+            tensors[f"{MODEL}{name}"] = parameter.part.distributed(self.values[name])
             if with_momentum:
-                tensors[f"outer.momentum.{name}"] = parameter.distributed(self.momenta[name])
+                tensors[f"outer.momentum.{name}"] = parameter.part.distributed(self.momenta[name])
         return tensors
 
 

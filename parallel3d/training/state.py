@@ -226,13 +226,13 @@ def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     tied parameter is there once."""
     state: dict[str, Tensor] = {}
     for parameter in trainer.parameters:
-        parameter.sync_views()
+        parameter.part.sync_views()
         name = parameter.name
         # a rank on a V has both ends of the pipeline, and a tied weight twice
         if f"{MODEL}{name}" in state:
             continue
-        state[f"{MODEL}{name}"] = parameter.distributed(parameter.local.detach())
+        state[f"{MODEL}{name}"] = parameter.part.distributed(parameter.local.detach())
         for kind, tensor in trainer.optimizer.state[parameter.local].items():
             if kind != "step":
-                state[f"optimizer.{kind}.{name}"] = parameter.distributed(tensor)
+                state[f"optimizer.{kind}.{name}"] = parameter.part.distributed(tensor)
     return state

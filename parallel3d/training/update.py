@@ -59,7 +59,7 @@ class Update:
         tied weight between the first and the last pipeline rank. `observe` is called with each
         parameter when its gradient is complete."""
         for parameter in self._parameters:
-            parameter.sync_views()
+            parameter.part.sync_views()
         if self._partial:
             gradients = [_gradient(parameter).view(-1) for parameter in self._partial]
             summed = all_reduce(torch.cat(gradients), self._tp)

@@ -113,7 +113,7 @@ def plain(case: Case) -> Curve:
 
 def copies(trainer: Trainer) -> dict[str, torch.Tensor]:
     for parameter in trainer.parameters:
-        parameter.sync_views()
+        parameter.part.sync_views()
     return {parameter.name: parameter.local.detach().clone() for parameter in trainer.parameters}
 
 

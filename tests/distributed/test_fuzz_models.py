@@ -309,7 +309,9 @@ def train_case(recipe: Recipe) -> Trained:
     loader = batches(recipe, dist.get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(STEPS)]
     batch = loader.batch(STEPS)
-    weights = [(p.name, whole(p.distributed(p.local.detach())).numpy()) for p in trainer.parameters]
+    weights = [
+        (p.name, whole(p.part.distributed(p.local.detach())).numpy()) for p in trainer.parameters
+    ]
     evaluation = trainer.evaluate(batch)
     return Trained(
         [result.loss for result in results],

@@ -201,7 +201,10 @@ def train_case(recipe: Recipe) -> Trained:
     def keep(parameter: LocalParameter) -> None:
         assert parameter.local.grad is not None
         gradients.append(
-            (parameter.name, whole(parameter.distributed(parameter.local.grad)).float().numpy())
+            (
+                parameter.name,
+                whole(parameter.part.distributed(parameter.local.grad)).float().numpy(),
+            )
         )
 
     results = [trainer.train_step(loader.batch(0), observe=keep)]

@@ -97,15 +97,15 @@ def one_step(recipe: Recipe) -> dict[str, float]:
 
     def take_gradient(p: LocalParameter) -> None:
         assert p.local.grad is not None
-        parameters[p.name].data = whole(p.distributed(p.local.detach()))
-        parameters[p.name].grad = whole(p.distributed(p.local.grad))
+        parameters[p.name].data = whole(p.part.distributed(p.local.detach()))
+        parameters[p.name].grad = whole(p.part.distributed(p.local.grad))
 
     trainer.train_step(own_batch(recipe, 0), observe=take_gradient)
     for optimizer in plain_optimizers(plain, recipe.optimizer, block_matrices(plain)):
         optimizer.step()
     differences = {}
     for p in trainer.parameters:
-        after = whole(p.distributed(p.local.detach()))
+        after = whole(p.part.distributed(p.local.detach()))
         differences[p.name] = (after - parameters[p.name]).abs().max().item()
     return differences
 

@@ -230,7 +230,7 @@ def gradients_of(sharding: str, reduce_dtype: str, precision: str) -> torch.Tens
 
     def keep(parameter: LocalParameter) -> None:
         assert parameter.local.grad is not None
-        gradient = parameter.distributed(parameter.local.grad.clone())
+        gradient = parameter.part.distributed(parameter.local.grad.clone())
         found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
 
     trainer.train_step(own_batch(trainer.recipe, 0), observe=keep)

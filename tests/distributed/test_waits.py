@@ -63,7 +63,7 @@ def receives_in_vain() -> str:
         return "rank 1 has sent nothing"
     links.complete(links.irecv(x, 1), 1)
     limit_waits(0.5)
-    links.begin_run()
+    links.begin_run([])
     with pytest.raises(
         PeerLostError, match=r"nothing more from pipeline rank 1: .*[Tt]ime"
     ) as lost:

@@ -54,7 +54,7 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
     trainer = Trainer(recipe, mesh=mesh, device=CPU, model_class=model)
     tensors = []
     for parameter in trainer.parameters:
-        own = parameter.distributed(parameter.local.detach())
+        own = parameter.part.distributed(parameter.local.detach())
         tensors.append((parameter.name, own))
     record = start_record(recipe.parallel, tensors, train.seed)
     record.parameter_count = trainer.parameter_count
@@ -72,7 +72,7 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
             dropped next."""
             grad = parameter.local.grad
             if grad is not None:
-                copy = parameter.distributed(grad.clone())
+                copy = parameter.part.distributed(grad.clone())
                 gradients.append((parameter.name, copy))
 
         trainer.loss.chunk_tokens = chunk_tokens if step % 2 else None

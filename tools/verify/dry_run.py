@@ -186,7 +186,7 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         # What is made once: the memory that parameters are gathered into.
         trainer.logits(batch.inputs[:1], batch.documents and batch.documents[:1])
         for parameter in trainer.parameters:
-            parameter.sync_views()
+            parameter.part.sync_views()
         locals_ = [parameter.local for parameter in trainer.parameters]
         own = (each for stage in trainer.stages for each in stage.module.parameters())
         ledger.mark(
