@@ -184,7 +184,7 @@ class TrainingLoop:
         losses = {}
         with phase("evaluation"):
             for each in self.loaders[1]:
-                losses[each.name] = self.trainer.evaluate_all(each.batches)
+                losses[each.name] = self.trainer.evaluate(each.batches)
         self.callbacks.tell("evaluated", losses)
         return losses
 

@@ -202,12 +202,7 @@ class Trainer:
         advice = "go on from a checkpoint that is not newer than the last comparison"
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 
-    def evaluate(self, batch: Batch) -> float:
-        """Returns the mean cross-entropy over the labels of one global batch, as `evaluate_all`
-        does of several."""
-        return self.evaluate_all([batch])
-
-    def evaluate_all(self, batches: Iterable[Batch]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float:
         """Returns the mean cross-entropy over all labels of global batches of any size, the same on
         every rank, without training on them. This data rank has its share of each. If replicas
         train apart, it is the loss of the outer parameters, which the run will leave behind. Raises

@@ -145,7 +145,7 @@ def read_saved(
             _, evaluations = build_loaders(recipe, load_corpora(recipe.data), rendezvous.rank)
             text, answer["tokens"] = f"step {saved.step}", saved.tokens
             for each in evaluations:
-                loss = trainer.evaluate_all(each.batches)
+                loss = trainer.evaluate(each.batches)
                 name = "" if each.name == VALIDATION else f"/{each.name}"
                 answer |= {f"loss{name}": loss, f"perplexity{name}": perplexity(loss)}
                 text += f"  loss{name} {loss:.4f}  perplexity{name} {perplexity(loss):.2f}"

@@ -310,7 +310,7 @@ def train_case(recipe: Recipe) -> Trained:
     results = [trainer.train_step(loader.batch(step)) for step in range(STEPS)]
     batch = loader.batch(STEPS)
     weights = [(p.name, whole(p.distributed(p.local.detach())).numpy()) for p in trainer.parameters]
-    evaluation = trainer.evaluate(batch)
+    evaluation = trainer.evaluate([batch])
     return Trained(
         [result.loss for result in results],
         [result.grad_norm for result in results],

@@ -56,7 +56,7 @@ def run(trainer: Trainer, steps: int) -> tuple[Curve, float, float]:
     replicas' own."""
     curve = train(trainer, steps)
     batch = own_batch(trainer.recipe, 50)
-    return curve, trainer.evaluate(batch), trainer.train_step(batch).loss
+    return curve, trainer.evaluate([batch]), trainer.train_step(batch).loss
 
 
 def run_cases(cases: list[Case]) -> list[tuple[Curve, float, float]]:
@@ -109,7 +109,7 @@ def resumed(case: Case, path: Path) -> tuple[float, Curve]:
     """The loss of what was loaded (of the outer parameters), and the curve from there."""
     trainer = make_trainer(local_sgd_recipe(*case))
     load_trainer(trainer, path)
-    loss = trainer.evaluate(own_batch(trainer.recipe, 50))
+    loss = trainer.evaluate([own_batch(trainer.recipe, 50)])
     return loss, train(trainer, STEPS - trainer.step)
 
 

@@ -40,7 +40,7 @@ def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Cur
         trainer = make_trainer(make_recipe(model, parallel, loss_chunk_tokens=CHUNK))
         whole = make_trainer(make_recipe(model, parallel))
         batch = own_batch(trainer.recipe, 0)
-        assert trainer.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-6)
+        assert trainer.evaluate([batch]) == pytest.approx(whole.evaluate([batch]), rel=1e-6)
         for chunked, at_once in zip(
             trainer.logits(batch.inputs), whole.logits(batch.inputs), strict=True
         ):

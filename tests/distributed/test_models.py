@@ -128,7 +128,7 @@ def losses_of_one_batch() -> tuple[float, ...]:
     plain = make_trainer(
         make_recipe(replace(DROPPED, dropout=0.0, attention_dropout=0.0), still.parallel)
     )
-    return (*losses, trainer.evaluate(batch), plain.evaluate(batch))
+    return (*losses, trainer.evaluate([batch]), plain.evaluate([batch]))
 
 
 def save_after_ten(path: Path) -> tuple[Curve, int]:

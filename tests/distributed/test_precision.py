@@ -159,7 +159,7 @@ def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
             }
             trainer = make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, **settings)))
             first = train(trainer, 8)[0][0]
-            gains.append(first - trainer.evaluate(own_batch(recipe, 0)))
+            gains.append(first - trainer.evaluate([own_batch(recipe, 0)]))
             kept = torch.bfloat16 if precision == "bf16_pure" else torch.float32
             assert trainer.parameters[0].local.dtype == kept
             assert state_dtypes(trainer) == {torch.float32 if state_dtype == "fp32" else kept}

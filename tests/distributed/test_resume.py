@@ -123,7 +123,7 @@ def loss_of_the_saved_model(parallel: ParallelConfig, path: Path) -> float:
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd", momentum=0.0))
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == HALF
-    return trainer.evaluate(own_batch(recipe, HALF))
+    return trainer.evaluate([own_batch(recipe, HALF)])
 
 
 def test_a_saved_model_has_the_same_loss_in_every_layout(
