@@ -191,24 +191,25 @@ class TrainingLoop:
     def start_report(self) -> None:
         """Starts the next line of metrics. Its time is that of steps, without validation and
         checkpoints."""
-        self.reported_step, self.reported_tokens = self.trainer.step, self.trainer.tokens
+        progress = self.trainer.progress
+        self.reported_step, self.reported_tokens = progress.step, progress.tokens
         self.steps_s = self.data_s = 0.0
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an
         evaluation. Every rank calls it."""
         trainer, progress, sets = self.trainer, self.trainer.progress, dict(losses)
-        steps = trainer.step - self.reported_step
-        tokens_per_s = (trainer.tokens - self.reported_tokens) / self.steps_s
+        steps = progress.step - self.reported_step
+        tokens_per_s = (progress.tokens - self.reported_tokens) / self.steps_s
         per_device = tokens_per_s / self.recipe.parallel.world_size
         own = *peak_memory_bytes(trainer.device), self.data_s
         peak_bytes, reserved_bytes, wait_s = self.largest(own)
         line = StepMetrics(
-            step=trainer.step,
+            step=progress.step,
             loss=result.loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
-            tokens=trainer.tokens,
+            tokens=progress.tokens,
             step_time_s=self.steps_s / steps,
             data_wait_s=wait_s / steps,
             tokens_per_s=tokens_per_s,
@@ -251,7 +252,8 @@ class TrainingLoop:
             return False
         last_innocent = max(0, before.step - self.recipe.train.spike_steps)
         old_enough = [path for path in newest_first if step_of(path) <= last_innocent]
-        loaded, lines = resume_from(trainer, old_enough or newest_first[-1:], self.checkpoints)
+        lines = resume_from(trainer, old_enough or newest_first[-1:], self.checkpoints)
+        loaded = trainer.progress
         self.callbacks.run.step = trainer.step
         sequences_before = self.recipe.batch_sizes.before
         first = sequences_before(max(last_innocent, trainer.step))
@@ -263,7 +265,7 @@ class TrainingLoop:
             grad_norms=loaded.spikes.grad_norms,
             rollbacks=before.spikes.rollbacks + 1,
         )
-        trainer.update_progress(skipped_by_rollbacks=skipped.ranges, spikes=spikes)
+        trainer.progress = replace(loaded, skipped_by_rollbacks=skipped.ranges, spikes=spikes)
         told = f"goes back, and leaves out the sequences {suspects.first} to {suspects.last}"
         for line in (told, *lines):
             self.progress.say(line)

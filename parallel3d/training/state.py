@@ -46,11 +46,11 @@ def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str,
     return tensors, progress
 
 
-def load_trainer(trainer: Trainer, path: Path) -> Progress:
+def load_trainer(trainer: Trainer, path: Path) -> None:
     """Loads a checkpoint, whatever the layout that saved it; every rank calls it. Raises
     CheckpointError, with nothing changed, where the checkpoint is damaged, or is of another model,
     another optimizer, or a run with other batches: the place in the data is a count of sequences,
-    which must mean the same. Returns the progress of that run."""
+    which must mean the same."""
     state = tensors_of(trainer)
 
     def choose(saved: Progress) -> dict[str, Tensor]:
@@ -62,18 +62,13 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
     trainer.optimizer.set_step(saved.step - saved.skipped_steps)
     trainer.outer_loop.after_loading(saved.local_sgd)
     trainer.publish()
-    trainer.update_progress(
-        step=saved.step,
-        tokens=saved.tokens,
-        skipped_steps=saved.skipped_steps,
-        skipped_by_rollbacks=saved.skipped_by_rollbacks,
-        spikes=saved.spikes,
+    own = trainer.progress
+    progress = replace(
+        saved, parallel=own.parallel, skip=own.skip, data_fingerprint=own.data_fingerprint
     )
-    if trainer.progress.loss_scale is not None and saved.loss_scale is not None:
-        trainer.update_progress(
-            loss_scale=saved.loss_scale, loss_scale_good_steps=saved.loss_scale_good_steps
-        )
-    return saved
+    if own.loss_scale is None or saved.loss_scale is None:  # one run is not in float16
+        progress = replace(progress, loss_scale=own.loss_scale, loss_scale_good_steps=0)
+    trainer.progress = progress
 
 
 def of_rank_0(paths: list[Path]) -> list[Path]:
@@ -84,14 +79,12 @@ def of_rank_0(paths: list[Path]) -> list[Path]:
     return box[0]
 
 
-def resume_from(
-    trainer: Trainer, checkpoints: list[Path], folder: Path
-) -> tuple[Progress, list[str]]:
+def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list[str]:
     """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's
-    `folder` that are damaged or newer. Returns the progress that was loaded, and lines for the
-    user: what was passed over, and where the run goes on. Raises CheckpointError, with no damaged
-    one renamed, where all are damaged, or one is of another model."""
-    path, progress, lines = first_whole(trainer, checkpoints, load_trainer)
+    `folder` that are damaged or newer. Returns lines for the user: what was passed over, and where the
+    run goes on. Raises CheckpointError, with no damaged one renamed, where all are damaged, or one
+    is of another model."""
+    path, lines = first_whole(trainer, checkpoints, load_trainer)
     if dist.get_rank() == 0:
         with writing(folder):
             lines += after_resume(
@@ -101,7 +94,7 @@ def resume_from(
     lines.append(f"goes on from step {trainer.step} of {path}")
     if begun is not None:
         lines[-1] += f"; it does not start again from checkpoint.start_from = {begun}"
-    return progress, lines
+    return lines
 
 
 def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
@@ -109,35 +102,37 @@ def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
     does all of them."""
     if not checkpoints:
         return []
-    path, _, lines = first_whole(trainer, checkpoints, load_start)
+    path, lines = first_whole(trainer, checkpoints, load_start)
     return [*lines, f"starts from the weights of {path}"]
 
 
 def first_whole(
-    trainer: Trainer, checkpoints: list[Path], load: Callable[[Trainer, Path], Progress]
-) -> tuple[Path, Progress, list[str]]:
-    """Loads the first of `checkpoints` that is not damaged. Returns it, what `load` has returned of
-    it, and a line for each that was passed over."""
+    trainer: Trainer, checkpoints: list[Path], load: Callable[[Trainer, Path], object]
+) -> tuple[Path, list[str]]:
+    """Loads the first of `checkpoints` that is not damaged. Returns it, and a line for each that
+    was passed over."""
     lines: list[str] = []
     for path in checkpoints[:-1]:
         try:
-            return path, load(trainer, path), lines
+            load(trainer, path)
+            return path, lines
         except DamagedCheckpointError as error:
             lines.append(f"passed over: {error}")
-    return checkpoints[-1], load(trainer, checkpoints[-1]), lines
+    load(trainer, checkpoints[-1])
+    return checkpoints[-1], lines
 
 
-def load_start(trainer: Trainer, path: Path) -> Progress:
+def load_start(trainer: Trainer, path: Path) -> None:
     """Loads the weights that a run begins with, those of a checkpoint of any layout or of a folder
-    of transformers, and returns how far they were trained; every rank calls it. Raises
-    CheckpointError, with nothing changed, where they are damaged or of another model."""
+    of transformers; every rank calls it. Raises CheckpointError, with nothing changed, where they
+    are damaged or of another model."""
     if not is_pretrained(path):
-        return load_model(trainer, path)
+        load_model(trainer, path)
+        return
     tp = trainer.axes[Role.SPLIT_TENSORS]
     load_pretrained(trainer.parameters, trainer.recipe.model, tp, path)
     trainer.outer_loop.begin()
     trainer.publish()
-    return trainer.progress
 
 
 def load_model(trainer: Trainer, path: Path) -> Progress:

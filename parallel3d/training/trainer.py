@@ -89,7 +89,7 @@ class Trainer:
             initialize=initialize,
         )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
-        self.parameters, self.parameter_count = parts.parameters, parts.parameter_count
+        self.parameters = parts.parameters
         self.loss.use_head(stage.module for stage in parts.stages)
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
         self.update = Update(parts, self.optimizer, self.mesh)
@@ -115,19 +115,6 @@ class Trainer:
     def step(self) -> int:
         """Steps done."""
         return self.progress.step
-
-    @property
-    def tokens(self) -> int:
-        """Labels seen, including those of skipped steps."""
-        return self.progress.tokens
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.progress.skipped_steps
-
-    def update_progress(self, **changes: Any) -> None:
-        """Replaces fields of `progress`."""
-        self.progress = replace(self.progress, **changes)
 
     @property
     def left_out(self) -> SkippedRanges:

@@ -86,7 +86,7 @@ def run_worker(
             outer_loop=outer_loop_of(recipe),
         )
         if saved:
-            _, begun = resume_from(trainer, saved, checkpoints)
+            begun = resume_from(trainer, saved, checkpoints)
         else:
             begun = start_from(trainer, start)
         notes = []
@@ -207,7 +207,7 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
     is_cuda = device.type == "cuda"
     hardware = f"{torch.cuda.get_device_name(device)}, NCCL" if is_cuda else "CPU, gloo"
     return (
-        f"{trainer.parameter_count:,} parameters on {layout} ({hardware}, "
+        f"{trainer.progress.parameters:,} parameters on {layout} ({hardware}, "
         f"{recipe.train.precision}), {tokens:,} training tokens, microbatches a step: "
         f"{recipe.microbatches}"
     )

@@ -55,7 +55,7 @@ def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
     found = []
     for parallel in layouts:
         trainer = make_trainer(ramp_recipe(parallel))
-        found.append((train(trainer, STEPS), trainer.tokens))
+        found.append((train(trainer, STEPS), trainer.progress.tokens))
     return found
 
 
@@ -88,7 +88,7 @@ def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, 
     train(trainer, HALF)
     save_trainer(trainer, path)
     load_trainer(resumed, path)
-    assert resumed.tokens == trainer.tokens == 24 * (2 + 2 + 4)
+    assert resumed.progress.tokens == trainer.progress.tokens == 24 * (2 + 2 + 4)
     with pytest.raises(ValueError, match="schedule 1f1b: places or splits stages in another way"):
         trainer.pipeline.run(None, schedule=build_schedule("1f1b", pp=2, microbatches=2))
     other = make_trainer(ramp_recipe(parallel, batch_warmup_steps=3))

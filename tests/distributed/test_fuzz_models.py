@@ -316,7 +316,7 @@ def train_case(recipe: Recipe) -> Trained:
         [result.grad_norm for result in results],
         evaluation,
         weights,
-        trainer.parameter_count,
+        trainer.progress.parameters,
     )
 
 

@@ -227,7 +227,7 @@ def train_in(precision: str) -> tuple[Curve, int, set[str]]:
     trainer = make_trainer(replace(recipe, local_sgd=local, loss_scale=scale))
     assert isinstance(trainer.outer_loop, LocalSgd)
     dtypes = {str(value.dtype) for value in trainer.outer_loop.values.values()}
-    return train(trainer, 10), trainer.skipped_steps, dtypes
+    return train(trainer, 10), trainer.progress.skipped_steps, dtypes
 
 
 def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:

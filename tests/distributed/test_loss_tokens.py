@@ -70,7 +70,7 @@ def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:
         evaluated.append(trainer.evaluate([batch]))
         result = trainer.train_step(batch)
         curve.append((result.loss, result.grad_norm))
-    return evaluated, curve, trainer.tokens
+    return evaluated, curve, trainer.progress.tokens
 
 
 def train_all_masked(layouts: list[ParallelConfig]) -> list[tuple[list[float], Curve, int]]:

@@ -120,7 +120,7 @@ def losses_of_one_batch() -> tuple[float, ...]:
     start = [p.local.detach().clone() for p in trainer.parameters]
     losses = []
     for step in (0, 0, 1):
-        trainer.update_progress(step=step)
+        trainer.progress = replace(trainer.progress, step=step)
         losses.append(trainer.train_step(batch).loss)
         with torch.no_grad():
             for parameter, weights in zip(trainer.parameters, start, strict=True):
@@ -135,13 +135,13 @@ def save_after_ten(path: Path) -> tuple[Curve, int]:
     trainer = make_trainer(make_recipe(ODD, ParallelConfig(tp=4, microbatch_size=8)))
     train(trainer, 10)
     save_trainer(trainer, path)
-    return train(trainer, 10), trainer.parameter_count
+    return train(trainer, 10), trainer.progress.parameters
 
 
 def go_on_alone(path: Path) -> Curve:
     trainer = make_trainer(make_recipe(ODD, ParallelConfig(microbatch_size=8)))
     load_trainer(trainer, path)
-    assert sum(p.local.numel() for p in trainer.parameters) == trainer.parameter_count
+    assert sum(p.local.numel() for p in trainer.parameters) == trainer.progress.parameters
     return train(trainer, 10)
 
 

@@ -266,10 +266,12 @@ def resume_on_other_data(path: Path) -> None:
         "checksum": "aa",
     }
     trainer = make_trainer(recipe)
-    trainer.update_progress(data_fingerprint=(then,))
+    trainer.progress = replace(trainer.progress, data_fingerprint=(then,))
     save_trainer(trainer, path)
     load_trainer(trainer, path)
-    trainer.update_progress(data_fingerprint=({**then, "train_tokens": 800, "checksum": "bb"},))
+    trainer.progress = replace(
+        trainer.progress, data_fingerprint=({**then, "train_tokens": 800, "checksum": "bb"},)
+    )
     before = local_weights(trainer)
     words = r"trained on other data \(train_tokens 900, now 800; checksum aa, now bb\)"
     with pytest.raises(CheckpointError, match=f"{words}; .* checkpoint.allow_other_data=true"):
@@ -277,7 +279,9 @@ def resume_on_other_data(path: Path) -> None:
     assert has_weights(trainer, before)
     trainer.recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, allow_other_data=True))
     resume_from(trainer, [path], path.parent)
-    trainer.update_progress(data_fingerprint=None)  # a program's own data has none
+    trainer.progress = replace(
+        trainer.progress, data_fingerprint=None
+    )  # a program's own data has none
     load_trainer(trainer, path)
 
 

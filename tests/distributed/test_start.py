@@ -65,7 +65,7 @@ def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == STEPS
     assert trainer.step == 0
-    assert trainer.tokens == 0
+    assert trainer.progress.tokens == 0
     if again is not None:
         save_trainer(trainer, again)
     return train(trainer, STEPS)

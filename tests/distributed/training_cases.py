@@ -175,7 +175,7 @@ def resume_beside(
     save_trainer(trainer, path)
     load_trainer(resumed, path)
     assert resumed.step == before
-    assert resumed.tokens == trainer.tokens
+    assert resumed.progress.tokens == trainer.progress.tokens
     return train(trainer, 2), train(resumed, 2)
 
 
