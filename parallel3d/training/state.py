@@ -10,11 +10,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
+from parallel3d.checkpoint.files import MODEL, load_tensors
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.pretrained import load_pretrained
 from parallel3d.checkpoint.store import after_resume, is_pretrained
-from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import SequenceRange
 from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
@@ -23,11 +22,6 @@ from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.mesh import Role
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.trainer import Trainer
-
-
-def save_trainer(trainer: Trainer, path: Path) -> None:
-    """Writes a checkpoint of the trainer's step; every rank calls it. Raises SaveError."""
-    save_tensors(*state_of(trainer), path, to_yaml(trainer.recipe))
 
 
 def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str, Tensor], Progress]:
@@ -81,9 +75,9 @@ def of_rank_0(paths: list[Path]) -> list[Path]:
 
 def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list[str]:
     """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's
-    `folder` that are damaged or newer. Returns lines for the user: what was passed over, and where the
-    run goes on. Raises CheckpointError, with no damaged one renamed, where all are damaged, or one
-    is of another model."""
+    `folder` that are damaged or newer. Returns lines for the user: what was passed over, and where
+    the run goes on. Raises CheckpointError, with no damaged one renamed, where all are damaged, or
+    one is of another model."""
     path, lines = first_whole(trainer, checkpoints, load_trainer)
     if dist.get_rank() == 0:
         with writing(folder):

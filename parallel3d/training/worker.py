@@ -85,10 +85,7 @@ def run_worker(
             data_fingerprint=data_fingerprint(corpora),
             outer_loop=outer_loop_of(recipe),
         )
-        if saved:
-            begun = resume_from(trainer, saved, checkpoints)
-        else:
-            begun = start_from(trainer, start)
+        begun = resume_from(trainer, saved, checkpoints) if saved else start_from(trainer, start)
         notes = []
         if speaks:  # nothing can refuse the run any more
             notes = [f"warning: {note}" for note in begin_run(recipe)]

@@ -13,7 +13,7 @@ from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import CheckpointError
 from parallel3d.schedules.build import build_schedule
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from tests.distributed.training_cases import (
     DEEP_TIED,
     Curve,
@@ -21,6 +21,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     plain_curve,
+    save_trainer,
     train,
     whole_batch,
 )

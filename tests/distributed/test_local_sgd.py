@@ -21,7 +21,7 @@ from parallel3d.config.recipe import (
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.training.local_sgd import LocalSgd
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 from tests.distributed.local_sgd_cases import PlainDiloco
 from tests.distributed.training_cases import (
@@ -36,6 +36,7 @@ from tests.distributed.training_cases import (
     make_trainer,
     own_batch,
     plain_curve,
+    save_trainer,
     train,
     whole_batch,
 )

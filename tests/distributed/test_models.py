@@ -17,7 +17,7 @@ import torch
 
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from tests.distributed.test_layers_llama import ODD, ODD_1005
 from tests.distributed.training_cases import (
     DROPPED,
@@ -29,6 +29,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     own_batch,
+    save_trainer,
     train,
 )
 

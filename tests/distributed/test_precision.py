@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import LossScaleConfig, ParallelConfig, Precision, Recipe
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (
     GROUPED,
@@ -24,6 +24,7 @@ from tests.distributed.training_cases import (
     make_trainer,
     overflow_on,
     own_batch,
+    save_trainer,
     train,
 )
 

@@ -17,12 +17,13 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
 from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
-from parallel3d.training.state import load_start, save_trainer
+from parallel3d.training.state import load_start
 from tests.distributed.training_cases import (
     BATCH,
     make_recipe,
     make_trainer,
     own_batch,
+    save_trainer,
     whole_batch,
 )
 

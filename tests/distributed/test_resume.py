@@ -23,7 +23,7 @@ from parallel3d.checkpoint.pieces import read_own_part
 from parallel3d.checkpoint.store import list_checkpoints
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
-from parallel3d.training.state import load_model, load_trainer, resume_from, save_trainer
+from parallel3d.training.state import load_model, load_trainer, resume_from
 from tests.distributed.training_cases import (
     DEEP,
     DEEP_TIED,
@@ -36,6 +36,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     own_batch,
+    save_trainer,
     train,
 )
 

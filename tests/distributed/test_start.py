@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.config.recipe import LocalSgdConfig, OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.errors import CheckpointError
-from parallel3d.training.state import load_model, save_trainer
+from parallel3d.training.state import load_model
 from tests.distributed.test_resharding import global_tensors
 from tests.distributed.training_cases import (
     DEEP_TIED,
@@ -21,6 +21,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     own_batch,
+    save_trainer,
     train,
 )
 
