@@ -92,7 +92,7 @@ class Trainer:
         self.parameters = parts.parameters
         self.loss.use_head(stage.module for stage in parts.stages)
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
-        self.update = Update(parts, self.optimizer, self.mesh)
+        self.update = Update(parts, self.optimizer, self.axes)
         self.guard = Guard(recipe)
         self.outer_loop = OuterLoop()
         if outer_loop is not None:
