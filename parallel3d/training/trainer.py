@@ -78,7 +78,7 @@ class Trainer:
                 "local_sgd.sync_every=null"
             )
         self.axes = axes_of(self.mesh)
-        self.loss = MeanLoss(own_recipe, self.mesh[Role.SPLIT_TENSORS], gpu_bytes)
+        self.loss = MeanLoss(own_recipe, self.axes[Role.SPLIT_TENSORS], gpu_bytes)
         parts = parallelize(
             model_class,
             own_recipe,
