@@ -96,7 +96,7 @@ def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
     does all of them."""
     if not checkpoints:
         return []
-    path, lines = first_whole(trainer, checkpoints, load_start)
+    path, lines = first_whole(trainer, checkpoints, load_model)
     return [*lines, f"starts from the weights of {path}"]
 
 
@@ -116,29 +116,21 @@ def first_whole(
     return checkpoints[-1], lines
 
 
-def load_start(trainer: Trainer, path: Path) -> None:
-    """Loads the weights that a run begins with, those of a checkpoint of any layout or of a folder
-    of transformers; every rank calls it. Raises CheckpointError, with nothing changed, where they
-    are damaged or of another model."""
-    if not is_pretrained(path):
-        load_model(trainer, path)
-        return
-    tp = trainer.axes[Role.SPLIT_TENSORS]
-    load_pretrained(trainer.parameters, trainer.recipe.model, tp, path)
-    trainer.outer_loop.begin()
-    trainer.publish()
-
-
 def load_model(trainer: Trainer, path: Path) -> Progress:
     """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and
-    the batches of the run that saved it, and returns how far that run was; every rank calls it. Of
-    replicas that train apart it loads the outer parameters. Raises CheckpointError, with nothing
-    changed, where the checkpoint is damaged or of another model.
-    """
-    tensors = tensors_of(trainer)
-    model = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    progress = load_tensors(model, path)
-    _copy_to_twins(trainer)
+    the batches of the run that saved it, and returns the progress of that run; every rank calls it.
+    Of replicas that train apart it loads the outer parameters. The weights may also be a folder of
+    transformers, which has no progress. Raises CheckpointError, with nothing changed, where they
+    are damaged or of another model."""
+    progress = trainer.progress
+    if is_pretrained(path):
+        tp = trainer.axes[Role.SPLIT_TENSORS]
+        load_pretrained(trainer.parameters, trainer.recipe.model, tp, path)
+    else:
+        tensors = tensors_of(trainer)
+        model = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+        progress = load_tensors(model, path)
+        _copy_to_twins(trainer)
     trainer.outer_loop.begin()
     trainer.publish()
     return progress

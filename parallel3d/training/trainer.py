@@ -204,7 +204,7 @@ class Trainer:
                     sizes=self._sizes(labels),
                     keywords=self._keywords(batch.documents),
                 )
-                square = loss.new_zeros((), dtype=torch.float64)
+                square = torch.zeros_like(loss)
                 results.append(self._sum_over_mesh(loss, labels, square, batch.wrong_id))
         tokens = sum(result.tokens for result in results)
         refuse_no_labels(self.step + 1, tokens, self.recipe.data.ignore_token_ids)
@@ -301,7 +301,7 @@ class Trainer:
         vote = torch.full_like(counted, float(is_asked_to_stop))
         # Below 0, because a dry run on fake tensors reads 1 from each.
         refusal = torch.full_like(counted, -float(wrong_id is not None))
-        own = torch.stack((loss.double() / tp.size, square, counted, vote, refusal))
+        own = torch.stack((loss / tp.size, square, counted, vote, refusal))
         nominal_loss, total_square, tokens, *votes = all_reduce_over(self.axes, own).unbind()
         # A tensor, not a number: torch would multiply by the reciprocal of the divisor.
         factor = torch.full_like(tokens, self.loss.tokens) / tokens.clamp(min=1.0) / self.loss.scale
