@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -289,11 +290,7 @@ def export_saved(
         if to.exists():  # of a run that went on from an older checkpoint
             set_aside(to, "abandoned")
         written = export(checkpoint, to, form)
-
-    def names_of_rank_0(names: list[str | None]) -> list[str | None]:
-        return names[:1] * len(names)
-
-    while collect_from_all(lambda: next(written, None), names_of_rank_0, group):
+    while collect_from_all(lambda: next(written, None), itemgetter(0), group):
         pass
     return "; ".join((f"exported: {to}", *form.notes))
 
