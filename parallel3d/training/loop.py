@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,8 +138,7 @@ class TrainingLoop:
         if is_on_time or signum or wants_save:
             exports = is_last or (is_on_time and not signum)
             with phase("save"):
-                is_end = is_last or signum > 0
-                self.save(losses.get(VALIDATION), is_last=is_end, exports=exports)
+                self.save(is_last=is_last or signum > 0, exports=exports)
         if signum:
             self.stop.is_answered()
         if is_early:
@@ -186,6 +186,9 @@ class TrainingLoop:
         with phase("evaluation"):
             for each in self.loaders[1]:
                 losses[each.name] = self.trainer.evaluate(each.batches)
+        val_loss = losses.get(VALIDATION, math.inf)
+        if math.isfinite(val_loss):
+            self.trainer.progress = replace(self.trainer.progress, val_loss=val_loss)
         self.callbacks.tell("evaluated", losses)
         return losses
 
@@ -231,13 +234,13 @@ class TrainingLoop:
             self.metrics_file.write(line)
         self.callbacks.tell("measured", line)
 
-    def save(self, val_loss: float | None, *, is_last: bool, exports: bool) -> None:
+    def save(self, *, is_last: bool, exports: bool) -> None:
         """Saves a checkpoint, and exports it if the recipe asks for that."""
         path, then = checkpoint_path(self.checkpoints, self.trainer.step), None
         wanted = self.recipe.checkpoint.export
         if exports and (wanted == "all" or (wanted == "last" and is_last)):
             then = partial(export_saved, self.recipe, path, self.run_dir / "export" / path.name)
-        state, progress = state_of(self.trainer, val_loss)
+        state, progress = state_of(self.trainer)
         self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
 
     def roll_back(self) -> bool:
@@ -270,7 +273,7 @@ class TrainingLoop:
         told = f"goes back, and leaves out the sequences {suspects.first} to {suspects.last}"
         for line in (told, *lines):
             self.progress.say(line)
-        self.save(loaded.val_loss, is_last=False, exports=False)
+        self.save(is_last=False, exports=False)
         self.start_report()
         if self.metrics_file is not None:
             self.metrics_file.go_back(trainer.step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +23,15 @@ from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.trainer import Trainer
 
 
-def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str, Tensor], Progress]:
-    """Returns what a checkpoint of the trainer's step holds, whose validation loss is `val_loss`:
-    tensors by their global names, which share the trainer's memory, and the progress. Every rank
-    calls it."""
+def state_of(trainer: Trainer) -> tuple[dict[str, Tensor], Progress]:
+    """Returns what a checkpoint of the trainer's step holds: tensors by their global names, which
+    share the trainer's memory, and the progress. Every rank calls it."""
     recipe = trainer.recipe
     tensors, replicas = trainer.outer_loop.save(tensors_of(trainer))
     progress = replace(
         trainer.progress,
         sequences=recipe.batch_sizes.before(trainer.step),
         drawn=drawn_by_source(recipe, trainer.step, trainer.left_out),
-        val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         local_sgd=replicas,
     )
     return tensors, progress

@@ -173,6 +173,7 @@ class Trainer:
             step=step,
             tokens=progress.tokens + result.tokens,
             skipped_steps=progress.skipped_steps + result.is_skipped,
+            val_loss=None,
         )
         return result
 

@@ -306,7 +306,7 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, s
 
 def resume_and_tell(checkpoints: list[Path]) -> list[str]:
     trainer = make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8)))
-    return resume_from(trainer, checkpoints, checkpoints[0].parent)[1]
+    return resume_from(trainer, checkpoints, checkpoints[0].parent)
 
 
 @pytest.mark.parametrize(
