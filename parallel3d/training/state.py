@@ -19,7 +19,6 @@ from parallel3d.data.mixture import drawn_by_source
 from parallel3d.data.order import SkippedRanges
 from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.mesh import Role
-from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.trainer import Trainer
 
 
@@ -135,10 +134,10 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
 
 def _copy_to_twins(trainer: Trainer) -> None:
     """Copies what was loaded of a tied weight that this rank has twice, because the checkpoint has
-    it once."""
-    first: dict[str, LocalParameter] = {}
+    it once. A rank on a V has both ends of the pipeline."""
+    loaded = {parameter.name: parameter for parameter in trainer.parameters}
     for parameter in trainer.parameters:
-        twin = first.setdefault(parameter.name, parameter)
+        twin = loaded[parameter.name]
         if twin is not parameter:
             parameter.local.detach().copy_(twin.local.detach())
             for kind, own in trainer.optimizer.state[parameter.local].items():
@@ -158,7 +157,7 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
         drawn = planned
     seen = sequences if saved.sequences is None else saved.sequences
     skip, own = _as_yaml(saved.skip), trainer.progress
-    checks: list[tuple[str, object, object, str]] = [
+    checks = [
         (f"train.{key}", getattr(saved, key), getattr(own, key), "that value")
         for key in ("seed", "global_batch_size", "seq_len")
     ]
@@ -201,14 +200,11 @@ def _as_yaml(ranges: Sequence[SequenceRange]) -> str:
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Maps names in a checkpoint to tensors that share the memory of the model and the optimizer. A
-    tied parameter is there once."""
+    tied weight that this rank has twice is there once, as the last of both."""
     state: dict[str, Tensor] = {}
     for parameter in trainer.parameters:
         parameter.sync_views()
         name = parameter.name
-        # a rank on a V has both ends of the pipeline, and a tied weight twice
-        if f"{MODEL}{name}" in state:
-            continue
         state[f"{MODEL}{name}"] = parameter.distributed(parameter.local.detach())
         for kind, tensor in trainer.optimizer.state[parameter.local].items():
             if kind != "step":
