@@ -104,9 +104,11 @@ class LocalSgd(OuterLoop):
 
     def copies(self) -> list[Copies]:
         """Returns the outer parameters and their momentum, which all replicas hold alike."""
-        momenta = {f"optimizer.outer.{name}": tensor for name, tensor in self.momenta.items()}
-        values = {f"outer {name}": tensor for name, tensor in self.values.items()}
-        return [Copies(self._replicas, values | momenta)]
+        tensors: Tensors = {}
+        for name, value in self.values.items():
+            tensors[f"outer {name}"] = value
+            tensors[f"optimizer.outer.{name}"] = self.momenta[name]
+        return [Copies(self._replicas, tensors)]
 
     def begin(self) -> None:
         for parameter in self._parameters:
