@@ -202,11 +202,11 @@ class TrainingLoop:
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an
         evaluation. Every rank calls it."""
-        trainer, progress, sets = self.trainer, self.trainer.progress, dict(losses)
+        progress, sets = self.trainer.progress, dict(losses)
         steps = progress.step - self.reported_step
         tokens_per_s = (progress.tokens - self.reported_tokens) / self.steps_s
         per_device = tokens_per_s / self.recipe.parallel.world_size
-        own = *peak_memory_bytes(trainer.device), self.data_s
+        own = *peak_memory_bytes(self.trainer.device), self.data_s
         peak_bytes, reserved_bytes, wait_s = self.largest(own)
         line = StepMetrics(
             step=progress.step,

@@ -32,10 +32,10 @@ class Update:
     ) -> None:
         self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes
         self._device = parts.pipeline.links.device
-        self._tp = self._axes[Role.SPLIT_TENSORS]
+        self._tp = axes[Role.SPLIT_TENSORS]
         self._partial = [p for p in parts.trained if p.spec.partial_gradient and self._tp.size > 1]
         # the pipeline ranks that hold the first and the last stage
-        placement, layers = parts.pipeline.schedule.placement, self._axes[Role.SPLIT_LAYERS]
+        placement, layers = parts.pipeline.schedule.placement, axes[Role.SPLIT_LAYERS]
         ends = placement[0], placement[-1]
         self._ends = ONE_RANK  # or both ends of this pipeline, on these, if they share weights
         if parts.tied_ends and ends[0] != ends[1] and layers.rank in ends:
