@@ -124,8 +124,9 @@ class TrainingLoop:
         self.saver.step_done()
         is_early = is_stopped and not signum and step < steps
         is_last = step == steps or is_early
-        if is_early:
-            self.trainer.end_early()
+        if is_early:  # replicas that train apart are equal after the last step of a run
+            self.trainer.outer_loop.after_step(step, is_last=True)
+            self.trainer.publish()
         self.progress.step_done(step)
         self.callbacks.tell("step_done", result)
         losses: dict[str, float] = {}

@@ -177,11 +177,6 @@ class Trainer:
         )
         return result
 
-    def end_early(self) -> None:
-        """Makes the completed step the last of the run. Every rank must call it."""
-        self.outer_loop.after_step(self.step, is_last=True)
-        self.publish()
-
     def compare_replicas(self, when: str) -> None:
         """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
         that must hold the same. Every rank calls it. `when` begins the message."""

@@ -162,7 +162,7 @@ def parameters_after_an_early_end(steps: int) -> list[list[float]]:
     recipe = make_recipe(TIED, ParallelConfig(dp_replicate=2, dp_shard=2), steps=STEPS)
     trainer = make_trainer(replace(recipe, local_sgd=DILOCO))
     train(trainer, steps)
-    trainer.end_early()
+    trainer.outer_loop.after_step(steps, is_last=True)
     return [parameter.local.detach().flatten().tolist() for parameter in trainer.parameters]
 
 
