@@ -112,8 +112,7 @@ def run_worker(
                 lines.append(f"nothing to do: train.steps = {train.steps} are done")
             for line in filter(None, lines):
                 progress.say(line)
-            view = RunView(recipe, run_dir, progress.say, trainer.step)
-            called = Callbacks(watchers, view)
+            called = Callbacks(watchers, RunView(recipe, run_dir, progress.say, trainer.step))
             TrainingLoop(trainer, loaders, checkpoints, metrics, progress, stop, called, peak).fit()
         if train.sample_tokens:
             with phase("generation"):
