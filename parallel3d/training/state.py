@@ -156,7 +156,7 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
     if max(len(drawn), len(planned)) == 1:  # a single corpus may have any name
         drawn = planned
     seen = sequences if saved.sequences is None else saved.sequences
-    skip, own = _as_yaml(saved.skip), trainer.progress
+    own = trainer.progress
     checks = [
         (f"train.{key}", getattr(saved, key), getattr(own, key), "that value")
         for key in ("seed", "global_batch_size", "seq_len")
@@ -167,7 +167,7 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
             "sequences left out so far",
             _as_yaml(before.before(sequences)),
             _as_yaml(after.before(sequences)),
-            f"data.skip={skip}, to which you may add what comes later",
+            f"data.skip={_as_yaml(saved.skip)}, to which you may add what comes later",
         ),
         (
             "sequences drawn",
