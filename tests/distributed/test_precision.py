@@ -128,7 +128,7 @@ def resumed_scale(path: Path, parallel: ParallelConfig) -> tuple[Curve, Curve, f
     save_trainer(whole, path)
     load_trainer(second, path)
     assert second.progress.skipped_steps == 1
-    assert second.tokens == 4 * 8 * 24
+    assert second.progress.tokens == 4 * 8 * 24
     curve = train(whole, 4)
     resumed = train(second, 4)
     assert second.progress.skipped_steps == 2
