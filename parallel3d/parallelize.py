@@ -79,7 +79,7 @@ def parallelize(
     schedule: Schedule,
     loss_fn: LossFunction,
     *,
-    initialize: bool = True,
+    initialize: bool,
 ) -> Parallelized:
     """Builds the stages, parameters and pipeline of this rank.
 

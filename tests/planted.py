@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +21,8 @@ from parallel3d.checkpoint.files import PlannedSave
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.llama import Llama
-from parallel3d.sharding.optimizer_parts import LocalParameter
-from parallel3d.training import update
 from parallel3d.training.callbacks import Callback
+from parallel3d.training.update import Update
 
 FOLDER = "PARALLEL3D_TEST_FOLDER"  # the environment variable that names the folder of these files
 
@@ -112,17 +109,17 @@ def abort(model: nn.Module) -> None:
 
 def spoil_a_gradient(model: nn.Module) -> None:
     """Makes one element of the summed gradient of this step NaN on this rank."""
-    measure = update.squared_norm
+    measure = Update.squared_norm
 
-    def spoiled(parameters: Sequence[LocalParameter], *rest: Any) -> Tensor:
-        update.squared_norm = measure
-        own = [p for p in parameters if not p.is_copy]
+    def spoiled(self: Update) -> Tensor:
+        Update.squared_norm = measure  # type: ignore[method-assign]
+        own = [p for p in self._parameters if not p.is_copy]
         gradient = max(own, key=lambda p: (p.name.endswith("mlp.up.weight"), p.name)).local.grad
         assert gradient is not None
         gradient.view(-1)[0] = float("nan")
-        return measure(parameters, *rest)
+        return measure(self)
 
-    update.squared_norm = spoiled
+    Update.squared_norm = spoiled  # type: ignore[method-assign]
 
 
 def flip_a_bit(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -79,11 +80,10 @@ def refuse_differences(
     one number over all ranks."""
     if dist.get_world_size() == 1:
         return
-    tensors = {tensor for each in copies for tensor in each.tensors.values()}
-    numbers = {tensor: fingerprint(tensor).to(device) for tensor in tensors}
+    number_of = cache(fingerprint)  # of a tensor that several axes repeat
     found: dict[str, int] = {}
     for each in copies:
-        own = torch.stack([numbers[tensor] for tensor in each.tensors.values()])
+        own = torch.stack([number_of(tensor).to(device) for tensor in each.tensors.values()])
         differing = differ(own, each.axis).tolist()
         for name, number, differs in zip(each.tensors, own.tolist(), differing, strict=True):
             if differs:

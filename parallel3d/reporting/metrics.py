@@ -126,19 +126,19 @@ def peak_tokens_per_s(
 ) -> tuple[float | None, str]:
     """Returns the tokens per second of one device at its peak FLOP/s, of which MFU is the share, or
     None and, for a GPU, a line that says why it is not known."""
-    tflops, peak = recipe.logging.peak_tflops, None
-    if tflops is not None:
-        peak = tflops * 1e12
-    elif device.type == "cuda":
+    if recipe.logging.peak_tflops is not None:
+        peak = recipe.logging.peak_tflops * 1e12
+    elif device.type != "cuda":
+        return None, ""
+    else:
         name = torch.cuda.get_device_name(device)
-        peak = peak_of(name, recipe.train.precision)
-        if peak is None:
+        found = peak_of(name, recipe.train.precision)
+        if found is None:
             return None, (
                 f"no MFU: no hardware file lists {name!r} in its cuda_names; "
                 "logging.peak_tflops=989.4 would say its peak"
             )
-    if peak is None:
-        return None, ""
+        peak = found
     if block_weights is None:
         name = recipe.model.architecture
         return None, f"no MFU: {name} has no static method block_weights(config)"

@@ -201,8 +201,7 @@ class _Feeder(Thread):
     def offer(self, item: Line | bool) -> None:
         """Puts a line into the queue, or at the end of the run whether it has succeeded."""
         try:
-            if not self._is_lost:
-                self._items.put_nowait(item)
+            self._items.put_nowait(item)
         except Full:
             self.lose(f"it is {_MOST_LINES_WAITING} lines behind")
 

@@ -38,8 +38,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
             logits = gather(outputs[0][0, len(window) - 1], tp, dim=0)
             # Ids beyond the tokenizer's only make the vocabulary divisible.
             token.fill_(draw(logits[: tokenizer.vocab_size].float().cpu(), train, generator))
-        token = all_reduce(token, pp)  # the token of the other stages is 0
-        ids.append(int(token.item()))
+        ids.append(int(all_reduce(token, pp)))  # the token of the other stages is 0
         if ids[-1] == tokenizer.end_of_text:
             break
     return train.sample_prompt + tokenizer.decode(np.array(ids[prompt_length:]))
@@ -50,4 +49,5 @@ def draw(logits: Tensor, train: TrainConfig, generator: torch.Generator) -> int:
     at `train.sample_temperature`."""
     likely, candidates = logits.topk(min(train.sample_top_k, logits.numel()))
     probabilities = (likely / train.sample_temperature).softmax(dim=-1)
-    return int(candidates[torch.multinomial(probabilities, 1, generator=generator)].item())
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return int(candidates[drawn])

@@ -48,8 +48,7 @@ class Guard:
         """Returns the result with the reason to skip the step, if any, and the progress with the
         next loss scale and the history of spikes. Raises NonFiniteError or SpikeError to end the
         run. `describe_nonfinite` names the rank and the parameter; every rank calls it."""
-        if progress.loss_scale is not None:
-            progress = next_loss_scale(self._loss_scale, progress, is_finite=result.is_finite)
+        progress = next_loss_scale(self._loss_scale, progress, is_finite=result.is_finite)
         if result.is_finite:
             self._nonfinite_in_a_row = 0
             return self._check_spike(step, result, progress)
@@ -93,9 +92,10 @@ class Guard:
 
 
 def next_loss_scale(config: LossScaleConfig, progress: Progress, *, is_finite: bool) -> Progress:
-    """Returns the progress with the loss scale of the next step."""
+    """Returns the progress with the loss scale of the next step, if there is one."""
     scale, good_steps = progress.loss_scale, progress.loss_scale_good_steps + 1
-    assert scale is not None
+    if scale is None:
+        return progress
     if not is_finite:
         scale, good_steps = scale * config.backoff, 0
     elif good_steps >= config.interval:  # a resumed run may have a shorter interval

@@ -81,33 +81,34 @@ class LocalSgd(OuterLoop):
             if config.nesterov:
                 step = gradient.add_(momentum, alpha=config.outer_momentum)
             self.values[name].sub_(step, alpha=config.outer_lr)
-        self._give()
+        self._set(self.values)
 
     @torch.no_grad()
-    def _give(self) -> None:
-        """Sets this replica's parameters to the outer values."""
+    def _set(self, values: Tensors) -> None:
+        """Sets this replica's parameters to `values`, such as the outer ones."""
         for parameter in self._parameters:
-            parameter.local.copy_(self.values[parameter.name])
+            parameter.local.copy_(values[parameter.name])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Puts the outer parameters, which are the result of the run, in place of this replica's
         own for a block."""
-        own = [parameter.local.detach().clone() for parameter in self._parameters]
-        self._give()
+        own = {p.name: p.local.detach().clone() for p in self._parameters}
+        self._set(self.values)
         self._publish()
         try:
             yield
         finally:
-            for parameter, value in zip(self._parameters, own, strict=True):
-                parameter.local.detach().copy_(value)
+            self._set(own)
             self._publish()
 
     def copies(self) -> list[Copies]:
         """Returns the outer parameters and their momentum, which all replicas hold alike."""
-        momenta = {f"optimizer.outer.{name}": tensor for name, tensor in self.momenta.items()}
-        values = {f"outer {name}": tensor for name, tensor in self.values.items()}
-        return [Copies(self._replicas, values | momenta)]
+        tensors: Tensors = {}
+        for name, value in self.values.items():
+            tensors[f"outer {name}"] = value
+            tensors[f"optimizer.outer.{name}"] = self.momenta[name]
+        return [Copies(self._replicas, tensors)]
 
     def begin(self) -> None:
         for parameter in self._parameters:
@@ -133,7 +134,7 @@ class LocalSgd(OuterLoop):
             for momentum in self.momenta.values():
                 momentum.zero_()
         if not self._are_same(saved):
-            self._give()
+            self._set(self.values)
 
     def _are_same(self, saved: SavedReplicas | None) -> bool:
         return saved is not None and saved.replicas == self._replicas.size

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -122,8 +124,9 @@ class TrainingLoop:
         self.saver.step_done()
         is_early = is_stopped and not signum and step < steps
         is_last = step == steps or is_early
-        if is_early:
-            self.trainer.end_early()
+        if is_early:  # replicas that train apart are equal after the last step of a run
+            self.trainer.outer_loop.after_step(step, is_last=True)
+            self.trainer.publish()
         self.progress.step_done(step)
         self.callbacks.tell("step_done", result)
         losses: dict[str, float] = {}
@@ -136,8 +139,7 @@ class TrainingLoop:
         if is_on_time or signum or wants_save:
             exports = is_last or (is_on_time and not signum)
             with phase("save"):
-                is_end = is_last or signum > 0
-                self.save(losses.get(VALIDATION), is_last=is_end, exports=exports)
+                self.save(is_last=is_last or signum > 0, exports=exports)
         if signum:
             self.stop.is_answered()
         if is_early:
@@ -184,31 +186,35 @@ class TrainingLoop:
         losses = {}
         with phase("evaluation"):
             for each in self.loaders[1]:
-                losses[each.name] = self.trainer.evaluate_all(each.batches)
+                losses[each.name] = self.trainer.evaluate(each.batches)
+        val_loss = losses.get(VALIDATION, math.inf)
+        if math.isfinite(val_loss):
+            self.trainer.progress = replace(self.trainer.progress, val_loss=val_loss)
         self.callbacks.tell("evaluated", losses)
         return losses
 
     def start_report(self) -> None:
         """Starts the next line of metrics. Its time is that of steps, without validation and
         checkpoints."""
-        self.reported_step, self.reported_tokens = self.trainer.step, self.trainer.tokens
+        progress = self.trainer.progress
+        self.reported_step, self.reported_tokens = progress.step, progress.tokens
         self.steps_s = self.data_s = 0.0
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an
         evaluation. Every rank calls it."""
-        trainer, progress, sets = self.trainer, self.trainer.progress, dict(losses)
-        steps = trainer.step - self.reported_step
-        tokens_per_s = (trainer.tokens - self.reported_tokens) / self.steps_s
+        progress, sets = self.trainer.progress, dict(losses)
+        steps = progress.step - self.reported_step
+        tokens_per_s = (progress.tokens - self.reported_tokens) / self.steps_s
         per_device = tokens_per_s / self.recipe.parallel.world_size
-        own = *peak_memory_bytes(trainer.device), self.data_s
+        own = *peak_memory_bytes(self.trainer.device), self.data_s
         peak_bytes, reserved_bytes, wait_s = self.largest(own)
         line = StepMetrics(
-            step=trainer.step,
+            step=progress.step,
             loss=result.loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
-            tokens=trainer.tokens,
+            tokens=progress.tokens,
             step_time_s=self.steps_s / steps,
             data_wait_s=wait_s / steps,
             tokens_per_s=tokens_per_s,
@@ -229,13 +235,13 @@ class TrainingLoop:
             self.metrics_file.write(line)
         self.callbacks.tell("measured", line)
 
-    def save(self, val_loss: float | None, *, is_last: bool, exports: bool) -> None:
+    def save(self, *, is_last: bool, exports: bool) -> None:
         """Saves a checkpoint, and exports it if the recipe asks for that."""
         path, then = checkpoint_path(self.checkpoints, self.trainer.step), None
         wanted = self.recipe.checkpoint.export
         if exports and (wanted == "all" or (wanted == "last" and is_last)):
             then = partial(export_saved, self.recipe, path, self.run_dir / "export" / path.name)
-        state, progress = state_of(self.trainer, val_loss)
+        state, progress = state_of(self.trainer)
         self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
 
     def roll_back(self) -> bool:
@@ -251,7 +257,8 @@ class TrainingLoop:
             return False
         last_innocent = max(0, before.step - self.recipe.train.spike_steps)
         old_enough = [path for path in newest_first if step_of(path) <= last_innocent]
-        loaded, lines = resume_from(trainer, old_enough or newest_first[-1:], self.checkpoints)
+        lines = resume_from(trainer, old_enough or newest_first[-1:], self.checkpoints)
+        loaded = trainer.progress
         self.callbacks.run.step = trainer.step
         sequences_before = self.recipe.batch_sizes.before
         first = sequences_before(max(last_innocent, trainer.step))
@@ -263,11 +270,11 @@ class TrainingLoop:
             grad_norms=loaded.spikes.grad_norms,
             rollbacks=before.spikes.rollbacks + 1,
         )
-        trainer.update_progress(skipped_by_rollbacks=skipped.ranges, spikes=spikes)
+        trainer.progress = replace(loaded, skipped_by_rollbacks=skipped.ranges, spikes=spikes)
         told = f"goes back, and leaves out the sequences {suspects.first} to {suspects.last}"
         for line in (told, *lines):
             self.progress.say(line)
-        self.save(loaded.val_loss, is_last=False, exports=False)
+        self.save(is_last=False, exports=False)
         self.start_report()
         if self.metrics_file is not None:
             self.metrics_file.go_back(trainer.step)
@@ -287,11 +294,7 @@ def export_saved(
         if to.exists():  # of a run that went on from an older checkpoint
             set_aside(to, "abandoned")
         written = export(checkpoint, to, form)
-
-    def names_of_rank_0(names: list[str | None]) -> list[str | None]:
-        return names[:1] * len(names)
-
-    while collect_from_all(lambda: next(written, None), names_of_rank_0, group):
+    while collect_from_all(lambda: next(written, None), itemgetter(0), group):
         pass
     return "; ".join((f"exported: {to}", *form.notes))
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
@@ -32,9 +31,7 @@ class MeanLoss:
     returns another number raises ConfigError.
     """
 
-    def __init__(
-        self, recipe: Recipe, tp: DeviceMesh | None, gpu_bytes: float | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, tp: Axis, gpu_bytes: float | None = None) -> None:
         self.tokens = recipe.train.global_batch_size * recipe.train.seq_len
         self.scale = 1.0
         self.is_plain = False
@@ -45,7 +42,7 @@ class MeanLoss:
             tp=recipe.parallel.tp,
             gpu_bytes=gpu_bytes,
         )  # None: the logits of a whole microbatch exist at once
-        self._tp, self._recipe, self._vocab = Axis.of(tp), recipe, recipe.model.vocab
+        self._tp, self._recipe, self._vocab = tp, recipe, recipe.model.vocab
         # the head whose output reaches the loss unchanged
         self._head: VocabParallelHead | None = None
         # the head that gives each tp rank its part of the vocabulary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,47 +9,38 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
+from parallel3d.checkpoint.files import MODEL, load_tensors
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.checkpoint.pretrained import load_pretrained
 from parallel3d.checkpoint.store import after_resume, is_pretrained
-from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import SequenceRange
 from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
 from parallel3d.data.order import SkippedRanges
 from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
 from parallel3d.mesh import Role
-from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.training.trainer import Trainer
 
 
-def save_trainer(trainer: Trainer, path: Path) -> None:
-    """Writes a checkpoint of the trainer's step; every rank calls it. Raises SaveError."""
-    save_tensors(*state_of(trainer), path, to_yaml(trainer.recipe))
-
-
-def state_of(trainer: Trainer, val_loss: float | None = None) -> tuple[dict[str, Tensor], Progress]:
-    """Returns what a checkpoint of the trainer's step holds, whose validation loss is `val_loss`:
-    tensors by their global names, which share the trainer's memory, and the progress. Every rank
-    calls it."""
+def state_of(trainer: Trainer) -> tuple[dict[str, Tensor], Progress]:
+    """Returns what a checkpoint of the trainer's step holds: tensors by their global names, which
+    share the trainer's memory, and the progress. Every rank calls it."""
     recipe = trainer.recipe
     tensors, replicas = trainer.outer_loop.save(tensors_of(trainer))
     progress = replace(
         trainer.progress,
         sequences=recipe.batch_sizes.before(trainer.step),
         drawn=drawn_by_source(recipe, trainer.step, trainer.left_out),
-        val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         local_sgd=replicas,
     )
     return tensors, progress
 
 
-def load_trainer(trainer: Trainer, path: Path) -> Progress:
+def load_trainer(trainer: Trainer, path: Path) -> None:
     """Loads a checkpoint, whatever the layout that saved it; every rank calls it. Raises
     CheckpointError, with nothing changed, where the checkpoint is damaged, or is of another model,
     another optimizer, or a run with other batches: the place in the data is a count of sequences,
-    which must mean the same. Returns the progress of that run."""
+    which must mean the same."""
     state = tensors_of(trainer)
 
     def choose(saved: Progress) -> dict[str, Tensor]:
@@ -62,18 +52,13 @@ def load_trainer(trainer: Trainer, path: Path) -> Progress:
     trainer.optimizer.set_step(saved.step - saved.skipped_steps)
     trainer.outer_loop.after_loading(saved.local_sgd)
     trainer.publish()
-    trainer.update_progress(
-        step=saved.step,
-        tokens=saved.tokens,
-        skipped_steps=saved.skipped_steps,
-        skipped_by_rollbacks=saved.skipped_by_rollbacks,
-        spikes=saved.spikes,
+    own = trainer.progress
+    progress = replace(
+        saved, parallel=own.parallel, skip=own.skip, data_fingerprint=own.data_fingerprint
     )
-    if trainer.progress.loss_scale is not None and saved.loss_scale is not None:
-        trainer.update_progress(
-            loss_scale=saved.loss_scale, loss_scale_good_steps=saved.loss_scale_good_steps
-        )
-    return saved
+    if own.loss_scale is None or saved.loss_scale is None:  # one run is not in float16
+        progress = replace(progress, loss_scale=own.loss_scale, loss_scale_good_steps=0)
+    trainer.progress = progress
 
 
 def of_rank_0(paths: list[Path]) -> list[Path]:
@@ -84,14 +69,12 @@ def of_rank_0(paths: list[Path]) -> list[Path]:
     return box[0]
 
 
-def resume_from(
-    trainer: Trainer, checkpoints: list[Path], folder: Path
-) -> tuple[Progress, list[str]]:
+def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list[str]:
     """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's
-    `folder` that are damaged or newer. Returns the progress that was loaded, and lines for the
-    user: what was passed over, and where the run goes on. Raises CheckpointError, with no damaged
-    one renamed, where all are damaged, or one is of another model."""
-    path, progress, lines = first_whole(trainer, checkpoints, load_trainer)
+    `folder` that are damaged or newer. Returns lines for the user: what was passed over, and where
+    the run goes on. Raises CheckpointError, with no damaged one renamed, where all are damaged, or
+    one is of another model."""
+    path, lines = first_whole(trainer, checkpoints, load_trainer)
     if dist.get_rank() == 0:
         with writing(folder):
             lines += after_resume(
@@ -101,7 +84,7 @@ def resume_from(
     lines.append(f"goes on from step {trainer.step} of {path}")
     if begun is not None:
         lines[-1] += f"; it does not start again from checkpoint.start_from = {begun}"
-    return progress, lines
+    return lines
 
 
 def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
@@ -109,47 +92,41 @@ def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
     does all of them."""
     if not checkpoints:
         return []
-    path, _, lines = first_whole(trainer, checkpoints, load_start)
+    path, lines = first_whole(trainer, checkpoints, load_model)
     return [*lines, f"starts from the weights of {path}"]
 
 
 def first_whole(
-    trainer: Trainer, checkpoints: list[Path], load: Callable[[Trainer, Path], Progress]
-) -> tuple[Path, Progress, list[str]]:
-    """Loads the first of `checkpoints` that is not damaged. Returns it, what `load` has returned of
-    it, and a line for each that was passed over."""
+    trainer: Trainer, checkpoints: list[Path], load: Callable[[Trainer, Path], object]
+) -> tuple[Path, list[str]]:
+    """Loads the first of `checkpoints` that is not damaged. Returns it, and a line for each that
+    was passed over."""
     lines: list[str] = []
     for path in checkpoints[:-1]:
         try:
-            return path, load(trainer, path), lines
+            load(trainer, path)
+            return path, lines
         except DamagedCheckpointError as error:
             lines.append(f"passed over: {error}")
-    return checkpoints[-1], load(trainer, checkpoints[-1]), lines
-
-
-def load_start(trainer: Trainer, path: Path) -> Progress:
-    """Loads the weights that a run begins with, those of a checkpoint of any layout or of a folder
-    of transformers, and returns how far they were trained; every rank calls it. Raises
-    CheckpointError, with nothing changed, where they are damaged or of another model."""
-    if not is_pretrained(path):
-        return load_model(trainer, path)
-    tp = trainer.axes[Role.SPLIT_TENSORS]
-    load_pretrained(trainer.parameters, trainer.recipe.model, tp, path)
-    trainer.outer_loop.begin()
-    trainer.publish()
-    return trainer.progress
+    load(trainer, checkpoints[-1])
+    return checkpoints[-1], lines
 
 
 def load_model(trainer: Trainer, path: Path) -> Progress:
     """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and
-    the batches of the run that saved it, and returns how far that run was; every rank calls it. Of
-    replicas that train apart it loads the outer parameters. Raises CheckpointError, with nothing
-    changed, where the checkpoint is damaged or of another model.
-    """
-    tensors = tensors_of(trainer)
-    model = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    progress = load_tensors(lambda saved: model, path)
-    _copy_to_twins(trainer)
+    the batches of the run that saved it, and returns the progress of that run; every rank calls it.
+    Of replicas that train apart it loads the outer parameters. The weights may also be a folder of
+    transformers, which has no progress. Raises CheckpointError, with nothing changed, where they
+    are damaged or of another model."""
+    progress = trainer.progress
+    if is_pretrained(path):
+        tp = trainer.axes[Role.SPLIT_TENSORS]
+        load_pretrained(trainer.parameters, trainer.recipe.model, tp, path)
+    else:
+        tensors = tensors_of(trainer)
+        model = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+        progress = load_tensors(lambda saved: model, path)
+        _copy_to_twins(trainer)
     trainer.outer_loop.begin()
     trainer.publish()
     return progress
@@ -157,10 +134,10 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
 
 def _copy_to_twins(trainer: Trainer) -> None:
     """Copies what was loaded of a tied weight that this rank has twice, because the checkpoint has
-    it once."""
-    first: dict[str, LocalParameter] = {}
+    it once. A rank on a V has both ends of the pipeline."""
+    loaded = {parameter.name: parameter for parameter in trainer.parameters}
     for parameter in trainer.parameters:
-        twin = first.setdefault(parameter.name, parameter)
+        twin = loaded[parameter.name]
         if twin is not parameter:
             parameter.local.detach().copy_(twin.local.detach())
             for kind, own in trainer.optimizer.state[parameter.local].items():
@@ -179,8 +156,8 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
     if max(len(drawn), len(planned)) == 1:  # a single corpus may have any name
         drawn = planned
     seen = sequences if saved.sequences is None else saved.sequences
-    skip, own = _as_yaml(saved.skip), trainer.progress
-    checks: list[tuple[str, object, object, str]] = [
+    own = trainer.progress
+    checks = [
         (f"train.{key}", getattr(saved, key), getattr(own, key), "that value")
         for key in ("seed", "global_batch_size", "seq_len")
     ]
@@ -190,7 +167,7 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
             "sequences left out so far",
             _as_yaml(before.before(sequences)),
             _as_yaml(after.before(sequences)),
-            f"data.skip={skip}, to which you may add what comes later",
+            f"data.skip={_as_yaml(saved.skip)}, to which you may add what comes later",
         ),
         (
             "sequences drawn",
@@ -223,14 +200,11 @@ def _as_yaml(ranges: Sequence[SequenceRange]) -> str:
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Maps names in a checkpoint to tensors that share the memory of the model and the optimizer. A
-    tied parameter is there once."""
+    tied weight that this rank has twice is there once, as the last of both."""
     state: dict[str, Tensor] = {}
     for parameter in trainer.parameters:
         parameter.part.sync_views()
         name = parameter.name
-        # a rank on a V has both ends of the pipeline, and a tied weight twice
-        if f"{MODEL}{name}" in state:
-            continue
         state[f"{MODEL}{name}"] = parameter.part.distributed(parameter.local.detach())
         for kind, tensor in trainer.optimizer.state[parameter.local].items():
             if kind != "step":

@@ -36,7 +36,7 @@ def traced_step(
     own_spans = recorder.spans(place.pop(Role.SPLIT_LAYERS), start_s)
     pipeline = ", ".join(f"{axis} {rank}" for axis, rank in place.items())
     everyone = [(pipeline, own_spans)] * dist.get_world_size()
-    dist.gather_object(everyone[0], everyone if dist.get_rank() == 0 else None)
+    dist.all_gather_object(everyone, everyone[0])
     if dist.get_rank():
         return result
     by_pipeline: dict[str, list[Span]] = {}

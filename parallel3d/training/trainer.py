@@ -78,7 +78,7 @@ class Trainer:
                 "local_sgd.sync_every=null"
             )
         self.axes = axes_of(self.mesh)
-        self.loss = MeanLoss(own_recipe, self.mesh[Role.SPLIT_TENSORS], gpu_bytes)
+        self.loss = MeanLoss(own_recipe, self.axes[Role.SPLIT_TENSORS], gpu_bytes)
         parts = parallelize(
             model_class,
             own_recipe,
@@ -89,10 +89,10 @@ class Trainer:
             initialize=initialize,
         )
         self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
-        self.parameters, self.parameter_count = parts.parameters, parts.parameter_count
+        self.parameters = parts.parameters
         self.loss.use_head(stage.module for stage in parts.stages)
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
-        self.update = Update(parts, self.optimizer, self.mesh)
+        self.update = Update(parts, self.optimizer, self.axes)
         self.guard = Guard(recipe)
         self.outer_loop = OuterLoop()
         if outer_loop is not None:
@@ -115,19 +115,6 @@ class Trainer:
     def step(self) -> int:
         """Steps done."""
         return self.progress.step
-
-    @property
-    def tokens(self) -> int:
-        """Labels seen, including those of skipped steps."""
-        return self.progress.tokens
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.progress.skipped_steps
-
-    def update_progress(self, **changes: Any) -> None:
-        """Replaces fields of `progress`."""
-        self.progress = replace(self.progress, **changes)
 
     @property
     def left_out(self) -> SkippedRanges:
@@ -186,13 +173,9 @@ class Trainer:
             step=step,
             tokens=progress.tokens + result.tokens,
             skipped_steps=progress.skipped_steps + result.is_skipped,
+            val_loss=None,
         )
         return result
-
-    def end_early(self) -> None:
-        """Makes the completed step the last of the run. Every rank must call it."""
-        self.outer_loop.after_step(self.step, is_last=True)
-        self.publish()
 
     def compare_replicas(self, when: str) -> None:
         """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
@@ -202,12 +185,7 @@ class Trainer:
         advice = "go on from a checkpoint that is not newer than the last comparison"
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 
-    def evaluate(self, batch: Batch) -> float:
-        """Returns the mean cross-entropy over the labels of one global batch, as `evaluate_all`
-        does of several."""
-        return self.evaluate_all([batch])
-
-    def evaluate_all(self, batches: Iterable[Batch]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float:
         """Returns the mean cross-entropy over all labels of global batches of any size, the same on
         every rank, without training on them. This data rank has its share of each. If replicas
         train apart, it is the loss of the outer parameters, which the run will leave behind. Raises
@@ -222,7 +200,7 @@ class Trainer:
                     sizes=self._sizes(labels),
                     keywords=self._keywords(batch.documents),
                 )
-                square = loss.new_zeros((), dtype=torch.float64)
+                square = torch.zeros_like(loss)
                 results.append(self._sum_over_mesh(loss, labels, square, batch.wrong_id))
         tokens = sum(result.tokens for result in results)
         refuse_no_labels(self.step + 1, tokens, self.recipe.data.ignore_token_ids)
@@ -319,7 +297,7 @@ class Trainer:
         vote = torch.full_like(counted, float(is_asked_to_stop))
         # Below 0, because a dry run on fake tensors reads 1 from each.
         refusal = torch.full_like(counted, -float(wrong_id is not None))
-        own = torch.stack((loss.double() / tp.size, square, counted, vote, refusal))
+        own = torch.stack((loss / tp.size, square, counted, vote, refusal))
         nominal_loss, total_square, tokens, *votes = all_reduce_over(self.axes, own).unbind()
         # A tensor, not a number: torch would multiply by the reciprocal of the divisor.
         factor = torch.full_like(tokens, self.loss.tokens) / tokens.clamp(min=1.0) / self.loss.scale

@@ -4,18 +4,17 @@ optimizer's step. Everything here works on plain tensors, this rank's part of ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig
 from parallel3d.diagnosis.replicas import Copies, tensors_of
 from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.mesh import ONE_RANK, Axis, Role, axes_of
+from parallel3d.mesh import ONE_RANK, Axis, Role
 from parallel3d.optimizers.build import LocalOptimizer
 from parallel3d.parallelize import Parallelized
 from parallel3d.sharding.optimizer_parts import LocalParameter
@@ -28,13 +27,15 @@ class Update:
     """Completes the gradients and steps the optimizer. In each step the trainer calls `begin`,
     `complete`, `squared_norm` and, unless the step is skipped, `apply`."""
 
-    def __init__(self, parts: Parallelized, optimizer: LocalOptimizer, mesh: DeviceMesh) -> None:
-        self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes_of(mesh)
+    def __init__(
+        self, parts: Parallelized, optimizer: LocalOptimizer, axes: Mapping[str, Axis]
+    ) -> None:
+        self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes
         self._device = parts.pipeline.links.device
-        self._tp = self._axes[Role.SPLIT_TENSORS]
+        self._tp = axes[Role.SPLIT_TENSORS]
         self._partial = [p for p in parts.trained if p.spec.partial_gradient and self._tp.size > 1]
         # the pipeline ranks that hold the first and the last stage
-        placement, layers = parts.pipeline.schedule.placement, self._axes[Role.SPLIT_LAYERS]
+        placement, layers = parts.pipeline.schedule.placement, axes[Role.SPLIT_LAYERS]
         ends = placement[0], placement[-1]
         self._ends = ONE_RANK  # or both ends of this pipeline, on these, if they share weights
         if parts.tied_ends and ends[0] != ends[1] and layers.rank in ends:
@@ -74,8 +75,21 @@ class Update:
                 observe(parameter)
 
     def squared_norm(self) -> Tensor:
-        """Returns this rank's share of the squared norm of the gradient."""
-        return squared_norm(self._parameters, self._axes, self._device)
+        """Returns this rank's share of the squared norm of the gradient, a float64 scalar. The sum
+        of the shares over all ranks of the mesh is the squared norm, each parameter counted
+        once."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in self._parameters:
+            if not parameter.is_copy:
+                copies = parameter.copies(self._axes)
+                by_copies.setdefault(copies, []).append(_gradient(parameter))
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for copies, gradients in by_copies.items():
+            # The norms are float32 at least, because torch's own total norm of bf16 gradients would
+            # be rounded to bf16.
+            each = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
+            total = total + torch.linalg.vector_norm(torch.stack(each)).double().square() / copies
+        return total
 
     def apply(self, factor: float) -> None:
         """Steps with the gradients times `factor`."""
@@ -110,25 +124,6 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     elif config.decay_shape == "sqrt":  # Haegele et al. 2024, arXiv 2405.18392
         share = 1.0 - math.sqrt(progress)
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
-
-
-def squared_norm(
-    parameters: Sequence[LocalParameter], axes: Mapping[str, Axis], device: torch.device
-) -> Tensor:
-    """Returns this rank's share of the squared norm of the gradient of some parameters, a float64
-    scalar. The sum of the shares over all ranks of the mesh is the squared norm, each parameter
-    counted once."""
-    by_copies: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        if not parameter.is_copy:
-            by_copies.setdefault(parameter.copies(axes), []).append(_gradient(parameter))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, gradients in by_copies.items():
-        # The norms are float32 at least, because torch's own total norm of bf16 gradients would be
-        # rounded to bf16.
-        each = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
-        total = total + torch.linalg.vector_norm(torch.stack(each)).double().square() / copies
-    return total
 
 
 def _gradient(parameter: LocalParameter) -> Tensor:

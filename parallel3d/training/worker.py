@@ -85,10 +85,7 @@ def run_worker(
             data_fingerprint=data_fingerprint(corpora),
             outer_loop=outer_loop_of(recipe),
         )
-        if saved:
-            _, begun = resume_from(trainer, saved, checkpoints)
-        else:
-            begun = start_from(trainer, start)
+        begun = resume_from(trainer, saved, checkpoints) if saved else start_from(trainer, start)
         notes = []
         if speaks:  # nothing can refuse the run any more
             notes = [f"warning: {note}" for note in begin_run(recipe)]
@@ -115,8 +112,7 @@ def run_worker(
                 lines.append(f"nothing to do: train.steps = {train.steps} are done")
             for line in filter(None, lines):
                 progress.say(line)
-            view = RunView(recipe, run_dir, progress.say, trainer.step)
-            called = Callbacks(watchers, view)
+            called = Callbacks(watchers, RunView(recipe, run_dir, progress.say, trainer.step))
             TrainingLoop(trainer, loaders, checkpoints, metrics, progress, stop, called, peak).fit()
         if train.sample_tokens:
             with phase("generation"):
@@ -145,7 +141,7 @@ def read_saved(
             _, evaluations = build_loaders(recipe, load_corpora(recipe.data), rendezvous.rank)
             text, answer["tokens"] = f"step {saved.step}", saved.tokens
             for each in evaluations:
-                loss = trainer.evaluate_all(each.batches)
+                loss = trainer.evaluate(each.batches)
                 name = "" if each.name == VALIDATION else f"/{each.name}"
                 answer |= {f"loss{name}": loss, f"perplexity{name}": perplexity(loss)}
                 text += f"  loss{name} {loss:.4f}  perplexity{name} {perplexity(loss):.2f}"
@@ -207,7 +203,7 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
     is_cuda = device.type == "cuda"
     hardware = f"{torch.cuda.get_device_name(device)}, NCCL" if is_cuda else "CPU, gloo"
     return (
-        f"{trainer.parameter_count:,} parameters on {layout} ({hardware}, "
+        f"{trainer.progress.parameters:,} parameters on {layout} ({hardware}, "
         f"{recipe.train.precision}), {tokens:,} training tokens, microbatches a step: "
         f"{recipe.microbatches}"
     )

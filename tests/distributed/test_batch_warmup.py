@@ -13,7 +13,7 @@ from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
 from parallel3d.errors import CheckpointError
 from parallel3d.schedules.build import build_schedule
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from tests.distributed.training_cases import (
     DEEP_TIED,
     Curve,
@@ -21,6 +21,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     plain_curve,
+    save_trainer,
     train,
     whole_batch,
 )
@@ -55,7 +56,7 @@ def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
     found = []
     for parallel in layouts:
         trainer = make_trainer(ramp_recipe(parallel))
-        found.append((train(trainer, STEPS), trainer.tokens))
+        found.append((train(trainer, STEPS), trainer.progress.tokens))
     return found
 
 
@@ -88,7 +89,7 @@ def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, 
     train(trainer, HALF)
     save_trainer(trainer, path)
     load_trainer(resumed, path)
-    assert resumed.tokens == trainer.tokens == 24 * (2 + 2 + 4)
+    assert resumed.progress.tokens == trainer.progress.tokens == 24 * (2 + 2 + 4)
     with pytest.raises(ValueError, match="schedule 1f1b: places or splits stages in another way"):
         trainer.pipeline.run(None, schedule=build_schedule("1f1b", pp=2, microbatches=2))
     other = make_trainer(ramp_recipe(parallel, batch_warmup_steps=3))

@@ -31,7 +31,6 @@ from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe
-from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.check_layout.compare import LayoutComparison, compare
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.model import ModelCheck, record_model
@@ -104,10 +103,11 @@ def whole_gradient(
     return ParameterSpec(*args, **kwargs)  # type: ignore[arg-type]
 
 
-def replicated_twice(parameters: list[LocalParameter], axes: dict[str, Axis], *rest: Any) -> Tensor:
-    again = [p for p in parameters if p.spec.dim is None and p.local.grad is not None]
+def replicated_twice(self: update.Update) -> Tensor:
+    axes = self._axes
+    again = [p for p in self._parameters if p.spec.dim is None and p.local.grad is not None]
     extra = sum(p.local.grad.double().square().sum() for p in again) / axes["tp"].size  # type: ignore[union-attr]
-    return SQUARED_NORM(parameters, axes, *rest) + extra / axes["dp_replicate"].size
+    return SQUARED_NORM(self) + extra / axes["dp_replicate"].size
 
 
 def completed_twice(self: update.Update, observe: Any = None) -> None:
@@ -117,12 +117,12 @@ def completed_twice(self: update.Update, observe: Any = None) -> None:
 
 LAYER_NORM = nn.LayerNorm.forward
 BOX = ParameterSpec.box
-SQUARED_NORM = update.squared_norm
+SQUARED_NORM = update.Update.squared_norm
 COMPLETE = update.Update.complete
 PATCHES: dict[str, tuple[object, str, object]] = {
     "norm gradient not reduced": (norm, "ParameterSpec", whole_gradient),
     "output doubled": (nn.LayerNorm, "forward", doubled_norm),
-    "replicated twice in the norm": (update, "squared_norm", replicated_twice),
+    "replicated twice in the norm": (update.Update, "squared_norm", replicated_twice),
     "weights cut in the wrong order": (ParameterSpec, "box", cut_backwards),
     "dp averaging forgotten": (sys.modules[__name__], "divisor", lambda mesh: 1),
     "tied summed twice": (update.Update, "complete", completed_twice),

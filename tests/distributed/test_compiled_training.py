@@ -58,7 +58,7 @@ def curve(
 
     with mock.patch.object(ScheduleExecutor, "_backward_weights", count):
         steps = train(trainer, 3)
-    evaluated = trainer.evaluate(own_batch(trainer.recipe, 0))
+    evaluated = trainer.evaluate([own_batch(trainer.recipe, 0)])
     return (
         steps,
         evaluated,

@@ -136,7 +136,7 @@ def train_all(cases: list[Case], model_class: type[Llama]) -> list[tuple[float, 
         trainer = make_trainer(recipe_of(case, model_class))
         for stage in trainer.stages:
             align_logits(stage.module)  # as on a GPU
-        evaluated = trainer.evaluate(own_batch(trainer.recipe, 0))
+        evaluated = trainer.evaluate([own_batch(trainer.recipe, 0)])
         found.append((evaluated, train(trainer, STEPS)))
     return found
 

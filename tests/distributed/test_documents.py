@@ -89,7 +89,7 @@ def references() -> dict[ModelConfig, Curve]:
 def run_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, Curve]:
     """Returns the loss of the first batch without training on it, and the curve."""
     trainer = make_trainer(masked(model, parallel))
-    evaluated = trainer.evaluate(own_batch(trainer.recipe, 0))
+    evaluated = trainer.evaluate([own_batch(trainer.recipe, 0)])
     return evaluated, train(trainer, STEPS)
 
 

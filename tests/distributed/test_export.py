@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig
 from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
 from parallel3d.training.loop import export_saved
-from parallel3d.training.state import save_trainer
-from tests.distributed.training_cases import make_recipe, make_trainer, train
+from tests.distributed.training_cases import make_recipe, make_trainer, save_trainer, train
 from tests.test_hugging_face import FAMILIES, SEQ_LEN
 
 LAYOUT = ParallelConfig(

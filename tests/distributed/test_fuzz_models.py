@@ -312,13 +312,13 @@ def train_case(recipe: Recipe) -> Trained:
     weights = [
         (p.name, whole(p.part.distributed(p.local.detach())).numpy()) for p in trainer.parameters
     ]
-    evaluation = trainer.evaluate(batch)
+    evaluation = trainer.evaluate([batch])
     return Trained(
         [result.loss for result in results],
         [result.grad_norm for result in results],
         evaluation,
         weights,
-        trainer.parameter_count,
+        trainer.progress.parameters,
     )
 
 

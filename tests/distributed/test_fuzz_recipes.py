@@ -214,7 +214,7 @@ def train_case(recipe: Recipe) -> Trained:
         [result.loss for result in results],
         [result.grad_norm for result in results],
         [result.tokens for result in results],
-        trainer.evaluate(loader.batch(recipe.train.steps)),
+        trainer.evaluate([loader.batch(recipe.train.steps)]),
         [(name, gradient * factor) for name, gradient in gradients],
     )
 

@@ -21,7 +21,7 @@ from parallel3d.config.recipe import (
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.training.local_sgd import LocalSgd
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 from tests.distributed.local_sgd_cases import PlainDiloco
 from tests.distributed.training_cases import (
@@ -36,6 +36,7 @@ from tests.distributed.training_cases import (
     make_trainer,
     own_batch,
     plain_curve,
+    save_trainer,
     train,
     whole_batch,
 )
@@ -56,7 +57,7 @@ def run(trainer: Trainer, steps: int) -> tuple[Curve, float, float]:
     replicas' own."""
     curve = train(trainer, steps)
     batch = own_batch(trainer.recipe, 50)
-    return curve, trainer.evaluate(batch), trainer.train_step(batch).loss
+    return curve, trainer.evaluate([batch]), trainer.train_step(batch).loss
 
 
 def run_cases(cases: list[Case]) -> list[tuple[Curve, float, float]]:
@@ -109,7 +110,7 @@ def resumed(case: Case, path: Path) -> tuple[float, Curve]:
     """The loss of what was loaded (of the outer parameters), and the curve from there."""
     trainer = make_trainer(local_sgd_recipe(*case))
     load_trainer(trainer, path)
-    loss = trainer.evaluate(own_batch(trainer.recipe, 50))
+    loss = trainer.evaluate([own_batch(trainer.recipe, 50)])
     return loss, train(trainer, STEPS - trainer.step)
 
 
@@ -161,7 +162,7 @@ def parameters_after_an_early_end(steps: int) -> list[list[float]]:
     recipe = make_recipe(TIED, ParallelConfig(dp_replicate=2, dp_shard=2), steps=STEPS)
     trainer = make_trainer(replace(recipe, local_sgd=DILOCO))
     train(trainer, steps)
-    trainer.end_early()
+    trainer.outer_loop.after_step(steps, is_last=True)
     return [parameter.local.detach().flatten().tolist() for parameter in trainer.parameters]
 
 
@@ -227,7 +228,7 @@ def train_in(precision: str) -> tuple[Curve, int, set[str]]:
     trainer = make_trainer(replace(recipe, local_sgd=local, loss_scale=scale))
     assert isinstance(trainer.outer_loop, LocalSgd)
     dtypes = {str(value.dtype) for value in trainer.outer_loop.values.values()}
-    return train(trainer, 10), trainer.skipped_steps, dtypes
+    return train(trainer, 10), trainer.progress.skipped_steps, dtypes
 
 
 def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:

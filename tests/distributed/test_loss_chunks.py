@@ -13,6 +13,7 @@ import torch
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.loss import TokenLoss
+from parallel3d.mesh import ONE_RANK
 from parallel3d.parallelize import align_logits
 from parallel3d.training.loss import MeanLoss
 from parallel3d.training.loss_chunks import chunk_bytes
@@ -40,7 +41,7 @@ def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Cur
         trainer = make_trainer(make_recipe(model, parallel, loss_chunk_tokens=CHUNK))
         whole = make_trainer(make_recipe(model, parallel))
         batch = own_batch(trainer.recipe, 0)
-        assert trainer.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-6)
+        assert trainer.evaluate([batch]) == pytest.approx(whole.evaluate([batch]), rel=1e-6)
         for chunked, at_once in zip(
             trainer.logits(batch.inputs), whole.logits(batch.inputs), strict=True
         ):
@@ -133,13 +134,13 @@ def test_a_chunk_is_a_share_of_the_devices_memory() -> None:
 
 def test_only_large_logits_come_in_chunks_unless_the_recipe_says_so() -> None:
     recipe = make_recipe(TIED, ParallelConfig(microbatch_size=4))
-    assert MeanLoss(recipe, None).chunk_tokens is None
+    assert MeanLoss(recipe, ONE_RANK).chunk_tokens is None
     large = replace(
         recipe,
         model=replace(TIED, vocab=128_256),
         train=replace(recipe.train, seq_len=2048),
     )
-    assert MeanLoss(large, None).chunk_tokens == 1046  # 512 MiB of float32
+    assert MeanLoss(large, ONE_RANK).chunk_tokens == 1046  # 512 MiB of float32
     for chunk, expected in ((512, 512), (4 * 2048, None)):
         asked = replace(large, train=replace(large.train, loss_chunk_tokens=chunk))
-        assert MeanLoss(asked, None).chunk_tokens == expected
+        assert MeanLoss(asked, ONE_RANK).chunk_tokens == expected

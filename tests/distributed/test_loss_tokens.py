@@ -67,10 +67,10 @@ def train_masked(parallel: ParallelConfig) -> tuple[list[float], Curve, int]:
     curve = []
     for step in range(STEPS):
         batch = share(trainer.recipe, masked(trainer.recipe, step))
-        evaluated.append(trainer.evaluate(batch))
+        evaluated.append(trainer.evaluate([batch]))
         result = trainer.train_step(batch)
         curve.append((result.loss, result.grad_norm))
-    return evaluated, curve, trainer.tokens
+    return evaluated, curve, trainer.progress.tokens
 
 
 def train_all_masked(layouts: list[ParallelConfig]) -> list[tuple[list[float], Curve, int]]:
@@ -107,7 +107,7 @@ def evaluate_sets(cases: list[tuple[ParallelConfig, LocalSgdConfig]]) -> list[fl
         recipe = replace(make_recipe(DEEP_TIED, parallel), local_sgd=local_sgd)
         like = make_loader(recipe, get_rank())
         chosen = EvaluationSet.build("first", like, in_order(recipe), 11)
-        found.append(make_trainer(recipe).evaluate_all(chosen.batches))
+        found.append(make_trainer(recipe).evaluate(chosen.batches))
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.config.recipe import DataConfig, ParallelConfig, Recipe, SourceConfig, WeightsConfig
 from parallel3d.errors import CheckpointError
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from tests.distributed.training_cases import (
     GROUPED,
     STEPS,
@@ -20,6 +20,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     plain_curve,
+    save_trainer,
     train,
 )
 

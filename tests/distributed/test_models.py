@@ -17,7 +17,7 @@ import torch
 
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from tests.distributed.test_layers_llama import ODD, ODD_1005
 from tests.distributed.training_cases import (
     DROPPED,
@@ -29,6 +29,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     own_batch,
+    save_trainer,
     train,
 )
 
@@ -120,7 +121,7 @@ def losses_of_one_batch() -> tuple[float, ...]:
     start = [p.local.detach().clone() for p in trainer.parameters]
     losses = []
     for step in (0, 0, 1):
-        trainer.update_progress(step=step)
+        trainer.progress = replace(trainer.progress, step=step)
         losses.append(trainer.train_step(batch).loss)
         with torch.no_grad():
             for parameter, weights in zip(trainer.parameters, start, strict=True):
@@ -128,20 +129,20 @@ def losses_of_one_batch() -> tuple[float, ...]:
     plain = make_trainer(
         make_recipe(replace(DROPPED, dropout=0.0, attention_dropout=0.0), still.parallel)
     )
-    return (*losses, trainer.evaluate(batch), plain.evaluate(batch))
+    return (*losses, trainer.evaluate([batch]), plain.evaluate([batch]))
 
 
 def save_after_ten(path: Path) -> tuple[Curve, int]:
     trainer = make_trainer(make_recipe(ODD, ParallelConfig(tp=4, microbatch_size=8)))
     train(trainer, 10)
     save_trainer(trainer, path)
-    return train(trainer, 10), trainer.parameter_count
+    return train(trainer, 10), trainer.progress.parameters
 
 
 def go_on_alone(path: Path) -> Curve:
     trainer = make_trainer(make_recipe(ODD, ParallelConfig(microbatch_size=8)))
     load_trainer(trainer, path)
-    assert sum(p.local.numel() for p in trainer.parameters) == trainer.parameter_count
+    assert sum(p.local.numel() for p in trainer.parameters) == trainer.progress.parameters
     return train(trainer, 10)
 
 

@@ -72,9 +72,9 @@ def left_out(layouts: list[ParallelConfig], rank: int, name: str) -> list[bool]:
         plant_nan(skipping, {2, 4, 5}, rank, name)
         without_update(other, {2, 4, 5})
         curves = train(skipping, 8), train(other, 8)
-        assert skipping.skipped_steps == 3
+        assert skipping.progress.skipped_steps == 3
         assert skipping.step == 8
-        assert skipping.tokens == other.tokens
+        assert skipping.progress.tokens == other.progress.tokens
         assert losses(curves[0]) == losses(curves[1])
         pairs = zip(state_of(skipping), state_of(other), strict=True)
         same.append(all(torch.equal(one, two) for one, two in pairs))
@@ -100,7 +100,7 @@ def named(parallel: ParallelConfig, rank: int, name: str, local_sgd: LocalSgdCon
     with pytest.raises(NonFiniteError) as error:
         train(trainer, 1)
     assert trainer.step == 5
-    assert trainer.skipped_steps == 3
+    assert trainer.progress.skipped_steps == 3
     return str(error.value)
 
 
@@ -159,7 +159,7 @@ def before_the_sum(kind: str) -> str:
             )  # type: ignore[union-attr]
     result = trainer.train_step(own_batch(recipe, 1))
     assert result.is_skipped
-    assert trainer.skipped_steps == 1
+    assert trainer.progress.skipped_steps == 1
     assert result.left_out is not None
     return result.left_out
 
@@ -189,7 +189,7 @@ def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[str | None
     loader = make_loader(trainer.recipe, get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(6)]
     told = [result.left_out for result in results]
-    return [result.loss_scale for result in results], told, trainer.skipped_steps
+    return [result.loss_scale for result in results], told, trainer.progress.skipped_steps
 
 
 def test_in_fp16_a_step_is_left_out_also_where_no_scale_is_small_enough(world: Callable) -> None:

@@ -21,7 +21,7 @@ from parallel3d.errors import CheckpointError
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 from parallel3d.tools.check_layout.plain import plain_optimizers
-from parallel3d.training.state import load_trainer, save_trainer, tensors_of
+from parallel3d.training.state import load_trainer, tensors_of
 from tests.distributed.training_cases import (
     GROUPED,
     TIED,
@@ -33,6 +33,7 @@ from tests.distributed.training_cases import (
     make_trainer,
     own_batch,
     plain_curve,
+    save_trainer,
     train,
 )
 

@@ -41,7 +41,7 @@ def evaluate_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float
     recipe = make_recipe(model, parallel)
     trainer = make_trainer(recipe)
     batch = own_batch(recipe, 0)
-    return trainer.evaluate(batch), trainer.train_step(batch).loss
+    return trainer.evaluate([batch]), trainer.train_step(batch).loss
 
 
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [

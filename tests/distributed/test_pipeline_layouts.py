@@ -40,7 +40,7 @@ def run_layout(model: ModelConfig, parallel: ParallelConfig, precision: str) -> 
     linear.FUSED_FROM_ELEMENTS = 0  # so that even these small weights' gradients are put off
     trainer = make_trainer(make_recipe(model, parallel, precision=precision))
     curve = train(trainer, STEPS)
-    return curve, trainer.evaluate(own_batch(trainer.recipe, 0))
+    return curve, trainer.evaluate([own_batch(trainer.recipe, 0)])
 
 
 def resume_layout(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.config.recipe import LossScaleConfig, ParallelConfig, Precision, Recipe
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (
     GROUPED,
@@ -24,6 +24,7 @@ from tests.distributed.training_cases import (
     make_trainer,
     overflow_on,
     own_batch,
+    save_trainer,
     train,
 )
 
@@ -62,7 +63,7 @@ def curves(precision: Precision, layouts: list[ParallelConfig]) -> list[Curve]:
         kept = torch.bfloat16 if precision == "bf16_pure" else torch.float32
         assert {p.local.dtype for p in trainer.parameters} == {kept}
         assert state_dtypes(trainer) == {kept}
-        assert trainer.skipped_steps == 0
+        assert trainer.progress.skipped_steps == 0
     return found
 
 
@@ -107,8 +108,8 @@ def skip_together(layouts: list[ParallelConfig]) -> None:
         train(trainer, 1)
         assert not has_weights(trainer, before)
         assert trainer.step == 4
-        assert trainer.skipped_steps == 1
-        assert trainer.tokens == 4 * 8 * 24
+        assert trainer.progress.skipped_steps == 1
+        assert trainer.progress.tokens == 4 * 8 * 24
 
 
 def test_an_overflow_on_one_rank_alone_skips_the_step_on_all(world: Callable) -> None:
@@ -126,11 +127,11 @@ def resumed_scale(path: Path, parallel: ParallelConfig) -> tuple[Curve, Curve, f
     train(whole, 4)
     save_trainer(whole, path)
     load_trainer(second, path)
-    assert second.skipped_steps == 1
-    assert second.tokens == 4 * 8 * 24
+    assert second.progress.skipped_steps == 1
+    assert second.progress.tokens == 4 * 8 * 24
     curve = train(whole, 4)
     resumed = train(second, 4)
-    assert second.skipped_steps == 2
+    assert second.progress.skipped_steps == 2
     return curve, resumed, whole.progress.loss_scale, second.progress.loss_scale
 
 
@@ -159,7 +160,7 @@ def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
             }
             trainer = make_trainer(replace(recipe, optimizer=replace(recipe.optimizer, **settings)))
             first = train(trainer, 8)[0][0]
-            gains.append(first - trainer.evaluate(own_batch(recipe, 0)))
+            gains.append(first - trainer.evaluate([own_batch(recipe, 0)]))
             kept = torch.bfloat16 if precision == "bf16_pure" else torch.float32
             assert trainer.parameters[0].local.dtype == kept
             assert state_dtypes(trainer) == {torch.float32 if state_dtype == "fp32" else kept}

@@ -17,12 +17,13 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
 from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
-from parallel3d.training.state import load_start, save_trainer
+from parallel3d.training.state import load_model
 from tests.distributed.training_cases import (
     BATCH,
     make_recipe,
     make_trainer,
     own_batch,
+    save_trainer,
     whole_batch,
 )
 
@@ -107,7 +108,7 @@ def first_loss(model: ModelConfig, parallel: ParallelConfig, folder: Path, saved
     what it has."""
     recipe = make_recipe(model, parallel)
     trainer = make_trainer(recipe, initialize=False)
-    load_start(trainer, folder)
+    load_model(trainer, folder)
     save_trainer(trainer, saved)
     return trainer.train_step(own_batch(recipe, 0)).loss
 
@@ -164,7 +165,7 @@ def start_one(model: ModelConfig, folder: Path) -> str:
     """Returns what a run in one process says of a folder: its refusal, or nothing."""
     trainer = make_trainer(make_recipe(model, ParallelConfig()))
     try:
-        load_start(trainer, folder)
+        load_model(trainer, folder)
     except CheckpointError as error:
         return str(error)
     return ""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.training.state import load_trainer, save_trainer
-from tests.distributed.training_cases import TIED, make_recipe, make_trainer, train
+from parallel3d.training.state import load_trainer
+from tests.distributed.training_cases import TIED, make_recipe, make_trainer, save_trainer, train
 
 # Two ends that are tied, and a vocabulary that neither tp nor the data ranks divide.
 MODEL: ModelConfig = replace(TIED, layers=4, vocab=131)

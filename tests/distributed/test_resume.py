@@ -23,7 +23,7 @@ from parallel3d.checkpoint.pieces import read_own_part
 from parallel3d.checkpoint.store import list_checkpoints
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
-from parallel3d.training.state import load_model, load_trainer, resume_from, save_trainer
+from parallel3d.training.state import load_model, load_trainer, resume_from
 from tests.distributed.training_cases import (
     DEEP,
     DEEP_TIED,
@@ -36,6 +36,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     own_batch,
+    save_trainer,
     train,
 )
 
@@ -123,7 +124,7 @@ def loss_of_the_saved_model(parallel: ParallelConfig, path: Path) -> float:
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd", momentum=0.0))
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == HALF
-    return trainer.evaluate(own_batch(recipe, HALF))
+    return trainer.evaluate([own_batch(recipe, HALF)])
 
 
 def test_a_saved_model_has_the_same_loss_in_every_layout(
@@ -266,10 +267,12 @@ def resume_on_other_data(path: Path) -> None:
         "checksum": "aa",
     }
     trainer = make_trainer(recipe)
-    trainer.update_progress(data_fingerprint=(then,))
+    trainer.progress = replace(trainer.progress, data_fingerprint=(then,))
     save_trainer(trainer, path)
     load_trainer(trainer, path)
-    trainer.update_progress(data_fingerprint=({**then, "train_tokens": 800, "checksum": "bb"},))
+    trainer.progress = replace(
+        trainer.progress, data_fingerprint=({**then, "train_tokens": 800, "checksum": "bb"},)
+    )
     before = local_weights(trainer)
     words = r"trained on other data \(train_tokens 900, now 800; checksum aa, now bb\)"
     with pytest.raises(CheckpointError, match=f"{words}; .* checkpoint.allow_other_data=true"):
@@ -277,7 +280,9 @@ def resume_on_other_data(path: Path) -> None:
     assert has_weights(trainer, before)
     trainer.recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, allow_other_data=True))
     resume_from(trainer, [path], path.parent)
-    trainer.update_progress(data_fingerprint=None)  # a program's own data has none
+    trainer.progress = replace(
+        trainer.progress, data_fingerprint=None
+    )  # a program's own data has none
     load_trainer(trainer, path)
 
 
@@ -301,7 +306,7 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, s
 
 def resume_and_tell(checkpoints: list[Path]) -> list[str]:
     trainer = make_trainer(make_recipe(GROUPED, ParallelConfig(microbatch_size=8)))
-    return resume_from(trainer, checkpoints, checkpoints[0].parent)[1]
+    return resume_from(trainer, checkpoints, checkpoints[0].parent)
 
 
 @pytest.mark.parametrize(

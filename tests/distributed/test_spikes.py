@@ -164,7 +164,7 @@ def run(
         told.back_at,
         said,
         trainer.left_out.ranges,
-        trainer.skipped_steps,
+        trainer.progress.skipped_steps,
         error,
     )
 

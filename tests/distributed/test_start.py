@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.config.recipe import LocalSgdConfig, OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.errors import CheckpointError
-from parallel3d.training.state import load_model, save_trainer
+from parallel3d.training.state import load_model
 from tests.distributed.test_resharding import global_tensors
 from tests.distributed.training_cases import (
     DEEP_TIED,
@@ -21,6 +21,7 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     own_batch,
+    save_trainer,
     train,
 )
 
@@ -65,7 +66,7 @@ def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
     trainer = make_trainer(recipe, initialize=False)
     assert load_model(trainer, path).step == STEPS
     assert trainer.step == 0
-    assert trainer.tokens == 0
+    assert trainer.progress.tokens == 0
     if again is not None:
         save_trainer(trainer, again)
     return train(trainer, STEPS)

@@ -22,6 +22,8 @@ from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
+from parallel3d.checkpoint.files import save_tensors
+from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import (
     ModelConfig,
     OptimizerConfig,
@@ -41,7 +43,7 @@ from parallel3d.models.llama import Llama
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama, PlainStack
 from parallel3d.tools.check_layout.plain import plain_optimizers
 from parallel3d.training.local_sgd import outer_loop_of
-from parallel3d.training.state import load_trainer, save_trainer
+from parallel3d.training.state import load_trainer, state_of
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.update import Observe
 from parallel3d.training.worker import training_loader
@@ -161,6 +163,11 @@ def train(trainer: Trainer, steps: int) -> Curve:
     return results
 
 
+def save_trainer(trainer: Trainer, path: Path) -> None:
+    """Writes a checkpoint of the trainer's step. Every rank calls it."""
+    save_tensors(*state_of(trainer), path, to_yaml(trainer.recipe))
+
+
 def resume_beside(
     recipe: Recipe, path: Path, before: int, *, into: Recipe | None = None
 ) -> tuple[Curve, Curve]:
@@ -175,7 +182,7 @@ def resume_beside(
     save_trainer(trainer, path)
     load_trainer(resumed, path)
     assert resumed.step == before
-    assert resumed.tokens == trainer.tokens
+    assert resumed.progress.tokens == trainer.progress.tokens
     return train(trainer, 2), train(resumed, 2)
 
 

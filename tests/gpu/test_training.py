@@ -24,8 +24,9 @@ from parallel3d.tools.check_layout.data import Array
 from parallel3d.tools.check_layout.record import whole
 from parallel3d.tools.local_ranks import own_device, run_ranks
 from parallel3d.tools.verify.dry_run import dry_run
-from parallel3d.training.state import load_trainer, save_trainer, tensors_of
+from parallel3d.training.state import load_trainer, tensors_of
 from parallel3d.training.trainer import Trainer
+from tests.distributed.training_cases import save_trainer
 from tests.gpu.conftest import Measure
 from tests.gpu.training import GPT, LLAMA, Trained, make_trainer, small, train
 

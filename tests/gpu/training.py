@@ -104,7 +104,7 @@ def train(recipes: dict[str, Recipe], device: str) -> dict[str, Trained]:
         results = [trainer.train_step(random_batch(recipe, rank, seed)) for seed in range(STEPS)]
         losses = [result.loss for result in results]
         norms = [result.grad_norm for result in results]
-        found[name] = Trained(losses, norms, trainer.skipped_steps)
+        found[name] = Trained(losses, norms, trainer.progress.skipped_steps)
     return found
 
 

@@ -89,4 +89,4 @@ def train(recipe: Recipe) -> tuple[float, float]:
             if rank == 0 and (step + 1) % 50 == 0:
                 print(f"  step {step + 1}: loss {result.loss:.4f}", file=sys.stderr, flush=True)
     sent_bytes = round(sum(sent.bytes.values()))  # the only other rank is the other replica
-    return trainer.evaluate_all(validation.batches), sent_bytes / 2**20
+    return trainer.evaluate(validation.batches), sent_bytes / 2**20

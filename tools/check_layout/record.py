@@ -57,7 +57,7 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
         own = parameter.part.distributed(parameter.local.detach())
         tensors.append((parameter.name, own))
     record = start_record(recipe.parallel, tensors, train.seed)
-    record.parameter_count = trainer.parameter_count
+    record.parameter_count = trainer.progress.parameters
     for data in trainer.data:
         data.publish()
     loader = random_batches(recipe)
