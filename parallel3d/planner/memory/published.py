@@ -26,7 +26,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     layout = run.layout
     program = run.program
     part = run.ranks[rank]
-    parameters = rank_parameters(run, part)
+    parameters = _rank_parameters(run, part)
     experts = run.stage_experts(part)
 
     def split(shards: int) -> float:
@@ -65,7 +65,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
 
 def _activations(run: PlannedRun, rank: int) -> float:
     part = run.ranks[rank]
-    live = live_on(run, rank) / run.layout.virtual_stages
+    live = _live_on(run, rank) / run.layout.virtual_stages
     bytes_ = live * (part.layers - part.dense) * _kept_bytes(run, dense=False)
     if part.dense:
         bytes_ += live * part.dense * _kept_bytes(run, dense=True)
@@ -79,28 +79,14 @@ def _activations(run: PlannedRun, rank: int) -> float:
     return bytes_
 
 
-def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
-    """Parameters of a slice of the model on one device, experts not among them, the token table
-    padded as the program pads it."""
-    shape = run.shape
-    count = run.stage_parameters(
-        StageSlice(layers=stage.layers, embedding=False, head=False, dense=stage.dense)
-    )
-    table = run.rank_vocab * shape.hidden
-    if stage.embedding:
-        count += table
-        if shape.positions == "learned":
-            count += shape.position_rows * shape.hidden
-        if shape.embedding_norm:
-            count += shape.norm_parameters
-    if stage.head:
-        count += shape.norm_parameters
-        if not (shape.tied_embeddings and stage.embedding):
-            count += table
-    return count
+def _rank_parameters(run: PlannedRun, part: StageSlice) -> int:
+    """Counts the parameters of a slice of the model on one device, experts not among them, the
+    token table padded as the program pads it."""
+    padded = replace(run.shape, vocab=run.rank_vocab * run.layout.tp)
+    return replace(run, shape=padded).stage_parameters(part)
 
 
-def live_on(run: PlannedRun, rank: int) -> int:
+def _live_on(run: PlannedRun, rank: int) -> int:
     """Microbatches, counted for each of a rank's stages, whose activations are alive at once on a
     pipeline rank."""
     layout = run.layout
