@@ -65,18 +65,13 @@ def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     and a remedy."""
     train = recipe.train
     every = recipe.local_sgd.sync_every
-    is_cut = (
-        recipe.model.has_window(train.seq_len)
-        and train.precision == "fp32"
-        and train.device != "cpu"
-    )
-    sums = "replicas that sum their gradients in each step"
-    for is_set, key, value, known, usual in (
-        (is_cut, "model.window", recipe.model.window, "windows in float32 on CPUs alone", "null"),
-        (every is not None, "local_sgd.sync_every", every, sums, "null"),
-    ):
-        if is_set:
-            yield f"{key} = {value}", f"the memory model knows {known}", f"{key}={usual}"
+    has_window = recipe.model.has_window(train.seq_len)
+    if has_window and train.precision == "fp32" and train.device != "cpu":
+        known = "the memory model knows windows in float32 on CPUs alone"
+        yield f"model.window = {recipe.model.window}", known, "model.window=null"
+    if every is not None:
+        known = "the memory model knows replicas that sum their gradients in each step"
+        yield f"local_sgd.sync_every = {every}", known, "local_sgd.sync_every=null"
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
