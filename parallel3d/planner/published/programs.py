@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
+from parallel3d.planner.published.fields import read_table
 
 TYPICAL = "unknown"  # the program that stands for one without an entry
 # What a program does where a run does not say stands in its code and is no figure of a run.
@@ -71,9 +69,8 @@ _NO_PARENT = ProgramEntry(program=TrainingProgram(name=""))
 def entries() -> dict[str, ProgramEntry]:
     """Returns every program of the table by its name, in the table's order."""
     found: dict[str, ProgramEntry] = {}
-    for name, fields in yaml.safe_load(
-        Path(__file__).with_name("programs.yaml").read_text()
-    ).items():
+    for name, said in read_table("programs.yaml").items():
+        fields = dict(said)
         parent = found.get(fields.pop("like", ""), _NO_PARENT)
         years = range(fields.pop("from", 0), fields.pop("until", 9998) + 1)
         entry = ProgramEntry(
