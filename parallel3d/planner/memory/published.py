@@ -14,10 +14,12 @@ and norms that keep float32 copies. Per block, t tokens of a microbatch, 16-bit 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import StageSlice
+from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.schedules.build import live_microbatches
 
 
@@ -26,7 +28,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     layout = run.layout
     program = run.program
     part = run.ranks[rank]
-    parameters = _rank_parameters(run, part)
+    parameters = _rank_parameters(run.shape, part, layout.tp, run.rank_vocab)
     experts = run.stage_experts(part)
 
     def split(shards: int) -> float:
@@ -79,11 +81,12 @@ def _activations(run: PlannedRun, rank: int) -> float:
     return bytes_
 
 
-def _rank_parameters(run: PlannedRun, part: StageSlice) -> int:
+@lru_cache(maxsize=4096)
+def _rank_parameters(shape: ModelShape, part: StageSlice, tp: int, vocabulary_rows: int) -> int:
     """Counts the parameters of a slice of the model on one device, experts not among them, the
     token table padded as the program pads it."""
-    padded = replace(run.shape, vocab=run.rank_vocab * run.layout.tp)
-    return replace(run, shape=padded).stage_parameters(part)
+    padded = replace(shape, vocab=vocabulary_rows * tp)
+    return rank_numel(padded, (part,), tp, repeats_kv_heads=True)
 
 
 def _live_on(run: PlannedRun, rank: int) -> int:

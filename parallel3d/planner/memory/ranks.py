@@ -68,7 +68,11 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
 def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:
     """A rank's memory, with what was measured of it on the cluster."""
     count = parallel3d_memory if run.runs_parallel3d else published_memory
-    return count(run, rank).with_beside_states(run.cluster.scales.memory)
+    counted = count(run, rank)
+    scale = run.cluster.scales.memory
+    if scale == 1:
+        return counted
+    return counted.with_beside_states(scale)
 
 
 def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
