@@ -41,23 +41,10 @@ class MemorySnapshot(NamedTuple):
     def total(self) -> float:
         return self[1] + self[2] + self[3] + self[4] + self[5]
 
-    def plus(
-        self,
-        *,
-        gradients: float = 0.0,
-        activations: float = 0.0,
-        buffers: float = 0.0,
-        temporary: float = 0.0,
-    ) -> MemorySnapshot:
-        """Returns the same moment with more bytes, or fewer."""
-        return MemorySnapshot(
-            self.moment,
-            self.gradients + gradients,
-            self.activations + activations,
-            self.logits,
-            self.buffers + buffers,
-            self.temporary + temporary,
-        )
+    def plus(self, **more: float) -> MemorySnapshot:
+        """Returns the same moment with more bytes of some kinds, or fewer."""
+        changed = {kind: getattr(self, kind) + bytes_ for kind, bytes_ in more.items()}
+        return self._replace(**changed)
 
 
 def moments(rank: RankState) -> Iterator[MemorySnapshot]:
