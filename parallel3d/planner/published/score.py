@@ -10,11 +10,10 @@ from statistics import mean, median
 from typing import Any
 
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.planner.memory.rank_memory import MemoryKind, RankMemory
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.parameters import reported_flops_per_token, total_parameters
 from parallel3d.planner.model.spread import FIGURES, Figure, Spread
-from parallel3d.planner.published.cases import CaseFile, MeasuredRank, Measurement, PublishedCase
+from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
 
@@ -200,12 +199,13 @@ def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | Non
 def predict_case(case: PublishedCase) -> Prediction:
     """Predicts a case with this planner."""
     run = case.run
-    kind = case.measured.memory_kind
     ranks = memory_by_rank(run)
-    if kind is None:
-        memory_bytes = measured_bytes(ranks, "worst", "device")
-    else:
-        memory_bytes = measured_bytes(ranks, case.memory_rank, kind)
+    worst = max(ranks, key=lambda memory: memory.total)
+    memory_bytes = worst.total
+    kind = case.measured.memory_kind
+    if kind is not None:
+        by_name = {"worst": worst, "first": ranks[0], "last": ranks[-1]}
+        memory_bytes = by_name[case.memory_rank].of_kind(kind)
     return prediction(
         case,
         parameters=total_parameters(run.shape),
@@ -213,13 +213,6 @@ def predict_case(case: PublishedCase) -> Prediction:
         memory_gib=memory_bytes / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
-
-
-def measured_bytes(ranks: Sequence[RankMemory], which: MeasuredRank, kind: MemoryKind) -> float:
-    """Returns what is measured on one of a run's pipeline ranks."""
-    worst = max(ranks, key=lambda memory: memory.total)
-    by_name = {"worst": worst, "first": ranks[0], "last": ranks[-1]}
-    return by_name[which].of_kind(kind)
 
 
 def prediction(
