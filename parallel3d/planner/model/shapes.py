@@ -119,9 +119,9 @@ class ModelShape:
         return self.attention_weights + first * dense + (1 - first) * active
 
     @property
-    def norm_parameters(self) -> int:
-        """The parameters of one norm over the hidden features."""
-        return self.hidden * (2 if self.layer_norm else 1)
+    def norm_vectors(self) -> int:
+        """The parameters of one norm: its weight, and the bias of a LayerNorm."""
+        return 2 if self.layer_norm else 1
 
 
 @dataclass(frozen=True, kw_only=True)
