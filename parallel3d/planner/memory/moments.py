@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from parallel3d.planner.memory.block_work import WeightGradients
 from parallel3d.planner.memory.rank_schedule import BeforeAction, moments_of_schedule
-from parallel3d.planner.memory.rank_state import NO_UNIT, RankStage, RankState
+from parallel3d.planner.memory.rank_state import NO_UNIT, RankStage, RankState, Unit
 from parallel3d.schedules.registry import schedule_traits
 from parallel3d.schedules.schedule import Kind
 
@@ -190,22 +190,20 @@ def _backward(
             done += rank.sending_bytes
             work += rank.sending_bytes
         yield before.plus(
-            gradients=_growth(rank, action, later, head.numel, head.shard),
+            gradients=_growth(rank, action, later, head),
             activations=kept + delayed - stage.kept,
             buffers=gathered - freed + sent,
             temporary=block.hidden_local + table * (not stage.head.numel) + max(work, done),
         )
 
 
-def _growth(
-    rank: RankState, action: BeforeAction, blocks: int, head_numel: int, head_shard: int
-) -> float:
+def _growth(rank: RankState, action: BeforeAction, blocks: int, head: Unit) -> float:
     """What a backward has added to the stage's gradients when so many of its blocks, and before
     them the head, are done."""
     if rank.whole or action.kind is Kind.INPUT:
         return 0.0
-    numel = rank.block_unit.numel * blocks + head_numel
-    shard = rank.block_unit.shard * blocks + head_shard
+    numel = rank.block_unit.numel * blocks + head.numel
+    shard = rank.block_unit.shard * blocks + head.shard
     unreduced = rank.sum_bytes * numel
     if rank.reduces_each:
         unreduced = rank.partial_bytes * shard
