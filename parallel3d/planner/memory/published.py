@@ -196,7 +196,7 @@ def _inner(run: PlannedRun, *, dense: bool) -> float:
     the rows that they compute."""
     shape = run.shape
     layout = run.layout
-    experts = run.shape.experts
+    experts = shape.experts
     if experts is None or dense:
         return run.tokens * shape.ffn_hidden / layout.tp
     shared = run.tokens * experts.shared_hidden / layout.tp

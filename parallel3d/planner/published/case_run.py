@@ -158,22 +158,26 @@ def _shape(f: Fields) -> ModelShape:
 
 
 def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout:
-    tp, pp, cp = (f.number("parallel", axis, 1) for axis in ("tp", "pp", "cp"))
+    tp = f.number("parallel", "tp", 1)
+    pp = f.number("parallel", "pp", 1)
+    cp = f.number("parallel", "cp", 1)
     if pp > shape.layers:
         raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
+    others = tp * pp * cp
     usual = None
     if f.stated("parallel", "dp") is not None:
-        usual = tp * pp * cp * f.number("parallel", "dp")
+        usual = others * f.number("parallel", "dp")
     gpus = f.number("hardware", "gpus", usual)
-    dp, rest = divmod(gpus, tp * pp * cp)
+    dp, rest = divmod(gpus, others)
     if rest:
-        rule = f"must be a multiple of tp x pp x cp = {tp * pp * cp}"
+        rule = f"must be a multiple of tp x pp x cp = {others}"
         raise ValueError(f"hardware.gpus = {gpus}: {rule}")
     if f.number("parallel", "dp", dp) != dp:
         f.note("parallel", "dp", f"{f.stated('parallel', 'dp')} said, {dp} left by {gpus} GPUs")
     microbatch = f.number("train", "micro_batch", 1)
-    usual_microbatches = 8 if pp > 1 else 1
-    usual_batch = dp * microbatch * usual_microbatches
+    usual_batch = dp * microbatch
+    if pp > 1:
+        usual_batch *= 8
     batch = f.number("train", "global_batch_sequences", usual_batch)
     shards = 1
     if f.stated("parallel", "dp_shard") is not None:
