@@ -222,9 +222,10 @@ def _second_half(
     table = rank.item * rank.ends.delayed_table * stage.part.head
     is_kept = rank.weights(has_gradients=action.has_gradients) == "kept"
     made = rank.block.up_weights
+    made_at_last = made
     if is_kept:
         made = rank.block.products
-    made_at_last = made * (stage.blocks if is_kept else 1)
+        made_at_last = made * stage.blocks
     yield before.plus(temporary=table + made)
     yield before.plus(
         activations=rank.block.delayed - stage.delayed, temporary=table + made_at_last

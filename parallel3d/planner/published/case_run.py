@@ -199,7 +199,7 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
     even = [v for v in range(1, 9) if shape.layers % (pp * v) == 0]
     usual_virtual = 1
     if schedule.startswith("interleaved") and pp > 1:
-        usual_virtual = even[-1] if even else min(2, shape.layers // pp)
+        usual_virtual = max(even, default=min(2, shape.layers // pp))
     virtual = max(1, f.number("parallel", "vpp", usual_virtual, least=0))
     if shape.layers + 2 < pp * virtual:
         virtual = 1

@@ -53,10 +53,10 @@ class Errors:
     """Absolute errors of some cases, in per cent, and the median of the signed ones."""
 
     cases: int
-    median: float | None
-    p90: float | None
-    worst: float | None
-    bias: float | None  # above 0 where the planner says more than was measured
+    median: float | None = None
+    p90: float | None = None
+    worst: float | None = None
+    bias: float | None = None  # above 0 where the planner says more than was measured
     # the share of runs that lie within the range of their prediction, in per cent
     covered: float | None = None
 
@@ -66,8 +66,8 @@ class Fit:
     """Fit or out of memory told right, in per cent."""
 
     cases: int
-    accuracy: float | None
-    balanced_accuracy: float | None
+    accuracy: float | None = None
+    balanced_accuracy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def _fit(counted: Sequence[ScoredCase]) -> Fit:
     failed = [not one.predicted.fits for one in counted if one.measured.status == "oom"]
     told = [*ran, *failed]
     if not told:
-        return Fit(cases=0, accuracy=None, balanced_accuracy=None)
+        return Fit(cases=0)
     shares = [mean(each) for each in (ran, failed) if each]
     return Fit(
         cases=len(told),
@@ -256,7 +256,7 @@ def _covered(group: Sequence[ScoredCase], figure: Figure) -> float | None:
 def _errors(signed: Iterable[float | None]) -> Errors:
     errors = [error for error in signed if error is not None]
     if not errors:
-        return Errors(cases=0, median=None, p90=None, worst=None, bias=None)
+        return Errors(cases=0)
     sizes = sorted(map(abs, errors))
     last = len(errors) - 1
     return Errors(
