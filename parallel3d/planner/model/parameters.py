@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Literal
 
 from parallel3d.config.flops import training_flops_per_token
-from parallel3d.optimizers.step_bytes import MuonMatrix
 from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.shard_sizes import shard_rows
@@ -121,24 +120,6 @@ def hidden_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
     """Returns the tables of a block that Muon steps, on a tp rank: q, k and v, o, then the
     MLP's."""
     return tuple(table for table in block_tables(shape, tp) if table.columns > 1)
-
-
-@lru_cache(maxsize=256)
-def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, ...]:
-    """Returns the matrices of a block in the order of their parameters; `shards` data ranks split a
-    matrix's rows."""
-    found: list[MuonMatrix] = []
-    for at, table in enumerate(hidden_tables(shape, tp)):
-        own = table.shard(shards) // table.times
-        if at in (2, 4):  # row-parallel: tp splits the columns
-            matrix = MuonMatrix(shape.hidden, table.columns * tp, shards * tp, own)
-        else:
-            ranks = tp
-            if at == 1 and shape.kv_heads % tp:
-                ranks = 1
-            matrix = MuonMatrix(table.rows * ranks, shape.hidden, shards * ranks, own)
-        found += [matrix] * table.times
-    return tuple(found)
 
 
 def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.optimizers.step_bytes import MuonCosts, elementwise_step_bytes
+from parallel3d.planner.model.muon import MuonCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,14 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
     optimizer = recipe.optimizer.resolved
     master = master_bytes(recipe.train.precision)
     width = {None: master, "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
-    is_sgd = optimizer.name == "sgd"
     muon = None
     states = 2
-    if is_sgd:
+    step_bytes = 0.0  # torch's AdamW steps in place
+    if optimizer.name == "sgd":
         states = int(bool(optimizer.momentum))
+        step_bytes = 4.0  # torch's SGD makes the change
+    if width != master:  # stepped in float32 (`optimizers.low_precision`): tensors are widened
+        step_bytes += 8.0
     if optimizer.name == "muon":
         assert optimizer.ns_steps is not None
         muon = MuonCosts(
@@ -51,7 +54,7 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
         )
     return OptimizerMemory(
         state_bytes=float(width * states),
-        step_bytes=elementwise_step_bytes(is_sgd=is_sgd, state_bytes=width, master_bytes=master),
+        step_bytes=step_bytes,
         muon=muon,
         has_dropout=recipe.model.dropout > 0,
         has_attention_dropout=recipe.model.attention_dropout > 0,
