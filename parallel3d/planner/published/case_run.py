@@ -110,7 +110,9 @@ def _program(
         gpt=is_gpt and may_write,
     )
     program = knowledge.program(f.text("framework"), traits)
-    return _states(f, in_precision(with_options(program, f.said), precision))
+    program = with_options(program, f.said)
+    program = in_precision(program, precision)
+    return _states(f, program)
 
 
 def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:

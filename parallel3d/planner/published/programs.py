@@ -196,12 +196,13 @@ def with_states(
     if pure_bf16:
         # bytes of states are float32's, except those of 8 bits
         states = states if states == 2.0 else states / 2
-        pure: dict[str, Any] = {
-            "weight_bytes": 2.0,
-            "gradient_bytes": 2.0,
-            "reduce_bytes": 2.0,
-            "state_bytes": states,
-        }
-        return replace(program, **pure, optimizer_bytes=states)
+        return replace(
+            program,
+            weight_bytes=2.0,
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            state_bytes=states,
+            optimizer_bytes=states,
+        )
     masters = program.optimizer_bytes - program.state_bytes
     return replace(program, state_bytes=states, optimizer_bytes=masters + states)
