@@ -44,11 +44,7 @@ class Knowledge:
         file is of it."""
         if gpu not in self.clusters:
             files = [path.stem for folder in self.folders for path in folder.glob("*.yaml")]
-            name = _device_name(gpu, files)
-            if name is None:
-                told = f"--hardware FOLDER with {gpu.lower()}.yaml would tell"
-                raise ValueError(f"hardware.gpu = {gpu.lower()}: no hardware file; {told}")
-            cluster = load_cluster(name, self.folders)
+            cluster = load_cluster(_device_name(gpu, files), self.folders)
             figures = read_table("seen.yaml")["devices"].get(cluster.device_file, {})
             changes = _unseen(figures, self.left_out)
             said = _GB.search(gpu.lower())
@@ -69,16 +65,17 @@ def _unseen(figures: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, A
     }
 
 
-def _device_name(gpu: str, files: list[str]) -> str | None:
+def _device_name(gpu: str, files: list[str]) -> str:
     """Returns the hardware file that a case means: the one of this name, whole or without its
-    memory, or an alias."""
+    memory, or an alias. Raises ValueError where there is none."""
     words = [word for word in re.findall(r"[a-z0-9.]+", gpu.lower()) if not meaning("filler", word)]
     bare = [word for word in words if not _GB.fullmatch(word)]
     for name in (gpu.lower(), "-".join(words), "-".join(bare), "".join(bare)):
         if name in files:
             return name
-    aliases = read_table("devices.yaml")
+    aliases: dict[str, str] = read_table("devices.yaml")
     suited = [alias for alias in aliases if {*alias.split()} <= {*words}]
-    if suited:
-        return aliases[max(suited, key=lambda alias: len(alias.split()))]
-    return None
+    if not suited:
+        told = f"--hardware FOLDER with {gpu.lower()}.yaml would tell"
+        raise ValueError(f"hardware.gpu = {gpu.lower()}: no hardware file; {told}")
+    return aliases[max(suited, key=lambda alias: len(alias.split()))]
