@@ -174,10 +174,11 @@ class PlannedRun:
         and backward. Inside a pipeline programs keep them from a stage's first microbatch to its
         last (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`; Llama 3, arXiv
         2407.21783, section 3.3.2)."""
-        is_pipeline = self.layout.pp > 1
-        only_one = not is_pipeline and self.layout.microbatches == 1
-        asked = "microbatch" in (self.layout.gather, self.layout.reduce)
-        return (self.program.reduces_each_microbatch and not is_pipeline) or only_one or asked
+        if "microbatch" in (self.layout.gather, self.layout.reduce):
+            return True
+        if self.layout.pp > 1:
+            return False
+        return self.program.reduces_each_microbatch or self.layout.microbatches == 1
 
     @property
     def global_batch_size(self) -> int:
