@@ -53,7 +53,8 @@ class BlockActivations:
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
         """Returns the bytes that one block saves."""
-        tokens, e = self.batch * self.seq, self.item_bytes
+        tokens = self.batch * self.seq
+        e = self.item_bytes
         hidden = self.shape.hidden
         if recompute == "full":
             return self.outside * hidden * e
@@ -69,8 +70,11 @@ class BlockActivations:
 
     def _attention_bytes(self, recompute: BlockRecompute) -> int:
         """Returns the bytes that attention saves of one token."""
-        kernel, e, wide = self.attention, self.item_bytes, max(self.item_bytes, 4)
-        heads, groups = self.shape.heads // self.tp, self.groups
+        kernel = self.attention
+        e = self.item_bytes
+        wide = max(e, 4)
+        heads = self.shape.heads // self.tp
+        groups = self.groups
         head_dim = self.shape.head_dim
         output = e * heads * head_dim
         if recompute != "none":
@@ -97,7 +101,8 @@ class BlockActivations:
     def norm_bytes(self, features: int) -> int:
         """Returns the bytes that a norm keeps of a vector of so many features, beside its
         output."""
-        kept, wide = features * self.item_bytes, max(self.item_bytes, 4)
+        kept = features * self.item_bytes
+        wide = max(self.item_bytes, 4)
         if self.shape.layer_norm:
             item = wide if self.fused_norm else self.item_bytes
             return kept + 2 * item

@@ -173,14 +173,10 @@ class RankState:
             saved_bytes = run.optimizer.state_bytes - run.optimizer.muon.state_bytes
             states -= saved_bytes * blocks * hidden
         if self.whole:
-            masters = 0
+            parameters = self.item * numel
             if self.item < self.master:
-                masters = self.master * shard
-            return (
-                self.item * numel + masters,
-                self.master * numel,
-                states,
-            )
+                parameters += self.master * shard
+            return parameters, self.master * numel, states
         return self.master * own, 0.0, states
 
     @cached_property

@@ -129,7 +129,9 @@ class PlannedRun:
     @property
     def loss_vocab(self) -> int:
         """Logits of a token that one device has at the loss."""
-        return self.rank_vocab * (self.layout.tp if self.program.gathers_logits else 1)
+        if self.program.gathers_logits:
+            return self.rank_vocab * self.layout.tp
+        return self.rank_vocab
 
     @property
     def item_bytes(self) -> float:

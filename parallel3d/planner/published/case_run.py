@@ -185,7 +185,10 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
     if f.stated("parallel", "dp_shard") is not None:
         shards = f.number("parallel", "dp_shard", 1)
     is_sharded = bool(f.stated("parallel", "fsdp")) or shards > 1
-    zero = f.number("parallel", "zero_stage", 3 if is_sharded else 1, least=0)
+    usual_zero = 1
+    if is_sharded:
+        usual_zero = 3
+    zero = f.number("parallel", "zero_stage", usual_zero, least=0)
     # Replicas of what is sharded (HSDP) have the optimizer's states sharded alike.
     if zero < 1:
         usual_shards = 1

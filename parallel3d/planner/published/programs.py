@@ -192,10 +192,12 @@ def with_states(
 ) -> TrainingProgram:
     """Returns the program with so many bytes of the optimizer's states for a parameter (None: its
     own), or with these, weights and gradients in bf16 and no float32 copy of them."""
-    states = program.state_bytes if states is None else states
+    if states is None:
+        states = program.state_bytes
     if pure_bf16:
         # bytes of states are float32's, except those of 8 bits
-        states = states if states == 2.0 else states / 2
+        if states != 2.0:
+            states /= 2
         return replace(
             program,
             weight_bytes=2.0,
