@@ -65,9 +65,9 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
         )
     plain = ModelConfig(
         name=name,
-        layers=number("num_hidden_layers"),
         hidden=number("hidden_size"),
         heads=number("num_attention_heads"),
+        layers=number("num_hidden_layers"),
         kv_heads=optional("num_key_value_heads"),
         head_dim=optional("head_dim"),
         ffn_hidden=number("intermediate_size"),
