@@ -23,7 +23,7 @@ from parallel3d.optimizers.muon import (
     orthogonalize,
     parts_of_ranks,
 )
-from parallel3d.optimizers.step_bytes import owners_of
+from parallel3d.optimizers.rounds import owners_of
 from parallel3d.recipes import find_recipe
 from parallel3d.torch_private import norms
 

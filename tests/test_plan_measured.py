@@ -72,7 +72,8 @@ def test_what_is_counted_exactly_is_not_scaled() -> None:
     run = ASKED.planned_run(ALONE)
     plain = worst_rank(run)
     fuller = worst_rank(replace(run, cluster=with_scales(run.cluster, Scales(memory=1.5))))
-    assert fuller.total - plain.total == pytest.approx(0.5 * plain.beside_states)
+    states = plain.parameters + plain.gradients + plain.optimizer
+    assert fuller.total - states == pytest.approx(1.5 * (plain.total - states))
     for kind in ("parameters", "gradients", "optimizer"):
         assert getattr(fuller, kind) == getattr(plain, kind)
 

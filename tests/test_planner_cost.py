@@ -9,8 +9,8 @@ import pytest
 
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
-from parallel3d.optimizers.step_bytes import MuonCosts
 from parallel3d.planner.hardware.cluster import Cluster, axis_group, load_cluster
+from parallel3d.planner.model.muon import MuonCosts
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import OptimizerMemory

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.optimizers.step_bytes import runs
+from parallel3d.optimizers.rounds import runs
 
 
 class _InFloat32(torch.optim.Optimizer):

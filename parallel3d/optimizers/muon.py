@@ -27,7 +27,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.config.recipe import OptimizerConfig
 from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.mesh import DATA_ROLES, Axis, Role
-from parallel3d.optimizers.step_bytes import ROUND_ELEMENTS, owners_of, runs
+from parallel3d.optimizers.rounds import ROUND_ELEMENTS, owners_of, runs
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.sharding.settings import joined_axis
 

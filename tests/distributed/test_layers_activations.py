@@ -21,6 +21,7 @@ from parallel3d.layers.parameter import set_fused_gradients
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 from parallel3d.models import model_class
 from parallel3d.planner.memory.activations import BlockActivations
+from parallel3d.planner.model.shapes import from_config
 from tests.distributed.layer_cases import tp_mesh
 
 B, S = 2, 32
@@ -102,20 +103,13 @@ def compare(config: ModelConfig, documents: PackedDocuments | None = None) -> No
         n = get_world_size()
         x = torch.randn(B, S // n if sp else S, config.hidden, dtype=dtype, requires_grad=True)
         block = BlockActivations(
+            shape=from_config(config),
             batch=B,
             seq=S,
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.key_value_heads,
-            head_dim=config.head_size,
-            ffn_hidden=config.ffn_hidden,
             item_bytes=dtype.itemsize,
             tp=n,
             sequence_parallel=sp,
             fused_norm=False,
-            layer_norm=config.architecture == "gpt",
-            qk_norm=config.qk_norm,
-            gated=config.architecture == "llama",
             dropout=config.dropout > 0,
             attention=attention_kernel(
                 AttentionCall(

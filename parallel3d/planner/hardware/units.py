@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 GIB = 2**30
-MIB = 2**20
 ROUNDED = 1 - 1e-9  # makes a lower bound one whatever the order of its sums
 
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 from parallel3d.config.attention_kernels import AttentionKernel
 from parallel3d.config.recipe import BlockRecompute
+from parallel3d.planner.model.shapes import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,34 +41,27 @@ class BlockActivations:
     """One microbatch [batch, seq] of a block on one tp rank. `fused_norm`: as GPUs' kernels of
     norms keep it."""
 
+    shape: ModelShape
     batch: int
     seq: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_hidden: int
     item_bytes: int
     tp: int = 1
     sequence_parallel: bool = False
     fused_norm: bool = True
-    layer_norm: bool = False
-    qk_norm: bool = False
-    gated: bool = True
     dropout: bool = False
     attention: AttentionKernel = AttentionKernel("cpu")
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
         """Returns the bytes that one block saves."""
-        tokens, e = self.batch * self.seq, self.item_bytes
-        # tokens outside attention and MLP
-        outside = tokens // self.tp if self.sequence_parallel else tokens
+        tokens = self.batch * self.seq
+        e = self.item_bytes
+        hidden = self.shape.hidden
         if recompute == "full":
-            return outside * self.hidden * e
-        masks = 2 * self.hidden if self.dropout else 0
-        between = outside * (2 * (self.norm_bytes(self.hidden) + e * self.hidden) + masks)
-        matrices = 4 if self.gated else 2
-        mlp = tokens * (matrices * self.ffn_hidden // self.tp * e)
+            return self.outside * hidden * e
+        masks = 2 * hidden if self.dropout else 0
+        between = self.outside * (2 * (self.norm_bytes(hidden) + e * hidden) + masks)
+        matrices = 2 * self.shape.feed_forward_inputs
+        mlp = tokens * (matrices * self.shape.ffn_hidden // self.tp * e)
         attention = tokens * (self._attention_bytes(recompute) + self.head_norm_bytes)
         total = between + mlp + attention
         if recompute == "none" and self.attention.name == "scores":
@@ -76,29 +70,40 @@ class BlockActivations:
 
     def _attention_bytes(self, recompute: BlockRecompute) -> int:
         """Returns the bytes that attention saves of one token."""
-        kernel, e, wide = self.attention, self.item_bytes, max(self.item_bytes, 4)
-        heads, groups = self.heads // self.tp, self._groups
-        output = e * heads * self.head_dim
+        kernel = self.attention
+        e = self.item_bytes
+        wide = max(e, 4)
+        heads = self.shape.heads // self.tp
+        groups = self.groups
+        head_dim = self.shape.head_dim
+        output = e * heads * head_dim
         if recompute != "none":
-            return e * (heads + 2 * groups) * self.head_dim + output
+            return e * (heads + 2 * groups) * head_dim + output
         if kernel.repeats_heads or kernel.kept_bytes:
             groups = heads
         item = wide if kernel.name == "math" else e
-        inputs = item * (heads + 2 * groups) * self.head_dim
+        inputs = item * (heads + 2 * groups) * head_dim
         softmax = heads * (kernel.kept_bytes * self.seq or wide)
         outputs = 2 * output if kernel.in_pieces else output
         return inputs + outputs + softmax
 
     @property
-    def _groups(self) -> int:
+    def outside(self) -> int:
+        """Tokens of a rank outside attention and MLP."""
+        tokens = self.batch * self.seq
+        return tokens // self.tp if self.sequence_parallel else tokens
+
+    @property
+    def groups(self) -> int:
         """The key-value heads of a tp rank."""
-        return max(self.kv_heads // self.tp, 1)
+        return max(self.shape.kv_heads // self.tp, 1)
 
     def norm_bytes(self, features: int) -> int:
         """Returns the bytes that a norm keeps of a vector of so many features, beside its
         output."""
-        kept, wide = features * self.item_bytes, max(self.item_bytes, 4)
-        if self.layer_norm:
+        kept = features * self.item_bytes
+        wide = max(self.item_bytes, 4)
+        if self.shape.layer_norm:
             item = wide if self.fused_norm else self.item_bytes
             return kept + 2 * item
         if self.fused_norm:
@@ -108,5 +113,5 @@ class BlockActivations:
     @property
     def head_norm_bytes(self) -> int:
         """The bytes that the norms of the heads' queries and keys keep of one token."""
-        vectors = self.heads // self.tp + self._groups
-        return vectors * self.norm_bytes(self.head_dim) if self.qk_norm else 0
+        vectors = self.shape.heads // self.tp + self.groups
+        return vectors * self.norm_bytes(self.shape.head_dim) if self.shape.qk_norm else 0

@@ -21,7 +21,6 @@ from parallel3d.config.attention_kernels import (
 from parallel3d.planner.memory.activations import BlockActivations
 from parallel3d.planner.model.parameters import block_tables
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import ModelShape
 
 # What a backward does with the gradient of a product's weight: it keeps it until the block is done,
 # drops it when it has been added up or stepped with, or leaves it for the second half of the
@@ -173,47 +172,40 @@ def planned_attention(run: PlannedRun) -> AttentionKernel:
 
 
 def block_tensors(run: PlannedRun) -> BlockTensors:
-    shape = run.shape
     layout = run.layout
     activations = BlockActivations(
+        shape=run.shape,
         batch=layout.microbatch_size,
         seq=run.seq_len,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn_hidden=shape.ffn_hidden,
         item_bytes=int(run.item_bytes),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         fused_norm=not run.on_cpu,
-        layer_norm=shape.layer_norm,
-        qk_norm=shape.qk_norm,
-        gated=shape.feed_forward_inputs == 2,
         dropout=run.optimizer.has_dropout,
         attention=planned_attention(run),
     )
-    return _block_tensors(activations, shape, layout.recompute == "selective")
+    return _block_tensors(activations, layout.recompute == "selective")
 
 
 @lru_cache(maxsize=4096)
-def _block_tensors(block: BlockActivations, shape: ModelShape, is_selective: bool) -> BlockTensors:
+def _block_tensors(block: BlockActivations, is_selective: bool) -> BlockTensors:
+    shape = block.shape
     item = block.item_bytes
     tp = block.tp
-    hidden = block.hidden
+    hidden = shape.hidden
     kernel = block.attention
     tokens = block.batch * block.seq
-    outside = tokens // tp if block.sequence_parallel else tokens
+    outside = block.outside
     is_gathered = block.sequence_parallel and tp > 1
     query, key, output, up, down = block_tables(shape, tp)[:5]
     queries = item * tokens * shape.query_hidden // tp
-    keys = item * tokens * max(block.kv_heads // tp, 1) * shape.head_dim
-    scores = tokens * block.seq * block.heads // tp
+    keys = item * tokens * block.groups * shape.head_dim
+    scores = tokens * block.seq * shape.heads // tp
     return BlockTensors(
         hidden_local=item * outside * hidden,
         gathered=item * tokens * hidden * is_gathered,
         copied=item * tokens * hidden * (is_gathered and block.batch > 1),
-        ffn=item * tokens * block.ffn_hidden // tp,
+        ffn=item * tokens * shape.ffn_hidden // tp,
         queries=queries,
         keys=keys,
         attended_keys=queries if kernel.repeats_heads else keys,
@@ -223,7 +215,7 @@ def _block_tensors(block: BlockActivations, shape: ModelShape, is_selective: boo
         scores_backward=scores * kernel.backward_bytes,
         norm=outside * block.norm_bytes(hidden),
         head_norms=tokens * block.head_norm_bytes,
-        gates=int(block.gated),
+        gates=int(shape.is_gated),
         mask=outside * hidden if block.dropout else 0,
         attention_weights=item * (query.numel + key.numel + output.numel),
         up_weights=item * up.numel,

@@ -89,12 +89,16 @@ def _most_alive(state: RankState) -> tuple[int, int | None]:
     gradients; where a forward may leave a part of what it keeps to the second half of its backward,
     how many come before any backward."""
     layout = state.layout
-    name = state.layout.schedule
-    numbers = {"pp": layout.pp, "rank": state.rank, "virtual_stages": layout.virtual_stages}
+    name = layout.schedule
+    numbers = {
+        "pp": layout.pp,
+        "rank": state.rank,
+        "microbatches": layout.microbatches,
+        "virtual_stages": layout.virtual_stages,
+    }
     if SCHEDULES[name].splits_backward:
-        return first_forwards(name, microbatches=layout.microbatches, **numbers), None
-    live = live_microbatches(name, microbatches=layout.microbatches, **numbers)
-    return live, live_with_all_gradients(name, microbatches=layout.microbatches, **numbers)
+        return first_forwards(name, **numbers), None
+    return live_microbatches(name, **numbers), live_with_all_gradients(name, **numbers)
 
 
 def _with_forwards(

@@ -53,9 +53,11 @@ class EndTensors:
     @property
     def logits(self) -> int:
         """The logits of a microbatch between the head's forward and its backward."""
-        if self.chunk is None:
-            return self.item * self.tokens * self.rows
-        return 0
+        return self.item * self._logit_count
+
+    @property
+    def _logit_count(self) -> int:
+        return self.tokens * self.rows if self.chunk is None else 0
 
     @property
     def kept_by_embedding(self) -> int:
@@ -85,16 +87,14 @@ class EndTensors:
     @property
     def loss(self) -> int:
         """Bytes made by the loss of a microbatch: its softmax in float32."""
-        if self.chunk is None:
-            return 4 * self.tokens * self.rows
-        return 0
+        return 4 * self._logit_count
 
     def head_backward(self, weights: WeightGradients, *, has_sum: bool) -> int:
         """Returns the bytes made from the gradient of the logits, which is where they were, or from
         the loss in chunks, to that of the last block's output. `has_sum`: there is a float32
         gradient of the table to add to."""
         item = self.item
-        table = self.item * self.table
+        table = item * self.table
         if self.chunk is None:
             return self.block.input_gradient + table * (weights != "later")
         logits = self.chunk * self.rows
@@ -110,7 +110,7 @@ class EndTensors:
         full = self.block.hidden_full
         wide = 0
         if self.item < 4:
-            wide = 4 * self.block.hidden_full // self.item
+            wide = 4 * full // self.item
         made = wide
         # what it has of each row is summed in float32, beside it
         if weights == "kept":

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from parallel3d.planner.memory.block_work import WeightGradients
 from parallel3d.planner.memory.rank_schedule import BeforeAction, moments_of_schedule
-from parallel3d.planner.memory.rank_state import NO_UNIT, RankStage, RankState
+from parallel3d.planner.memory.rank_state import NO_UNIT, RankStage, RankState, Unit
 from parallel3d.schedules.registry import schedule_traits
 from parallel3d.schedules.schedule import Kind
 
@@ -41,23 +41,10 @@ class MemorySnapshot(NamedTuple):
     def total(self) -> float:
         return self[1] + self[2] + self[3] + self[4] + self[5]
 
-    def plus(
-        self,
-        *,
-        gradients: float = 0.0,
-        activations: float = 0.0,
-        buffers: float = 0.0,
-        temporary: float = 0.0,
-    ) -> MemorySnapshot:
-        """Returns the same moment with more bytes, or fewer."""
-        return MemorySnapshot(
-            self.moment,
-            self.gradients + gradients,
-            self.activations + activations,
-            self.logits,
-            self.buffers + buffers,
-            self.temporary + temporary,
-        )
+    def plus(self, **more: float) -> MemorySnapshot:
+        """Returns the same moment with more bytes of some kinds, or fewer."""
+        changed = {kind: getattr(self, kind) + bytes_ for kind, bytes_ in more.items()}
+        return self._replace(**changed)
 
 
 def moments(rank: RankState) -> Iterator[MemorySnapshot]:
@@ -203,22 +190,20 @@ def _backward(
             done += rank.sending_bytes
             work += rank.sending_bytes
         yield before.plus(
-            gradients=_growth(rank, action, later, head.numel, head.shard),
+            gradients=_growth(rank, action, later, head),
             activations=kept + delayed - stage.kept,
             buffers=gathered - freed + sent,
             temporary=block.hidden_local + table * (not stage.head.numel) + max(work, done),
         )
 
 
-def _growth(
-    rank: RankState, action: BeforeAction, blocks: int, head_numel: int, head_shard: int
-) -> float:
+def _growth(rank: RankState, action: BeforeAction, blocks: int, head: Unit) -> float:
     """What a backward has added to the stage's gradients when so many of its blocks, and before
     them the head, are done."""
     if rank.whole or action.kind is Kind.INPUT:
         return 0.0
-    numel = rank.block_unit.numel * blocks + head_numel
-    shard = rank.block_unit.shard * blocks + head_shard
+    numel = rank.block_unit.numel * blocks + head.numel
+    shard = rank.block_unit.shard * blocks + head.shard
     unreduced = rank.sum_bytes * numel
     if rank.reduces_each:
         unreduced = rank.partial_bytes * shard
@@ -237,9 +222,10 @@ def _second_half(
     table = rank.item * rank.ends.delayed_table * stage.part.head
     is_kept = rank.weights(has_gradients=action.has_gradients) == "kept"
     made = rank.block.up_weights
+    made_at_last = made
     if is_kept:
         made = rank.block.products
-    made_at_last = made * (stage.blocks if is_kept else 1)
+        made_at_last = made * stage.blocks
     yield before.plus(temporary=table + made)
     yield before.plus(
         activations=rank.block.delayed - stage.delayed, temporary=table + made_at_last

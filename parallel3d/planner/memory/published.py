@@ -14,10 +14,12 @@ and norms that keep float32 copies. Per block, t tokens of a microbatch, 16-bit 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import StageSlice
+from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.schedules.build import live_microbatches
 
 
@@ -26,7 +28,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     layout = run.layout
     program = run.program
     part = run.ranks[rank]
-    parameters = rank_parameters(run, part)
+    parameters = _rank_parameters(run.shape, part, layout.tp, run.rank_vocab)
     experts = run.stage_experts(part)
 
     def split(shards: int) -> float:
@@ -65,7 +67,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
 
 def _activations(run: PlannedRun, rank: int) -> float:
     part = run.ranks[rank]
-    live = live_on(run, rank) / run.layout.virtual_stages
+    live = _live_on(run, rank) / run.layout.virtual_stages
     bytes_ = live * (part.layers - part.dense) * _kept_bytes(run, dense=False)
     if part.dense:
         bytes_ += live * part.dense * _kept_bytes(run, dense=True)
@@ -79,28 +81,15 @@ def _activations(run: PlannedRun, rank: int) -> float:
     return bytes_
 
 
-def rank_parameters(run: PlannedRun, stage: StageSlice) -> int:
-    """Parameters of a slice of the model on one device, experts not among them, the token table
-    padded as the program pads it."""
-    shape = run.shape
-    count = run.stage_parameters(
-        StageSlice(layers=stage.layers, embedding=False, head=False, dense=stage.dense)
-    )
-    table = run.rank_vocab * shape.hidden
-    if stage.embedding:
-        count += table
-        if shape.positions == "learned":
-            count += shape.position_rows * shape.hidden
-        if shape.embedding_norm:
-            count += shape.norm_parameters
-    if stage.head:
-        count += shape.norm_parameters
-        if not (shape.tied_embeddings and stage.embedding):
-            count += table
-    return count
+@lru_cache(maxsize=4096)
+def _rank_parameters(shape: ModelShape, part: StageSlice, tp: int, vocabulary_rows: int) -> int:
+    """Counts the parameters of a slice of the model on one device, experts not among them, the
+    token table padded as the program pads it."""
+    padded = replace(shape, vocab=vocabulary_rows * tp)
+    return rank_numel(padded, (part,), tp, repeats_kv_heads=True)
 
 
-def live_on(run: PlannedRun, rank: int) -> int:
+def _live_on(run: PlannedRun, rank: int) -> int:
     """Microbatches, counted for each of a rank's stages, whose activations are alive at once on a
     pipeline rank."""
     layout = run.layout
@@ -207,7 +196,7 @@ def _inner(run: PlannedRun, *, dense: bool) -> float:
     the rows that they compute."""
     shape = run.shape
     layout = run.layout
-    experts = run.shape.experts
+    experts = shape.experts
     if experts is None or dense:
         return run.tokens * shape.ffn_hidden / layout.tp
     shared = run.tokens * experts.shared_hidden / layout.tp

@@ -29,25 +29,18 @@ class RankMemory:
     @property
     def allocated(self) -> float:
         """What `torch.cuda.max_memory_allocated` says."""
-        return self._states + self.activations + self.logits + self.buffers + self.temporary
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.activations + self.logits + self.buffers + self.temporary
 
     @property
     def total(self) -> float:
         """What the device has in use (`nvidia-smi`)."""
         return self.allocated + self.fragmentation + self.context
 
-    @property
-    def beside_states(self) -> float:
-        """What is neither a parameter nor a gradient nor an optimizer's state."""
-        return self.total - self._states
-
     def with_beside_states(self, scale: float) -> RankMemory:
-        """Returns the memory with everything but those so many times as large."""
+        """Returns the memory with everything so many times as large that is neither a parameter nor
+        a gradient nor an optimizer's state."""
         return replace(self, **{kind: scale * getattr(self, kind) for kind in _BESIDE_STATES})
-
-    @property
-    def _states(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
 
     def of_kind(self, kind: MemoryKind) -> float:
         """`reserved` is what `torch.cuda.max_memory_reserved` says."""

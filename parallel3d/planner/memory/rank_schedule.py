@@ -105,8 +105,12 @@ def _enough_microbatches(
     traits = schedule_traits(name)
     if traits.holds_whole_batch:
         return microbatches
-    if traits.stages.v_shaped or virtual_stages == 1:
-        return min(microbatches, (4 if traits.stages.v_shaped else 2) * pp + 2)
+    if traits.stages.v_shaped:
+        return min(microbatches, 4 * pp + 2)
+    if virtual_stages == 1:
+        return min(microbatches, 2 * pp + 2)
     first, _ = group_sizes(pp, microbatches)
     is_alike = group_sizes(pp, 2 * first) == (first, first)
-    return min(microbatches, 2 * first) if is_alike else microbatches
+    if is_alike:
+        return min(microbatches, 2 * first)
+    return microbatches

@@ -22,16 +22,10 @@ from math import ceil
 
 from parallel3d.config.recipe import Recompute
 from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.optimizers.step_bytes import muon_step_bytes
 from parallel3d.planner.memory.block_work import WeightGradients, block_tensors
 from parallel3d.planner.memory.model_ends import EndTensors
-from parallel3d.planner.model.parameters import (
-    Table,
-    block_tables,
-    end_tables,
-    hidden_tables,
-    muon_matrices,
-)
+from parallel3d.planner.model.muon import muon_matrices, muon_step_bytes
+from parallel3d.planner.model.parameters import Table, block_tables, end_tables, hidden_tables
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import master_bytes
@@ -179,14 +173,10 @@ class RankState:
             saved_bytes = run.optimizer.state_bytes - run.optimizer.muon.state_bytes
             states -= saved_bytes * blocks * hidden
         if self.whole:
-            masters = 0
+            parameters = self.item * numel
             if self.item < self.master:
-                masters = self.master * shard
-            return (
-                self.item * numel + masters,
-                self.master * numel,
-                states,
-            )
+                parameters += self.master * shard
+            return parameters, self.master * numel, states
         return self.master * own, 0.0, states
 
     @cached_property
@@ -209,7 +199,7 @@ class RankState:
         tp = self.layout.tp
         of_block = muon_matrices(self.run.shape, tp, self.layout.optimizer_shards)
         matrices = of_block * self._blocks
-        muon = muon_step_bytes(matrices, ranks=ranks, step=optimizer.muon)
+        muon = muon_step_bytes(matrices, ranks=ranks, item_bytes=optimizer.muon.item_bytes)
         return max(optimizer.step_bytes * ends, muon)
 
     @cached_property

@@ -47,30 +47,22 @@ def quick_worst_bytes(run: PlannedRun, *, enough: float = inf) -> float:
 
 
 def _candidates(run: PlannedRun) -> Iterable[int]:
-    """The ranks that can be the fullest: where a person has cut the stages, every rank."""
+    """The ranks that can be the fullest: where a person has cut the stages, every rank. Else the
+    first, which holds most microbatches; the last, which has the logits; the first of those with
+    most layers; and those behind the first, which may have fewer recomputed blocks where one of
+    several is recomputed."""
+    pp = run.layout.pp
     if run.layout.stage_boundaries is not None:
-        return range(run.layout.pp)
-    behind_first = _next_candidates(run, run.layout.recompute_every)
-    return dict.fromkeys((*_usual_candidates(run), *behind_first))
-
-
-def _usual_candidates(run: PlannedRun) -> tuple[int, ...]:
-    """The ranks that can be the fullest where the planner cuts the stages: the first, which holds
-    most microbatches; the last, which has the logits; and the first of those with most layers."""
+        return range(pp)
     layers = [part.layers for part in run.ranks]
     # A mixture's first layers have no experts: the first rank with most of those that have may hold
     # more.
     routed = [part.layers - part.dense for part in run.ranks]
     most_layers = layers.index(max(layers))
     most_routed = routed.index(max(routed))
-    return 0, run.layout.pp - 1, most_layers, most_routed
-
-
-def _next_candidates(run: PlannedRun, every: int) -> range:
-    """The ranks behind the first, which may have fewer recomputed blocks where one of several is
-    recomputed."""
-    end = max(2, every)
-    return range(1, min(run.layout.pp, end))
+    end = max(2, run.layout.recompute_every)
+    behind_first = range(1, min(pp, end))
+    return dict.fromkeys((0, pp - 1, most_layers, most_routed, *behind_first))
 
 
 def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:

@@ -5,6 +5,7 @@ cannot say is an error or a note."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from parallel3d.config.hugging_face import (
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
-from parallel3d.planner.model.shapes import ModelShape
+from parallel3d.planner.model.shapes import ModelShape, from_config
 
 # which layers have experts, where that is all
 _DENSE_SWITCHES = {"decoder_sparse_step": 1, "moe_layer_freq": 1}
@@ -48,6 +49,9 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
     def number(key: str) -> int:
         return whole_number(said, key, path)
 
+    def optional(key: str) -> int | None:
+        return None if said.get(key) is None else number(key)
+
     for key, usual in _DENSE_SWITCHES.items():
         if said.get(key, usual) != usual:
             raise ConfigError(
@@ -59,49 +63,29 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
             f"{path}: mlp_only_layers = {said['mlp_only_layers']}: must be empty: such layers are "
             "not priced"
         )
-    hidden = number("hidden_size")
-    heads = number("num_attention_heads")
-    check_numbers(
-        ModelConfig(
-            layers=number("num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=None
-            if said.get("num_key_value_heads") is None
-            else number("num_key_value_heads"),
-            ffn_hidden=number("intermediate_size"),
-            vocab=number("vocab_size"),
-        ),
-        str(path),
+    plain = ModelConfig(
+        name=name,
+        hidden=number("hidden_size"),
+        heads=number("num_attention_heads"),
+        layers=number("num_hidden_layers"),
+        kv_heads=optional("num_key_value_heads"),
+        head_dim=optional("head_dim"),
+        ffn_hidden=number("intermediate_size"),
+        vocab=number("vocab_size"),
+        tied_embeddings=bool(said.get("tie_word_embeddings", kind.startswith("gemma"))),
     )
-    head_dim = number("head_dim") if said.get("head_dim") else hidden // heads
-    shape: dict[str, Any] = FOREIGN_FAMILIES[kind](said, number)
-    if (latent := shape.get("latent")) is not None:
-        head_dim = latent.plain + latent.turned
-    kv_heads = (
-        heads
-        if latent is not None or said.get("num_key_value_heads") is None
-        else number("num_key_value_heads")
-    )
-    if heads % kv_heads:
+    check_numbers(plain, str(path))
+    own: dict[str, Any] = FOREIGN_FAMILIES[kind](said, number)
+    if (latent := own.get("latent")) is not None:
+        own |= {"head_dim": latent.plain + latent.turned, "kv_heads": plain.heads}
+    elif plain.heads % plain.key_value_heads:
         raise ConfigError(
-            f"{path}: num_key_value_heads = {kv_heads}: must divide num_attention_heads = {heads}"
+            f"{path}: num_key_value_heads = {plain.kv_heads}: must divide num_attention_heads = "
+            f"{plain.heads}"
         )
     layers = windowed_layers(said)
-    return ModelShape(**{
-        "name": name,
-        "layers": number("num_hidden_layers"),
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "ffn_hidden": number("intermediate_size"),
-        "vocab": number("vocab_size"),
-        "tied_embeddings": bool(said.get("tie_word_embeddings", kind.startswith("gemma"))),
-        "window": sliding_window(said) if layers else None,
-        "windowed_layers": layers,
-        **shape,
-    })  # fmt: skip
+    window = sliding_window(said) if layers else None
+    return replace(from_config(plain), window=window, windowed_layers=layers, **own)
 
 
 def foreign_notes(config: Mapping[str, Any]) -> Iterator[str]:

@@ -32,14 +32,11 @@ def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
         advice = f"did you mean {', '.join(near)}?" if near else "see parallel3d-plan models"
         raise ConfigError(f"model {name}: unknown; {advice}")
     numbers = table[name]
-    experts = numbers.pop("experts", None)
-    latent = numbers.pop("latent", None)
-    return ModelShape(
-        name=name,
-        experts=None if experts is None else Experts(**experts),
-        latent=None if latent is None else LatentAttention(**latent),
-        **numbers,
-    )
+    if "experts" in numbers:
+        numbers["experts"] = Experts(**numbers["experts"])
+    if "latent" in numbers:
+        numbers["latent"] = LatentAttention(**numbers["latent"])
+    return ModelShape(name=name, **numbers)
 
 
 def card_config(name: str, path: Path) -> ModelConfig:

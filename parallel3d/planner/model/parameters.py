@@ -10,12 +10,12 @@ which the last may be smaller.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from parallel3d.config.flops import training_flops_per_token
-from parallel3d.optimizers.step_bytes import MuonMatrix
+from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.shard_sizes import shard_rows
 
@@ -47,78 +47,64 @@ def block_tables(
 ) -> tuple[Table, ...]:
     """Returns a block's parameters on a tp rank; of a mixture those beside its experts, or those of
     a `dense` layer. `repeats_kv_heads`: kv heads fewer than ranks are as in Megatron."""
-    if shape.experts is not None or shape.latent is not None:
-        return _mixture_tables(shape, tp, repeats_kv_heads=repeats_kv_heads, dense=dense)
     h = shape.hidden
-    f = shape.ffn_hidden
     q = shape.query_hidden
-    dim = shape.head_dim
+    f = shape.ffn_hidden
     kv = shape.kv_hidden
     if shape.kv_heads % tp == 0:
         kv = shape.kv_hidden // tp
     if repeats_kv_heads:
-        kv = max(shape.kv_hidden // tp, dim)
+        kv = max(shape.kv_hidden // tp, shape.head_dim)
     inputs = shape.feed_forward_inputs
-    tables = [
-        Table(q // tp, h),
-        Table(kv, h, 2),
-        Table(h, q // tp),
-        Table(f // tp, h, inputs),
-        Table(h, f // tp),
-        Table(h, times=shape.block_norms * (2 if shape.layer_norm else 1)),
-    ]
+    attention = [Table(q // tp, h), Table(kv, h, 2), Table(h, q // tp)]
+    feed_forward = [Table(f // tp, h, inputs), Table(h, f // tp)]
+    rest = [Table(h, times=shape.block_norms * shape.norm_vectors)]
     if shape.qk_norm:
-        tables.append(Table(dim, times=2))
-    if shape.biases or shape.qkv_biases:
-        tables += [Table(q // tp), Table(kv, times=2)]
-    if shape.biases:
-        tables += [Table(h, times=2), Table(f // tp, times=inputs)]
-    return tuple(tables)
-
-
-def _mixture_tables(
-    shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False, dense: bool = False
-) -> tuple[Table, ...]:
-    """Returns the parameters of a mixture's layer beside its experts: attention, norms, router and
-    what is shared."""
-    h = shape.hidden
-    heads = shape.heads
-    experts = shape.experts
-    latent = shape.latent
-    plain = replace(shape, experts=None, latent=None)
-    tables = list(block_tables(plain, tp, repeats_kv_heads=repeats_kv_heads))
-    attention = tables[:3]
-    feed_forward = tables[3:5]
-    rest = tables[5:]
-    if latent is not None:  # the narrow products and their norms are whole on every tp rank
-        rank = latent.query_rank
-        values = latent.key_value_rank
-        if rank is None:
-            attention = [Table(shape.query_hidden // tp, h)]
-        else:
-            attention = [Table(shape.query_hidden // tp, rank), Table(rank, h), Table(rank)]
-        attention += [
-            Table(values + latent.turned, h),
-            Table(values),
-            Table(heads * (latent.plain + latent.value) // tp, values),
-            Table(h, heads * latent.value // tp),
-        ]
+        rest.append(Table(shape.head_dim, times=2))
     if shape.qk_norm_whole:
-        rest = [
-            Table(h, times=shape.block_norms),
-            Table(shape.query_hidden // tp),
-            Table(shape.kv_hidden // tp),
-        ]
-    if experts is not None and not dense:
-        shared = experts.shared_hidden // tp
-        feed_forward = [Table(experts.count, h)]
-        if shared:
-            feed_forward += [Table(shared, h, shape.feed_forward_inputs), Table(h, shared)]
-        if experts.shared_gate:
-            feed_forward.append(Table(h))
-        if experts.router_bias:
-            feed_forward.append(Table(experts.count))
+        rest += [Table(q // tp), Table(shape.kv_hidden // tp)]
+    if shape.biases or shape.qkv_biases:
+        rest += [Table(q // tp), Table(kv, times=2)]
+    if shape.biases:
+        rest += [Table(h, times=2), Table(f // tp, times=inputs)]
+    if shape.latent is not None:
+        attention = _latent_tables(shape, shape.latent, tp)
+    if shape.experts is not None and not dense:
+        feed_forward = _routed_tables(shape, shape.experts, tp)
     return (*attention, *feed_forward, *rest)
+
+
+def _latent_tables(shape: ModelShape, latent: LatentAttention, tp: int) -> list[Table]:
+    """Returns the parameters of latent attention: the narrow products and their norms are whole on
+    every tp rank."""
+    h = shape.hidden
+    rank = latent.query_rank
+    values = latent.key_value_rank
+    if rank is None:
+        queries = [Table(shape.query_hidden // tp, h)]
+    else:
+        queries = [Table(shape.query_hidden // tp, rank), Table(rank, h), Table(rank)]
+    return [
+        *queries,
+        Table(values + latent.turned, h),
+        Table(values),
+        Table(shape.heads * (latent.plain + latent.value) // tp, values),
+        Table(h, shape.heads * latent.value // tp),
+    ]
+
+
+def _routed_tables(shape: ModelShape, experts: Experts, tp: int) -> list[Table]:
+    """Returns the router of a mixture's layer, and what is beside the experts that it chooses."""
+    h = shape.hidden
+    shared = experts.shared_hidden // tp
+    tables = [Table(experts.count, h)]
+    if shared:
+        tables += [Table(shared, h, shape.feed_forward_inputs), Table(h, shared)]
+    if experts.shared_gate:
+        tables.append(Table(h))
+    if experts.router_bias:
+        tables.append(Table(experts.count))
+    return tables
 
 
 def expert_numel(shape: ModelShape, parts: Iterable[StageSlice]) -> int:
@@ -136,24 +122,6 @@ def hidden_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
     return tuple(table for table in block_tables(shape, tp) if table.columns > 1)
 
 
-@lru_cache(maxsize=256)
-def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, ...]:
-    """Returns the matrices of a block in the order of their parameters; `shards` data ranks split a
-    matrix's rows."""
-    found: list[MuonMatrix] = []
-    for at, table in enumerate(hidden_tables(shape, tp)):
-        own = table.shard(shards) // table.times
-        if at in (2, 4):  # row-parallel: tp splits the columns
-            matrix = MuonMatrix(shape.hidden, table.columns * tp, shards * tp, own)
-        else:
-            ranks = tp
-            if at == 1 and shape.kv_heads % tp:
-                ranks = 1
-            matrix = MuonMatrix(table.rows * ranks, shape.hidden, shards * ranks, own)
-        found += [matrix] * table.times
-    return tuple(found)
-
-
 def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
     """Counts the rows of the token table on a tp rank."""
     return len(shard_rows(shape.vocab, rank, tp))
@@ -165,7 +133,7 @@ def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> t
     rows = vocabulary_rows(shape, tp, rank)
     tables = []
     # data ranks split each of its vectors
-    norm = Table(shape.hidden, times=shape.norm_parameters // shape.hidden)
+    norm = Table(shape.hidden, times=shape.norm_vectors)
     if part.embedding:
         tables.append(Table(rows, shape.hidden))
         if shape.positions == "learned":

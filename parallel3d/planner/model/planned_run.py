@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from typing import Any, TypeVar
 
 from parallel3d.config.recipe import ParallelConfig
@@ -34,6 +33,8 @@ class EngineLayout(ParallelConfig):
         return self.pp * self.dp * self.cp * self.tp
 
 
+# The stages of each pipeline rank, each with the index of its first block in the whole model.
+StagesByRank = tuple[tuple[tuple[StageSlice, int], ...], ...]
 AnyLayout = TypeVar("AnyLayout", bound=ParallelConfig)
 
 
@@ -128,7 +129,9 @@ class PlannedRun:
     @property
     def loss_vocab(self) -> int:
         """Logits of a token that one device has at the loss."""
-        return self.rank_vocab * (self.layout.tp if self.program.gathers_logits else 1)
+        if self.program.gathers_logits:
+            return self.rank_vocab * self.layout.tp
+        return self.rank_vocab
 
     @property
     def item_bytes(self) -> float:
@@ -173,10 +176,11 @@ class PlannedRun:
         and backward. Inside a pipeline programs keep them from a stage's first microbatch to its
         last (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`; Llama 3, arXiv
         2407.21783, section 3.3.2)."""
-        is_pipeline = self.layout.pp > 1
-        only_one = not is_pipeline and self.layout.microbatches == 1
-        asked = "microbatch" in (self.layout.gather, self.layout.reduce)
-        return (self.program.reduces_each_microbatch and not is_pipeline) or only_one or asked
+        if "microbatch" in (self.layout.gather, self.layout.reduce):
+            return True
+        if self.layout.pp > 1:
+            return False
+        return self.program.reduces_each_microbatch or self.layout.microbatches == 1
 
     @property
     def global_batch_size(self) -> int:
@@ -207,12 +211,16 @@ class PlannedRun:
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
         """Returns a pipeline rank's stages, each with the index of its first block in the whole
         model."""
-        return _stages_of(self._layers, self.placement, rank, self.shape.first_dense)
+        return self._by_rank[rank]
 
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:
         """What each pipeline rank holds: all of its stages together."""
-        return _together(self._layers, self.placement, self.shape.first_dense)
+        return _together(self._by_rank)
+
+    @cached_property
+    def _by_rank(self) -> StagesByRank:
+        return _by_rank(self._layers, self.placement, self.shape.first_dense)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -243,31 +251,25 @@ def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _stages_of(
-    layers: tuple[int, ...], holders: tuple[int, ...], rank: int, dense: int
-) -> tuple[tuple[StageSlice, int], ...]:
-    firsts = accumulate(layers, initial=0)
-    placed = zip(_slices(layers, dense), firsts, holders, strict=False)
-    return tuple((part, first) for part, first, holder in placed if holder == rank)
+def _by_rank(layers: tuple[int, ...], holders: tuple[int, ...], dense: int) -> StagesByRank:
+    found: list[list[tuple[StageSlice, int]]] = [[] for _ in range(max(holders) + 1)]
+    first = 0
+    for part, holder in zip(_slices(layers, dense), holders, strict=True):
+        found[holder].append((part, first))
+        first += part.layers
+    return tuple(map(tuple, found))
 
 
 @lru_cache(maxsize=4096)
-def _together(
-    layers: tuple[int, ...], holders: tuple[int, ...], dense: int
-) -> tuple[StageSlice, ...]:
-    ranks = max(holders) + 1
-    layers_of = [0] * ranks
-    dense_of = [0] * ranks
-    for part, holder in zip(_slices(layers, dense), holders, strict=True):
-        layers_of[holder] += part.layers
-        dense_of[holder] += part.dense
+def _together(by_rank: StagesByRank) -> tuple[StageSlice, ...]:
     found = []
-    for rank in range(ranks):
+    for stages in by_rank:
+        parts = [part for part, _ in stages]
         together = StageSlice(
-            layers=layers_of[rank],
-            embedding=holders[0] == rank,
-            head=holders[-1] == rank,
-            dense=dense_of[rank],
+            layers=sum(part.layers for part in parts),
+            embedding=any(part.embedding for part in parts),
+            head=any(part.head for part in parts),
+            dense=sum(part.dense for part in parts),
         )
         found.append(together)
     return tuple(found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel3d.config.flops import attended_keys, block_weights
+from parallel3d.config.flops import attended_keys
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
@@ -78,11 +78,9 @@ class ModelShape:
         """Features of all heads that a query and a key, or a score and a value, are multiplied
         over."""
         latent = self.latent
-        return (
-            self.query_hidden
-            if latent is None
-            else self.heads * (latent.turned + latent.plain + latent.value) // 2
-        )
+        if latent is None:
+            return self.query_hidden
+        return self.heads * (latent.turned + latent.plain + latent.value) // 2
 
     def attended(self, seq_len: int) -> float:
         """Counts the keys of a query as FLOPs count them, all of a causal sequence; the mean over
@@ -98,24 +96,13 @@ class ModelShape:
         latent = self.latent
         h = self.hidden
         if latent is None:
-            return block_weights(
-                hidden=h,
-                query_hidden=self.query_hidden,
-                kv_hidden=self.kv_hidden,
-                ffn_hidden=0,
-                ffn_matrices=0,
-            )
-        heads = self.heads
-        rank = latent.query_rank
-        queries = self.query_hidden * (h if rank is None else rank) + (
-            0 if rank is None else h * rank
-        )
+            return 2 * h * (self.query_hidden + self.kv_hidden)
+        queries = self.query_hidden * h
+        if latent.query_rank is not None:
+            queries = (self.query_hidden + h) * latent.query_rank
         keys = h * (latent.key_value_rank + latent.turned)
-        return (
-            queries
-            + keys
-            + heads * (latent.key_value_rank * (latent.plain + latent.value) + h * latent.value)
-        )
+        each_head = latent.key_value_rank * (latent.plain + latent.value) + h * latent.value
+        return queries + keys + self.heads * each_head
 
     @property
     def block_weights(self) -> float:
@@ -132,9 +119,9 @@ class ModelShape:
         return self.attention_weights + first * dense + (1 - first) * active
 
     @property
-    def norm_parameters(self) -> int:
-        """The parameters of one norm over the hidden features."""
-        return self.hidden * (2 if self.layer_norm else 1)
+    def norm_vectors(self) -> int:
+        """The parameters of one norm: its weight, and the bias of a LayerNorm."""
+        return 2 if self.layer_norm else 1
 
 
 @dataclass(frozen=True, kw_only=True)

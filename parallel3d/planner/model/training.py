@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel3d.config.recipe import Recipe
-from parallel3d.optimizers.step_bytes import MuonCosts, elementwise_step_bytes
+from parallel3d.planner.model.muon import MuonCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,14 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
     optimizer = recipe.optimizer.resolved
     master = master_bytes(recipe.train.precision)
     width = {None: master, "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
-    is_sgd = optimizer.name == "sgd"
     muon = None
     states = 2
-    if is_sgd:
+    step_bytes = 0.0  # torch's AdamW steps in place
+    if optimizer.name == "sgd":
         states = int(bool(optimizer.momentum))
+        step_bytes = 4.0  # torch's SGD makes the change
+    if width != master:  # stepped in float32 (`optimizers.low_precision`): tensors are widened
+        step_bytes += 8.0
     if optimizer.name == "muon":
         assert optimizer.ns_steps is not None
         muon = MuonCosts(
@@ -51,7 +54,7 @@ def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
         )
     return OptimizerMemory(
         state_bytes=float(width * states),
-        step_bytes=elementwise_step_bytes(is_sgd=is_sgd, state_bytes=width, master_bytes=master),
+        step_bytes=step_bytes,
         muon=muon,
         has_dropout=recipe.model.dropout > 0,
         has_attention_dropout=recipe.model.attention_dropout > 0,
@@ -65,18 +68,13 @@ def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     and a remedy."""
     train = recipe.train
     every = recipe.local_sgd.sync_every
-    is_cut = (
-        recipe.model.has_window(train.seq_len)
-        and train.precision == "fp32"
-        and train.device != "cpu"
-    )
-    sums = "replicas that sum their gradients in each step"
-    for is_set, key, value, known, usual in (
-        (is_cut, "model.window", recipe.model.window, "windows in float32 on CPUs alone", "null"),
-        (every is not None, "local_sgd.sync_every", every, sums, "null"),
-    ):
-        if is_set:
-            yield f"{key} = {value}", f"the memory model knows {known}", f"{key}={usual}"
+    has_window = recipe.model.has_window(train.seq_len)
+    if has_window and train.precision == "fp32" and train.device != "cpu":
+        known = "the memory model knows windows in float32 on CPUs alone"
+        yield f"model.window = {recipe.model.window}", known, "model.window=null"
+    if every is not None:
+        known = "the memory model knows replicas that sum their gradients in each step"
+        yield f"local_sgd.sync_every = {every}", known, "local_sgd.sync_every=null"
 
 
 def notes(recipe: Recipe) -> Iterator[str]:

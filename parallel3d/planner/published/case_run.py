@@ -110,7 +110,9 @@ def _program(
         gpt=is_gpt and may_write,
     )
     program = knowledge.program(f.text("framework"), traits)
-    return _states(f, in_precision(with_options(program, f.said), precision))
+    program = with_options(program, f.said)
+    program = in_precision(program, precision)
+    return _states(f, program)
 
 
 def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
@@ -158,28 +160,35 @@ def _shape(f: Fields) -> ModelShape:
 
 
 def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout:
-    tp, pp, cp = (f.number("parallel", axis, 1) for axis in ("tp", "pp", "cp"))
+    tp = f.number("parallel", "tp", 1)
+    pp = f.number("parallel", "pp", 1)
+    cp = f.number("parallel", "cp", 1)
     if pp > shape.layers:
         raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
+    others = tp * pp * cp
     usual = None
     if f.stated("parallel", "dp") is not None:
-        usual = tp * pp * cp * f.number("parallel", "dp")
+        usual = others * f.number("parallel", "dp")
     gpus = f.number("hardware", "gpus", usual)
-    dp, rest = divmod(gpus, tp * pp * cp)
+    dp, rest = divmod(gpus, others)
     if rest:
-        rule = f"must be a multiple of tp x pp x cp = {tp * pp * cp}"
+        rule = f"must be a multiple of tp x pp x cp = {others}"
         raise ValueError(f"hardware.gpus = {gpus}: {rule}")
     if f.number("parallel", "dp", dp) != dp:
         f.note("parallel", "dp", f"{f.stated('parallel', 'dp')} said, {dp} left by {gpus} GPUs")
     microbatch = f.number("train", "micro_batch", 1)
-    usual_microbatches = 8 if pp > 1 else 1
-    usual_batch = dp * microbatch * usual_microbatches
+    usual_batch = dp * microbatch
+    if pp > 1:
+        usual_batch *= 8
     batch = f.number("train", "global_batch_sequences", usual_batch)
     shards = 1
     if f.stated("parallel", "dp_shard") is not None:
         shards = f.number("parallel", "dp_shard", 1)
     is_sharded = bool(f.stated("parallel", "fsdp")) or shards > 1
-    zero = f.number("parallel", "zero_stage", 3 if is_sharded else 1, least=0)
+    usual_zero = 1
+    if is_sharded:
+        usual_zero = 3
+    zero = f.number("parallel", "zero_stage", usual_zero, least=0)
     # Replicas of what is sharded (HSDP) have the optimizer's states sharded alike.
     if zero < 1:
         usual_shards = 1
@@ -195,7 +204,7 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
     even = [v for v in range(1, 9) if shape.layers % (pp * v) == 0]
     usual_virtual = 1
     if schedule.startswith("interleaved") and pp > 1:
-        usual_virtual = even[-1] if even else min(2, shape.layers // pp)
+        usual_virtual = max(even, default=min(2, shape.layers // pp))
     virtual = max(1, f.number("parallel", "vpp", usual_virtual, least=0))
     if shape.layers + 2 < pp * virtual:
         virtual = 1

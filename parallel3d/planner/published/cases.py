@@ -120,14 +120,13 @@ def _trees(path: Path) -> list[Any]:
 def _case(name: str, fields: Fields, knowledge: Knowledge) -> PublishedCase:
     run = run_of_case(fields, knowledge)
     tags = tuple(str(tag) for tag in fields.tree.get("tags") or ())
-    apart = ""  # from the totals, and why
-    for is_so, why in (
-        (run.shape.experts is not None, "mixture of experts"),
-        (run.precision == "fp8", "float8"),
-        (run.layout.cp > 1, "context parallel"),
-        (run.shape.layers == 1, "one layer"),
-    ):
-        apart = apart or (why if is_so else "")
+    reasons = {
+        "mixture of experts": run.shape.experts is not None,
+        "float8": run.precision == "fp8",
+        "context parallel": run.layout.cp > 1,
+        "one layer": run.shape.layers == 1,
+    }
+    apart = next((why for why, is_so in reasons.items() if is_so), "")
     tokens = fields.figure("tokens_per_s_per_gpu")
     samples = fields.figure("samples_per_s_per_gpu")
     mfu_pct = fields.figure("mfu_pct")

@@ -100,17 +100,16 @@ def _number(value: object) -> float | None:
 
 
 @cache
-def _tables() -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = yaml.safe_load(
-        Path(__file__).with_name("words.yaml").read_text()
-    )
-    return tables
+def read_table(name: str) -> dict[str, Any]:
+    """Returns the content of a file of this folder."""
+    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(name).read_text())
+    return table
 
 
 def meaning(table: str, text: str) -> Any:
     """Returns what a text means by a table of words.yaml; None where none of the table's patterns
     is in the text."""
-    patterns = _tables()[table].items()
-    return next(
-        (value for pattern, value in patterns if re.search(pattern, text.lower(), re.DOTALL)), None
-    )
+    for pattern, value in read_table("words.yaml")[table].items():
+        if re.search(pattern, text.lower(), re.DOTALL):
+            return value
+    return None

@@ -7,30 +7,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.published.fields import meaning, read_table
 from parallel3d.planner.published.programs import RunTraits, named_program, program_of
 
-_FILLERS = (
-    "",
-    "nvidia",
-    "amd",
-    "instinct",
-    "tesla",
-    "geforce",
-    "sxm",
-    "sxm4",
-    "sxm5",
-    "oam",
-    "gpu",
-)
 _GB = re.compile(r"(\d+)gb")
 
 
@@ -52,27 +37,21 @@ class Knowledge:
             known = program_of(self.engine, traits)
         else:
             known = named_program(self.engine)
-        return replace(known, **_unseen(_register()["programs"], self.left_out))
+        return replace(known, **_unseen(read_table("seen.yaml")["programs"], self.left_out))
 
     def cluster(self, gpu: str) -> Cluster:
         """Returns the nodes of a device, by the words that a case says. Raises ValueError where no
         file is of it."""
         if gpu not in self.clusters:
             files = [path.stem for folder in self.folders for path in folder.glob("*.yaml")]
-            name = _device_name(gpu, files)
-            if name is None:
-                told = f"--hardware FOLDER with {gpu.lower()}.yaml would tell"
-                raise ValueError(f"hardware.gpu = {gpu.lower()}: no hardware file; {told}")
-            cluster = load_cluster(name, self.folders)
-            figures = _register()["devices"].get(cluster.device_file, {})
+            cluster = load_cluster(_device_name(gpu, files), self.folders)
+            figures = read_table("seen.yaml")["devices"].get(cluster.device_file, {})
             changes = _unseen(figures, self.left_out)
             said = _GB.search(gpu.lower())
-            usual = cluster.device.memory_bytes
-            bytes_ = usual
             if said:
                 bytes_ = 0.99 * float(said[1]) * GIB
-            if abs(bytes_ / usual - 1) > 0.05:
-                changes["memory_bytes"] = bytes_
+                if abs(bytes_ / cluster.device.memory_bytes - 1) > 0.05:
+                    changes["memory_bytes"] = bytes_
             self.clusters[gpu] = replace(cluster, device=replace(cluster.device, **changes))
         return self.clusters[gpu]
 
@@ -86,22 +65,17 @@ def _unseen(figures: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, A
     }
 
 
-@cache
-def _register() -> dict[str, Any]:
-    register: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("seen.yaml").read_text())
-    return register
-
-
-def _device_name(gpu: str, files: list[str]) -> str | None:
+def _device_name(gpu: str, files: list[str]) -> str:
     """Returns the hardware file that a case means: the one of this name, whole or without its
-    memory, or an alias."""
-    words = [word for word in re.split(r"[^a-z0-9.]+", gpu.lower()) if word not in _FILLERS]
+    memory, or an alias. Raises ValueError where there is none."""
+    words = [word for word in re.findall(r"[a-z0-9.]+", gpu.lower()) if not meaning("filler", word)]
     bare = [word for word in words if not _GB.fullmatch(word)]
     for name in (gpu.lower(), "-".join(words), "-".join(bare), "".join(bare)):
         if name in files:
             return name
-    aliases = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
+    aliases: dict[str, str] = read_table("devices.yaml")
     suited = [alias for alias in aliases if {*alias.split()} <= {*words}]
-    if suited:
-        return aliases[max(suited, key=lambda alias: len(alias.split()))]
-    return None
+    if not suited:
+        told = f"--hardware FOLDER with {gpu.lower()}.yaml would tell"
+        raise ValueError(f"hardware.gpu = {gpu.lower()}: no hardware file; {told}")
+    return aliases[max(suited, key=lambda alias: len(alias.split()))]

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
+from parallel3d.planner.published.fields import read_table
 
 TYPICAL = "unknown"  # the program that stands for one without an entry
 # What a program does where a run does not say stands in its code and is no figure of a run.
@@ -46,13 +44,13 @@ class ProgramEntry:
     """A program of programs.yaml, whose head says what each of these means."""
 
     program: TrainingProgram
-    names: tuple[str, ...]
-    years: range
-    compiled: bool
-    gpt: bool
-    sharded: Mapping[str, Any]
-    seen: frozenset[str]
-    family: str
+    names: tuple[str, ...] = ()
+    years: range = range(9999)
+    compiled: bool = False
+    gpt: bool = False
+    sharded: Mapping[str, Any] = field(default_factory=dict)
+    seen: frozenset[str] = frozenset()
+    family: str = TYPICAL
 
     def suits(self, name: str, traits: RunTraits) -> bool:
         is_so = (traits.compiled or not self.compiled) and (traits.gpt or not self.gpt)
@@ -64,27 +62,26 @@ class ProgramEntry:
         return self.program
 
 
+_NO_PARENT = ProgramEntry(program=TrainingProgram(name=""))
+
+
 @cache
 def entries() -> dict[str, ProgramEntry]:
     """Returns every program of the table by its name, in the table's order."""
     found: dict[str, ProgramEntry] = {}
-    for name, fields in yaml.safe_load(
-        Path(__file__).with_name("programs.yaml").read_text()
-    ).items():
-        parent = None
-        if "like" in fields:
-            parent = found[fields.pop("like")]
+    for name, said in read_table("programs.yaml").items():
+        fields = dict(said)
+        parent = found.get(fields.pop("like", ""), _NO_PARENT)
         years = range(fields.pop("from", 0), fields.pop("until", 9998) + 1)
         entry = ProgramEntry(
-            program=TrainingProgram(name=name) if parent is None else parent.program,
+            program=parent.program,
             names=tuple(fields.pop("names", ())),
             years=years,
             compiled=fields.pop("compiled", False),
             gpt=fields.pop("gpt", False),
-            sharded=fields.pop("sharded", {} if parent is None else parent.sharded),
-            seen=frozenset(fields.pop("seen", ()))
-            | (frozenset() if parent is None else parent.seen),
-            family=fields.pop("family", TYPICAL if parent is None else parent.family),
+            sharded=fields.pop("sharded", parent.sharded),
+            seen=parent.seen.union(fields.pop("seen", ())),
+            family=fields.pop("family", parent.family),
         )
         own = {"name": name, "is_measured": bool(entry.seen), **fields}
         if "axes" in own:
@@ -154,14 +151,13 @@ def _entry(name: str, traits: RunTraits) -> ProgramEntry | None:
 
 def in_precision(program: TrainingProgram, precision: str) -> TrainingProgram:
     """The program with what it does otherwise in fp16."""
-    in_fp16 = {
-        "gradient_bytes": program.fp16_gradient_bytes,
-        "reduce_bytes": program.fp16_reduce_bytes,
-    }
-    changes: dict[str, Any] = {key: bytes_ for key, bytes_ in in_fp16.items() if bytes_ is not None}
-    if precision == "fp16":
-        return replace(program, **changes)
-    return program
+    if precision != "fp16":
+        return program
+    return replace(
+        program,
+        gradient_bytes=program.fp16_gradient_bytes or program.gradient_bytes,
+        reduce_bytes=program.fp16_reduce_bytes or program.reduce_bytes,
+    )
 
 
 def with_options(program: TrainingProgram, said: Callable[[str], bool | None]) -> TrainingProgram:
@@ -186,10 +182,9 @@ def with_options(program: TrainingProgram, said: Callable[[str], bool | None]) -
 
 def with_float32_sum(program: TrainingProgram) -> TrainingProgram:
     """Returns the program with a float32 sum of its 16-bit gradients beside them."""
-    return replace(
-        program,
-        gradient_bytes=max(6.0 if program.weight_bytes == 2.0 else 0.0, program.gradient_bytes),
-    )
+    if program.weight_bytes != 2.0:
+        return program
+    return replace(program, gradient_bytes=max(6.0, program.gradient_bytes))
 
 
 def with_states(
@@ -197,16 +192,19 @@ def with_states(
 ) -> TrainingProgram:
     """Returns the program with so many bytes of the optimizer's states for a parameter (None: its
     own), or with these, weights and gradients in bf16 and no float32 copy of them."""
-    states = program.state_bytes if states is None else states
+    if states is None:
+        states = program.state_bytes
     if pure_bf16:
         # bytes of states are float32's, except those of 8 bits
-        states = states if states == 2.0 else states / 2
-        pure: dict[str, Any] = {
-            "weight_bytes": 2.0,
-            "gradient_bytes": 2.0,
-            "reduce_bytes": 2.0,
-            "state_bytes": states,
-        }
-        return replace(program, **pure, optimizer_bytes=states)
+        if states != 2.0:
+            states /= 2
+        return replace(
+            program,
+            weight_bytes=2.0,
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            state_bytes=states,
+            optimizer_bytes=states,
+        )
     masters = program.optimizer_bytes - program.state_bytes
     return replace(program, state_bytes=states, optimizer_bytes=masters + states)

@@ -10,11 +10,10 @@ from statistics import mean, median
 from typing import Any
 
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.planner.memory.rank_memory import MemoryKind, RankMemory
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.parameters import reported_flops_per_token, total_parameters
 from parallel3d.planner.model.spread import FIGURES, Figure, Spread
-from parallel3d.planner.published.cases import CaseFile, MeasuredRank, Measurement, PublishedCase
+from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
 
@@ -54,10 +53,10 @@ class Errors:
     """Absolute errors of some cases, in per cent, and the median of the signed ones."""
 
     cases: int
-    median: float | None
-    p90: float | None
-    worst: float | None
-    bias: float | None  # above 0 where the planner says more than was measured
+    median: float | None = None
+    p90: float | None = None
+    worst: float | None = None
+    bias: float | None = None  # above 0 where the planner says more than was measured
     # the share of runs that lie within the range of their prediction, in per cent
     covered: float | None = None
 
@@ -67,8 +66,8 @@ class Fit:
     """Fit or out of memory told right, in per cent."""
 
     cases: int
-    accuracy: float | None
-    balanced_accuracy: float | None
+    accuracy: float | None = None
+    balanced_accuracy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +156,7 @@ def _fit(counted: Sequence[ScoredCase]) -> Fit:
     failed = [not one.predicted.fits for one in counted if one.measured.status == "oom"]
     told = [*ran, *failed]
     if not told:
-        return Fit(cases=0, accuracy=None, balanced_accuracy=None)
+        return Fit(cases=0)
     shares = [mean(each) for each in (ran, failed) if each]
     return Fit(
         cases=len(told),
@@ -200,12 +199,13 @@ def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | Non
 def predict_case(case: PublishedCase) -> Prediction:
     """Predicts a case with this planner."""
     run = case.run
-    kind = case.measured.memory_kind
     ranks = memory_by_rank(run)
-    if kind is None:
-        memory_bytes = measured_bytes(ranks, "worst", "device")
-    else:
-        memory_bytes = measured_bytes(ranks, case.memory_rank, kind)
+    worst = max(ranks, key=lambda memory: memory.total)
+    memory_bytes = worst.total
+    kind = case.measured.memory_kind
+    if kind is not None:
+        by_name = {"worst": worst, "first": ranks[0], "last": ranks[-1]}
+        memory_bytes = by_name[case.memory_rank].of_kind(kind)
     return prediction(
         case,
         parameters=total_parameters(run.shape),
@@ -213,13 +213,6 @@ def predict_case(case: PublishedCase) -> Prediction:
         memory_gib=memory_bytes / GIB,
         step_time_s=step_cost(run).step_time_s,
     )
-
-
-def measured_bytes(ranks: Sequence[RankMemory], which: MeasuredRank, kind: MemoryKind) -> float:
-    """Returns what is measured on one of a run's pipeline ranks."""
-    worst = max(ranks, key=lambda memory: memory.total)
-    by_name = {"worst": worst, "first": ranks[0], "last": ranks[-1]}
-    return by_name[which].of_kind(kind)
 
 
 def prediction(
@@ -263,7 +256,7 @@ def _covered(group: Sequence[ScoredCase], figure: Figure) -> float | None:
 def _errors(signed: Iterable[float | None]) -> Errors:
     errors = [error for error in signed if error is not None]
     if not errors:
-        return Errors(cases=0, median=None, p90=None, worst=None, bias=None)
+        return Errors(cases=0)
     sizes = sorted(map(abs, errors))
     last = len(errors) - 1
     return Errors(

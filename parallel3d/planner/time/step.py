@@ -6,14 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, log2
 
-from parallel3d.optimizers.step_bytes import MuonCosts, busiest_shapes
 from parallel3d.planner.hardware.cluster import Scales
 from parallel3d.planner.hardware.units import ROUNDED
-from parallel3d.planner.model.parameters import (
-    hidden_tables,
-    model_flops_per_token,
-    muon_matrices,
-)
+from parallel3d.planner.model.muon import MuonCosts, busiest_shapes, muon_matrices
+from parallel3d.planner.model.parameters import hidden_tables, model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.time.block import (
