@@ -102,7 +102,7 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: flo
             for p, bytes_ in held.items()
             if bytes_ <= asked.usable_bytes
         ]
-        cut = TpPpSearch(asked, tp, pp, own)
+        cut = TpPpSearch(asked, tp, pp, own, {})
         told = [priced.step_time_s for priced in cut.fastest()]
         assert told == sorted(told)
         assert told[:1] == sorted(times)[:1]

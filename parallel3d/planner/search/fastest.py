@@ -39,7 +39,7 @@ def search(question: Question, *, top: int = 10, objective: Objective = "through
     found, best = _fastest(question, searches, top)
     rejected = []
     for each in searches:
-        if each in best or each.beyond_s is not None:
+        if each in best or each.is_cut_short:
             continue
         least = each.leanest()
         if least is None:
@@ -91,7 +91,7 @@ def one_that_fits(question: Question) -> Strategy | None:
     # the leanest.
     for part in (slice(1), slice(1, None)):
         for (tp, pp), own in by_size.items():
-            each = TpPpSearch(question, tp, pp, own[part])
+            each = TpPpSearch(question, tp, pp, own[part], blocks={})
             found = each.leanest(within=question.usable_bytes, is_any=True)
             if found is not None:
                 return Strategy(question, found.parallel)
