@@ -53,39 +53,31 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     return min(ring, tree)
 
 
-def exchange_s(cluster: Cluster, group: Group, within_bytes: float, across_bytes: float) -> float:
-    """Returns the seconds of an all-to-all in which each rank sends so many bytes to ranks of its
-    own node, and so many to others through its own port; both at once."""
-    if group.size == 1:
-        return 0.0
-    within_s = within_bytes / cluster.node.sustained + cluster.node.latency_s
-    if group.nodes == 1:
-        return within_s
-    port = cluster.network.sustained / _spread(cluster, group.span)
-    bandwidth = min(cluster.node.sustained, port)
-    across_s = across_bytes / bandwidth + group.nodes * cluster.network.latency_s
-    return max(within_s, across_s)
-
-
 def experts_exchange_s(run: PlannedRun) -> float:
-    """Returns the seconds in which a microbatch's tokens go to the ranks of their experts; they
-    come back likewise."""
+    """Returns the seconds in which a microbatch's tokens go to the ranks of their experts, as they
+    come back. In this all-to-all each rank sends to ranks of its own node, and at once to others
+    through its own port."""
     experts = run.shape.experts
     layout = run.layout
+    cluster = run.cluster
     if experts is None or layout.ep == 1:
         return 0.0
     group = run.group(layout.ep, layout.expert_tp)
-    token_bytes = run.shape.hidden * run.item_bytes
-    tokens = run.tokens / layout.tp
+    bytes_ = run.tokens / layout.tp * run.shape.hidden * run.item_bytes
+    # What came from another node goes on within this one to those of its ranks that have the
+    # experts.
+    copies_within = experts.per_token * (1 - 1 / group.per_node)
+    within_s = bytes_ * copies_within / cluster.node.sustained + cluster.node.latency_s
+    if group.nodes == 1:
+        return within_s
     away = 1 - 1 / group.nodes  # the share of what is sent evenly that goes to other nodes
     copies = experts.per_token * away
     if run.program.sends_once_a_node:
         copies = experts.nodes_of_token(group.nodes) * away
-    # What came from another node goes on within this one to those of its ranks that have the
-    # experts.
-    within = experts.per_token * (1 - 1 / group.per_node)
-    bytes_ = tokens * token_bytes
-    return exchange_s(run.cluster, group, bytes_ * within, bytes_ * copies)
+    port = cluster.network.sustained / _spread(cluster, group.span)
+    bandwidth = min(cluster.node.sustained, port)
+    across_s = bytes_ * copies / bandwidth + group.nodes * cluster.network.latency_s
+    return max(within_s, across_s)
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
