@@ -3,7 +3,7 @@ microbatch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil
 from typing import NamedTuple
@@ -55,9 +55,9 @@ class BlockParts:
     overhead: float = 0.0
     ep: float = 0.0
 
-    @cached_property
+    @property
     def total(self) -> float:
-        return self.compute + self.recompute + self.tp + self.cp + self.dp + self.overhead + self.ep
+        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,10 @@ class MicrobatchTimes:
     @cached_property
     def block(self) -> BlockParts:
         """A block's seconds in both directions."""
-        ways = (self.forward, self.backward)
-        return BlockParts(
-            **{
-                part.name: sum(getattr(way, part.name) for way in ways)
-                for part in fields(BlockParts)
-            }
-        )
+        both_ways = {}
+        for cause, forward_s in vars(self.forward).items():
+            both_ways[cause] = forward_s + getattr(self.backward, cause)
+        return BlockParts(**both_ways)
 
 
 class Product(NamedTuple):
@@ -104,7 +101,7 @@ class Product(NamedTuple):
             return matmul_s(kernels, self.rows, outputs, inputs)
         tiles = ceil(ceil(self.rows / self.experts) / _TILE_ROWS)
         rows = tiles * _TILE_ROWS * self.experts
-        read_s = 2.0 * self.experts * outputs * inputs / kernels.memory_rate  # of all weights
+        read_s = 2.0 * self.weights / kernels.memory_rate
         return max(matmul_s(kernels, rows, outputs, inputs), read_s)
 
     def weight_s(self, kernels: Kernels) -> float:
@@ -214,16 +211,16 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     queries = run.seq_len // layout.cp
     batch_heads = layout.microbatch_size * shape.heads / layout.tp
     if program.attention == "flash":
-        share = 0.0
-        if shape.window is not None:
-            share = shape.windowed_layers / shape.layers
-        kinds = ((1 - share, run.seq_len), (share, attended_keys(run.seq_len, shape.window)))
+        flash_s = partial(
+            flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d
+        )
+        windowed = shape.windowed_layers / shape.layers
+        window_keys = attended_keys(run.seq_len, shape.window)
 
         def seconds(backward: bool) -> float:
-            flash_s = partial(
-                flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d
-            )
-            return sum(part * flash_s(keys=keys, backward=backward) for part, keys in kinds if part)
+            full_s = flash_s(keys=run.seq_len, backward=backward)
+            window_s = flash_s(keys=window_keys, backward=backward)
+            return (1 - windowed) * full_s + windowed * window_s
 
         return seconds(False), seconds(True)
     # batched products of few columns; without tensor cores

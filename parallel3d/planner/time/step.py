@@ -64,16 +64,7 @@ class TimeParts:
 
     @property
     def total(self) -> float:
-        ways = (
-            self.compute
-            + self.recompute
-            + self.tp
-            + self.cp
-            + self.pp_bubble
-            + self.pp_p2p
-            + self.dp
-        )
-        return ways + self.optimizer + self.overhead + self.ep
+        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +83,6 @@ class _Pipeline:
     """What a step's microbatches take, whatever the data dimension adds."""
 
     micro: MicrobatchTimes
-    stages: list[StageTimes]
     rank_s: list[float]
     send_s: float  # seconds of an activation on its way to the next stage
     blocked_s: float  # what of that holds up the stage that sends
@@ -119,7 +109,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     `known` is filled, and read."""
     host = _calibrated_host(run)
     layout = run.layout
-    pipeline = _pipeline(run, host, exact=exact, known=known)
+    pipeline = _pipeline(run, host, exact=exact, known=known or CostCache())
     micro = pipeline.micro
     rank_s = pipeline.rank_s
     busiest = rank_s.index(max(rank_s))
@@ -219,7 +209,7 @@ def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
 
 
 def _pipeline(
-    run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache | None
+    run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache
 ) -> _Pipeline:
     """Prices the microbatches of a step, or finds them in `known`, where no measurement depends on
     more than that."""
@@ -227,8 +217,6 @@ def _pipeline(
     recompute = layout.recompute, layout.recompute_every
     if host is not None:
         micro = host.microbatch()
-    elif known is None:
-        micro = _microbatch(run)
     elif recompute in known.pipelines:
         return known.pipelines[recompute]
     else:
@@ -269,14 +257,13 @@ def _pipeline(
         seconds *= host.contention
     found = _Pipeline(
         micro=micro,
-        stages=times,
         rank_s=rank_s,
         send_s=send,
         blocked_s=blocked,
         seconds=seconds,
         most=max({*run.ranks}, key=numel),
     )
-    if host is None and known is not None:
+    if host is None:
         known.pipelines[recompute] = found
     return found
 
