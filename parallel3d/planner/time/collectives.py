@@ -27,8 +27,6 @@ def ring_bandwidth(cluster: Cluster, group: Group) -> float:
 
 def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     """Seconds until each rank has `whole_bytes`; a reduce-scatter of them takes the same."""
-    if group.size == 1:
-        return 0.0
     hops_inside = (group.size - group.nodes) * cluster.node.latency_s
     hops_across = (group.nodes - 1) * cluster.network.latency_s
     hops = hops_inside + hops_across
@@ -39,16 +37,10 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
 def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     """Seconds of a reduce-scatter and an all-gather; small tensors go by trees, of logarithmic
     latency."""
-    if group.size == 1:
-        return 0.0
     ring = 2 * all_gather_s(cluster, group, whole_bytes)
     bandwidth = ring_bandwidth(cluster, group)
-    inside = 0.0
-    if group.per_node > 1:
-        inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s
-    across = 0.0
-    if group.nodes > 1:
-        across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s
+    inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s
+    across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s
     tree = 2 * whole_bytes / (0.9 * bandwidth) + inside + across
     return min(ring, tree)
 
@@ -165,7 +157,7 @@ def _split_s(
     have them in common, which are `stride` apart, and to reduce their gradients."""
     program = run.program
     cluster = run.cluster
-    gradients = parameters * run.program.reduce_bytes
+    gradients = parameters * program.reduce_bytes
     inner = run.group(shards, stride)
     outer = run.group(ranks // shards, stride * shards)
     gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes)
