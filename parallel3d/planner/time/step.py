@@ -280,7 +280,7 @@ def _known_microbatch(run: PlannedRun, known: CostCache) -> MicrobatchTimes:
 def _kernels(run: PlannedRun) -> Kernels:
     """Returns the device as the program's kernels use it."""
     program = run.program
-    attention = run.program.attention_speed
+    attention = program.attention_speed
     if run.cluster.device.family == "hopper":
         attention *= program.hopper_attention
     return Kernels(
@@ -421,14 +421,13 @@ def _muon_s(run: PlannedRun, muon: MuonCosts) -> float:
     ranks = layout.dp * layout.tp
     shards = layout.optimizer_shards
     blocks = max(part.layers for part in run.ranks)
-    precision = "fp32" if muon.item_bytes == 4 else "bf16"
+    kernels = replace(_kernels(run), precision="fp32" if muon.item_bytes == 4 else "bf16")
     matrices = muon_matrices(run.shape, layout.tp, shards) * blocks
     seconds = 0.0
     for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
         short, long = sorted(shape)
         for sizes in ((short, short, long), (short, short, short), (short, long, short)):
-            once_s = matmul_s(_kernels(run), *sizes, precision=precision)
-            seconds += muon.iterations * count * once_s
+            seconds += muon.iterations * count * matmul_s(kernels, *sizes)
     tables = hidden_tables(run.shape, layout.tp)
     own = sum(table.shard(shards) for table in tables)
     sent = float(muon.item_bytes * blocks * own)
