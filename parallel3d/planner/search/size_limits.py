@@ -70,26 +70,28 @@ def largest_batch(question: Question) -> Strategy | None:
     gradients: any larger batch fits too, as several microbatches, since what a device holds does
     not grow with their number."""
     best: Strategy | None = None
+    most = 0
     fixed = question.fixed
-    replicas = question.fixed.dp_replicate or 1
+    replicas = fixed.dp_replicate or 1
+    microbatches = divisors(MOST_MICROBATCH)
+    if fixed.microbatch_size is not None:
+        microbatches = [fixed.microbatch_size]
     for dp in reversed(divisors(question.gpus)):
-        microbatch = fixed.microbatch_size or 1
-        while microbatch <= (fixed.microbatch_size or MOST_MICROBATCH) and dp % replicas == 0:
+        shards = dp // replicas
+        if dp % replicas or fixed.dp_shard not in (None, shards):
+            continue
+        for microbatch in microbatches:
             batch = dp * microbatch
-            if fixed.dp_shard in (None, dp // replicas) and (
-                best is None or batch > best.question.global_batch_size
-            ):
-                ways = replace(
-                    fixed,
-                    dp_shard=dp // replicas,
-                    dp_replicate=replicas,
-                    microbatch_size=microbatch,
-                )
-                found = one_that_fits(replace(question, global_batch_size=batch, fixed=ways))
-                if found is None:
-                    break
-                best = Strategy(replace(found.question, fixed=fixed), found.parallel)
-            microbatch *= 2
+            if batch <= most:
+                continue
+            ways = replace(
+                fixed, dp_shard=shards, dp_replicate=replicas, microbatch_size=microbatch
+            )
+            found = one_that_fits(replace(question, global_batch_size=batch, fixed=ways))
+            if found is None:
+                break
+            most = batch
+            best = Strategy(replace(found.question, fixed=fixed), found.parallel)
     return best
 
 
