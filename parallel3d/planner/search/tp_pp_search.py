@@ -59,7 +59,7 @@ class _Family:
     held: dict[RecomputeChoice, tuple[MemoryFloor, ...]] = field(default_factory=dict)
     ends: tuple[StageSlice, ...] = ()  # what the first and the last rank have of the model
     floors: RunFloors | None = None
-    # what layouts of a published program hold, by their use of the data ranks and recompute
+    # what its layouts hold, by their use of the data ranks and recompute
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
 
@@ -125,25 +125,24 @@ class TpPpSearch:
         least recompute that fits, and none that takes longer than `within_s`."""
         equally_fast: list[Candidate] = []
         while self._heap:
-            next_one = heappop(self._heap)
-            if next_one.least_s > within_s:
+            least_s, _, families, layout, recompute = heappop(self._heap)
+            if least_s > within_s:
                 self.is_cut_short = True
                 break
-            if equally_fast and next_one.least_s > equally_fast[0].step_time_s:
+            if equally_fast and least_s > equally_fast[0].step_time_s:
                 yield from sorted(equally_fast, key=lambda each: each.bytes)
                 equally_fast = []
-            for family in next_one.families:
-                if next_one.recompute is None:
+            for family in families:
+                if recompute is None:
                     self._push_family(family, self._recompute_choices[0])
-                elif next_one.layout is None:
-                    self._push_layouts(family, next_one.recompute)
+                elif layout is None:
+                    self._push_layouts(family, recompute)
                 else:
-                    bytes_ = self._layout_bytes(family, next_one.layout, next_one.recompute)
+                    bytes_ = self._layout_bytes(family, layout, recompute)
                     if bytes_ <= self._question.usable_bytes:
-                        found = Candidate(next_one.layout, next_one.least_s, bytes_)
-                        equally_fast.append(found)
+                        equally_fast.append(Candidate(layout, least_s, bytes_))
                     else:
-                        self._push_leaner(family, next_one.layout, next_one.recompute)
+                        self._push_leaner(family, layout, recompute)
         yield from sorted(equally_fast, key=lambda each: each.bytes)
 
     def _push(
@@ -250,12 +249,9 @@ class TpPpSearch:
     ) -> float:
         """Returns the bytes of a layout with this recompute, or more than a device has where it has
         that."""
-        usable = self._question.usable_bytes
-        if self._question.program.is_parallel3d:
-            return self._bytes(kind.of(parallel), enough=usable)
-        key = (parallel.dp_shard, parallel.sharding), kind
+        key = (parallel.dp_shard, parallel.sharding, parallel.gather), kind
         if key not in family.bytes:
-            family.bytes[key] = self._bytes(kind.of(parallel), enough=usable)
+            family.bytes[key] = self._bytes(kind.of(parallel), enough=self._question.usable_bytes)
         return family.bytes[key]
 
     def _least_work_s(self, group: list[_Family]) -> float:
