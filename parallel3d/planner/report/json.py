@@ -15,7 +15,7 @@ from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.spread import Spread
 from parallel3d.planner.report.page import Plan, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search.question import Answer, Question, Rejected, RunLength, Strategy
+from parallel3d.planner.search.question import Question, Rejected, RunLength, Strategy
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -44,16 +44,19 @@ def to_json(plan: Plan) -> dict[str, Any]:
     if plan.why is not None:
         asked, other = plan.why
         found = None
-        if isinstance(other, Answer) and other.strategies:
-            found = other.strategies[0]
         nearest = None
-        if isinstance(other, Answer) and found is None:
+        refused = None
+        if isinstance(other, str):
+            refused = other
+        elif other.strategies:
+            found = other.strategies[0]
+        else:
             nearest = other.rejected[0]
         tree["why"] = {
             "asked": asked,
             "strategy": found and _strategy(plan, found),
             "rejected": nearest and rejected_tree(nearest, plan.question),
-            "refused": other if isinstance(other, str) else None,
+            "refused": refused,
             "layout": found and layout_text(found.parallel),
         }
     if plan.verified:

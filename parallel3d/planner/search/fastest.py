@@ -84,7 +84,14 @@ def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[S
 def one_that_fits(question: Question) -> Strategy | None:
     """Returns any layout that fits, much sooner than the best; None where none does or the question
     allows none."""
-    if _states_bytes(question) > question.gpus * question.usable_bytes:
+    # A lower bound: some device has the states of each parameter.
+    program = question.program
+    each_bytes = program.weight_bytes + program.gradient_bytes + program.optimizer_bytes
+    # which may have no gradients and no copy for computing beside the master
+    if program.is_parallel3d:
+        each_bytes = master_bytes(question.precision) + question.training.state_bytes
+    states_bytes = ROUNDED * each_bytes * total_parameters(question.shape)
+    if states_bytes > question.gpus * question.usable_bytes:
         return None
     by_size = families(question)
     # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often
@@ -96,17 +103,6 @@ def one_that_fits(question: Question) -> Strategy | None:
             if found is not None:
                 return Strategy(question, found.parallel)
     return None
-
-
-def _states_bytes(question: Question) -> float:
-    """Returns a lower bound of the states of all parameters, each of which some device has."""
-    program = question.program
-    training = question.training
-    each = program.weight_bytes + program.gradient_bytes + program.optimizer_bytes
-    # which may have no gradients and no copy for computing beside the master
-    if program.is_parallel3d:
-        each = master_bytes(question.precision) + training.state_bytes
-    return ROUNDED * each * total_parameters(question.shape)
 
 
 def compare(question: Question, wanted: Fixed) -> Answer | str:

@@ -190,11 +190,7 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
     or the optimizer over all, unless dp_shard is fixed."""
     fixed = question.fixed
     dp = family.dp_shard
-    is_open = fixed.sharding is None and fixed.dp_shard is None
-    over_all = (
-        is_open and question.program.splits_optimizer_alone and not question.program.is_parallel3d
-    )
-    for shards in (dp,) if over_all else divisors(dp):
+    for shards in divisors(dp):
         replicas = dp // shards
         if not (_allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate)):
             continue
@@ -206,10 +202,14 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
             elif replicas == 1 or (fixed.dp_shard is not None and shards > 1):
                 yield varied(way, sharding="SHARD_OPTIMIZER")
             continue
-        names: list[ShardingName] = ["FULL_SHARD"] if shards > 1 else ["NO_SHARD"]
-        if shards > 1 and replicas == 1:
-            names.append("SHARD_OPTIMIZER")
-        for name in names if fixed.sharding is None else [fixed.sharding]:
+        names: list[ShardingName] = ["NO_SHARD"]
+        if fixed.sharding is not None:
+            names = [fixed.sharding]
+        elif shards > 1:
+            names = ["FULL_SHARD"]
+            if replicas == 1:
+                names.append("SHARD_OPTIMIZER")
+        for name in names:
             if replicas == 1 and name in HYBRID_OF.values():
                 continue  # nothing is repeated
             strategy = name
