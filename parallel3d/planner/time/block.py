@@ -242,7 +242,9 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
     layout = run.layout
     program = run.program
     t = run.tokens
-    outside = t * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    outside: float = t * shape.hidden
+    if layout.sequence_parallel:
+        outside /= layout.tp
     dropped = 1.0 if program.dropout else 0.0
     norms = program.norm_passes * shape.block_norms / 2
     forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD + dropped * _DROPOUT_FORWARD)
@@ -253,8 +255,12 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
         inner = t * experts.shared_hidden / layout.tp + rows * experts.hidden / layout.expert_tp
         forward += _PERMUTE * rows * shape.hidden
         backward += _PERMUTE * rows * shape.hidden
-    forward += inner * (_SWIGLU_FORWARD if shape.is_gated else _GELU_FORWARD)
-    backward += inner * (_SWIGLU_BACKWARD if shape.is_gated else _GELU_BACKWARD)
+    if shape.is_gated:
+        forward += inner * _SWIGLU_FORWARD
+        backward += inner * _SWIGLU_BACKWARD
+    else:
+        forward += inner * _GELU_FORWARD
+        backward += inner * _GELU_BACKWARD
     if shape.positions == "rope":
         rotated = t * (shape.query_hidden + shape.kv_hidden) / layout.tp
         forward += rotated * _ROPE

@@ -43,7 +43,8 @@ class CalibratedHost:
         self.slowdown = max(1.0, on_host / cores) * self.contention
         # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
         shards = layout.optimizer_shards
-        self.tp = measured.overhead("tp_sequence" if layout.sequence_parallel else "tp", layout.tp)
+        tp_axis = "tp_sequence" if layout.sequence_parallel else "tp"
+        self.tp = measured.overhead(tp_axis, layout.tp)
         splits, repeats = "FULL_SHARD", "HYBRID_SHARD"
         if layout.strategy in REPLICATED:
             splits, repeats = "SHARD_OPTIMIZER", "NO_SHARD"

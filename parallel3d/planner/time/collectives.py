@@ -113,8 +113,12 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     ends = StageSlice(layers=0, embedding=True, head=True)
     ends_gather_s, ends_reduce_s = _unit_s(run, ends, layout.parameter_shards)
     layers = max(part.layers for part in run.ranks)
-    freed = layout.pp == 1 or layout.gather == "microbatch"
-    regathers = 1.0 if freed and run.gathers_each_microbatch else 0.0
+    rounds = 1
+    regathers = 0.0
+    if run.gathers_each_microbatch:
+        rounds = layout.microbatches
+        if layout.pp == 1 or layout.gather == "microbatch":
+            regathers = 1.0
     both = regathers * gather_s + reduce_s
     gathered = run.block_parameters
     if layout.expert_shards(layout.parameter_shards) > 1:
@@ -124,7 +128,6 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     contention_s = program.contention * moved / run.cluster.node.sustained
     backward_slow = max(0.0, both - backward) + contention_s
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
-    rounds = layout.microbatches if run.gathers_each_microbatch else 1
     each = layers * (forward_slow + backward_slow) + ends_slow
     return rounds * each + reduce_s + ends_reduce_s / 2
 

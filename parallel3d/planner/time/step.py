@@ -311,7 +311,8 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     experts = run.shape.experts
     # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
     if experts is not None:
-        tp *= 1.0 if experts.shared_hidden else 0.5
+        if not experts.shared_hidden:
+            tp *= 0.5
         if layout.expert_tp > 1:  # a part of an expert needs the rows of all its neighbours
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             neighbours = run.group(layout.expert_tp, 1)
