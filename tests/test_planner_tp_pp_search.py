@@ -37,15 +37,15 @@ MODEL = ModelConfig(
 
 def question(memory_fraction: float, *schedules: ScheduleName) -> Question:
     cluster = load_cluster("a100-40gb", [HARDWARE])
-    asked = Question(
+    return Question(
         shape=from_config(MODEL),
         cluster=cluster,
         gpus=8,
         seq_len=2048,
         global_batch_size=16,
+        memory_fraction=memory_fraction,
+        schedules=schedules or ("1f1b", "interleaved_1f1b"),
     )
-    names = schedules or ("1f1b", "interleaved_1f1b")
-    return replace(asked, memory_fraction=memory_fraction, schedules=names)
 
 
 def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -102,7 +102,7 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: flo
             for p, bytes_ in held.items()
             if bytes_ <= asked.usable_bytes
         ]
-        cut = TpPpSearch(asked, tp, pp, own)
+        cut = TpPpSearch(asked, tp, pp, own, {})
         told = [priced.step_time_s for priced in cut.fastest()]
         assert told == sorted(told)
         assert told[:1] == sorted(times)[:1]

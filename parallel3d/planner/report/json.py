@@ -15,7 +15,7 @@ from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.spread import Spread
 from parallel3d.planner.report.page import Plan, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search.question import Answer, Question, Rejected, RunLength, Strategy
+from parallel3d.planner.search.question import Question, Rejected, RunLength, Strategy
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -27,10 +27,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "objective": plan.objective,
             "tokens": plan.tokens,
         },
-        "strategies": [
-            strategy_tree(each, plan.length(each), plan.spread(each))
-            for each in plan.answer.strategies
-        ],
+        "strategies": [_strategy(plan, each) for each in plan.answer.strategies],
         "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
         "search": {
             "checked": plan.answer.checked,
@@ -38,25 +35,28 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "advice": {
             "reasons": list(reasons(best)) if best else [],
-            "remedies": list(plan.remedies),
+            "remedies": plan.remedies,
         },
-        "notes": list(plan.notes),
+        "notes": plan.notes,
         "why": None,
         "accuracy": plan.accuracy,
     }
     if plan.why is not None:
         asked, other = plan.why
         found = None
-        if isinstance(other, Answer) and other.strategies:
-            found = other.strategies[0]
         nearest = None
-        if isinstance(other, Answer) and found is None:
+        refused = None
+        if isinstance(other, str):
+            refused = other
+        elif other.strategies:
+            found = other.strategies[0]
+        else:
             nearest = other.rejected[0]
         tree["why"] = {
             "asked": asked,
-            "strategy": found and strategy_tree(found, plan.length(found), plan.spread(found)),
+            "strategy": found and _strategy(plan, found),
             "rejected": nearest and rejected_tree(nearest, plan.question),
-            "refused": other if isinstance(other, str) else None,
+            "refused": refused,
             "layout": found and layout_text(found.parallel),
         }
     if plan.verified:
@@ -71,6 +71,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
             for each, bytes_ in plan.verified
         ]
     return rounded(tree)
+
+
+def _strategy(plan: Plan, found: Strategy) -> dict[str, Any]:
+    return strategy_tree(found, plan.length(found), plan.spread(found))
 
 
 def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
@@ -133,42 +137,33 @@ def question_tree(question: Question) -> dict[str, Any]:
     return {
         "model": model_tree(question.shape),
         "hardware": hardware_tree(question.cluster),
-        **{
-            key: getattr(question, key)
-            for key in ("gpus", "seq_len", "global_batch_size", "precision")
-        },
+        "gpus": question.gpus,
+        "seq_len": question.seq_len,
+        "global_batch_size": question.global_batch_size,
+        "precision": question.precision,
         "memory_fraction": question.memory_fraction,
         "risk": question.risk,
         "anchored": scales_tree(question.cluster.scales),
         "usable_gib": question.usable_bytes / GIB,
         "fixed": {key: value for key, value in asdict(question.fixed).items() if value is not None},
-        "schedules": list(question.schedules),
+        "schedules": question.schedules,
     }
 
 
-def strategy_tree(
-    found: Strategy, length: RunLength | None, spread: Spread | None
-) -> dict[str, Any]:
+def strategy_tree(found: Strategy, length: RunLength | None, spread: Spread) -> dict[str, Any]:
     """A strategy, with how long the run takes where its tokens are known, and the range of each
     figure."""
     question = found.question
     parallel = found.parallel
     cost = found.cost
-    ranges: dict[str, Any] = {}
-    if spread is not None:
-        speeds = {
-            name: getattr(cost, name) for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu")
-        }
-        speeds |= (
-            {}
-            if length is None
-            else {name: value for name, value in asdict(length).items() if value is not None}
-        )
-        ranges = {
-            name: asdict(spread.around("throughput", value)) for name, value in speeds.items()
-        }
-        ranges["memory_gib"] = asdict(spread.around("memory", found.memory.total / GIB))
-    vocab = question.planned_shape(parallel.tp).vocab
+    run_length = length and asdict(length)
+    speeds = {name: getattr(cost, name) for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu")}
+    ranges = {}
+    for name, value in {**speeds, **(run_length or {})}.items():
+        if value is not None:
+            ranges[name] = asdict(spread.around("throughput", value))
+    ranges["memory_gib"] = asdict(spread.around("memory", found.memory.total / GIB))
+    vocab = found.run.shape.vocab
     return {
         "parallel": parallel_tree(parallel),
         "gpus": parallel.world_size,
@@ -182,8 +177,9 @@ def strategy_tree(
         "tokens_per_s_per_gpu": cost.tokens_per_s_per_gpu,
         "tflops_per_gpu": cost.model_flops_per_gpu / 1e12,
         "mfu": cost.mfu,
-        "run": asdict(length) if length else None,
-        "ranges": ranges or None,
-        "chance_to_fit": spread
-        and spread.chance_to_fit(found.memory.total, question.cluster.device.memory_bytes),
+        "run": run_length,
+        "ranges": ranges,
+        "chance_to_fit": spread.chance_to_fit(
+            found.memory.total, question.cluster.device.memory_bytes
+        ),
     }

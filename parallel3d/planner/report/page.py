@@ -16,7 +16,6 @@ from parallel3d.planner.model.parameters import active_parameters, total_paramet
 from parallel3d.planner.model.planned_run import PlannedRun, other_axes
 from parallel3d.planner.model.spread import LEVEL, Figure, Spread, spread_of
 from parallel3d.planner.report.text import (
-    anchored_lines,
     bar,
     days_column,
     gib,
@@ -26,6 +25,7 @@ from parallel3d.planner.report.text import (
     links_text,
     memory_text,
     money,
+    scales_text,
     shown_axes,
     si,
     time_text,
@@ -56,7 +56,7 @@ class Plan:
     why: tuple[str, Answer | str] | None = None
     remedies: tuple[str, ...] = ()
     # what the recorded score found (docs/plan.md); errors in per cent
-    accuracy: dict[str, Any] | None = None
+    accuracy: dict[str, Any]
     notes: tuple[str, ...] = ()  # on what the model's file says
     commands: tuple[str, ...] = ()  # what to type next
     # The layouts whose fullest rank --verify ran dry, with the device's bytes in use with the dry
@@ -74,10 +74,8 @@ class Plan:
             return None
         return found.length(self.tokens)
 
-    def spread(self, found: Strategy) -> Spread | None:
-        """How far off the figures of a layout may be; None where no score is recorded."""
-        if self.accuracy is None:
-            return None
+    def spread(self, found: Strategy) -> Spread:
+        """How far off the figures of a layout may be."""
         return spread_of(found.run, self.accuracy)
 
 
@@ -85,7 +83,10 @@ def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
     """Returns the whole report, which ends with a newline."""
     lines = [*header(plan.question), ""]
     if plan.best is None:
-        lines.append(f"nothing fits: {missing_memory(plan)}")
+        usable = plan.question.usable_bytes
+        share = plan.answer.rejected[0].short_bytes / usable
+        most = f"the {usable / GIB:.1f} GiB that a device may use"
+        lines.append(f"nothing fits: needs {share:.0%} more memory than {most}")
     else:
         lines += [*_table(plan, bold), ""]
     for label, text in _advice(plan):
@@ -107,7 +108,9 @@ def header(q: Question, *, has_size: bool = True) -> Iterator[str]:
     count = f"{q.gpus} x " if has_size else ""
     node = f"{cluster.gpus_per_node} a node  links {links_text(cluster)}"
     yield from wrapped("hardware", f"{count}{cluster.device.name}, {node}")
-    yield from anchored_lines(cluster.scales)
+    corrected = scales_text(cluster.scales)
+    if corrected:
+        yield from wrapped("anchored", f"by measured runs: {corrected}")
 
 
 def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -138,8 +141,7 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "exactly", "--verify runs layout 1's fullest rank dry and prints its exact memory"
         yield "time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}"
         yield "run", _run(plan, best)
-        if (spread := plan.spread(best)) is not None:
-            yield "range", _ranges(best, plan.length(best), spread)
+        yield "range", _ranges(plan, best)
         left = (q.usable_bytes - memory.total) / GIB
         yield "limits", f"{left:.1f} GiB are left under {q.memory_rule}"
     if plan.why is not None:
@@ -147,8 +149,7 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "why not", f"{asked}: {_why_not(other, best)}"
     for note in (*_engine_notes(q), *plan.notes):
         yield "note", note
-    if plan.accuracy is not None:
-        yield "how sure", how_sure(plan.accuracy, q)
+    yield "how sure", how_sure(plan.accuracy, q)
     for command in plan.commands:
         yield "next", command
 
@@ -189,8 +190,10 @@ def how_sure(known: Mapping[str, Any], about: Question | PlannedRun) -> str:
     )
 
 
-def _ranges(best: Strategy, length: RunLength | None, spread: Spread) -> str:
+def _ranges(plan: Plan, best: Strategy) -> str:
     """Returns the ranges in which the best layout's figures lie in so many cases of ten."""
+    spread = plan.spread(best)
+    length = plan.length(best)
 
     def between(figure: Figure, value: float, unit: str) -> str:
         around = spread.around(figure, value)
@@ -208,13 +211,6 @@ def _ranges(best: Strategy, length: RunLength | None, spread: Spread) -> str:
 
 def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def missing_memory(plan: Plan) -> str:
-    """Returns how far the leanest layout is from fitting."""
-    usable = plan.question.usable_bytes
-    share = plan.answer.rejected[0].short_bytes / usable
-    return f"needs {share:.0%} more memory than the {usable / GIB:.1f} GiB that a device may use"
 
 
 def reasons(best: Strategy) -> Iterator[str]:
@@ -268,10 +264,8 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
         total = each.memory.total
         spread = plan.spread(each)
         length = plan.length(each)
-        fits = "-"
-        if spread is not None:
-            chance = spread.chance_to_fit(total, each.question.cluster.device.memory_bytes)
-            fits = f"{min(0.99, chance):.2f}"
+        chance = spread.chance_to_fit(total, each.question.cluster.device.memory_bytes)
+        fits = f"{min(0.99, chance):.2f}"
         mark = ">" if number == 1 else " "
         line = f"{mark}{number:>2}{columns}{gib(total):>7} {bar(total / usable)} {fits:>4}"
         line += f"{each.cost.tokens_per_s_per_gpu:>10,.0f}{each.cost.mfu:>7.1%}"

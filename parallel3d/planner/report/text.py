@@ -48,7 +48,7 @@ def shown_axes(layouts: Iterable[ParallelConfig]) -> tuple[str, ...]:
     return tuple(shown)
 
 
-def layout_columns(parallel: ParallelConfig, axes: Sequence[str] = ()) -> str:
+def layout_columns(parallel: ParallelConfig, axes: Sequence[str]) -> str:
     """Writes a layout in columns: tp, pp, stages a rank, other `axes`, data ranks (sharded x
     replicated), microbatch, recompute."""
     cp, ep = other_axes(parallel)
@@ -64,7 +64,7 @@ def layout_columns(parallel: ParallelConfig, axes: Sequence[str] = ()) -> str:
     )
 
 
-def layout_head(axes: Sequence[str] = ()) -> str:
+def layout_head(axes: Sequence[str]) -> str:
     """Returns the heads of those columns."""
     return f"  tp  pp  vs{''.join(f'  {axis}' for axis in axes)}  dp s x r  mb recompute"
 
@@ -79,10 +79,17 @@ def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
 
 
 def memory_text(memory: RankMemory) -> str:
-    parts = sorted(((getattr(memory, kind), kind) for kind in MEMORY_KINDS), reverse=True)
     total = memory.total
-    shown = [f"{kind} {gib(bytes_, of=total)}" for bytes_, kind in parts if bytes_ >= 0.02 * total]
+    shown = [
+        f"{kind} {gib(bytes_, of=total)}"
+        for bytes_, kind in _largest_first(memory, MEMORY_KINDS)
+        if bytes_ >= 0.02 * total
+    ]
     return f"{', '.join(shown)}; {gib(total)} in all"
+
+
+def _largest_first(figures: object, kinds: Sequence[str]) -> list[tuple[float, str]]:
+    return sorted(((getattr(figures, kind), kind) for kind in kinds), reverse=True)
 
 
 def gib(bytes_: float, *, of: float | None = None) -> str:
@@ -92,10 +99,12 @@ def gib(bytes_: float, *, of: float | None = None) -> str:
 
 
 def time_text(parts: TimeParts) -> str:
-    by_size = sorted(((getattr(parts, kind), kind) for kind in TIME_KINDS), reverse=True)
-    return ", ".join(
-        f"{kind} {s / parts.total:.1%}" for s, kind in by_size if s / parts.total >= _LEAST_SHOWN
-    )
+    shown = []
+    for seconds, kind in _largest_first(parts, TIME_KINDS):
+        share = seconds / parts.total
+        if share >= _LEAST_SHOWN:
+            shown.append(f"{kind} {share:.1%}")
+    return ", ".join(shown)
 
 
 def si(number: float) -> str:
@@ -108,7 +117,7 @@ def si(number: float) -> str:
 
 
 def scales_text(scales: Scales) -> str:
-    """Returns what measured runs correct, and by how much."""
+    """Returns what measured runs correct, and by how much; empty if nothing was measured."""
     said = []
     if scales.timed:
         slower = f"arithmetic takes {scales.arithmetic:.2f} and the network {scales.network:.2f}"
@@ -116,13 +125,6 @@ def scales_text(scales: Scales) -> str:
     if scales.weighed:
         said.append(f"memory beside states is {scales.memory:.2f} times what is counted")
     return ", ".join(said)
-
-
-def anchored_lines(scales: Scales) -> list[str]:
-    """Returns the lines of a report whose cluster measured runs have corrected; none if nothing was
-    measured."""
-    text = scales_text(scales)
-    return wrapped("anchored", f"by measured runs: {text}") if text else []
 
 
 def links_text(cluster: Cluster) -> str:

@@ -39,7 +39,7 @@ def search(question: Question, *, top: int = 10, objective: Objective = "through
     found, best = _fastest(question, searches, top)
     rejected = []
     for each in searches:
-        if each in best or each.beyond_s is not None:
+        if each in best or each.is_cut_short:
             continue
         least = each.leanest()
         if least is None:
@@ -84,29 +84,25 @@ def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[S
 def one_that_fits(question: Question) -> Strategy | None:
     """Returns any layout that fits, much sooner than the best; None where none does or the question
     allows none."""
-    if _states_bytes(question) > question.gpus * question.usable_bytes:
+    # A lower bound: some device has the states of each parameter.
+    program = question.program
+    each_bytes = program.weight_bytes + program.gradient_bytes + program.optimizer_bytes
+    # which may have no gradients and no copy for computing beside the master
+    if program.is_parallel3d:
+        each_bytes = master_bytes(question.precision) + question.training.state_bytes
+    states_bytes = ROUNDED * each_bytes * total_parameters(question.shape)
+    if states_bytes > question.gpus * question.usable_bytes:
         return None
     by_size = families(question)
     # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often
     # the leanest.
     for part in (slice(1), slice(1, None)):
         for (tp, pp), own in by_size.items():
-            each = TpPpSearch(question, tp, pp, own[part])
+            each = TpPpSearch(question, tp, pp, own[part], blocks={})
             found = each.leanest(within=question.usable_bytes, is_any=True)
             if found is not None:
                 return Strategy(question, found.parallel)
     return None
-
-
-def _states_bytes(question: Question) -> float:
-    """Returns a lower bound of the states of all parameters, each of which some device has."""
-    program = question.program
-    training = question.training
-    each = program.weight_bytes + program.gradient_bytes + program.optimizer_bytes
-    # which may have no gradients and no copy for computing beside the master
-    if program.is_parallel3d:
-        each = master_bytes(question.precision) + training.state_bytes
-    return ROUNDED * each * total_parameters(question.shape)
 
 
 def compare(question: Question, wanted: Fixed) -> Answer | str:

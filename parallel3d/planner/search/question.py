@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from math import gcd, lcm
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
@@ -66,8 +67,8 @@ class Question:
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
 
     def axes_beside(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
-        """Yields each cp and ep that the program may have beside this tp and pp: (1, 1) alone where
-        it has neither. A part of a sequence is not shorter than `_SHORTEST_PART`, unless cp is
+        """Returns each cp and ep that the program may have beside this tp and pp: only (1, 1) if it
+        has neither. A part of a sequence is not shorter than `_SHORTEST_PART`, unless cp is
         fixed."""
         left = self.gpus // (tp * pp)
         axes = self.program.axes
@@ -83,7 +84,7 @@ class Question:
             eps = [
                 ep for ep in divisors(gcd(experts.count, tp * left)) if self.fixed.ep in (None, ep)
             ]
-        yield from ((cp, ep) for cp in cps for ep in eps)
+        return product(cps, eps)
 
     @property
     def memory_rule(self) -> str:

@@ -8,14 +8,14 @@ with a layout that fits, not the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import ceil
 
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.search.fastest import one_that_fits
-from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.question import Fixed, Question, Strategy
 from parallel3d.planner.search.space import MOST_MICROBATCH
 from parallel3d.shard_sizes import divisors
 
@@ -30,25 +30,15 @@ def smallest_cluster(question: Question) -> Strategy | None:
     nodes in steps of a 32nd to a 16th. None where no number of them does, since what one sequence
     needs is not divided far enough."""
     node = question.cluster.gpus_per_node
-
-    def tried(gpus: int) -> Strategy | None:
-        return one_that_fits(replace(question, gpus=gpus))
-
-    doubled = [node * 2**doublings for doublings in range(1, _MOST_DOUBLINGS + 1)]
-    found = None
-    for gpus in (*divisors(node), *doubled):
-        found = tried(gpus)
-        if found is not None:
-            break
+    sizes = divisors(node)
+    sizes += [node * 2**doublings for doublings in range(1, _MOST_DOUBLINGS + 1)]
+    found = _first_that_fits(replace(question, gpus=gpus) for gpus in sizes)
     if found is None or found.question.gpus <= node:
         return found
     nodes = found.question.gpus // node
     step = max(1, nodes // 2 // _STEPS)
-    for count in range(nodes // 2 + step, nodes, step):
-        fewer = tried(count * node)
-        if fewer is not None:
-            return fewer
-    return found
+    fewer = range(nodes // 2 + step, nodes, step)
+    return _first_that_fits(replace(question, gpus=count * node) for count in fewer) or found
 
 
 def longest_sequence(question: Question) -> Strategy | None:
@@ -57,16 +47,22 @@ def longest_sequence(question: Question) -> Strategy | None:
     rows = _LONGEST
     if question.shape.positions == "learned":
         rows = question.shape.position_rows
-    first = min(question.seq_len, rows)
+    length = min(question.seq_len, rows)
 
-    def tried(length: int) -> Strategy | None:
-        if length <= rows:
-            return one_that_fits(replace(question, seq_len=length))
+    def tried(tokens: int) -> Strategy | None:
+        if tokens <= rows:
+            return one_that_fits(replace(question, seq_len=tokens))
         return None
 
-    while first >= _SHORTEST and tried(first) is None:
-        first //= 2
-    return _largest(tried, first) if first >= _SHORTEST else None
+    while length >= _SHORTEST and tried(length) is None:
+        length //= 2
+    if length < _SHORTEST:
+        return None
+    while tried(2 * length) is not None:
+        length *= 2
+    lengths = range(length, 2 * length, length // _STEPS)
+    fitting = bisect_right(lengths, False, key=lambda each: tried(each) is None)
+    return tried(lengths[fitting - 1])
 
 
 def largest_batch(question: Question) -> Strategy | None:
@@ -74,26 +70,28 @@ def largest_batch(question: Question) -> Strategy | None:
     gradients: any larger batch fits too, as several microbatches, since what a device holds does
     not grow with their number."""
     best: Strategy | None = None
+    most = 0
     fixed = question.fixed
-    replicas = question.fixed.dp_replicate or 1
+    replicas = fixed.dp_replicate or 1
+    microbatches = divisors(MOST_MICROBATCH)
+    if fixed.microbatch_size is not None:
+        microbatches = [fixed.microbatch_size]
     for dp in reversed(divisors(question.gpus)):
-        microbatch = fixed.microbatch_size or 1
-        while microbatch <= (fixed.microbatch_size or MOST_MICROBATCH) and dp % replicas == 0:
+        shards = dp // replicas
+        if dp % replicas or fixed.dp_shard not in (None, shards):
+            continue
+        for microbatch in microbatches:
             batch = dp * microbatch
-            if fixed.dp_shard in (None, dp // replicas) and (
-                best is None or batch > best.question.global_batch_size
-            ):
-                ways = replace(
-                    fixed,
-                    dp_shard=dp // replicas,
-                    dp_replicate=replicas,
-                    microbatch_size=microbatch,
-                )
-                found = one_that_fits(replace(question, global_batch_size=batch, fixed=ways))
-                if found is None:
-                    break
-                best = Strategy(replace(found.question, fixed=fixed), found.parallel)
-            microbatch *= 2
+            if batch <= most:
+                continue
+            ways = replace(
+                fixed, dp_shard=shards, dp_replicate=replicas, microbatch_size=microbatch
+            )
+            found = one_that_fits(replace(question, global_batch_size=batch, fixed=ways))
+            if found is None:
+                break
+            most = batch
+            best = Strategy(replace(found.question, fixed=fixed), found.parallel)
     return best
 
 
@@ -105,8 +103,7 @@ def largest_model(question: Question, shapes: Iterable[ModelShape]) -> Strategy 
         if shape.positions != "learned" or shape.position_rows >= question.seq_len
     )
     largest_first = sorted(enough, key=total_parameters, reverse=True)
-    tried = (one_that_fits(replace(question, shape=shape)) for shape in largest_first)
-    return next((found for found in tried if found is not None), None)
+    return _first_that_fits(replace(question, shape=shape) for shape in largest_first)
 
 
 def remedies(question: Question) -> Iterator[str]:
@@ -119,32 +116,15 @@ def remedies(question: Question) -> Iterator[str]:
         length //= 2
     if length >= 512:
         yield f"sequences of {length} tokens instead of {question.seq_len}"
-    free = replace(question, fixed=type(question.fixed)())
+    free = replace(question, fixed=Fixed())
     if free != question and one_that_fits(free) is not None:
         yield "leaving free what is fixed"
 
 
-def _largest(tried: Callable[[int], Strategy | None], first: int) -> Strategy | None:
-    """The largest number that fits: doublings of the first, then multiples of a 16th of the last
-    that does."""
-    found = tried(first)
-    if found is None:
-        return None
-    number = first
-    more = tried(2 * number)
-    while more is not None:
-        found = more
-        number *= 2
-        more = tried(2 * number)
-    step = max(1, number // _STEPS)
-    low = 0  # steps beyond it that fit
-    high = ceil(number / step)  # and that do not
-    while high - low > 1:
-        middle = (low + high) // 2
-        more = tried(number + middle * step)
-        if more is None:
-            high = middle
-        else:
-            low = middle
-            found = more
-    return found
+def _first_that_fits(questions: Iterable[Question]) -> Strategy | None:
+    """Returns a layout that fits for the first question that has one."""
+    for question in questions:
+        found = one_that_fits(question)
+        if found is not None:
+            return found
+    return None

@@ -59,9 +59,8 @@ def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]
         kv_heads=None if shape.kv_heads == shape.heads else shape.kv_heads,
         head_dim=None if shape.query_hidden == shape.hidden else shape.head_dim,
     )
-    if isinstance(parallel, EngineLayout):
-        keys = [key.name for key in fields(ParallelConfig)]
-        parallel = ParallelConfig(**{key: getattr(parallel, key) for key in keys})
+    keys = [key.name for key in fields(ParallelConfig)]  # without those of EngineLayout
+    parallel = ParallelConfig(**{key: getattr(parallel, key) for key in keys})
     train = TrainConfig(
         steps=1, global_batch_size=question.global_batch_size, seq_len=question.seq_len
     )
@@ -78,73 +77,43 @@ def layout_errors(question: Question, parallel: ParallelConfig) -> Iterator[str]
         yield f"parallel.tp = {parallel.tp}: {must}; try {tries}"
 
 
-def size_error(question: Question, tp: int, pp: int) -> str | None:
-    """The first rule that every layout of a tp x pp breaks; None where there may be layouts that
-    break none."""
-    fixed = question.fixed
-    left = question.gpus // (tp * pp)
-    error: str | None = f"cp and ep must divide the {left * tp} ranks of a stage"
-    for cp in dict.fromkeys(cp for cp, _ in question.axes_beside(tp, pp)):
-        parallel = ParallelConfig(
-            pp=pp, dp_shard=left // cp, tp=tp, sequence_parallel=bool(fixed.sequence_parallel)
-        )
-        error = next(layout_errors(question, parallel), None)
-        if error is None:
-            break
-    if error is not None:
-        return error
-    for name, value in (("tp", tp), ("pp", pp)):
-        asked = getattr(fixed, name)
-        most = getattr(fixed, f"max_{name}")
-        if asked is not None and asked != value:
-            return f"{name} is fixed at {asked}"
-        if most is not None and value > most:
-            return f"--max-{name} {most}"
-    return None
-
-
 def families(question: Question) -> dict[tuple[int, int], list[ParallelConfig]]:
     """Returns, for each tp x pp that no rule forbids, one layout of each family: of each schedule
     and microbatch."""
-    return {
-        (tp, pp): [
-            one
-            for axes in question.axes_beside(tp, pp)
-            for one in _families_of(question, tp, pp, *axes)
-        ]
-        for tp in divisors(question.gpus)
-        for pp in divisors(question.gpus // tp)
-        if size_error(question, tp, pp) is None
-    }
+    found = {}
+    for tp in divisors(question.gpus):
+        for pp in divisors(question.gpus // tp):
+            own = [*_families_of(question, tp, pp)]
+            if own:
+                found[tp, pp] = own
+    return found
 
 
-def _families_of(
-    question: Question, tp: int, pp: int, cp: int, ep: int
-) -> Iterator[ParallelConfig]:
+def _families_of(question: Question, tp: int, pp: int) -> Iterator[ParallelConfig]:
     fixed = question.fixed
-    dp = question.gpus // (tp * pp * cp)
-    usual = tp > 1 and question.seq_len % tp == 0
-    for microbatch in (
-        divisors(question.global_batch_size // dp) if question.global_batch_size % dp == 0 else ()
-    ):
-        if microbatch > MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
+    for size, asked, most in ((tp, fixed.tp, fixed.max_tp), (pp, fixed.pp, fixed.max_pp)):
+        if not _allowed(size, asked) or size > (most or size):
+            return
+    sequence_parallel = question.seq_len % tp == 0
+    if fixed.sequence_parallel is not None:
+        sequence_parallel = fixed.sequence_parallel
+    for cp, ep in question.axes_beside(tp, pp):
+        dp = question.gpus // (tp * pp * cp)
+        plain = ParallelConfig(
+            pp=pp, dp_shard=dp, tp=tp, sequence_parallel=sequence_parallel and tp > 1
+        )
+        if next(layout_errors(question, plain), None) is not None:
             continue
-        microbatches = question.global_batch_size // (dp * microbatch)
-        for schedule, virtual in _schedules(question, pp, microbatches):
-            parallel = ParallelConfig(
-                pp=pp,
-                dp_shard=dp,
-                tp=tp,
-                virtual_stages=virtual,
-                schedule=schedule,
-                microbatch_size=microbatch,
-                sequence_parallel=usual
-                if fixed.sequence_parallel is None
-                else fixed.sequence_parallel and tp > 1,
-            )
-            yield (
-                EngineLayout(**vars(parallel), cp=cp, ep=ep) if question.program.axes else parallel
-            )
+        if question.program.axes:
+            plain = EngineLayout(**vars(plain), cp=cp, ep=ep)
+        for microbatch in divisors(question.global_batch_size // dp):
+            if microbatch > MOST_MICROBATCH or not _allowed(microbatch, fixed.microbatch_size):
+                continue
+            microbatches = question.global_batch_size // (dp * microbatch)
+            for name, virtual in _schedules(question, pp, microbatches):
+                yield varied(
+                    plain, schedule=name, virtual_stages=virtual, microbatch_size=microbatch
+                )
 
 
 def _schedules(
@@ -221,11 +190,7 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
     or the optimizer over all, unless dp_shard is fixed."""
     fixed = question.fixed
     dp = family.dp_shard
-    is_open = fixed.sharding is None and fixed.dp_shard is None
-    over_all = (
-        is_open and question.program.splits_optimizer_alone and not question.program.is_parallel3d
-    )
-    for shards in (dp,) if over_all else divisors(dp):
+    for shards in divisors(dp):
         replicas = dp // shards
         if not (_allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate)):
             continue
@@ -237,10 +202,14 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
             elif replicas == 1 or (fixed.dp_shard is not None and shards > 1):
                 yield varied(way, sharding="SHARD_OPTIMIZER")
             continue
-        names: list[ShardingName] = ["FULL_SHARD"] if shards > 1 else ["NO_SHARD"]
-        if shards > 1 and replicas == 1:
-            names.append("SHARD_OPTIMIZER")
-        for name in names if fixed.sharding is None else [fixed.sharding]:
+        names: list[ShardingName] = ["NO_SHARD"]
+        if fixed.sharding is not None:
+            names = [fixed.sharding]
+        elif shards > 1:
+            names = ["FULL_SHARD"]
+            if replicas == 1:
+                names.append("SHARD_OPTIMIZER")
+        for name in names:
             if replicas == 1 and name in HYBRID_OF.values():
                 continue  # nothing is repeated
             strategy = name

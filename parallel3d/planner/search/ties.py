@@ -16,9 +16,7 @@ TIE = 0.02
 def tied(strategies: Sequence[Strategy]) -> int:
     """Returns how many of the first strategies are as fast as the fastest of all, as far as can be
     told."""
-    if not strategies:
-        return 0
-    least = (1 - TIE) * max(_speed(each) for each in strategies)
+    least = (1 - TIE) * max(map(_speed, strategies), default=0.0)
     for index, each in enumerate(strategies):
         if _speed(each) < least:
             return index

@@ -9,7 +9,7 @@ the layouts that cannot fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -59,8 +59,7 @@ class _Family:
     held: dict[RecomputeChoice, tuple[MemoryFloor, ...]] = field(default_factory=dict)
     ends: tuple[StageSlice, ...] = ()  # what the first and the last rank have of the model
     floors: RunFloors | None = None
-    ways: tuple[ParallelConfig, ...] = ()  # every use of its data ranks
-    # what layouts of a published program hold, by their use of the data ranks and recompute
+    # what its layouts hold, by their use of the data ranks and recompute
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
 
@@ -71,14 +70,13 @@ class _Waiting(NamedTuple):
     least_s: float  # the least time that it can take
     order: int  # what was pushed first comes first if it can be as fast
     families: list[_Family]
-    layout: ParallelConfig | None
-    recompute: RecomputeChoice | None
+    layout: ParallelConfig | None = None
+    recompute: RecomputeChoice | None = None
 
 
 class TpPpSearch:
     """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far,
-    and `beyond_s` is set where a search for the fastest was ended: the least
-    seconds of a step that was not looked at."""
+    and `is_cut_short` is set where a search for the fastest has left out what takes too long."""
 
     def __init__(
         self,
@@ -86,118 +84,117 @@ class TpPpSearch:
         tp: int,
         pp: int,
         families: list[ParallelConfig],
-        blocks: BlockTimeCache | None = None,
+        blocks: BlockTimeCache,
     ) -> None:
         """`blocks` has the block times of other searches of the same model on the same cluster."""
-        shared: BlockTimeCache = {} if blocks is None else blocks
         self.tp = tp
         self.pp = pp
         self.checked = 0
-        self.beyond_s: float | None = None
+        self.is_cut_short = False
         self._question = question
-        self._families = [_Family(parallel, CostCache(shared)) for parallel in families]
+        self._families = [_Family(parallel, CostCache(blocks)) for parallel in families]
         self._recompute_choices = recompute_choices(question, pp)
         self._pushed = count()
         self._states: dict[object, tuple[MemoryFloor, ...]] = {}
-        self._groups: dict[object, list[_Family]] = {}  # whose microbatches take equally long
-        for family in self._families:
-            key = family.parallel.microbatch_size, other_axes(family.parallel)
-            self._groups.setdefault(key, []).append(family)
 
     @property
     def has_layouts(self) -> bool:
         if not self._recompute_choices:
             return False
-        return any(self._ways(family) for family in self._families)
+        return any(any(self._ways(family)) for family in self._families)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds of a step that none of the layouts that wait goes below."""
+        return self._heap[0].least_s
 
     @cached_property
-    def least_s(self) -> float:
-        """Seconds of a step that none of its layouts goes below."""
-        return min(self._least_work_s(group) for group in self._groups.values())
+    def _heap(self) -> list[_Waiting]:
+        """What waits for its turn: at first families whose microbatches take equally long."""
+        groups: dict[object, list[_Family]] = {}
+        for family in self._families:
+            key = family.parallel.microbatch_size, other_axes(family.parallel)
+            groups.setdefault(key, []).append(family)
+        found = []
+        for group in groups.values():
+            found.append(_Waiting(self._least_work_s(group), next(self._pushed), group))
+        return sorted(found)
 
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
         """Yields the layouts that fit in the order of time, each use of the data ranks with the
         least recompute that fits, and none that takes longer than `within_s`."""
-        heap: list[_Waiting] = []
-        for group in self._groups.values():
-            self._push(heap, self._least_work_s(group), group)
         equally_fast: list[Candidate] = []
-        while heap:
-            next_one = heappop(heap)
-            if next_one.least_s > within_s:
-                self.beyond_s = next_one.least_s
+        while self._heap:
+            least_s, _, families, layout, recompute = heappop(self._heap)
+            if least_s > within_s:
+                self.is_cut_short = True
                 break
-            if equally_fast and next_one.least_s > equally_fast[0].step_time_s:
+            if equally_fast and least_s > equally_fast[0].step_time_s:
                 yield from sorted(equally_fast, key=lambda each: each.bytes)
                 equally_fast = []
-            for family in next_one.families:
-                if next_one.recompute is None:
-                    self._push_family(heap, family, self._recompute_choices[0])
-                elif next_one.layout is None:
-                    self._push_layouts(heap, family, next_one.recompute)
+            for family in families:
+                if recompute is None:
+                    self._push_family(family, self._recompute_choices[0])
+                elif layout is None:
+                    self._push_layouts(family, recompute)
                 else:
-                    bytes_ = self._layout_bytes(family, next_one.layout, next_one.recompute)
+                    bytes_ = self._layout_bytes(family, layout, recompute)
                     if bytes_ <= self._question.usable_bytes:
-                        found = Candidate(next_one.layout, next_one.least_s, bytes_)
-                        equally_fast.append(found)
+                        equally_fast.append(Candidate(layout, least_s, bytes_))
                     else:
-                        self._push_leaner(heap, family, next_one.layout, next_one.recompute)
+                        self._push_leaner(family, layout, recompute)
         yield from sorted(equally_fast, key=lambda each: each.bytes)
 
     def _push(
         self,
-        heap: list[_Waiting],
         least_s: float,
         families: list[_Family],
         layout: ParallelConfig | None = None,
         recompute: RecomputeChoice | None = None,
     ) -> None:
-        heappush(heap, _Waiting(least_s, next(self._pushed), families, layout, recompute))
+        heappush(self._heap, _Waiting(least_s, next(self._pushed), families, layout, recompute))
 
-    def _push_family(self, heap: list[_Waiting], family: _Family, kind: RecomputeChoice) -> None:
+    def _push_family(self, family: _Family, kind: RecomputeChoice) -> None:
         """Pushes a family, or what is leaner if its floor is too high."""
         usable = self._question.usable_bytes
         choices = self._recompute_choices
         if self._family_floor(family, kind) <= usable:
-            self._push(heap, self._least_s(family, kind), [family], None, kind)
+            run = self._question.planned_run(kind.of(family.parallel))
+            self._push(least_step_s(run, known=family.known), [family], None, kind)
             return
         # Recompute of a single block keeps more than it saves.
         is_single = self._question.shape.layers <= self.pp
         if is_single or self._family_floor(family, choices[-1]) <= usable:
             for leaner in leaner_choices(choices, kind):
-                self._push_family(heap, family, leaner)
+                self._push_family(family, leaner)
 
-    def _push_layouts(self, heap: list[_Waiting], family: _Family, kind: RecomputeChoice) -> None:
+    def _push_layouts(self, family: _Family, kind: RecomputeChoice) -> None:
         """Pushes each use of a family's data ranks."""
         family.first.add(kind)
         for way in data_axis_splits(self._question, family.parallel):
-            self._push_layout(heap, family, way, kind)
+            self._push_layout(family, way, kind)
 
-    def _push_layout(
-        self, heap: list[_Waiting], family: _Family, way: ParallelConfig, kind: RecomputeChoice
-    ) -> None:
+    def _push_layout(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
         """Pushes a layout, or what is leaner if its floor is too high."""
         if self._floor(family, way, kind) > self._question.usable_bytes:
-            self._push_leaner(heap, family, way, kind)
+            self._push_leaner(family, way, kind)
             return
         layout = kind.of(way)
         run = self._question.planned_run(layout)
         cost = step_cost(run, exact=False, known=family.known)
-        self._push(heap, cost.step_time_s, [family], layout, kind)
+        self._push(cost.step_time_s, [family], layout, kind)
 
-    def _push_leaner(
-        self, heap: list[_Waiting], family: _Family, way: ParallelConfig, kind: RecomputeChoice
-    ) -> None:
+    def _push_leaner(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
         """Pushes a layout with more recompute, and with less gathered at once."""
         choices = self._recompute_choices
         most = choices[-1]
         if kind == most or self._floor(family, way, most) <= self._question.usable_bytes:
             for leaner_kind in leaner_choices(choices, kind):
-                self._push_layout(heap, family, way, leaner_kind)
+                self._push_layout(family, way, leaner_kind)
         if kind in family.first:
             leaner_way = per_microbatch_variant(self._question, way)
             if leaner_way is not None and leaner_way != way:
-                self._push_layout(heap, family, leaner_way, kind)
+                self._push_layout(family, leaner_way, kind)
 
     def leanest(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
         """Returns the layout that needs least, or `is_any` the first found, of those that need no
@@ -216,10 +213,9 @@ class TpPpSearch:
         for floor, family, kind in sorted(floors, key=lambda each: each[0]):
             if floor > most:
                 break
-            ways = self._ways(family)
+            ways: Iterable[ParallelConfig] = self._ways(family)
             if not is_any:  # from the leanest on, so that the others are ruled out by their floors
-                by_floor = sorted(ways, key=lambda way: self._floor(family, way, kind))
-                ways = tuple(by_floor)
+                ways = sorted(ways, key=lambda way: self._floor(family, way, kind))
             for way in ways:
                 if self._floor(family, way, kind) > most:
                     continue
@@ -236,14 +232,9 @@ class TpPpSearch:
     def _any_run(self) -> PlannedRun:
         return self._question.planned_run(self._families[0].parallel)
 
-    def _ways(self, family: _Family) -> tuple[ParallelConfig, ...]:
-        """Returns every use of a family's data ranks."""
-        if not family.ways:
-            family.ways = tuple(self._uses(family.parallel))
-        return family.ways
-
-    def _uses(self, family: ParallelConfig) -> Iterator[ParallelConfig]:
-        for way in data_axis_splits(self._question, family):
+    def _ways(self, family: _Family) -> Iterator[ParallelConfig]:
+        """Yields every use of a family's data ranks."""
+        for way in data_axis_splits(self._question, family.parallel):
             yield way
             if (leaner := per_microbatch_variant(self._question, way)) is not None:
                 yield leaner
@@ -258,12 +249,9 @@ class TpPpSearch:
     ) -> float:
         """Returns the bytes of a layout with this recompute, or more than a device has where it has
         that."""
-        usable = self._question.usable_bytes
-        if self._question.program.is_parallel3d:
-            return self._bytes(kind.of(parallel), enough=usable)
-        key = (parallel.dp_shard, parallel.sharding), kind
+        key = (parallel.dp_shard, parallel.sharding, parallel.gather), kind
         if key not in family.bytes:
-            family.bytes[key] = self._bytes(kind.of(parallel), enough=usable)
+            family.bytes[key] = self._bytes(kind.of(parallel), enough=self._question.usable_bytes)
         return family.bytes[key]
 
     def _least_work_s(self, group: list[_Family]) -> float:
@@ -276,10 +264,6 @@ class TpPpSearch:
             else:
                 turns = inf
         return least_work_s(run, known=first.known, turns=turns)
-
-    def _least_s(self, family: _Family, kind: RecomputeChoice) -> float:
-        run = self._question.planned_run(kind.of(family.parallel))
-        return least_step_s(run, known=family.known)
 
     def _floor(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
         """Bytes that a family's layout holds at least with this recompute: of a published program,

@@ -3,7 +3,7 @@ microbatch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil
 from typing import NamedTuple
@@ -55,9 +55,9 @@ class BlockParts:
     overhead: float = 0.0
     ep: float = 0.0
 
-    @cached_property
+    @property
     def total(self) -> float:
-        return self.compute + self.recompute + self.tp + self.cp + self.dp + self.overhead + self.ep
+        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,10 @@ class MicrobatchTimes:
     @cached_property
     def block(self) -> BlockParts:
         """A block's seconds in both directions."""
-        ways = (self.forward, self.backward)
-        return BlockParts(
-            **{
-                part.name: sum(getattr(way, part.name) for way in ways)
-                for part in fields(BlockParts)
-            }
-        )
+        both_ways = {}
+        for cause, forward_s in vars(self.forward).items():
+            both_ways[cause] = forward_s + getattr(self.backward, cause)
+        return BlockParts(**both_ways)
 
 
 class Product(NamedTuple):
@@ -97,14 +94,14 @@ class Product(NamedTuple):
     def forward_s(self, kernels: Kernels, *, turned: bool = False) -> float:
         """Returns the seconds of the product, or of the input's gradient, which is the same one
         `turned`."""
-        outputs, inputs = (self.outputs, self.inputs)
+        outputs, inputs = self.outputs, self.inputs
         if turned:
-            outputs, inputs = (self.inputs, self.outputs)
+            outputs, inputs = inputs, outputs
         if self.experts == 1:
             return matmul_s(kernels, self.rows, outputs, inputs)
         tiles = ceil(ceil(self.rows / self.experts) / _TILE_ROWS)
         rows = tiles * _TILE_ROWS * self.experts
-        read_s = 2.0 * self.experts * outputs * inputs / kernels.memory_rate  # of all weights
+        read_s = 2.0 * self.weights / kernels.memory_rate
         return max(matmul_s(kernels, rows, outputs, inputs), read_s)
 
     def weight_s(self, kernels: Kernels) -> float:
@@ -122,9 +119,9 @@ def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
     `dense` one."""
     shape = run.shape
     layout = run.layout
-    tp = run.layout.tp
+    tp = layout.tp
     t = run.tokens
-    h = run.shape.hidden
+    h = shape.hidden
     local = t // tp if layout.sequence_parallel else t
     kv = max(shape.kv_hidden // tp, shape.head_dim)
     found = [
@@ -171,14 +168,14 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
     forward = products_s + attention_s + rest_s
     backward = products_back_s + weight_s + attention_back_s + rest_back_s
     program = run.program
-    recompute = run.layout.recompute
+    layout = run.layout
     again = {
         "full": forward,
-        "every_n": forward / run.layout.recompute_every,
+        "every_n": forward / layout.recompute_every,
         # torchtitan keeps attention and every second matmul (Liang et al. 2024, arXiv 2410.06511)
         "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
-    }.get(recompute, 0.0)
+    }.get(layout.recompute, 0.0)
     count = program.launches
     if run.shape.experts is not None and not dense:
         count += program.expert_launches
@@ -198,10 +195,10 @@ def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
         return 0.0
     if kernels.process is not None:
         return weights * kernels.process.gradient_s
-    passes = (
-        2 * program.gradient_bytes * (program.accumulate if program.fused_weight_gradient else 1.0)
-    )
-    return weights * passes / kernels.memory_rate
+    bytes_ = 2 * program.gradient_bytes
+    if program.fused_weight_gradient:
+        bytes_ *= program.accumulate
+    return weights * bytes_ / kernels.memory_rate
 
 
 def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
@@ -210,31 +207,27 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     shape = run.shape
     layout = run.layout
     program = run.program
-    d = run.shape.attention_hidden // run.shape.heads
+    d = shape.attention_hidden // shape.heads
     queries = run.seq_len // layout.cp
     batch_heads = layout.microbatch_size * shape.heads / layout.tp
     if program.attention == "flash":
-        share = 0.0
-        if shape.window is not None:
-            share = shape.windowed_layers / shape.layers
-        kinds = ((1 - share, run.seq_len), (share, attended_keys(run.seq_len, shape.window)))
+        flash_s = partial(
+            flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d
+        )
+        windowed = shape.windowed_layers / shape.layers
+        window_keys = attended_keys(run.seq_len, shape.window)
 
         def seconds(backward: bool) -> float:
-            flash_s = partial(
-                flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d
-            )
-            return sum(part * flash_s(keys=keys, backward=backward) for part, keys in kinds if part)
+            full_s = flash_s(keys=run.seq_len, backward=backward)
+            window_s = flash_s(keys=window_keys, backward=backward)
+            return (1 - windowed) * full_s + windowed * window_s
 
         return seconds(False), seconds(True)
     # batched products of few columns; without tensor cores
     speed = 0.5 if d % 8 == 0 else program.unaligned_attention
     scores = batch_heads * queries * run.seq_len
-    product_s = (
-        4.0
-        * scores
-        * d
-        / (kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed)
-    )
+    rate = kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed
+    product_s = 4.0 * scores * d / rate
     traffic = scores / kernels.memory_rate
     dropout = 3.0 if program.dropout else 0.0
     forward = _SOFTMAX_FORWARD + dropout
@@ -249,21 +242,25 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
     layout = run.layout
     program = run.program
     t = run.tokens
-    outside = t * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    outside: float = t * shape.hidden
+    if layout.sequence_parallel:
+        outside /= layout.tp
     dropped = 1.0 if program.dropout else 0.0
     norms = program.norm_passes * shape.block_norms / 2
     forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD + dropped * _DROPOUT_FORWARD)
     backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD + dropped * _DROPOUT_BACKWARD)
     inner = t * shape.ffn_hidden / layout.tp
     if (experts := shape.experts) is not None and not dense:
-        inner = (
-            t * experts.shared_hidden / layout.tp
-            + run.routed_rows * experts.hidden / layout.expert_tp
-        )
-        forward += _PERMUTE * run.routed_rows * shape.hidden
-        backward += _PERMUTE * run.routed_rows * shape.hidden
-    forward += inner * (_SWIGLU_FORWARD if shape.is_gated else _GELU_FORWARD)
-    backward += inner * (_SWIGLU_BACKWARD if shape.is_gated else _GELU_BACKWARD)
+        rows = run.routed_rows
+        inner = t * experts.shared_hidden / layout.tp + rows * experts.hidden / layout.expert_tp
+        forward += _PERMUTE * rows * shape.hidden
+        backward += _PERMUTE * rows * shape.hidden
+    if shape.is_gated:
+        forward += inner * _SWIGLU_FORWARD
+        backward += inner * _SWIGLU_BACKWARD
+    else:
+        forward += inner * _GELU_FORWARD
+        backward += inner * _GELU_BACKWARD
     if shape.positions == "rope":
         rotated = t * (shape.query_hidden + shape.kv_hidden) / layout.tp
         forward += rotated * _ROPE
@@ -275,13 +272,14 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
 def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     """Returns the seconds that the last norm, the output table and the loss take, forward and
     backward."""
-    shape = run.shape
+    kernels = replace(kernels, precision=kernels.half)
     t = run.tokens
+    h = run.shape.hidden
     vocab = run.rank_vocab
-    product = matmul_s(kernels, t, vocab, shape.hidden, precision=kernels.half)
-    weight = matmul_s(kernels, vocab, shape.hidden, t, precision=kernels.half)
-    weight += _accumulate_s(run, kernels, vocab * shape.hidden)
-    back = matmul_s(kernels, t, shape.hidden, vocab, precision=kernels.half)
+    product = matmul_s(kernels, t, vocab, h)
+    weight = matmul_s(kernels, vocab, h, t)
+    weight += _accumulate_s(run, kernels, vocab * h)
+    back = matmul_s(kernels, t, h, vocab)
     loss = memory_bound_s(kernels, t * run.loss_vocab * run.program.loss_passes / 2, launches=4)
     return product + loss, back + weight + loss
 
@@ -290,6 +288,6 @@ def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     """Returns the look-up's seconds: forward it reads and writes rows, backward it adds gradients
     into float32."""
     rows = run.tokens * run.shape.hidden
-    return memory_bound_s(kernels, rows * 6.0, launches=3), memory_bound_s(
-        kernels, rows * 12.0, launches=4
-    )
+    forward = memory_bound_s(kernels, rows * 6.0, launches=3)
+    backward = memory_bound_s(kernels, rows * 12.0, launches=4)
+    return forward, backward

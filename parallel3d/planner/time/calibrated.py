@@ -42,40 +42,41 @@ class CalibratedHost:
             self.contention = self.ranks.contention
         self.slowdown = max(1.0, on_host / cores) * self.contention
         # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
-        whole = layout.strategy in REPLICATED
         shards = layout.optimizer_shards
-        self.tp = measured.overhead("tp_sequence" if layout.sequence_parallel else "tp", layout.tp)
-        splits, repeats = ("FULL_SHARD", "HYBRID_SHARD")
-        if whole:
-            splits, repeats = ("SHARD_OPTIMIZER", "NO_SHARD")
+        tp_axis = "tp_sequence" if layout.sequence_parallel else "tp"
+        self.tp = measured.overhead(tp_axis, layout.tp)
+        splits, repeats = "FULL_SHARD", "HYBRID_SHARD"
+        if layout.strategy in REPLICATED:
+            splits, repeats = "SHARD_OPTIMIZER", "NO_SHARD"
         replicas = measured.overhead(repeats, layout.dp // shards)
         self.dp = measured.overhead(splits, shards).plus(replicas)
 
     def microbatch(self) -> MicrobatchTimes:
         run = self.run
         process = self.process
-        recompute = self.run.layout.recompute
+        recompute = run.layout.recompute
         kernels = Kernels(device=run.cluster.device, precision=run.precision, process=process)
         block = block_times(run, kernels)
         tp_forward, tp_backward = self._tp_s()
         # What recompute repeats costs its dispatch too, which was measured.
-        share = 1.0
+        share = 1 / run.layout.recompute_every
         if recompute == "every_n":
-            share = 1 / run.layout.recompute_every
-        whole = "full" if recompute == "every_n" else recompute
-        again = block.again_s + share * process.recompute.get(whole, 0.0)
-        tp_backward += share * (tp_forward if whole == "full" else 0.0)
-        head = head_times(run, kernels)
-        embedding = embedding_times(run, kernels)
+            recompute = "full"
+        again = block.again_s + share * process.recompute.get(recompute, 0.0)
+        if recompute == "full":
+            tp_backward += share * tp_forward
+        head_forward, head_backward = head_times(run, kernels)
+        embedding_forward, embedding_backward = embedding_times(run, kernels)
         loss = process.logit_s * run.tokens * run.loss_vocab / 2
         end = (process.overhead.microbatch + self.tp.microbatch + self.dp.microbatch) / 2
-        ends = (_FORWARD * end, (1 - _FORWARD) * end)
+        end_forward = _FORWARD * end
+        end_backward = (1 - _FORWARD) * end
         return MicrobatchTimes(
             forward=self._block_parts(_FORWARD, block.forward_s, 0.0, tp_forward),
             backward=self._block_parts(1 - _FORWARD, block.backward_s, again, tp_backward),
             weight_s=block.weight_s,
-            head_s=(head[0] + loss + ends[0], head[1] + loss + ends[1]),
-            embedding_s=(embedding[0] + ends[0], embedding[1] + ends[1]),
+            head_s=(head_forward + loss + end_forward, head_backward + loss + end_backward),
+            embedding_s=(embedding_forward + end_forward, embedding_backward + end_backward),
             end_overhead_s=process.overhead.microbatch / 2,
         )
 
@@ -95,7 +96,7 @@ class CalibratedHost:
         sequence parallelism are a gather and a reduce-scatter, with two more gathers in the
         backward."""
         run = self.run
-        layout = self.run.layout
+        layout = run.layout
         measured = self.measured
         bytes_ = run.tokens * run.shape.hidden * run.item_bytes
         group = run.group(layout.tp, 1)
@@ -115,7 +116,7 @@ class CalibratedHost:
         """Seconds that an action of a pipeline takes beside its stage: its place in the schedule,
         and a message."""
         run = self.run
-        layout = self.run.layout
+        layout = run.layout
         if layout.pp == 1:
             return 0.0
         bytes_ = run.tokens * run.shape.hidden * run.item_bytes

@@ -27,8 +27,6 @@ def ring_bandwidth(cluster: Cluster, group: Group) -> float:
 
 def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     """Seconds until each rank has `whole_bytes`; a reduce-scatter of them takes the same."""
-    if group.size == 1:
-        return 0.0
     hops_inside = (group.size - group.nodes) * cluster.node.latency_s
     hops_across = (group.nodes - 1) * cluster.network.latency_s
     hops = hops_inside + hops_across
@@ -39,53 +37,39 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
 def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     """Seconds of a reduce-scatter and an all-gather; small tensors go by trees, of logarithmic
     latency."""
-    if group.size == 1:
-        return 0.0
     ring = 2 * all_gather_s(cluster, group, whole_bytes)
     bandwidth = ring_bandwidth(cluster, group)
-    inside = 0.0
-    if group.per_node > 1:
-        inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s
-    across = 0.0
-    if group.nodes > 1:
-        across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s
+    inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s
+    across = 2 * ceil(log2(group.nodes)) * cluster.network.latency_s
     tree = 2 * whole_bytes / (0.9 * bandwidth) + inside + across
     return min(ring, tree)
 
 
-def exchange_s(cluster: Cluster, group: Group, within_bytes: float, across_bytes: float) -> float:
-    """Returns the seconds of an all-to-all in which each rank sends so many bytes to ranks of its
-    own node, and so many to others through its own port; both at once."""
-    if group.size == 1:
-        return 0.0
-    within_s = within_bytes / cluster.node.sustained + cluster.node.latency_s
-    if group.nodes == 1:
-        return within_s
-    port = cluster.network.sustained / _spread(cluster, group.span)
-    bandwidth = min(cluster.node.sustained, port)
-    across_s = across_bytes / bandwidth + group.nodes * cluster.network.latency_s
-    return max(within_s, across_s)
-
-
 def experts_exchange_s(run: PlannedRun) -> float:
-    """Returns the seconds in which a microbatch's tokens go to the ranks of their experts; they
-    come back likewise."""
+    """Returns the seconds in which a microbatch's tokens go to the ranks of their experts, as they
+    come back. In this all-to-all each rank sends to ranks of its own node, and at once to others
+    through its own port."""
     experts = run.shape.experts
     layout = run.layout
+    cluster = run.cluster
     if experts is None or layout.ep == 1:
         return 0.0
     group = run.group(layout.ep, layout.expert_tp)
-    token_bytes = run.shape.hidden * run.item_bytes
-    tokens = run.tokens / layout.tp
+    bytes_ = run.tokens / layout.tp * run.shape.hidden * run.item_bytes
+    # What came from another node goes on within this one to those of its ranks that have the
+    # experts.
+    copies_within = experts.per_token * (1 - 1 / group.per_node)
+    within_s = bytes_ * copies_within / cluster.node.sustained + cluster.node.latency_s
+    if group.nodes == 1:
+        return within_s
     away = 1 - 1 / group.nodes  # the share of what is sent evenly that goes to other nodes
     copies = experts.per_token * away
     if run.program.sends_once_a_node:
         copies = experts.nodes_of_token(group.nodes) * away
-    # What came from another node goes on within this one to those of its ranks that have the
-    # experts.
-    within = experts.per_token * (1 - 1 / group.per_node)
-    bytes_ = tokens * token_bytes
-    return exchange_s(run.cluster, group, bytes_ * within, bytes_ * copies)
+    port = cluster.network.sustained / _spread(cluster, group.span)
+    bandwidth = min(cluster.node.sustained, port)
+    across_s = bytes_ * copies / bandwidth + group.nodes * cluster.network.latency_s
+    return max(within_s, across_s)
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
@@ -129,8 +113,12 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     ends = StageSlice(layers=0, embedding=True, head=True)
     ends_gather_s, ends_reduce_s = _unit_s(run, ends, layout.parameter_shards)
     layers = max(part.layers for part in run.ranks)
-    freed = layout.pp == 1 or layout.gather == "microbatch"
-    regathers = 1.0 if freed and run.gathers_each_microbatch else 0.0
+    rounds = 1
+    regathers = 0.0
+    if run.gathers_each_microbatch:
+        rounds = layout.microbatches
+        if layout.pp == 1 or layout.gather == "microbatch":
+            regathers = 1.0
     both = regathers * gather_s + reduce_s
     gathered = run.block_parameters
     if layout.expert_shards(layout.parameter_shards) > 1:
@@ -140,7 +128,6 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     contention_s = program.contention * moved / run.cluster.node.sustained
     backward_slow = max(0.0, both - backward) + contention_s
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
-    rounds = layout.microbatches if run.gathers_each_microbatch else 1
     each = layers * (forward_slow + backward_slow) + ends_slow
     return rounds * each + reduce_s + ends_reduce_s / 2
 
@@ -173,7 +160,7 @@ def _split_s(
     have them in common, which are `stride` apart, and to reduce their gradients."""
     program = run.program
     cluster = run.cluster
-    gradients = parameters * run.program.reduce_bytes
+    gradients = parameters * program.reduce_bytes
     inner = run.group(shards, stride)
     outer = run.group(ranks // shards, stride * shards)
     gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes)

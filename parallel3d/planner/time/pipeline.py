@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
 
-from parallel3d.schedules.build import build_schedule, placement
+from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.timeline.simulate import (
     ActionOrder,
@@ -70,25 +70,17 @@ def closed_form_s(
     turn) and the bubble of an even pipeline, in seconds; ranks that share processors take no less
     than all their work. The bubble is known for the classic schedules (Narayanan et al. 2021, arXiv
     2104.04473, section 2.2) and simulated once for others."""
-    per_rank = [0.0] * pp
     virtual_stages = len(times) // pp
-    for rank, stage in zip(
-        placement(name, pp=pp, virtual_stages=virtual_stages), times, strict=True
-    ):
-        per_rank[rank] += stage.forward + stage.backward
-    slowest = max(per_rank)
-    work = sum(per_rank)
-    if schedule_traits(name).ramp_bubble:
+    stages_s = [stage.forward + stage.backward for stage in times]
+    work = sum(stages_s)
+    if schedule_traits(name).ramp_bubble:  # whose stages go round and round
+        slowest = max(sum(stages_s[rank::pp]) for rank in range(pp))
         bubble = (work - slowest) / virtual_stages
     else:
         bubble = _even_bubble(name, pp, min(microbatches, 2 * pp), virtual_stages) * work / pp
-    in_turns = sum(
-        max(stage.forward + stage.backward for stage in times[at : at + pp])
-        for at in range(0, len(times), pp)
-    )
-    return max(
-        microbatches * in_turns + bubble + 2 * (pp - 1) * send_s, microbatches * work / at_once
-    )
+    in_turns = sum(max(stages_s[at : at + pp]) for at in range(0, len(times), pp))
+    alone = microbatches * in_turns + bubble + 2 * (pp - 1) * send_s
+    return max(alone, microbatches * work / at_once)
 
 
 @lru_cache(maxsize=256)

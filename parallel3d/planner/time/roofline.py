@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
+from math import ceil, inf, sqrt
 
 from parallel3d.planner.hardware.calibration import OneProcess
 from parallel3d.planner.hardware.cluster import Device
@@ -67,25 +67,23 @@ def _matmul_s(
     itemsize: float,
 ) -> float:
     per_processor = flops / processors
-    best = float("inf")
+    best = inf
     for rows, columns, speed in _TILES:
-        waves = -(-m // rows) * -(-n // columns) / processors
-        whole = -(-(-(-m // rows) * -(-n // columns)) // processors)
-        waves += (whole - waves) * _TAIL
+        waves = ceil(m / rows) * ceil(n / columns) / processors
+        waves += (ceil(waves) - waves) * _TAIL
         tile_s = 2.0 * rows * columns * (k + _DEPTH) / (per_processor * speed)
         best = min(best, waves * tile_s)
     memory_s = itemsize * (m * k + k * n + m * n) / memory_rate
-    alignment = 1.0
-    if any(size % 8 for size in (n, k)):
-        alignment = _UNALIGNED
-    return max(best * alignment, memory_s) + kernel_s
+    if n % 8 or k % 8:
+        best *= _UNALIGNED
+    return max(best, memory_s) + kernel_s
 
 
-def matmul_s(kernels: Kernels, m: int, n: int, k: int, *, precision: str | None = None) -> float:
+def matmul_s(kernels: Kernels, m: int, n: int, k: int) -> float:
     """Seconds of [m, k] x [k, n]: the best tile's waves over the processors, never faster than
     memory."""
     device = kernels.device
-    precision = precision or kernels.precision
+    precision = kernels.precision
     if kernels.process is not None:
         measured = kernels.process.matmul  # in this precision, or in the first one that was
         return (

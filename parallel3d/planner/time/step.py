@@ -60,16 +60,7 @@ class TimeParts:
 
     @property
     def total(self) -> float:
-        ways = (
-            self.compute
-            + self.recompute
-            + self.tp
-            + self.cp
-            + self.pp_bubble
-            + self.pp_p2p
-            + self.dp
-        )
-        return ways + self.optimizer + self.overhead + self.ep
+        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +79,6 @@ class _Pipeline:
     """What a step's microbatches take, whatever the data dimension adds."""
 
     micro: MicrobatchTimes
-    stages: list[StageTimes]
     rank_s: list[float]
     send_s: float  # seconds of an activation on its way to the next stage
     blocked_s: float  # what of that holds up the stage that sends
@@ -115,7 +105,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     `known` is filled, and read."""
     host = _calibrated_host(run)
     layout = run.layout
-    pipeline = _pipeline(run, host, exact=exact, known=known)
+    pipeline = _pipeline(run, host, exact=exact, known=known or CostCache())
     micro = pipeline.micro
     rank_s = pipeline.rank_s
     busiest = rank_s.index(max(rank_s))
@@ -215,7 +205,7 @@ def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
 
 
 def _pipeline(
-    run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache | None
+    run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache
 ) -> _Pipeline:
     """Prices the microbatches of a step, or finds them in `known`, where no measurement depends on
     more than that."""
@@ -223,8 +213,6 @@ def _pipeline(
     recompute = layout.recompute, layout.recompute_every
     if host is not None:
         micro = host.microbatch()
-    elif known is None:
-        micro = _microbatch(run)
     elif recompute in known.pipelines:
         return known.pipelines[recompute]
     else:
@@ -265,14 +253,13 @@ def _pipeline(
         seconds *= host.contention
     found = _Pipeline(
         micro=micro,
-        stages=times,
         rank_s=rank_s,
         send_s=send,
         blocked_s=blocked,
         seconds=seconds,
         most=max({*run.ranks}, key=numel),
     )
-    if host is None and known is not None:
+    if host is None:
         known.pipelines[recompute] = found
     return found
 
@@ -289,7 +276,7 @@ def _known_microbatch(run: PlannedRun, known: CostCache) -> MicrobatchTimes:
 def _kernels(run: PlannedRun) -> Kernels:
     """Returns the device as the program's kernels use it."""
     program = run.program
-    attention = run.program.attention_speed
+    attention = program.attention_speed
     if run.cluster.device.family == "hopper":
         attention *= program.hopper_attention
     return Kernels(
@@ -320,7 +307,8 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     experts = run.shape.experts
     # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
     if experts is not None:
-        tp *= 1.0 if experts.shared_hidden else 0.5
+        if not experts.shared_hidden:
+            tp *= 0.5
         if layout.expert_tp > 1:  # a part of an expert needs the rows of all its neighbours
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             neighbours = run.group(layout.expert_tp, 1)
@@ -430,14 +418,13 @@ def _muon_s(run: PlannedRun, muon: MuonCosts) -> float:
     ranks = layout.dp * layout.tp
     shards = layout.optimizer_shards
     blocks = max(part.layers for part in run.ranks)
-    precision = "fp32" if muon.item_bytes == 4 else "bf16"
+    kernels = replace(_kernels(run), precision="fp32" if muon.item_bytes == 4 else "bf16")
     matrices = muon_matrices(run.shape, layout.tp, shards) * blocks
     seconds = 0.0
     for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
         short, long = sorted(shape)
         for sizes in ((short, short, long), (short, short, short), (short, long, short)):
-            once_s = matmul_s(_kernels(run), *sizes, precision=precision)
-            seconds += muon.iterations * count * once_s
+            seconds += muon.iterations * count * matmul_s(kernels, *sizes)
     tables = hidden_tables(run.shape, layout.tp)
     own = sum(table.shard(shards) for table in tables)
     sent = float(muon.item_bytes * blocks * own)
