@@ -35,7 +35,8 @@ DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # their ranks get differen
 
 def dp_rank(parallel: ParallelConfig, rank: int) -> int:
     """Returns the place of a rank among the `parallel.dp` ranks that get different data."""
-    coordinates, place = parallel.coordinates(rank)._asdict(), 0
+    coordinates = parallel.coordinates(rank)._asdict()
+    place = 0
     for role in DATA_ROLES:
         place = place * parallel.axes[role] + coordinates[role]
     return place
@@ -104,7 +105,8 @@ def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the part of `mesh` that holds this rank's replica of the model: the same axes, with
     dp_replicate of size 1, so that whatever is given this mesh sends nothing to other replicas.
     Every rank of a replica calls it at once."""
-    names, replicas = mesh.mesh_dim_names or (), mesh[Role.REPLICATE]
+    names = mesh.mesh_dim_names or ()
+    replicas = mesh[Role.REPLICATE]
     if replicas.size() == 1:
         return mesh
     groups = [mesh[name].get_group() for name in names]

@@ -86,7 +86,9 @@ def parallelize(
     A stage is built on the meta device, split over tp, compiled, sharded over the data axes, and
     filled with weights that depend only on the seed and their names. Without `initialize` it holds
     what the memory held."""
-    parallel, pp, tp = recipe.parallel, mesh[Role.SPLIT_LAYERS], mesh[Role.SPLIT_TENSORS]
+    parallel = recipe.parallel
+    pp = mesh[Role.SPLIT_LAYERS]
+    tp = mesh[Role.SPLIT_TENSORS]
     build = partial(
         model_class,
         recipe.model,
@@ -96,7 +98,9 @@ def parallelize(
         recompute_every=parallel.recompute_every or 1,
         device="meta",
     )
-    reference, ranges, dtypes = build(), stage_ranges(recipe, schedule), dtypes_of(recipe)
+    reference = build()
+    ranges = stage_ranges(recipe, schedule)
+    dtypes = dtypes_of(recipe)
     masks = recipe.data.documents == "mask"
     if masks and "documents" not in signature(reference.forward).parameters:
         raise ConfigError(
@@ -112,7 +116,9 @@ def parallelize(
     # stay outside of graphs.
     is_cut = schedule.splits or parallel.recompute == "selective"
     compile_parts = compile_pieces if parallel.tp > 1 or is_cut or masks else compile_blocks
-    stages, data, parameters = [], [], []
+    stages = []
+    data = []
+    parameters = []
     for index in schedule.stages_of(pp.get_local_rank()):
         module = cut(build(), ranges[index])
         set_fused_gradients(module, True)
@@ -146,7 +152,8 @@ def parallelize(
 
 def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
     """Returns the blocks of each stage: those of the recipe, or balanced by cost."""
-    model, boundaries = recipe.model, recipe.parallel.stage_boundaries
+    model = recipe.model
+    boundaries = recipe.parallel.stage_boundaries
     if boundaries is not None:
         return block_ranges(sizes_between(boundaries, model.layers))
     costs = model.part_costs(recipe.train.seq_len)
@@ -166,7 +173,9 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
     """Lays a stage over the data ranks. Gradients are summed: a microbatch's loss is divided by the
     tokens of the global batch. Each block travels by itself, and so do the embedding, and the last
     norm with the head."""
-    parallel, microbatches, layers = recipe.parallel, recipe.microbatches, module.layers
+    parallel = recipe.parallel
+    microbatches = recipe.microbatches
+    layers = module.layers
     assert isinstance(layers, nn.ModuleDict)
     blocks = ["layers.*"] if layers else []  # a head may stand alone
     ends = [parts for parts in (FIRST_PARTS, LAST_PARTS) if getattr(module, parts[0]) is not None]

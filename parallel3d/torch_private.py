@@ -78,7 +78,8 @@ def dcp_index(metadata: Metadata, places: dict[MetadataIndex, DcpPlace]) -> byte
     """Returns what torch.distributed.checkpoint has in the file `.metadata`, by which its own
     readers find the parts of each tensor. Its public writer can only write it straight to the
     disk."""
-    metadata.storage_data, metadata.storage_meta = places, StorageMeta()
+    metadata.storage_data = places
+    metadata.storage_meta = StorageMeta()
     metadata.version = "1.0.0"
     return pickle.dumps(metadata)
 
@@ -98,7 +99,8 @@ def draw_dtensors_by(draw: Callable[[DTensor, Callable[[Tensor], object]], None]
         draw(args[0], lambda full: operator(full, *args[1:], **kwargs))
         return args[0]
 
-    aten, handlers = torch.ops.aten, DTensor._op_dispatcher._custom_op_handlers
+    aten = torch.ops.aten
+    handlers = DTensor._op_dispatcher._custom_op_handlers
     for operator in (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float):
         handlers.setdefault(operator, handler)  # type: ignore[arg-type]
 
@@ -157,16 +159,19 @@ def group_of(
         key = f"{description} {list(ranks)}"
         _groups_made[key] += 1
         name = f"{key} {_groups_made[key]}"
-    everyone, naming = c10d._get_default_group(), c10d._process_group_name
+    everyone = c10d._get_default_group()
+    naming = c10d._process_group_name
     backend = None if device is None else everyone._get_backend(device).name()
-    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    bound = everyone.bound_device_id
+    everyone.bound_device_id = None
     c10d._process_group_name = lambda ranks, use_hashed_name: name
     try:
         group = dist.new_group(
             ranks, timeout, backend, use_local_synchronization=True, group_desc=description
         )
     finally:
-        everyone.bound_device_id, c10d._process_group_name = bound, naming
+        everyone.bound_device_id = bound
+        c10d._process_group_name = naming
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -95,7 +95,8 @@ def plan_save(
     """Has the ranks agree who writes which part, a replicated part once, and makes the folder. The
     agreement of an `earlier` save holds if every rank's state has the same form. Every rank calls
     it. Raises SaveError, before anything is written, if the disk is too full."""
-    planner, partial = DefaultSavePlanner(), path.with_name(f"{path.name}.partial")
+    planner = DefaultSavePlanner()
+    partial = path.with_name(f"{path.name}.partial")
     form = [(name, x.shape, x.dtype, getattr(x, "placements", None)) for name, x in state.items()]
     index: Metadata | None = None
     total = 0

@@ -30,7 +30,9 @@ from parallel3d.errors import CheckpointError, DamagedCheckpointError
 _BLOCK = re.compile(r"\.\d+\.")  # the number of a block in a tensor's name
 Shapes = Mapping[str, Sequence[int]]  # by the tensors' names
 FORMAT: Literal[1] = 1
-MANIFEST_FILE, INDEX_FILE, CONFIG_FILE = "manifest.json", ".metadata", "config.yaml"
+MANIFEST_FILE = "manifest.json"
+INDEX_FILE = ".metadata"
+CONFIG_FILE = "config.yaml"
 # the files that a save writes, and no others
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
 
@@ -220,11 +222,13 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Ite
     """Reads files and yields those that are not what was saved, with the tensors that are
     damaged."""
     for name in names:
-        crc, tensors = 0, dict[str, None]()
+        crc = 0
+        tensors = dict[str, None]()
         try:
             with (folder / name).open("rb", buffering=0) as file:
                 for piece, tensor in manifest.pieces.get(name, []):
-                    crc, expected = _crc_of(file, piece.bytes, crc), int(piece.crc32, 16)
+                    crc = _crc_of(file, piece.bytes, crc)
+                    expected = int(piece.crc32, 16)
                     if crc != expected:
                         tensors[tensor] = None
                     crc = expected
@@ -241,7 +245,8 @@ def _crc_of(file: FileIO, count: int, crc: int) -> int:
     """Returns the running CRC-32 after the next `count` bytes of a file."""
     buffer = memoryview(bytearray(min(count, 1 << 19)))
     while count and (read := file.readinto(buffer[:count])):
-        crc, count = zlib.crc32(buffer[:read], crc), count - read
+        crc = zlib.crc32(buffer[:read], crc)
+        count = count - read
     return crc
 
 

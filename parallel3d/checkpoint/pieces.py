@@ -45,7 +45,9 @@ def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor
     """Writes and syncs the file of a rank, unless it has no part. Raises OSError."""
     if not parts:
         return WrittenShard({}, [])
-    name, crc, pieces = f"__{rank}_0.distcp", 0, []
+    name = f"__{rank}_0.distcp"
+    crc = 0
+    pieces = []
     with (folder / name).open("wb") as file:
         for item, part in parts:
             at = file.tell()
@@ -57,8 +59,10 @@ def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor
                     crc = zlib.crc32(chunk, crc)
                     file.write(chunk)
             assert item.tensor_data is not None
-            box, end = item.tensor_data.chunk, file.tell()
-            offsets, sizes = tuple(box.offsets), tuple(box.sizes)
+            box = item.tensor_data.chunk
+            end = file.tell()
+            offsets = tuple(box.offsets)
+            sizes = tuple(box.sizes)
             piece = SavedPiece(name, at, end - at, at + len(head), f"{crc:08x}", offsets, sizes)
             pieces.append((item.index, piece))
         file.flush()
@@ -93,7 +97,8 @@ def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: T
     """Fills `target` with the box of a saved tensor that begins at `offsets`, from all pieces that
     overlap it. Raises DamagedCheckpointError if a file cannot be read."""
     for piece in saved.pieces:
-        part, starts = target, []
+        part = target
+        starts = []
         for dim, first in enumerate(piece.offsets):
             begin = offsets[dim]
             start = max(first, begin)

@@ -77,7 +77,8 @@ def refuse_another_model(
 def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """Opens the tensors of a folder, by their names in the family's table. A model that was saved
     without its head has names without their beginning."""
-    stored, base = open_safetensors(folder), NAMES[family_of(model)].base
+    stored = open_safetensors(folder)
+    base = NAMES[family_of(model)].base
     has_base = any(name.startswith(base) for name in stored)
     found = {}
     for name, each in stored.items():

@@ -48,7 +48,9 @@ class Saver(AbstractContextManager["Saver"]):
     def __init__(
         self, rule: CheckpointConfig, *, saved: Callable[[Path], None], say: Callable[[str], None]
     ) -> None:
-        self._rule, self._saved, self._say = rule, saved, say
+        self._rule = rule
+        self._saved = saved
+        self._say = say
         self._group: dist.ProcessGroup | None = None
         if rule.in_background:
             assert dist.group.WORLD is not None
@@ -113,7 +115,8 @@ class Saver(AbstractContextManager["Saver"]):
     def finish(self) -> None:
         """Waits for the save under way, and reports its outcome. Every rank calls it; raises as
         `save` does."""
-        done, self._under_way = self._under_way, None
+        done = self._under_way
+        self._under_way = None
         if done is None:
             return
         done.end.wait()

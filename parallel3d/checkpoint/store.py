@@ -120,9 +120,11 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
         return [f"{start}: has no config.json; names and shapes of the weights alone are compared"]
     config = read_config_json(path)
     theirs = from_hugging_face(config, path)
-    errors, notes = [*left_out(config, path)], list[str]()
+    errors = [*left_out(config, path)]
+    notes = list[str]()
     for name in (*_SAME, *_MAY_DIFFER):
-        there, here = shown(getattr(theirs, name)), shown(getattr(model, name))
+        there = shown(getattr(theirs, name))
+        here = shown(getattr(model, name))
         if there != here:
             key = f"model.{_KEYS.get(name, name)}"
             words = f"{key} = {here}: the weights of {start} have {there}"

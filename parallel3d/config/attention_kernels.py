@@ -128,7 +128,9 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
 def _fused(call: AttentionCall, device: AttentionDevice, *, has_mask: bool) -> KernelName:
     """Returns the kernel that `scaled_dot_product_attention` takes on CUDA, with repeated heads if
     it needs them."""
-    is_half, is_ampere, head = call.item_bytes == 2, device.capability >= (8, 0), call.head_dim
+    is_half = call.item_bytes == 2
+    is_ampere = device.capability >= (8, 0)
+    head = call.head_dim
     prefers_cudnn = device.capability[0] in (9, 10) and device.cudnn > 91500 and not device.is_rocm
     if is_half and prefers_cudnn and head <= 128 and head % 8 == 0:
         return "cudnn"
@@ -142,7 +144,8 @@ def _fused(call: AttentionCall, device: AttentionDevice, *, has_mask: bool) -> K
 
 
 def _has_flash(call: AttentionCall, device: AttentionDevice) -> bool:
-    capability, head = device.capability, call.head_dim
+    capability = device.capability
+    head = call.head_dim
     is_small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     is_refused = is_small and call.trains and 192 < head <= 224
     return capability >= (8, 0) and head <= 256 and not is_refused
@@ -155,7 +158,9 @@ def _has_varlen(call: AttentionCall, device: AttentionDevice) -> bool:
 
 def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel:
     """Returns the kernel of every block's attention in a recipe's training."""
-    model, train, tp = recipe.model, recipe.train, recipe.parallel.tp
+    model = recipe.model
+    train = recipe.train
+    tp = recipe.parallel.tp
     if train.deterministic:  # cuDNN's kernel is not
         device = replace(device, cudnn=0)
     call = AttentionCall(
@@ -173,17 +178,21 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
 def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     """Returns a line if a block's attention would write out more than `MOST_SCORE_BYTES` on a GPU
     such as `device`."""
-    kernel, train, parallel = kernel_of_recipe(recipe, device), recipe.train, recipe.parallel
+    kernel = kernel_of_recipe(recipe, device)
+    train = recipe.train
+    parallel = recipe.parallel
     scores = parallel.microbatch_size * (recipe.model.heads // parallel.tp)
     quadratic_bytes = train.seq_len**2 * (scores * kernel.score_bytes + kernel.mask_bytes)
     if device.type != "cuda" or quadratic_bytes <= MOST_SCORE_BYTES:
         return []
-    key, tries = "train.precision", "fp16"
+    key = "train.precision"
+    tries = "fp16"
     if train.precision == "fp32" and device.capability >= (8, 0):
         tries = "bf16"
     why = "a window is a mask of S^2 numbers here"
     if kernel.name == "scores":
-        key, tries = "model.attention_dropout", "0"
+        key = "model.attention_dropout"
+        tries = "0"
         why = "dropout needs the probabilities of attention, S^2 a head, written out"
     elif kernel.score_bytes:
         why = "no fused kernel takes these heads, so that S^2 scores a head are written out"

@@ -254,7 +254,8 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 def windowed_layers(config: Mapping[str, Any]) -> int:
     """Returns in how many layers `sliding_window` holds: as `layer_types` lists them, or by the
     family's own rule."""
-    layers, kind = config.get("num_hidden_layers"), str(config.get("model_type"))
+    layers = config.get("num_hidden_layers")
+    kind = str(config.get("model_type"))
     if sliding_window(config) is None or not isinstance(layers, int):
         return 0
     if types := config.get("layer_types"):

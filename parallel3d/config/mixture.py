@@ -48,7 +48,8 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 def mixture_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of the sources and their weights that contradicts another one or
     cannot be drawn."""
-    data, sources = recipe.data, recipe.data.sources
+    data = recipe.data
+    sources = recipe.data.sources
     if data.stages and not sources:
         yield "data.stages: weighs data.sources, and there are none; try data.stages=[]"
     if sources and data.path is not None:

@@ -551,7 +551,8 @@ class Recipe:
     def batch_sizes(self) -> BatchSizes:
         """The global batch of each step. Without a start of the warm-up the batch is always
         full."""
-        train, full = self.train, self.train.global_batch_size
+        train = self.train
+        full = self.train.global_batch_size
         start = train.batch_warmup_start or full
         increment = train.batch_warmup_increment or start
         steps = train.batch_warmup_steps or 0

@@ -94,7 +94,8 @@ def fit_to_workers(recipe: Recipe, workers: int) -> Recipe:
     tp, pp and dp_replicate and gets another dp_shard; the global batch stays, so that the losses
     do, to rounding. Raises ConfigError where the layout needs another number of workers, with those
     that it could have."""
-    parallel, train = recipe.parallel, recipe.train
+    parallel = recipe.parallel
+    train = recipe.train
     if workers == parallel.world_size:
         return recipe
     if not parallel.elastic:
@@ -142,9 +143,11 @@ def unread_errors(recipe: Recipe) -> Iterator[str]:
         if is_absent or (recipe.model.is_custom and other == "model.architecture"):
             continue
         value, found = attrgetter(name, other)(recipe)
-        wanted, is_read = other, found != KEYS[other].default
+        wanted = other
+        is_read = found != KEYS[other].default
         if isinstance(found, str):
-            wanted, is_read = f"{other} = {any_of(values)}", found in values
+            wanted = f"{other} = {any_of(values)}"
+            is_read = found in values
         if value == KEYS[name].default or is_read:
             continue
         said = f"{name} = {shown(value)}" if isinstance(value, str | int | float) else name
@@ -158,7 +161,8 @@ def unread_errors(recipe: Recipe) -> Iterator[str]:
 def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of local SGD that does not fit the layout, the model or the length
     of the run."""
-    local, parallel = recipe.local_sgd, recipe.parallel
+    local = recipe.local_sgd
+    parallel = recipe.parallel
     if local.sync_every is None:
         return
     if parallel.elastic:
@@ -189,7 +193,8 @@ def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
 def train_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule of the length of the run, its learning rate, its evaluations and its
     samples."""
-    train, optimizer = recipe.train, recipe.optimizer
+    train = recipe.train
+    optimizer = recipe.optimizer
     end = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
     last = optimizer.decay_steps or train.steps
     yield from at_most(recipe, "optimizer.warmup_steps", end, last // 10)
@@ -223,7 +228,8 @@ def train_errors(recipe: Recipe) -> Iterator[str]:
 @rule
 def data_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of the data that contradicts another one."""
-    data, vocab = recipe.data, recipe.model.vocab
+    data = recipe.data
+    vocab = recipe.model.vocab
     if data.tokenizer == "bytes" and data.source != "tokens":
         if vocab < _BYTE_TOKENIZER_IDS:
             yield (
@@ -260,8 +266,11 @@ def data_errors(recipe: Recipe) -> Iterator[str]:
 @rule
 def file_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule of checkpoints and folders."""
-    checkpoint, run_dir, start = recipe.checkpoint, recipe.run_dir, recipe.checkpoint.start_from
-    every, keep_every = checkpoint.every, checkpoint.keep_every
+    checkpoint = recipe.checkpoint
+    run_dir = recipe.run_dir
+    start = recipe.checkpoint.start_from
+    every = checkpoint.every
+    keep_every = checkpoint.keep_every
     if every is not None and keep_every is not None and keep_every % every:
         tries = any_of(multiples_near(keep_every, every))
         yield f"<checkpoint.keep_every>: must be a multiple of <checkpoint.every>; try {tries}"
@@ -287,7 +296,9 @@ def file_errors(recipe: Recipe) -> Iterator[str]:
 @rule
 def logging_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each setting of profiles that means nothing in this run."""
-    logging, steps, ranks = recipe.logging, recipe.train.steps, recipe.parallel.world_size
+    logging = recipe.logging
+    steps = recipe.train.steps
+    ranks = recipe.parallel.world_size
     yield from at_most(recipe, "logging.timeline", "train.steps", steps)
     first, last = logging.profile_steps or (1, steps)
     if not 1 <= first <= last <= steps:

@@ -55,7 +55,9 @@ def divides_key_value_heads(kv_heads: int, tp: int) -> bool:
 def model_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each key of the model that does not fit the others, tp or the length of a
     sequence."""
-    model, tp, seq_len = recipe.model, recipe.parallel.tp, recipe.train.seq_len
+    model = recipe.model
+    tp = recipe.parallel.tp
+    seq_len = recipe.train.seq_len
     if model.head_dim is None and model.hidden % model.heads:
         # A divisor of half the width leaves an even number to each head.
         tries = any_of(nearest(divisors(model.hidden // 2), model.heads) or [1])
@@ -95,7 +97,8 @@ def rope_errors(recipe: Recipe) -> Iterator[str]:
     if scaling is None:
         return
     low, high, *_ = SCALING_KEYS[scaling.type]
-    least, most = getattr(scaling, low), getattr(scaling, high)
+    least = getattr(scaling, low)
+    most = getattr(scaling, high)
     if least >= most:
         name = f"model.rope_scaling.{low}"
         yield f"<{name}>: must be below <model.rope_scaling.{high}>; try {name}={most / 4:g}"
@@ -104,7 +107,8 @@ def rope_errors(recipe: Recipe) -> Iterator[str]:
 @rule
 def parallel_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule that tp or recompute breaks."""
-    model, parallel = recipe.model, recipe.parallel
+    model = recipe.model
+    parallel = recipe.parallel
     split_by_tp = {"model.heads": model.heads, "model.ffn_hidden": model.ffn_hidden}
     if model.kv_heads is not None and not divides_key_value_heads(model.kv_heads, parallel.tp):
         split_by_tp["model.kv_heads"] = model.kv_heads
@@ -129,7 +133,9 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
 
 def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     """One line for each rule of the data dimension that a layout breaks."""
-    stage, replicas, strategy = parallel.zero_stage, parallel.dp_replicate, parallel.strategy
+    stage = parallel.zero_stage
+    replicas = parallel.dp_replicate
+    strategy = parallel.strategy
     if stage is not None and (meant := strategy_of(None, stage, replicas)) != strategy:
         yield (
             f"parallel.zero_stage = {stage}: is another name for parallel.sharding = {meant}, "
@@ -179,8 +185,10 @@ def replication_error(strategy: ShardingName, dp_replicate: int) -> str | None:
 def schedule_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each rule of the pipeline that the recipe breaks: its stages, and the schedule's
     on each rank."""
-    parallel, layers = recipe.parallel, recipe.model.layers
-    virtual, stages = parallel.virtual_stages, SCHEDULES[parallel.schedule].stages
+    parallel = recipe.parallel
+    layers = recipe.model.layers
+    virtual = parallel.virtual_stages
+    stages = SCHEDULES[parallel.schedule].stages
     boundaries = parallel.stage_boundaries
     if parallel.stages > layers:
         yield (
@@ -213,8 +221,10 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
 def batch_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each number of sequences that does not divide over the data ranks and their
     microbatches, and for each rule that the warm-up of the batch breaks."""
-    parallel, train = recipe.parallel, recipe.train
-    start, full = train.batch_warmup_start, train.global_batch_size
+    parallel = recipe.parallel
+    train = recipe.train
+    start = train.batch_warmup_start
+    full = train.global_batch_size
     # sequences that one microbatch takes over all data ranks
     slice_ = parallel.dp * parallel.microbatch_size
     sizes = {"global_batch_size": full}

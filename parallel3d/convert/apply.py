@@ -222,7 +222,9 @@ def _styles_by_name(module: nn.Module, rules: Rules) -> dict[str, Style]:
 
 
 def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
-    module, settings, tp = plan.module, plan.settings, plan.tp
+    module = plan.module
+    settings = plan.settings
+    tp = plan.tp
     match plan.style:
         case None:
             if isinstance(module, nn.Embedding) or is_linear(module):
@@ -256,7 +258,8 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
         case SplitExperts():
             count = plan.count("num_experts", module)
             plan.check_divides(count, "experts")
-            plan.parallel_class, plan.dims = ParallelExperts, dict.fromkeys(plan.dims, 0)
+            plan.parallel_class = ParallelExperts
+            plan.dims = dict.fromkeys(plan.dims, 0)
             # transformers reads `_is_expert_parallel`.
             settings |= {"count": count, "_is_expert_parallel": True}
             plan.counts[module, "num_experts"] = count // tp
@@ -291,7 +294,8 @@ def _split_columns(plan: ModulePlan, style: Column) -> None:
         if named or not style.gather_output:
             what = f"heads (output features / {style.unit})" if style.unit else "output features"
             plan.check_divides(units, style.heads or what)
-        plan.parallel_class, plan.dims = ColumnParallel, dict.fromkeys(plan.dims, 0)
+        plan.parallel_class = ColumnParallel
+        plan.dims = dict.fromkeys(plan.dims, 0)
         plan.dims["weight"] = out_dim
         plan.settings |= {"features": features, "gather_output": style.gather_output}
         return
@@ -337,5 +341,6 @@ def _set_count(owner: Any, attribute: str, count: int) -> None:
     if of_config:
         config = copy.copy(getattr(owner, name))
         setattr(owner, name, config)
-        owner, name = config, of_config
+        owner = config
+        name = of_config
     setattr(owner, name, count)

@@ -107,7 +107,8 @@ def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -
             parameter.grad = None
         result.backward(factors)
     for name, parameter in reversed(list(module.named_parameters())):
-        gradient, parameter.grad = parameter.grad, before[parameter]
+        gradient = parameter.grad
+        parameter.grad = before[parameter]
         if gradient is not None:
             full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             trace.gradients[name] = figures(full)

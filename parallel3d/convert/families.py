@@ -184,7 +184,8 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
 
 def _falcon_attention(config: object) -> _Table:
     """Returns the rules of Falcon's packed q, k and v."""
-    own, packed = "**.self_attention", "**.self_attention.query_key_value"
+    own = "**.self_attention"
+    packed = "**.self_attention.query_key_value"
     has_groups = getattr(config, "new_decoder_architecture", False)
     if has_groups or not getattr(config, "multi_query", False):
         # q of each key-value head, then its k and v

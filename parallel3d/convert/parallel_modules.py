@@ -56,7 +56,8 @@ class PackedColumnParallel(ShardedModule):
     packed: Sequence[tuple[int, int]]
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.replicated("weight"), self.replicated("bias")
+        weight = self.replicated("weight")
+        bias = self.replicated("bias")
         shard = weight if self.is_transposed else weight.t()  # [I / n, O]
         sent = self._by_rank(shard).transpose(0, 1)  # [n, I / n, O / n]
         own = all_to_all_of_region(sent, self.axis).flatten(0, 1)  # [I, O / n]

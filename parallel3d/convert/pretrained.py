@@ -27,7 +27,8 @@ from parallel3d.errors import CheckpointError
 from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.mesh import Axis
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _ANOTHER_MODEL = "it is of another model"
 _LARGEST_INDEX_BYTES = 64 << 20  # an index has some 100 bytes for each tensor
 
@@ -140,7 +141,8 @@ def read_slice(stored: Any, index: Sequence[slice], dtype: torch.dtype) -> Tenso
 
 
 def _own_slice(stored: Any, name: str, tensor: Tensor, path: str | Path) -> Tensor:
-    shape, here = stored.get_shape(), list(tensor.shape)
+    shape = stored.get_shape()
+    here = list(tensor.shape)
     if shape != here:
         raise CheckpointError(f"{path}: {name} is {shape} there and {here} here; {_ANOTHER_MODEL}")
     index = [slice(None)] * tensor.ndim

@@ -81,7 +81,8 @@ class MixtureOrder:
 
     def draws(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Returns the source of each of `samples`, and which of that source's own samples it is."""
-        source, own = np.empty_like(samples), np.empty_like(samples)
+        source = np.empty_like(samples)
+        own = np.empty_like(samples)
         begins = [stage.first_sample for stage in self.stages]
         stage_of = np.searchsorted(begins, samples, side="right") - 1
         for index in np.unique(stage_of):
@@ -126,9 +127,11 @@ def windows_of_run(
     """Returns what a run of the recipe draws from the training parts of its corpora, one stream or
     one a source. From their validation parts it draws with the weights of the first stage, and the
     same for every seed of the run."""
-    stages, seed = mixture_stages(recipe), recipe.train.seed
+    stages = mixture_stages(recipe)
+    seed = recipe.train.seed
     if for_validation:
-        stages, seed = stages[:1], 0
+        stages = stages[:1]
+        seed = 0
     sources = []
     for stream in streams:
         sources.append(ShuffledWindows(stream, seq_len=recipe.train.seq_len, seed=seed))

@@ -33,7 +33,8 @@ from parallel3d.config.yaml_text import plain_name
 from parallel3d.data.windows import TokenIds
 from parallel3d.errors import DataError
 
-TOKENS_JSON, TOKENIZER_JSON = "tokens.json", "tokenizer.json"
+TOKENS_JSON = "tokens.json"
+TOKENIZER_JSON = "tokenizer.json"
 Part = Literal["train", "validation"]
 PARTS: tuple[Part, ...] = ("train", "validation")
 PlainName = Annotated[str, AfterValidator(plain_name)]  # of a file in the same folder
@@ -131,7 +132,8 @@ class FileTokens:
     memory."""
 
     def __init__(self, slices: Sequence[FileSlice], dtype: np.dtype[np.integer]) -> None:
-        self.slices, self.dtype = tuple(slices), dtype
+        self.slices = tuple(slices)
+        self.dtype = dtype
         self._starts = [0, *accumulate(each.tokens for each in slices)]
         self._open = lru_cache(_OPEN_FILES)(_Descriptor)
 
@@ -202,7 +204,8 @@ def open_tokens(path: Path, validation_fraction: float) -> TokenFiles:
 
 
 def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
-    path, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    path = Path(f"{prefix}.bin")
+    index = Path(f"{prefix}.idx")
     try:
         with index.open("rb") as file:
             raw = file.read(_HEADER.size)
@@ -231,7 +234,8 @@ def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
             f"({error}); build it anew"
         ) from error
     _check_size(path, size_bytes)
-    train, validation = FileSlice(path, first), FileSlice(path, tokens - first, first)
+    train = FileSlice(path, first)
+    validation = FileSlice(path, tokens - first, first)
     return TokenFiles(FileTokens([train], dtype), FileTokens([validation], dtype), None)
 
 
@@ -267,8 +271,11 @@ class FolderWriter(AbstractContextManager["FolderWriter"]):
         shard_tokens: int = 1 << 30,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.shard_tokens = folder, shard_tokens
-        self.vocab_size, self.end_of_text, self.tokenizer = vocab_size, end_of_text, tokenizer
+        self.folder = folder
+        self.shard_tokens = shard_tokens
+        self.vocab_size = vocab_size
+        self.end_of_text = end_of_text
+        self.tokenizer = tokenizer
         self.dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
         self.largest_id = 0
         self._shards: dict[Part, list[Shard]] = {part: [] for part in PARTS}

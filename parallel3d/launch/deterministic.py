@@ -22,7 +22,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # its one attribute is made by hand, which mypy does not see
     memory: Any = torch.utils.deterministic
-    fills, was_on = memory.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    fills = memory.fill_uninitialized_memory
+    was_on = torch.are_deterministic_algorithms_enabled()
     memory.fill_uninitialized_memory = False  # nothing here reads memory before it is written
     torch.use_deterministic_algorithms(True)
     try:

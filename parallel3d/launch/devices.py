@@ -42,7 +42,9 @@ class Place:
     def of_this_process(cls, device: torch.device, problem: str = "") -> Place:
         """Returns the place of this process, which computes on `device`, or cannot for the reason
         in `problem`."""
-        host, namespace, gpu = socket.gethostname(), "", ""
+        host = socket.gethostname()
+        namespace = ""
+        gpu = ""
         with suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
         if device.type == "cuda":

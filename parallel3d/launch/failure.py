@@ -54,7 +54,8 @@ class Failure:
         message = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         exit_status = RankError.exit_status
         if isinstance(error, Parallel3dError):
-            message, exit_status = str(error), error.exit_status
+            message = str(error)
+            exit_status = error.exit_status
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
             exit_status = error.code or exit_status  # a worker that exits has not done its work
         return cls(

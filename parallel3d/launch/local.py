@@ -202,7 +202,8 @@ def _find_hanging(
     detector: HangDetector, workers: Sequence[_Worker], folder: Path
 ) -> Failure | None:
     """Reads the beats of the workers. Returns the failure of one that keeps the others waiting."""
-    beats, states = {}, {}
+    beats = {}
+    states = {}
     for worker in workers if len(workers) > 1 else ():
         with suppress(OSError):
             beats[worker.rank] = Beat.from_json((folder / f"beat_{worker.rank}").read_text())
@@ -279,7 +280,8 @@ def _die_with_the_launcher(folder: Path) -> None:
     """Has a thread wait for the launcher's end, remove its folders, and kill the fork server, which
     is this process's parent. With the fork server every worker ends, even one that is stopped."""
     die_with_the_parent()
-    launcher, fork_server = multiprocessing.parent_process(), os.getppid()
+    launcher = multiprocessing.parent_process()
+    fork_server = os.getppid()
     assert launcher is not None
 
     def follow() -> None:
@@ -306,7 +308,8 @@ class SignalRelay:
     A stopped worker would keep the others waiting, so it is told to continue."""
 
     def __init__(self, workers: Sequence[_Worker], *, saves: bool) -> None:
-        self._workers, self._saves = workers, saves
+        self._workers = workers
+        self._saves = saves
         self.passes_on = False
         self.passed_on = 0  # the signal that was passed on
         self._passed_on_at = 0.0
@@ -322,7 +325,8 @@ class SignalRelay:
         cannot_save = signum == signal.SIGINT and not self._saves
         if not self.passes_on or self.passed_on or cannot_save:
             raise _Stopped(signum)
-        self.passed_on, self._passed_on_at = signum, time.monotonic()
+        self.passed_on = signum
+        self._passed_on_at = time.monotonic()
         if signum == signal.SIGINT:  # print may be what this handler has interrupted
             os.write(
                 2,

@@ -66,7 +66,8 @@ class Rendezvous:
                     f"{name} = {environ.get(name)}: must be a whole number; unset {names[0]} to "
                     "start the workers here, or start them with torchrun"
                 )
-        rank, world_size = int(environ[names[0]]), int(environ[names[1]])
+        rank = int(environ[names[0]])
+        world_size = int(environ[names[1]])
         nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1
         on_the_fullest_node = -(-world_size // int(nodes))
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", on_the_fullest_node))
@@ -99,7 +100,8 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     monitor each other, and the error is a ReportedError."""
     import torch
 
-    device, problem = torch.device("cpu"), ""
+    device = torch.device("cpu")
+    problem = ""
     try:
         device = choose_device(recipe.train.device, rendezvous.local_rank)
     except ConfigError as error:  # other ranks would wait for this one, so it meets them first
@@ -107,7 +109,9 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     if device.type == "cuda":
         torch.cuda.set_device(device)
         record_flights(recipe.run_dir)
-    rank, size, timeout_s = rendezvous.rank, rendezvous.world_size, recipe.train.start_timeout_s
+    rank = rendezvous.rank
+    size = rendezvous.world_size
+    timeout_s = recipe.train.start_timeout_s
     monitor: PeerMonitor | None = None
     try:
         places = _meet(recipe, rendezvous, device, problem)
@@ -140,7 +144,8 @@ def _meet(
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous as meet
 
-    rank, size = rendezvous.rank, rendezvous.world_size
+    rank = rendezvous.rank
+    size = rendezvous.world_size
     timeout = timedelta(seconds=recipe.train.start_timeout_s)
     # A server for one worker answers at once; one for all would not say who is missing.
     waited_for = 1 if rendezvous.init_method == "env://" else size
@@ -180,7 +185,8 @@ def connect_to_store(prefix: str, timeout_s: float = _STORE_S) -> dist.Store:
     below `prefix`. Raises OSError if nobody listens, and RuntimeError if nobody answers."""
     import torch.distributed as dist
 
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     # This is refused at once; torch would try again and again.
     socket.create_connection((host, port), _STORE_S).close()
     timeout = timedelta(seconds=timeout_s)
@@ -200,7 +206,8 @@ def join_attempt(rendezvous: Rendezvous, timeout_s: float) -> Rendezvous:
     if not _is_of_torchrun():
         return replace(rendezvous, is_restart=was_requeued())
     die_with_the_parent()  # torchrun leaves its workers behind if it is killed
-    rank, size = rendezvous.rank, rendezvous.world_size
+    rank = rendezvous.rank
+    size = rendezvous.world_size
     own_key = f"{uuid4().hex} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
         store = _store_of_torchrun(timeout_s)
@@ -237,8 +244,10 @@ def _invite(store: dist.Store, size: int, timeout_s: float) -> dict[str, Any]:
     restarted before, the store was lost with its node, and the run had started."""
     is_new = store.add("attempts", 1) == 1
     started = store.check([_STARTED]) or was_requeued()
-    attempt, deadline = uuid4().hex, time.monotonic() + timeout_s
-    here, invited = [f"here/{rank}" for rank in range(size)], set[str]()
+    attempt = uuid4().hex
+    deadline = time.monotonic() + timeout_s
+    here = [f"here/{rank}" for rank in range(size)]
+    invited = set[str]()
     while time.monotonic() < deadline:
         if store.check(here):
             keys = {key.decode() for key in store.multi_get(here)}

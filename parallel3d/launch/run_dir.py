@@ -105,8 +105,10 @@ def holds_run(run_dir: Path) -> bool:
 def check_run_dir(recipe: Recipe) -> None:
     """Raises ConfigError if `run_dir` has a file that a run would overwrite and that no run has
     written, or if it holds another run than the one whose checkpoint `checkpoint.resume` names."""
-    run_dir, resume = Path(recipe.run_dir or "."), recipe.checkpoint.resume
-    where, has_run = f"run_dir = {shown(str(run_dir))}", holds_run(run_dir)
+    run_dir = Path(recipe.run_dir or ".")
+    resume = recipe.checkpoint.resume
+    where = f"run_dir = {shown(str(run_dir))}"
+    has_run = holds_run(run_dir)
     foreign = [name for name, mark in _MARKS.items() if not _has_mark(run_dir / name, mark)]
     # A run makes metrics.jsonl before config.yaml.
     has_begun = has_run or (run_dir / "metrics.jsonl").exists()
@@ -140,7 +142,8 @@ def begin_run(recipe: Recipe) -> list[str]:
 
     A run that resumes nothing never mixes with an earlier one, whose files move to `<run_dir>.1`
     (or the next free number). Raises SaveError if the folder cannot be written."""
-    run_dir, notes = Path(recipe.run_dir or "."), []
+    run_dir = Path(recipe.run_dir or ".")
+    notes = []
     with writing(run_dir):
         if recipe.checkpoint.resume == "none" and holds_run(run_dir):
             named = run_dir.resolve() if run_dir.name in ("", "..") else run_dir

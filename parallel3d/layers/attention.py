@@ -89,7 +89,8 @@ class ParallelAttention(ParallelModule):
                 "must divide heads, tp must divide heads, and of tp and kv_heads one the other"
             )
 
-        copies, K = max(n // kv_heads, 1), self.head_dim
+        copies = max(n // kv_heads, 1)
+        K = self.head_dim
         linear = partial(ColumnParallelLinear, hidden, tp=tp, bias=options.bias)
         self.q = linear(heads * K)
         self.k = linear(kv_heads * K, copies=copies)
@@ -99,7 +100,8 @@ class ParallelAttention(ParallelModule):
         self.k_norm: RMSNorm | None = None
         if options.qk_norm:
             norm = partial(RMSNorm, K, eps=options.norm_eps, tp=tp, over_heads=True)
-            self.q_norm, self.k_norm = norm(), norm()
+            self.q_norm = norm()
+            self.k_norm = norm()
         self.dropout: Dropout | None = None
         # it drops probabilities [batch, heads, queries, keys], whose heads are split
         if options.dropout:
@@ -143,9 +145,11 @@ class ParallelAttention(ParallelModule):
         # [B, S, H / n or G / n, K]
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if self.rotary is not None:
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+            q = self.rotary(q, positions)
+            k = self.rotary(k, positions)
         inputs = (q, k, v, mask, documents, key)
         if self.options.recompute and torch.is_grad_enabled() and not is_compiling():
             y = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -162,7 +166,9 @@ class ParallelAttention(ParallelModule):
         documents: PackedDocuments | None,
         key: Tensor | None,
     ) -> Tensor:  # q [B, S, H / n, K], k and v [B, S, G / n, K]
-        causal, window, seq = self.options.causal, self.options.window, q.shape[1]
+        causal = self.options.causal
+        window = self.options.window
+        seq = q.shape[1]
         dropout = self.dropout if self.training else None
         if window is not None and window >= seq:
             window = None  # a window that hides nothing costs no mask

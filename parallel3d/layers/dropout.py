@@ -22,7 +22,8 @@ from torch.distributed import DeviceMesh
 from parallel3d.mesh import Axis
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio: its multiples are far apart
-_FIRST_FACTOR, _SECOND_FACTOR = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 
 def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
@@ -48,7 +49,10 @@ class Dropout(nn.Module):
         super().__init__()
         if not 0.0 <= p < 1.0:
             raise ValueError(f"Dropout: p = {p}: must be at least 0 and below 1")
-        self.p, self.name, self.split_dim, self.axis = p, name, split_dim, Axis.of(tp)
+        self.p = p
+        self.name = name
+        self.split_dim = split_dim
+        self.axis = Axis.of(tp)
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         # A tensor, so that all blocks of a model are one compiled graph. Not in the state dict.
         self.salt = torch.tensor(int.from_bytes(digest, "big", signed=True), device="cpu")

@@ -75,9 +75,11 @@ def attend_by_varlen(
 
     (batch, seq, heads, _), device = q_BSHK.shape, q_BSHK.device
     if documents is None:
-        starts, longest = torch.arange(batch + 1, device=device, dtype=torch.int32) * seq, seq
+        starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * seq
+        longest = seq
     else:
-        starts, longest = documents.starts, max(documents.lengths)
+        starts = documents.starts
+        longest = max(documents.lengths)
     # The kernel counts the keys before and after a query, and ours the query too. -1 is all of
     # them.
     side = -1 if window is None else window - 1

@@ -51,7 +51,8 @@ class DelayedGradients:
     def collecting(self) -> Iterator[list[Work]]:
         """Collects the weight gradients of the backwards in this block, to be called once each, in
         order."""
-        before, self._works = self._works, []
+        before = self._works
+        self._works = []
         try:
             yield self._works
         finally:
@@ -77,7 +78,8 @@ def as_dtensor(
 ) -> DTensor:
     """Returns a rank's part `local` as the DTensor of the shape and strides of `whole`. Nothing is
     sent."""
-    shape, stride = whole.shape, whole.stride()
+    shape = whole.shape
+    stride = whole.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

@@ -87,9 +87,11 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         copies: int = 1,
     ) -> None:
         super().__init__(tp)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         self.gather_output = gather_output
-        shape, init = (out_features, in_features), self.context.init
+        shape = (out_features, in_features)
+        init = self.context.init
         weight = ParameterSpec(shape, 0, init, uneven=self.uneven)
         if copies > 1:
             n = self.axis.size
@@ -125,7 +127,8 @@ class RowParallelLinear(ParallelModule, nn.Linear):
         bias: bool = False,
     ) -> None:
         super().__init__(tp)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         init = self.context.row_init or self.context.init
         self.add_parameter("weight", ParameterSpec((out_features, in_features), 1, init))
         whole_bias = ParameterSpec(
@@ -181,7 +184,8 @@ def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
     """Multiplies x [..., I] by weight [O, I] -> [..., width], filled up with -inf. The product
     is written into the wider rows, so that nothing is copied. Without a width the result is
     [..., O]."""
-    features, weight = len(weight), weight.to(x.dtype)
+    features = len(weight)
+    weight = weight.to(x.dtype)
     if width in (None, features):
         return F.linear(x, weight)
     y = x.new_empty(*x.shape[:-1], width)
@@ -203,7 +207,8 @@ class ColumnParallelProduct(Function):
         ctx.layers = layers
         ctx.save_for_backward(x)
         # Not saved: activation recompute would hand back copies, whose .grad nobody reads.
-        ctx.weights, ctx.biases = parameters[: len(layers)], parameters[len(layers) :]
+        ctx.weights = parameters[: len(layers)]
+        ctx.biases = parameters[len(layers) :]
         if first.sequence_parallel:
             x = gather(x, first.axis)
         if first.padded_width is not None:
@@ -220,7 +225,8 @@ class ColumnParallelProduct(Function):
         # The input is gathered again while its gradient is computed, and that travels while the
         # weights' are.
         gathered = start_gather(x, first.axis) if first.sequence_parallel else lambda: x
-        flat, grad_x = [], None
+        flat = []
+        grad_x = None
         for layer, parameter, grad in zip(layers, ctx.weights, grads, strict=True):
             weight = used_part(parameter, layer).to(x.dtype)
             grad = grad.flatten(0, -2)  # [tokens, O / n]
@@ -238,7 +244,8 @@ class ColumnParallelProduct(Function):
         # Copied parts send their gradients below, and of two collectives under way the first has to
         # end first.
         arrived = travelling() if any(layer.rows for layer in layers) else None
-        of_weights, of_biases = [], []
+        of_weights = []
+        of_biases = []
         for layer, weight, bias, grad in zip(layers, ctx.weights, ctx.biases, flat, strict=True):
             of_weights.append(_weight_gradient(layer, weight, grad, x))
             of_biases.append(_bias_gradient(layer, bias, grad))
@@ -261,7 +268,8 @@ def _weight_gradient(layer: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Ten
     """Gives a weight the gradient of its product, of [tokens, out] and [tokens, in]."""
     fused = layer.fused_gradients
     if layer.rows is not None:
-        rows, axis = layer.rows, layer.axis
+        rows = layer.rows
+        axis = layer.axis
         return accumulate_or_return(weight, grad.t().mm(x), fused=fused, rows=rows, axis=axis)
     if layer.is_transposed:
         grad, x = x, grad
@@ -271,7 +279,8 @@ def _weight_gradient(layer: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Ten
 def _bias_gradient(layer: Any, bias: Tensor | None, grad: Tensor) -> Tensor | None:
     if bias is None:
         return None
-    fused, rows = layer.fused_gradients, layer.rows
+    fused = layer.fused_gradients
+    rows = layer.rows
     return accumulate_or_return(bias, grad.sum(dim=0), fused=fused, rows=rows, axis=layer.axis)
 
 
@@ -282,7 +291,9 @@ class RowParallelProduct(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.layer = layer
         y = F.linear(x, used_part(weight, layer), bias)
         return sum_partial(y, layer.axis, scattered=layer.sequence_parallel)
 
@@ -322,7 +333,8 @@ def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _delaying_forward(linear: Any, x: Tensor) -> Tensor:
-    weight, bias = linear.weight, linear.bias
+    weight = linear.weight
+    bias = linear.bias
     is_plain_leaf = weight.is_leaf and not isinstance(weight, DTensor)
     if not is_plain_leaf or not torch.is_grad_enabled() or x.ndim == 1:
         return F.linear(x, weight, bias)

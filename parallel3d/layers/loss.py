@@ -138,7 +138,8 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, terms: TokenLoss, overwrite: bool
     ) -> Tensor:
-        ctx.terms, ctx.overwrite = terms, overwrite
+        ctx.terms = terms
+        ctx.overwrite = overwrite
         chunks = terms.chunks(logits.flatten(0, -2), labels.flatten())
         parts = [terms.forward(*chunk) for chunk in chunks]
         losses, lse = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -46,7 +46,9 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
         over_heads: bool = False,
     ) -> None:
         super().__init__(tp)
-        self.eps, self.normalized_shape, self.elementwise_affine = eps, (hidden,), True
+        self.eps = eps
+        self.normalized_shape = (hidden,)
+        self.elementwise_affine = True
         self.pointwise: Pointwise = rms_norm
         partial = self.sequence_parallel or over_heads
         self.add_parameter("weight", ParameterSpec((hidden,), None, ones, partial_gradient=partial))
@@ -67,7 +69,9 @@ class LayerNorm(ParallelModule, nn.LayerNorm):
         tp: LayerTp = None,
     ) -> None:
         super().__init__(tp)
-        self.eps, self.normalized_shape, self.elementwise_affine = eps, (hidden,), True
+        self.eps = eps
+        self.normalized_shape = (hidden,)
+        self.elementwise_affine = True
         self.pointwise: Pointwise = layer_norm
         partial = self.sequence_parallel
         spec = ParameterSpec((hidden,), None, ones, partial_gradient=partial)

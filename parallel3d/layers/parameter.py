@@ -96,7 +96,8 @@ LayerTp = ParallelContext | DeviceMesh | None
 # what a layer computes without a matmul; `parallelize.compile_pieces` compiles it
 Pointwise = Callable[..., Tensor]
 # the most of a tile; other values make other weights of the same seed
-TILE_COLUMNS, TILE_NUMBERS = 512, 2**16
+TILE_COLUMNS = 512
+TILE_NUMBERS = 2**16
 
 
 def shard_tensor(full: Tensor, dim: int | None, tp: DeviceMesh | None) -> Tensor:
@@ -129,12 +130,14 @@ class ParameterSpec:
     def box(self, tp: Axis, shards: Axis = ONE_RANK) -> tuple[range, range]:
         """Returns the rows and columns of this tp rank's part in the global tensor as a matrix,
         whose columns are all dims but the first. Data `shards` share the rows of the part."""
-        rows, columns = range(self.shape[0]), range(math.prod(self.shape[1:]))
+        rows = range(self.shape[0])
+        columns = range(math.prod(self.shape[1:]))
         if self.dim == 0:
             rows = tp.rows(self.shape[0])
         elif self.dim is not None:
             assert self.dim == 1, "a later dim is no range of columns"
-            own, inner = tp.rows(self.shape[1]), math.prod(self.shape[2:])
+            own = tp.rows(self.shape[1])
+            inner = math.prod(self.shape[2:])
             columns = columns[own.start * inner : own.stop * inner]
         own = shards.rows(len(rows))
         return rows[own.start : own.stop], columns
@@ -203,7 +206,8 @@ class _FusedLocal(Function):
 
 def shard_like(full: Tensor, parameter: DTensor) -> DTensor:
     """Returns a full tensor in the layout of `parameter`. Nothing is sent."""
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     return distribute_tensor(full.to(parameter.device), mesh, placements, src_data_rank=None)
 
 
@@ -242,7 +246,8 @@ class ParallelModule(ShardedModule):
     def __init__(self, tp: LayerTp) -> None:
         nn.Module.__init__(self)  # not that of the layer of torch's that this one is a kind of
         self.context = tp if isinstance(tp, ParallelContext) else ParallelContext(tp)
-        self.tp, self.sequence_parallel = self.context.tp, self.context.sequence_parallel
+        self.tp = self.context.tp
+        self.sequence_parallel = self.context.sequence_parallel
         self.axis = Axis.of(self.tp)
         self.specs: dict[str, ParameterSpec] = {}
 
@@ -259,7 +264,8 @@ class ParallelModule(ShardedModule):
         if spec is None:
             self.register_parameter(name, None)
             return
-        n, label = self.axis.size, f"{type(self).__name__}.{name}"
+        n = self.axis.size
+        label = f"{type(self).__name__}.{name}"
         if spec.dim is not None:
             size = spec.shape[spec.dim]
             fits = len(shard_rows(size, n - 1, n)) > 0 if spec.uneven else size % n == 0
@@ -340,7 +346,8 @@ def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, sli
     and where in `own`."""
     for start in range(own.start - own.start % step, own.stop, step):
         tile = range(start, min(start + step, size))
-        first, end = max(own.start, start), min(own.stop, tile.stop)
+        first = max(own.start, start)
+        end = min(own.stop, tile.stop)
         yield tile, slice(first - start, end - start), slice(first - own.start, end - own.start)
 
 

@@ -31,19 +31,24 @@ class LearnedPositions(ParallelModule, nn.Embedding):
     """
 
     padding_idx = max_norm = None
-    norm_type, scale_grad_by_freq, sparse = 2.0, False, False
+    norm_type = 2.0
+    scale_grad_by_freq = False
+    sparse = False
 
     def __init__(self, longest: int, hidden: int, *, tp: LayerTp = None) -> None:
         super().__init__(tp)
-        self.num_embeddings, self.embedding_dim = longest, hidden
-        partial, init = self.sequence_parallel, self.context.init
+        self.num_embeddings = longest
+        self.embedding_dim = hidden
+        partial = self.sequence_parallel
+        init = self.context.init
         spec = ParameterSpec((longest, hidden), None, init, partial_gradient=partial)
         self.add_parameter("weight", spec)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         own = x.shape[1]
         axis = self.axis if self.sequence_parallel else ONE_RANK
-        length, first = own * axis.size, own * axis.rank
+        length = own * axis.size
+        first = own * axis.rank
         if length > self.num_embeddings:
             raise ValueError(
                 f"LearnedPositions: a sequence of {length} tokens, and there are "
@@ -98,7 +103,8 @@ def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[
     + 1."""
     context = scaling.original_max_positions
     if scaling.type == "llama3":
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        low = scaling.low_freq_factor
+        high = scaling.high_freq_factor
         keep = ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
         return frequencies * (keep + (1.0 - keep) / scaling.factor), 1.0
     half = frequencies.numel()
@@ -107,7 +113,8 @@ def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[
         half * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
         for turns in (scaling.beta_fast, scaling.beta_slow)
     )
-    first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
+    first = max(math.floor(fast), 0)
+    last = min(math.ceil(slow), 2 * half - 1)
     place = torch.arange(half, dtype=torch.float32, device=frequencies.device)
     interpolate = ((place - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
     magnitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
@@ -128,7 +135,9 @@ class RotaryEmbedding(nn.Module):
         self, head_dim: int, *, theta: float = 10_000.0, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
         self._table: tuple[Tensor, Tensor] | None = None
         self.pointwise: Pointwise = turned
 
@@ -142,13 +151,15 @@ class RotaryEmbedding(nn.Module):
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [at least `length`, 1, head_dim] for tensors as wide as `like`, on
         its device; sin is negative for the first half, which gets the second's."""
-        device, dtype = like.device, wide_dtype(like)
+        device = like.device
+        dtype = wide_dtype(like)
         if self._table is not None:
             cos = self._table[0]
             if len(cos) >= length and cos.device == device and cos.dtype == dtype:
                 return self._table
         places = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
-        frequencies, magnitude = self.theta ** -(places / self.head_dim), 1.0
+        frequencies = self.theta ** -(places / self.head_dim)
+        magnitude = 1.0
         if self.scaling is not None:
             frequencies, magnitude = stretched(frequencies, self.theta, self.scaling)
         positions = torch.arange(length, device=device, dtype=torch.float32)

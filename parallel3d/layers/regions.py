@@ -105,7 +105,9 @@ class _Region(Function):
     def forward(
         ctx: Any, x: Tensor, axis: Axis, dim: int, forward: Change, backward: Change
     ) -> Tensor:
-        ctx.axis, ctx.dim, ctx.change = axis, dim, backward
+        ctx.axis = axis
+        ctx.dim = dim
+        ctx.change = backward
         return forward(x, axis, dim)
 
     @staticmethod

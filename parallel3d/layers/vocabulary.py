@@ -54,11 +54,14 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
     """
 
     padding_idx = max_norm = None
-    norm_type, scale_grad_by_freq, sparse = 2.0, False, False
+    norm_type = 2.0
+    scale_grad_by_freq = False
+    sparse = False
 
     def __init__(self, vocab: int, hidden: int, *, tp: LayerTp = None) -> None:
         super().__init__(tp)
-        self.num_embeddings, self.embedding_dim = vocab, hidden
+        self.num_embeddings = vocab
+        self.embedding_dim = hidden
         spec = ParameterSpec((vocab, hidden), 0, self.context.init, uneven=True)
         self.add_parameter("weight", spec)
 
@@ -75,7 +78,9 @@ def vocab_parallel_lookup(ids: Tensor, layer: Any) -> Tensor:
 class _VocabParallelEmbedding(Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: VocabParallelEmbedding) -> Tensor:
-        ctx.weight, ctx.layer, ctx.elsewhere = weight, layer, None
+        ctx.weight = weight
+        ctx.layer = layer
+        ctx.elsewhere = None
         rows = local_tensor(weight)
         if layer.axis.size == 1:
             ctx.save_for_backward(ids)
@@ -107,7 +112,9 @@ def add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
     """Adds each of grad [B, S, D] to the row of `total` [w, D] that ids [B, S] names. The gradients
     of the tokens of one row are summed in float32 at least and then rounded once: added one by one
     to a bf16 row, all but the first few hundred of a frequent token would be lost."""
-    ids, grad, wide = ids.flatten(), grad.flatten(0, -2), wide_dtype(total)
+    ids = ids.flatten()
+    grad = grad.flatten(0, -2)
+    wide = wide_dtype(total)
     if total.dtype != wide:
         # One token of each row, whichever is written last, stands for all of them and gets their
         # sum; the others get 0.
@@ -210,8 +217,11 @@ class _HeadCrossEntropy(Function):
         terms: TokenLoss,
         head: ColumnParallelLinear,
     ) -> Tensor:
-        ctx.weight, ctx.terms, ctx.head = weight, terms, head
-        rows, width = local_tensor(weight), head.padded_width
+        ctx.weight = weight
+        ctx.terms = terms
+        ctx.head = head
+        rows = local_tensor(weight)
+        width = head.padded_width
         parts = [
             terms.forward(padded_product(part, rows, width), own_labels, overwrite=True)
             for part, own_labels in terms.chunks(x.flatten(0, -2), labels.flatten())
@@ -223,12 +233,15 @@ class _HeadCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, lse = ctx.saved_tensors
-        weight, fused, width = ctx.weight, ctx.head.fused_gradients, ctx.head.padded_width
+        weight = ctx.weight
+        fused = ctx.head.fused_gradients
+        width = ctx.head.padded_width
         rows = local_tensor(weight).to(x.dtype)  # autocast had x in another type
         grad_x = x.new_empty(x.shape)
         # The chunks' gradients of the weight are added to its total, or else to a wide tensor.
         total = accumulated_gradient(weight) if fused else None
-        grad_weight, wide = total, wide_dtype(rows)
+        grad_weight = total
+        wide = wide_dtype(rows)
         if grad_weight is None or grad_weight.dtype != wide:
             grad_weight = torch.zeros_like(rows, dtype=wide)
         flat = (x.flatten(0, -2), labels.flatten(), lse, grad.flatten(), grad_x.flatten(0, -2))

@@ -73,7 +73,9 @@ class MetricsFile:
     `note` says so."""
 
     def __init__(self, path: Path, *, resumed_step: int, sinks: Sinks | None = None) -> None:
-        self._path, self._sinks, self.note = path, sinks, ""
+        self._path = path
+        self._sinks = sinks
+        self.note = ""
         self.go_back(resumed_step)
 
     def go_back(self, step: int) -> None:

@@ -20,7 +20,9 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
         self, config: LoggingConfig, folder: Path, rank: int, say: Callable[[str], None]
     ) -> None:
         self._steps = config.profile_steps if rank in config.profile_ranks else None
-        self._folder, self._rank, self._say = folder, rank, say
+        self._folder = folder
+        self._rank = rank
+        self._say = say
         self._profile: profile | None = None
 
     @contextmanager

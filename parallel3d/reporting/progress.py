@@ -23,7 +23,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     when the run is. Close the display before anything else is printed."""
 
     def __init__(self, steps: int = 0, done: int = 0, *, speaks: bool = False) -> None:
-        self._steps, self._speaks = steps, speaks
+        self._steps = steps
+        self._speaks = speaks
         self._bar: Progress | None = None
         if not (speaks and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"):
             return

@@ -194,7 +194,9 @@ class _Feeder(Thread):
 
     def __init__(self, name: SinkName, run: SinkRun, tell: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)  # a sink that hangs does not keep the process
-        self._run, self._tell, self._is_lost = run, tell, False
+        self._run = run
+        self._tell = tell
+        self._is_lost = False
         self._items: Queue[Line | bool] = Queue(_MOST_LINES_WAITING)
         self.start()
 

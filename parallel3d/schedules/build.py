@@ -23,7 +23,8 @@ def build_schedule(
     """Builds the schedule of this name. Raises ScheduleError if the numbers do not suit it. The
     tests prove every builder for all sizes, so the schedule is not proved again."""
     traits = schedule_traits(name)
-    least, most = traits.stages.least, traits.stages.most
+    least = traits.stages.least
+    most = traits.stages.most
     if pp < 1 or microbatches < 1 or not traits.stages.allow(virtual_stages):
         limit = "" if most is None else f" (at most {most})"
         raise ScheduleError(
@@ -52,7 +53,8 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
     """Builds a schedule of forwards alone, for evaluation and generation, on the stages of a
     training schedule. For at least pp microbatches no schedule takes fewer steps: v m + p - 1, and
     2 (m + p - 1) on a V, where the last microbatch has to come up again."""
-    pp, stages = max(placement) + 1, range(len(placement))
+    pp = max(placement) + 1
+    stages = range(len(placement))
     is_looped = placement == placement[:pp] * (len(placement) // pp)
     rounds = groups(pp, microbatches) if is_looped else [range(microbatches)]
     forwards: Actions = []

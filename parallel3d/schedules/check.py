@@ -10,7 +10,9 @@ from __future__ import annotations
 from parallel3d.errors import ScheduleError
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 
-_BEGUN, _HALF, _DONE = 1, 2, 3
+_BEGUN = 1
+_HALF = 2
+_DONE = 3
 # kind -> the state of its stage's microbatch before it -> after it
 _STATE_AFTER = {
     Kind.FORWARD: {0: _BEGUN},
@@ -31,7 +33,9 @@ def check_schedule(schedule: Schedule) -> None:
     which they were sent.
     """
     said = f"schedule {schedule.name}: "
-    stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
+    stages = schedule.stages
+    microbatches = schedule.microbatches
+    placement = schedule.placement
     if len(schedule.ranks) <= max(placement, default=0):
         raise ScheduleError(f"{said}has {len(schedule.ranks)} ranks, and a stage on another")
     states = bytearray(stages * microbatches)

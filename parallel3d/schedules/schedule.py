@@ -105,10 +105,12 @@ class Schedule:
         """What `slots` returns for microbatch 0. Rows of one slot a microbatch are the model's own
         input, the outputs of all stages, the gradients of their inputs, that of the model's output,
         and what no action takes."""
-        stages, count = self.stages, self.microbatches
+        stages = self.stages
+        count = self.microbatches
         found = {}
         for stage in range(stages):
-            output, gradient = (1 + stage) * count, (1 + stages + stage) * count
+            output = (1 + stage) * count
+            gradient = (1 + stages + stage) * count
             found[stage, Kind.FORWARD] = (output - count, output)
             found[stage, Kind.BACKWARD] = found[stage, Kind.INPUT] = (gradient + count, gradient)
             # its first half is an earlier action of the same rank

@@ -22,7 +22,9 @@ def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     much memory as 1F1B's. Rank r starts r steps late, so the bubble is (p - 1) / (6 m + p - 1) for
     m >= 2 p - 1. With unequal times an order that is fitted to them does better.
     """
-    down, up, planned = rank, 2 * pp - 1 - rank, max(2 * pp - 1, microbatches)
+    down = rank
+    up = 2 * pp - 1 - rank
+    planned = max(2 * pp - 1, microbatches)
     after_down = [(down, I), (down, W)]
     after_up = [(up, F), (up, I), (up, W)]
     work = [(down, F)] * (2 * (pp - rank) - 1)
@@ -44,7 +46,10 @@ def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
     with F&B a pair's time; where a pair's two actions follow each other, as they are written here,
     forward first, for (p - 1) (F + I - W) if I <= F. Fewer than 2 p microbatches leave holes.
     """
-    down, up, behind, planned = rank, 2 * pp - 1 - rank, pp - rank - 1, max(2 * pp, microbatches)
+    down = rank
+    up = 2 * pp - 1 - rank
+    behind = pp - rank - 1
+    planned = max(2 * pp, microbatches)
     work = [(down, F)] * (2 * behind)
     work += [(down, F), (up, F)] * (rank + 1)
     work += [(up, I), (up, W), (up, F)] * behind

@@ -54,7 +54,8 @@ def exchange_of(group: dist.ProcessGroup) -> SharedExchange | None:
 
 
 def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     exchange: SharedExchange | None = None
     with own_folder("cpu") as folder:
         if folder is not None:

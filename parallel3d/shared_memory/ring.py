@@ -30,7 +30,8 @@ ALIGNMENT = 64  # bytes, of each tensor in a message
 _HEADER = struct.Struct("<II")  # a digest, and where the message starts in the ring
 # messages; their headers fill one page, which is the smallest pipe, so that no write blocks
 _MOST_IN_RING = 4096 // _HEADER.size
-_HEADERS, _CREDITS = "headers", "credits"
+_HEADERS = "headers"
+_CREDITS = "credits"
 
 
 class _RingEnd(Segment):
@@ -81,7 +82,8 @@ class Outgoing(_RingEnd):
             size = sum(map(_aligned, tensors))
             if not self._in_ring:
                 self._next = 0  # the same memory again and again, which the caches then hold
-            start, taken = self._next, size
+            start = self._next
+            taken = size
             if start + size > RING_BYTES:  # a message lies in one piece
                 start, taken = 0, size + RING_BYTES - start
             if sum(self._in_ring) + taken > RING_BYTES:

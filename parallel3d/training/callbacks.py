@@ -80,7 +80,8 @@ class Callbacks(AbstractContextManager["Callbacks"]):
     At the end of its context it tells them how the run has ended."""
 
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
-        self._callbacks, self.run = callbacks, run
+        self._callbacks = callbacks
+        self.run = run
         self._told: set[int] = set()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -19,7 +19,8 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     ends. It takes one forward of the pipeline for each token. Every rank calls it and gets the same
     text, whatever the layout."""
     seq_len = train.seq_len
-    tp, pp = trainer.axes[Role.SPLIT_TENSORS], trainer.axes[Role.SPLIT_LAYERS]
+    tp = trainer.axes[Role.SPLIT_TENSORS]
+    pp = trainer.axes[Role.SPLIT_LAYERS]
     ids = tokenizer.encode(train.sample_prompt).tolist()[-seq_len:] or [tokenizer.end_of_text]
     prompt_length = len(ids)
     end_of_text = tokenizer.end_of_text if trainer.recipe.data.documents == "mask" else None

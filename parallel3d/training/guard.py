@@ -35,7 +35,8 @@ class Guard:
     """Checks each step before the optimizer makes it. Every rank has one, with equal results."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._train, self._loss_scale = recipe.train, recipe.loss_scale
+        self._train = recipe.train
+        self._loss_scale = recipe.loss_scale
         self._nonfinite_in_a_row = 0
 
     def check(
@@ -93,11 +94,13 @@ class Guard:
 
 def next_loss_scale(config: LossScaleConfig, progress: Progress, *, is_finite: bool) -> Progress:
     """Returns the progress with the loss scale of the next step, if there is one."""
-    scale, good_steps = progress.loss_scale, progress.loss_scale_good_steps + 1
+    scale = progress.loss_scale
+    good_steps = progress.loss_scale_good_steps + 1
     if scale is None:
         return progress
     if not is_finite:
-        scale, good_steps = scale * config.backoff, 0
+        scale = scale * config.backoff
+        good_steps = 0
     elif good_steps >= config.interval:  # a resumed run may have a shorter interval
         good_steps = 0
         if scale * config.growth <= LARGEST_SCALE:

@@ -46,8 +46,10 @@ class LocalSgd(OuterLoop):
     initial weights."""
 
     def __init__(self, trainer: Trainer, replicas: Axis) -> None:
-        self._config, self._steps = trainer.recipe.local_sgd, trainer.recipe.train.steps
-        self._parameters, self._replicas = trainer.parameters, replicas
+        self._config = trainer.recipe.local_sgd
+        self._steps = trainer.recipe.train.steps
+        self._parameters = trainer.parameters
+        self._replicas = replicas
         self._publish = trainer.publish
         # float32, equal on all replicas; a tied weight that this rank has twice is here once
         self.values = {p.name: p.local.detach().float().clone() for p in trainer.parameters}
@@ -56,7 +58,8 @@ class LocalSgd(OuterLoop):
     def combine(self, totals: StepTotals) -> StepTotals:
         """Returns the mean loss over the labels of all replicas, and the root of the mean square of
         their gradient norms."""
-        loss, square = totals.loss * totals.tokens, totals.grad_norm.square()
+        loss = totals.loss * totals.tokens
+        square = totals.grad_norm.square()
         own = totals._replace(loss=loss, grad_norm=square)
         summed = StepTotals(*all_reduce(torch.stack(own), self._replicas))
         loss = summed.loss / summed.tokens.clamp(min=1.0)

@@ -118,7 +118,8 @@ class TrainingLoop:
     def step_done(self, result: StepResult) -> bool:
         """Reports the step, then evaluates and saves if due. Returns True after the last step.
         Raises PreemptedError if a signal has asked to end the run."""
-        step, steps = self.trainer.step, self.recipe.train.steps
+        step = self.trainer.step
+        steps = self.recipe.train.steps
         self.callbacks.run.step = step
         signum, wants_save, is_stopped = self.receive_requests(result)
         self.saver.step_done()
@@ -168,7 +169,8 @@ class TrainingLoop:
         failed on any rank."""
         if not result.is_asked_to_stop:
             return 0, False, False
-        own, self.stop.wants_save = self.own_requests, False
+        own = self.own_requests
+        self.stop.wants_save = False
         # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
         signum, wants_save, wants_end, has_failed = self.largest(own)
         if has_failed:
@@ -197,13 +199,15 @@ class TrainingLoop:
         """Starts the next line of metrics. Its time is that of steps, without validation and
         checkpoints."""
         progress = self.trainer.progress
-        self.reported_step, self.reported_tokens = progress.step, progress.tokens
+        self.reported_step = progress.step
+        self.reported_tokens = progress.tokens
         self.steps_s = self.data_s = 0.0
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and shows the metrics of the steps since the line before, with the losses of an
         evaluation. Every rank calls it."""
-        progress, sets = self.trainer.progress, dict(losses)
+        progress = self.trainer.progress
+        sets = dict(losses)
         steps = progress.step - self.reported_step
         tokens_per_s = (progress.tokens - self.reported_tokens) / self.steps_s
         per_device = tokens_per_s / self.recipe.parallel.world_size
@@ -237,7 +241,8 @@ class TrainingLoop:
 
     def save(self, *, is_last: bool, exports: bool) -> None:
         """Saves a checkpoint, and exports it if the recipe asks for that."""
-        path, then = checkpoint_path(self.checkpoints, self.trainer.step), None
+        path = checkpoint_path(self.checkpoints, self.trainer.step)
+        then = None
         wanted = self.recipe.checkpoint.export
         if exports and (wanted == "all" or (wanted == "last" and is_last)):
             then = partial(export_saved, self.recipe, path, self.run_dir / "export" / path.name)
@@ -249,7 +254,9 @@ class TrainingLoop:
         or else to the oldest, and leaves out the sequences of the steps from there. Saves the
         checkpoint again, so that a resumed run leaves them out too. Returns False, with nothing
         done, if there is no checkpoint yet."""
-        trainer, before, left_out = self.trainer, self.trainer.progress, self.trainer.left_out
+        trainer = self.trainer
+        before = self.trainer.progress
+        left_out = self.trainer.left_out
         self.saver.finish()
         newest_first = of_rank_0(list_checkpoints(self.checkpoints)[::-1])
         if not newest_first:

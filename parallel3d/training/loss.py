@@ -42,7 +42,9 @@ class MeanLoss:
             tp=recipe.parallel.tp,
             gpu_bytes=gpu_bytes,
         )  # None: the logits of a whole microbatch exist at once
-        self._tp, self._recipe, self._vocab = tp, recipe, recipe.model.vocab
+        self._tp = tp
+        self._recipe = recipe
+        self._vocab = recipe.model.vocab
         # the head whose output reaches the loss unchanged
         self._head: VocabParallelHead | None = None
         # the head that gives each tp rank its part of the vocabulary
@@ -88,7 +90,8 @@ class MeanLoss:
 
     def _is_split(self, logits: Tensor) -> bool:
         """Returns False if each tp rank has the logits of the full vocabulary."""
-        largest, width = largest_shard(self._vocab, self._tp.size), logits.shape[-1]
+        largest = largest_shard(self._vocab, self._tp.size)
+        width = logits.shape[-1]
         is_padded = self._split_head is not None and width == self._split_head.padded_width
         is_split = width == largest or is_padded
         if not is_split and width != self._vocab:

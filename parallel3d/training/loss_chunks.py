@@ -29,7 +29,8 @@ def tokens_at_a_time(
     do. `wanted` is `train.loss_chunk_tokens`; where it is None, they come in chunks if the logits
     of the microbatch fill two. `tokens` are those of one microbatch, `gpu_bytes` the memory of one
     GPU, None on a CPU."""
-    token_bytes, chunk = 4 * -(-vocab // tp), chunk_bytes(gpu_bytes)
+    token_bytes = 4 * -(-vocab // tp)
+    chunk = chunk_bytes(gpu_bytes)
     if wanted is None:
         wanted = tokens if tokens * token_bytes < 2 * chunk else max(1, chunk // token_bytes)
     return None if wanted >= tokens else wanted

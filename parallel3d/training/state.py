@@ -147,12 +147,14 @@ def _copy_to_twins(trainer: Trainer) -> None:
 def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
     """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than
     this one, or other data, unless the recipe allows that or either is not known."""
-    recipe, sequences = trainer.recipe, trainer.recipe.batch_sizes.before(saved.step)
+    recipe = trainer.recipe
+    sequences = trainer.recipe.batch_sizes.before(saved.step)
     before, after = (
         SkippedRanges.merge((*skip, *saved.skipped_by_rollbacks))
         for skip in (saved.skip, recipe.data.skip)
     )
-    drawn, planned = saved.drawn or {}, drawn_by_source(recipe, saved.step, after)
+    drawn = saved.drawn or {}
+    planned = drawn_by_source(recipe, saved.step, after)
     if max(len(drawn), len(planned)) == 1:  # a single corpus may have any name
         drawn = planned
     seen = sequences if saved.sequences is None else saved.sequences
@@ -184,7 +186,8 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
                 f"{path}: {what} = {then} in its run, and {now} in this recipe; resume with "
                 f"{remedy}"
             )
-    data, own_data = saved.data_fingerprint, own.data_fingerprint
+    data = saved.data_fingerprint
+    own_data = own.data_fingerprint
     if data is None or own_data is None or recipe.checkpoint.allow_other_data:
         return
     if differing := differences(data, own_data):

@@ -65,7 +65,8 @@ def refuse_wrong_id(own: WrongId | None, vocab: int) -> NoReturn:
     everyone: list[WrongId | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     found = [wrong for wrong in everyone if wrong is not None]
-    first, largest = min(found), max(wrong.largest_id for wrong in found)
+    first = min(found)
+    largest = max(wrong.largest_id for wrong in found)
     tries = f"model.vocab={largest + 1} or more, or " if largest >= vocab else ""
     raise DataError(
         f"token id {first.token_id} at sample {first.sample}: model.vocab = {vocab} has ids 0 to "

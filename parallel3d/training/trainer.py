@@ -68,9 +68,13 @@ class Trainer:
         data_fingerprint: tuple[dict[str, Any], ...] | None = None,
         outer_loop: BuildOuterLoop | None = None,
     ) -> None:
-        self.recipe, self.device, self.mesh, own_recipe = recipe, device, mesh, recipe
+        self.recipe = recipe
+        self.device = device
+        self.mesh = mesh
+        own_recipe = recipe
         if outer_loop is not None:  # each replica is trained like a run of its own
-            self.mesh, own_recipe = replica_mesh(mesh), recipe.of_one_replica
+            self.mesh = replica_mesh(mesh)
+            own_recipe = recipe.of_one_replica
         elif (every := recipe.local_sgd.sync_every) is not None:
             raise ConfigError(
                 f"local_sgd.sync_every = {every}: needs an outer loop; try Trainer(recipe, ..., "
@@ -88,7 +92,9 @@ class Trainer:
             self.loss,
             initialize=initialize,
         )
-        self.pipeline, self.stages, self.data = parts.pipeline, parts.stages, parts.data
+        self.pipeline = parts.pipeline
+        self.stages = parts.stages
+        self.data = parts.data
         self.parameters = parts.parameters
         self.loss.use_head(stage.module for stage in parts.stages)
         self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
@@ -137,7 +143,8 @@ class Trainer:
         is skipped or NonFiniteError raised, as `train.on_nonfinite` says. Raises DataError, with
         nothing changed, if no rank has a label or any has a wrong id.
         """
-        step, recipe = self.step + 1, self.recipe
+        step = self.step + 1
+        recipe = self.recipe
         labels = self._on_device(batch.labels)
         rate = learning_rate(recipe.optimizer, step, recipe.train.steps)
         self.update.begin(rate)
@@ -290,7 +297,8 @@ class Trainer:
         both axes adds them. All arithmetic is in float64 on the device. Results are read at once:
         here the host waits for a GPU, once a step. Raises DataError, on all ranks, if any has a
         wrong id."""
-        tp, pp = self.axes[Role.SPLIT_TENSORS], self.axes[Role.SPLIT_LAYERS]
+        tp = self.axes[Role.SPLIT_TENSORS]
+        pp = self.axes[Role.SPLIT_LAYERS]
         counted = (labels != IGNORED).sum().double()
         if tp.rank or pp.rank:
             counted = torch.zeros_like(counted)

@@ -30,17 +30,21 @@ class Update:
     def __init__(
         self, parts: Parallelized, optimizer: LocalOptimizer, axes: Mapping[str, Axis]
     ) -> None:
-        self._parameters, self._optimizer, self._axes = parts.trained, optimizer, axes
+        self._parameters = parts.trained
+        self._optimizer = optimizer
+        self._axes = axes
         self._device = parts.pipeline.links.device
         self._tp = axes[Role.SPLIT_TENSORS]
         self._partial = [p for p in parts.trained if p.spec.partial_gradient and self._tp.size > 1]
         # the pipeline ranks that hold the first and the last stage
-        placement, layers = parts.pipeline.schedule.placement, axes[Role.SPLIT_LAYERS]
+        placement = parts.pipeline.schedule.placement
+        layers = axes[Role.SPLIT_LAYERS]
         ends = placement[0], placement[-1]
         self._ends = ONE_RANK  # or both ends of this pipeline, on these, if they share weights
         if parts.tied_ends and ends[0] != ends[1] and layers.rank in ends:
             ranks = dist.get_process_group_ranks(layers.group)
-            name, members = f"{parts.pipeline.links.name} ends", [ranks[end] for end in ends]
+            name = f"{parts.pipeline.links.name} ends"
+            members = [ranks[end] for end in ends]
             group = group_of(members, "pipeline_ends", name=name)
             self._ends = Axis(2, ends.index(layers.rank), group)
         # The weights are in the same order on both ends. A rank may have both ends of a weight.

@@ -64,7 +64,9 @@ def run_worker(
     recipe. Raises the errors of `parallel3d.errors`; `process_group` says on which ways out the
     group is closed."""
     assert recipe.run_dir is not None
-    train, run_dir, speaks = recipe.train, Path(recipe.run_dir), rendezvous.rank == 0
+    train = recipe.train
+    run_dir = Path(recipe.run_dir)
+    speaks = rendezvous.rank == 0
     checkpoints = run_dir / "checkpoints"
     with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
         corpora = load_corpora(recipe.data)
@@ -132,7 +134,8 @@ def read_saved(
     """Prints on rank 0 what `evaluate` (the loss of each evaluation set, first that of the
     validation text) or `generate` (a text, as `train.sample_*` say) finds with the model of the
     checkpoint `checkpoint.resume`, on the ranks of the recipe's layout. Every rank calls it."""
-    path, train = recipe.checkpoint.resume, recipe.train
+    path = recipe.checkpoint.resume
+    train = recipe.train
     with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
         trainer = build_trainer(recipe, device, model_class, initialize=False)
         saved = load_model(trainer, Path(path))
@@ -196,7 +199,8 @@ def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[St
 
 def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
     """Returns the first line of a run."""
-    recipe, device = trainer.recipe, trainer.device
+    recipe = trainer.recipe
+    device = trainer.device
     axes = [f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1]
     layout = " x ".join(axes) or "one process"
     tokens = sum(len(corpus.train) for corpus in corpora)
@@ -237,7 +241,8 @@ def training_loader(
 ) -> BatchLoader:
     """Returns the loader of the recipe's batches of `source` for the data rank that `rank` belongs
     to. `document_end` is the id that ends a document, if batches are to tell documents apart."""
-    parallel, train = recipe.parallel, recipe.train
+    parallel = recipe.parallel
+    train = recipe.train
     return BatchLoader(
         source,
         global_batch_size=train.global_batch_size,

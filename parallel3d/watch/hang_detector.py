@@ -56,14 +56,16 @@ class HangDetector:
             if beat.count != seen.beat.count:
                 if beat.activity != seen.beat.activity:
                     seen.since = now
-                seen.beat, seen.beaten_at = beat, now
+                seen.beat = beat
+                seen.beaten_at = now
         durations = [seen.beat.step_s or 0.0 for seen in self._seen.values()]
         patience = max(STUCK_S, STUCK_STEPS * max(durations, default=0.0))
         for rank, seen in self._seen.items():
             place = _place(seen.beat)
             silent_s = now - seen.beaten_at
             silence = f"gives no sign for {silent_s:.0f} s {place}"
-            state, host = states.get(rank), self._hosts[rank]
+            state = states.get(rank)
+            host = self._hosts[rank]
             if state == "T" and silent_s > STOPPED_S:
                 return rank, f"is stopped (state T) {place}"
             if self._is_host_lost(host, now):
@@ -95,9 +97,11 @@ class HangDetector:
         busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
         if not busy or len(self._seen) < len(self._hosts):
             return None
-        phases, others = _JUDGED, "while the others wait"
+        phases = _JUDGED
+        others = "while the others wait"
         if len(busy) == len(self._hosts):
-            phases, others = ("data",), "as are all others"
+            phases = ("data",)
+            others = "as are all others"
             patience = max(ALL_READ_S, patience)
         stuck_s = min(now - seen.since for seen in self._seen.values())
         if stuck_s <= patience or not all(seen.is_in(phases) for seen in busy.values()):

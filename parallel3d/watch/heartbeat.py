@@ -112,10 +112,13 @@ def step_done(step: int) -> None:
 def _inspect_main_thread() -> tuple[bool, bool, str]:
     """Returns whether the main thread compiles, whether it waits for ranks, and its innermost
     frames."""
-    compiles, waits, words = False, None, list[str]()
+    compiles = False
+    waits = None
+    words = list[str]()
     innermost = sys._current_frames()[threading.main_thread().ident or 0]
     for frame, line in traceback.walk_stack(innermost):
-        module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        module = str(frame.f_globals.get("__name__", ""))
+        path = frame.f_code.co_filename
         compiles = compiles or module in _COMPILERS
         if waits is None and frame.f_globals.get("WAITS_FOR_RANKS"):
             waits = True
@@ -129,7 +132,8 @@ def _inspect_main_thread() -> tuple[bool, bool, str]:
 @contextmanager
 def beats_to_file(file: Path) -> Iterator[None]:
     """Has a thread write this rank's beats to a file, which the launcher on the same host reads."""
-    is_over, partial = threading.Event(), file.with_suffix(".partial")
+    is_over = threading.Event()
+    partial = file.with_suffix(".partial")
 
     def write_beats() -> None:
         is_last = False

@@ -94,7 +94,8 @@ class Product(NamedTuple):
     def forward_s(self, kernels: Kernels, *, turned: bool = False) -> float:
         """Returns the seconds of the product, or of the input's gradient, which is the same one
         `turned`."""
-        outputs, inputs = self.outputs, self.inputs
+        outputs = self.outputs
+        inputs = self.inputs
         if turned:
             outputs, inputs = inputs, outputs
         if self.experts == 1:

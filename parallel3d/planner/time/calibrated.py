@@ -45,9 +45,11 @@ class CalibratedHost:
         shards = layout.optimizer_shards
         tp_axis = "tp_sequence" if layout.sequence_parallel else "tp"
         self.tp = measured.overhead(tp_axis, layout.tp)
-        splits, repeats = "FULL_SHARD", "HYBRID_SHARD"
+        splits = "FULL_SHARD"
+        repeats = "HYBRID_SHARD"
         if layout.strategy in REPLICATED:
-            splits, repeats = "SHARD_OPTIMIZER", "NO_SHARD"
+            splits = "SHARD_OPTIMIZER"
+            repeats = "NO_SHARD"
         replicas = measured.overhead(repeats, layout.dp // shards)
         self.dp = measured.overhead(splits, shards).plus(replicas)
 
