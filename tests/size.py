@@ -27,14 +27,14 @@ NOT_COUNTED = {
     tokenize.ENDMARKER,
 }
 BUDGETS = {
-    "core without planner": 117_700,
+    "core without planner": 112_000,
     "planner": 52_000,
     "tools, shipped": 48_000,
     "tools/bench": 22_000,
     "models, recipes": 8_500,
     "tests": 195_000,
 }
-MOST_TOKENS_PER_LINE = 9.3
+MOST_TOKENS_PER_LINE = 8.5
 
 
 def count(path: Path) -> tuple[int, int]:

@@ -177,7 +177,9 @@ def fraction(text: str) -> float:
 
 def share(text: str) -> float:
     """Parses a share from 0 to 1, both included: 0.04 or 4%."""
-    return 0.0 if text.strip() in ("0", "0.0", "0%") else fraction(text)
+    if text.strip() in ("0", "0.0", "0%"):
+        return 0.0
+    return fraction(text)
 
 
 def chance(text: str) -> float:

@@ -83,7 +83,8 @@ class CommandLine:
     place of a subcommand is the first one of `default`."""
 
     def __init__(self, prog: str, table: Path, default: str | None = None) -> None:
-        self.prog, self.default = prog, default
+        self.prog = prog
+        self.default = default
         self.table = tomllib.loads(table.read_text())
         self.commands = {
             name: Subcommand(**entry) for name, entry in self.table["commands"].items()

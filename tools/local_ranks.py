@@ -125,4 +125,6 @@ def device_of_rank(device: str, rank: int, world_size: int) -> torch.device:
 
 def own_device(device: str) -> torch.device:
     """Returns the device of this rank inside `run_ranks`."""
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else CPU
+    if device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return CPU

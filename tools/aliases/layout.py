@@ -95,4 +95,6 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
     if "recompute_every" in said:
         said = {"recompute": "every_n", **said}
     said = {"sequence_parallel": said.get("tp", 1) > 1, **said}
-    return EngineLayout(**said) if {"cp", "ep"} & {*said} else ParallelConfig(**said)
+    if {"cp", "ep"} & {*said}:
+        return EngineLayout(**said)
+    return ParallelConfig(**said)

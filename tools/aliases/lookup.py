@@ -60,7 +60,9 @@ def known_names(kind: Kind) -> Collection[str]:
     """Returns all names of a kind."""
     if kind == "model":
         return [*shape_names(shape_cards()), *shipped_recipes()]
-    return programs() if kind == "engine" else sorted(path.stem for path in HARDWARE.glob("*.yaml"))
+    if kind == "engine":
+        return programs()
+    return sorted(path.stem for path in HARDWARE.glob("*.yaml"))
 
 
 def unknown_name(kind: Kind, text: str) -> ConfigError:

@@ -108,7 +108,9 @@ def _device(name: str, wanted: str) -> Literal["cpu", "cuda"]:
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: torch sees no GPU on this host; try --device cpu")
-    return "cuda" if has_gpu and wanted != "cpu" and name in ON_GPUS else "cpu"
+    if has_gpu and wanted != "cpu" and name in ON_GPUS:
+        return "cuda"
+    return "cpu"
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ from parallel3d.tools.bench.harness import (
 from parallel3d.tools.bench.report import Options, ResultRow, Round, Timing, row_of
 from parallel3d.tools.local_ranks import run_ranks
 
-RANKS, ROUNDS = 4, 5
+RANKS = 4
+ROUNDS = 5
 SIZES = {"64 MB": 16, "1 GB": 256}  # tensors of 4 MiB
 _PROGRESS = Progress(
     step=1, tokens=1, seed=0, global_batch_size=1, seq_len=1, parameters=1, parallel={}
@@ -77,7 +78,8 @@ def _pause_rows(size: str, options: Options) -> list[ResultRow]:
     """Returns the row of the wall time for which a save in the background stops training. Its
     processor time is spent while training goes on."""
     name = f"pause {size}, a save that is waited for"
-    rounds, steps = options.rounds or ROUNDS, options.steps or 1
+    rounds = options.rounds or ROUNDS
+    steps = options.steps or 1
     found = run_ranks(measure_pauses, SIZES[size], rounds, steps, world_size=RANKS)
     pairs = [(round.ours.wall_s, round.peer.wall_s) for round in found]
     return [row_of(name, "wall_s_per_step", pairs, bar=0.25 if size == "1 GB" else None)]
@@ -111,7 +113,8 @@ def measure_pauses(tensors: int, rounds: int, steps: int) -> list[Round]:
     """Times how long `Saver.save` takes to return: `steps` saves in the background, each begun when
     the last is done, and as many that are waited for. The memory for copies is there, as it is from
     a run's second save on."""
-    state, rule = make_state(tensors), CheckpointConfig(every=1, in_background=True)
+    state = make_state(tensors)
+    rule = CheckpointConfig(every=1, in_background=True)
     with (
         common_folder() as folder,
         Saver(rule, saved=lambda path: None, say=lambda line: None) as background,

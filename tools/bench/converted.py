@@ -76,7 +76,8 @@ def bench_beside_layers(name: str, size: StepSize, options: Options) -> list[Res
     """Compares the processor time of both at tp 2, and what tp 2 costs each of them beside its own
     block on one process: transformers' forward is not that of the layers, and splitting a block
     leaves it as slow as it was."""
-    rounds, steps = options.rounds or size.rounds, options.steps or size.steps
+    rounds = options.rounds or size.rounds
+    steps = options.steps or size.steps
     split, alone = run_ranks(measure_beside_layers, size, rounds, steps, world_size=2)
     on_one_process = [(one.ours.cpu_s, one.peer.cpu_s) for one in alone]
     costs = [
@@ -96,7 +97,8 @@ def measure_beside_layers(
     """Runs on every rank, and times four blocks in turn: a converted one and that of the layers, at
     tp 2, and both unsplit on rank 0 alone, for which the other waits."""
     tp = init_device_mesh("cpu", (2,))
-    whole, converted = foreign(size), foreign(size)
+    whole = foreign(size)
+    converted = foreign(size)
     weights = weights_of(whole)
     tensor_parallelize(converted, tp, check=False)
     set_fused_gradients(converted, True)
@@ -117,7 +119,8 @@ def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Roun
     """Runs on every rank, and times a converted Llama block and the one that DTensor lays out,
     whose gradients go through autograd, in turn."""
     tp = init_device_mesh("cpu", (2,))
-    peer, converted = by_dtensor(foreign(size), tp), foreign(size)
+    peer = by_dtensor(foreign(size), tp)
+    converted = foreign(size)
     tensor_parallelize(converted, tp, check=False)
     set_fused_gradients(converted, True)
     ours, theirs = (forward_of(each, size.seq_len) for each in (converted, peer))

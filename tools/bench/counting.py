@@ -58,7 +58,8 @@ class CollectiveCounter(TorchDispatchMode):
                 raise NotImplementedError(f"{name}: a collective that is not counted yet")
             kind, which = _KINDS[name]
             group = next(group for arg in args if (group := as_group(arg)) is not None)
-            axis, ranks = self._axes.get(group.group_name, group.group_desc), group.size()
+            axis = self._axes.get(group.group_name, group.group_desc)
+            ranks = group.size()
             whole = sum(x.nbytes for x in tree_iter(args[which]))
             self.bytes[axis, kind] += (
                 (2 if kind == "all_reduce" else 1) * (ranks - 1) * whole / ranks

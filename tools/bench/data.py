@@ -66,9 +66,11 @@ def bench_data(options: Options) -> list[ResultRow]:
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: checks both contestants against each other, then times them in turn."""
-    mesh, strategy = build_mesh(parallel, "cpu"), parallel.sharding
+    mesh = build_mesh(parallel, "cpu")
+    strategy = parallel.sharding
     assert strategy is not None
-    ours, peer = build_ours(size.model, mesh, strategy), build_peer(size.model, mesh, strategy)
+    ours = build_ours(size.model, mesh, strategy)
+    peer = build_peer(size.model, mesh, strategy)
     return time_train_steps(
         recipe(size, parallel), ours, peer, agreement_steps=3, rounds=rounds, steps=steps
     )

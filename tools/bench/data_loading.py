@@ -32,11 +32,16 @@ from parallel3d.data.windows import ShuffledWindows, TokenIds
 from parallel3d.tools.bench.harness import check_agreement
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
 
-SEQ_LEN, BATCH, VOCAB = 4096, 32, 50_000
-SHARDS, SHARD_TOKENS = 4, 1 << 23
-STEPS, ROUNDS = 40, 7
+SEQ_LEN = 4096
+BATCH = 32
+VOCAB = 50_000
+SHARDS = 4
+SHARD_TOKENS = 1 << 23
+STEPS = 40
+ROUNDS = 7
 PEERS = ("torch DataLoader", "Megatron indexed data set")
-_UNIT, _BAR = "cpu_s_per_Mtoken", 1 / 50
+_UNIT = "cpu_s_per_Mtoken"
+_BAR = 1 / 50
 Batches = Iterator[tuple[Tensor, Tensor]]
 Read = Callable[[int, int, int], TokenIds]  # (shard, place in it, length) -> ids
 
@@ -60,12 +65,10 @@ def bench_data_loading(options: Options) -> list[ResultRow]:
     """Returns a row against each peer that can be imported, and one against the bar of tokens a
     second."""
     torch.set_num_threads(1)
-    steps, rounds, rows, own = (
-        options.steps or STEPS,
-        options.rounds or ROUNDS,
-        list[ResultRow](),
-        list[float](),
-    )
+    steps = options.steps or STEPS
+    rounds = options.rounds or ROUNDS
+    rows = list[ResultRow]()
+    own = list[float]()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_shards(root)

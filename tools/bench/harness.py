@@ -55,7 +55,8 @@ def time_steps(step: Step, steps: int, device: torch.device = CPU) -> Timing:
     processor time summed over the ranks."""
     clock = DeviceClock(device)
     dist.barrier()
-    start, cpu = clock.mark(), time.process_time()
+    start = clock.mark()
+    cpu = time.process_time()
     for index in range(steps):
         step(index)
     total_cpu = torch.tensor(time.process_time() - cpu, dtype=torch.float64, device=device)
@@ -71,7 +72,8 @@ def check_agreement(
     """Compares what, ours and the peer's of each result; `tolerance` is relative. Raises RankError
     where they differ: the timings would compare two different things."""
     for what, ours, peer in results:
-        mine, other = torch.as_tensor(ours), torch.as_tensor(peer)
+        mine = torch.as_tensor(ours)
+        other = torch.as_tensor(peer)
         error = (mine - other).abs().max()
         if not error <= tolerance * other.abs().max():  # not: NaN differs from all
             raise RankError(
@@ -109,7 +111,8 @@ def run_cases(cases: Mapping[str, Case], options: Options) -> list[ResultRow]:
             continue
         if lacks_devices(options.device, case.world_size):
             continue
-        rounds, steps = options.rounds or case.rounds, options.steps or case.steps
+        rounds = options.rounds or case.rounds
+        steps = options.steps or case.steps
         found = run_ranks(
             case.measure,
             *case.arguments,

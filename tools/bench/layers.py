@@ -54,14 +54,28 @@ _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)
 SIZES = (
     StepSize(
         name="hidden 64",
-        model=ModelConfig(layers=1, hidden=64, heads=4, kv_heads=2, ffn_hidden=176, vocab=64),
+        model=ModelConfig(
+            layers=1,
+            hidden=64,
+            heads=4,
+            kv_heads=2,
+            ffn_hidden=176,
+            vocab=64,
+        ),
         seq_len=64,
         rounds=5,
         steps=30,
     ),
     StepSize(
         name="hidden 1024",
-        model=ModelConfig(layers=1, hidden=1024, heads=16, kv_heads=8, ffn_hidden=2816, vocab=64),
+        model=ModelConfig(
+            layers=1,
+            hidden=1024,
+            heads=16,
+            kv_heads=8,
+            ffn_hidden=2816,
+            vocab=64,
+        ),
         seq_len=512,
         rounds=5,
         steps=3,
@@ -69,7 +83,14 @@ SIZES = (
 )
 _LLAMA_8B = StepSize(
     name="Llama 8B",
-    model=ModelConfig(layers=1, hidden=4096, heads=32, kv_heads=8, ffn_hidden=14336, vocab=64),
+    model=ModelConfig(
+        layers=1,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn_hidden=14336,
+        vocab=64,
+    ),
     seq_len=8192,
     rounds=5,
     steps=10,
@@ -91,7 +112,10 @@ LAYOUTS = (
         cpu_bars=TP_BARS,
     ),
 )
-LOSS_VOCAB, LOSS_HIDDEN, LOSS_TOKENS, LOSS_CHUNK = 128_256, 64, 1024, 128
+LOSS_VOCAB = 128_256
+LOSS_HIDDEN = 64
+LOSS_TOKENS = 1024
+LOSS_CHUNK = 128
 LOSS_BAR = 0.25
 
 
@@ -114,12 +138,11 @@ def bench_layers(options: Options) -> list[ResultRow]:
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: checks both contestants against each other, then times them in turn on
     one sequence."""
-    model, is_cut = size.model, parallel.sequence_parallel
+    model = size.model
+    is_cut = parallel.sequence_parallel
     tp = init_device_mesh(size.device, (parallel.tp,)) if parallel.tp > 1 else None
-    settings, dtype = (
-        size.peer_settings(),
-        torch.bfloat16 if size.precision == "bf16" else torch.float32,
-    )
+    settings = size.peer_settings()
+    dtype = torch.bfloat16 if size.precision == "bf16" else torch.float32
     device = settings.device
     weights = initial_weights(Llama(model, device="meta"), 0)
     ours = cut(Llama(model, tp=tp, sequence_parallel=is_cut, device=device), _MIDDLE).to(dtype)

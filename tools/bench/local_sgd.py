@@ -27,7 +27,8 @@ from parallel3d.training.worker import build_loaders
 
 STEPS = 600
 _PEER = "gradients summed in every step"
-LOSS_BAR, BYTES_BAR = 1.02, 1 / 15
+LOSS_BAR = 1.02
+BYTES_BAR = 1 / 15
 LAYOUT = (
     "parallel.tp=1",
     "parallel.pp=1",
@@ -49,7 +50,8 @@ CASES = {"sync_every 20": DILOCO}
 def bench_local_sgd(options: Options) -> list[ResultRow]:
     """Trains every case that `options` names, and returns two rows of each. `options.steps` are the
     steps of a run, over which the learning rate decays."""
-    names, steps = chosen(CASES, options), options.steps or STEPS
+    names = chosen(CASES, options)
+    steps = options.steps or STEPS
     length = (
         f"train.steps={steps}",
         f"optimizer.decay_steps={steps}",
@@ -74,7 +76,8 @@ def bench_local_sgd(options: Options) -> list[ResultRow]:
 def train(recipe: Recipe) -> tuple[float, float]:
     """Runs on every rank: trains the whole run, without checkpoints. Returns the validation loss of
     its last parameters and the MiB that each rank sent to the other replica."""
-    mesh, rank = build_mesh(recipe.parallel, "cpu"), dist.get_rank()
+    mesh = build_mesh(recipe.parallel, "cpu")
+    rank = dist.get_rank()
     trainer = Trainer(
         recipe,
         mesh=mesh,

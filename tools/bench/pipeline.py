@@ -87,11 +87,25 @@ class PipelineCase:
 
 
 OVERHEAD = StageSize(
-    name="overhead", width=64, inner=64, rows=16, microbatches=32, rounds=7, steps=5, cpu_bar=0.85
+    name="overhead",
+    width=64,
+    inner=64,
+    rows=16,
+    microbatches=32,
+    rounds=7,
+    steps=5,
+    cpu_bar=0.85,
 )
 # Matrix products of tens of milliseconds, beside which a transfer is nothing.
 COMPUTE = StageSize(
-    name="compute", width=512, inner=2048, rows=256, microbatches=8, rounds=3, steps=1, cpu_bar=1.0
+    name="compute",
+    width=512,
+    inner=2048,
+    rows=256,
+    microbatches=8,
+    rounds=3,
+    steps=1,
+    cpu_bar=1.0,
 )
 GPU_COMPUTE = replace(COMPUTE, width=4096, inner=16384, rows=2048, rounds=5, steps=3)
 TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # the stages of a rank, and torch's own
@@ -110,7 +124,8 @@ BUBBLE_SCHEDULES: dict[ScheduleName, int] = {
 
 def bench_pipeline(options: Options) -> list[ResultRow]:
     """Measures every case that `options` names, and returns their rows."""
-    overhead, compute = OVERHEAD, COMPUTE
+    overhead = OVERHEAD
+    compute = COMPUTE
     if options.device == "cuda":
         overhead, compute = (replace(size, device="cuda") for size in (OVERHEAD, GPU_COMPUTE))
     cases: dict[str, Case] = {}
@@ -136,14 +151,16 @@ def bench_pipeline(options: Options) -> list[ResultRow]:
 def _bubble(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
     if lacks_devices(case.size.device, case.pp):
         return []
-    steps, device = options.steps or BUBBLE_STEPS, case.size.device
+    steps = options.steps or BUBBLE_STEPS
+    device = case.size.device
     found = run_ranks(measure_bubble, case, steps, world_size=case.pp, device=device)
     return [row_of(name, "bubble_percent", [found], bar=(found[1] + BUBBLE_POINTS) / found[1])]
 
 
 def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: checks both contestants against each other, then times them in turn."""
-    our_stages, peer_stages = own_stages(case), own_stages(case)
+    our_stages = own_stages(case)
+    peer_stages = own_stages(case)
     ours = _from_no_gradients(build_ours(case, our_stages), our_stages)
     peer = _from_no_gradients(build_peer(case, peer_stages), peer_stages)
     results = [("loss", ours(0), peer(0))]
@@ -158,7 +175,8 @@ def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
 def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
     """Runs on every rank, and returns (measured, simulated) in % of the step whose difference is
     the median. Rank 0's result is the right one."""
-    schedule, step = case.build(), build_ours(case, own_stages(case))
+    schedule = case.build()
+    step = build_ours(case, own_stages(case))
     pairs = []
     for number in range(steps + 1):
         recorder = Recorder(own_device(case.size.device))
@@ -179,7 +197,9 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
 def own_stages(case: PipelineCase) -> list[nn.Module]:
     """Returns the modules of this rank's stages, with the same weights at each call."""
     torch.manual_seed(0)
-    width, inner, schedule = case.size.width, case.size.inner, case.build()
+    width = case.size.width
+    inner = case.size.inner
+    schedule = case.build()
     stages = [
         nn.Sequential(
             nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width), nn.LayerNorm(width)
@@ -208,12 +228,11 @@ def build_ours(case: PipelineCase, stages: list[nn.Module]) -> Callable[..., Ten
 def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Tensor]:
     """Returns torch's step, with shapes known beforehand and nothing done to gradients that ours
     leaves out."""
-    schedule, device = case.build(), own_device(case.size.device)
+    schedule = case.build()
+    device = own_device(case.size.device)
     group = init_device_mesh(device.type, (case.pp,), mesh_dim_names=("pp",)).get_group()
-    rank, example = (
-        dist.get_rank(),
-        torch.empty(case.size.rows, case.size.width, device=device, requires_grad=True),
-    )
+    rank = dist.get_rank()
+    example = torch.empty(case.size.rows, case.size.width, device=device, requires_grad=True)
     stages = [
         PipelineStage(
             module,
@@ -226,10 +245,8 @@ def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Ten
         )
         for index, module in zip(schedule.stages_of(rank), modules, strict=True)
     ]
-    single_or_all, build = (
-        stages if len(stages) > 1 else stages[0],
-        TORCH_SCHEDULES[case.schedule][1],
-    )
+    single_or_all = stages if len(stages) > 1 else stages[0]
+    build = TORCH_SCHEDULES[case.schedule][1]
     peer = build(
         single_or_all, case.size.microbatches, loss_fn=nn.functional.mse_loss, scale_grads=False
     )

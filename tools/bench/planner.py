@@ -115,7 +115,8 @@ def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
     both, left_out = same_runs(file, peer)
     for why, number in left_out.items():
         print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
-    ours, theirs = score(both), score(both, peer.predict)
+    ours = score(both)
+    theirs = score(both, peer.predict)
     # else the two would be judged by different runs
     for name, why in (*ours.skipped, *theirs.skipped):
         raise ConfigError(

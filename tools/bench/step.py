@@ -83,14 +83,28 @@ class StepLayout:
 
 OVERHEAD = StepSize(
     name="overhead",
-    model=ModelConfig(layers=8, hidden=64, heads=4, kv_heads=2, ffn_hidden=176, vocab=512),
+    model=ModelConfig(
+        layers=8,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        ffn_hidden=176,
+        vocab=512,
+    ),
     seq_len=64,
     rounds=5,
     steps=2,
 )
 COMPUTE = StepSize(
     name="compute",
-    model=ModelConfig(layers=8, hidden=512, heads=8, kv_heads=4, ffn_hidden=1408, vocab=8192),
+    model=ModelConfig(
+        layers=8,
+        hidden=512,
+        heads=8,
+        kv_heads=4,
+        ffn_hidden=1408,
+        vocab=8192,
+    ),
     seq_len=256,
     rounds=3,
     steps=1,
@@ -98,7 +112,14 @@ COMPUTE = StepSize(
 SIZES = (OVERHEAD, COMPUTE)
 _GPU_COMPUTE = StepSize(  # four blocks of Llama 3 8B, a quarter of its vocabulary
     name="compute",
-    model=ModelConfig(layers=4, hidden=4096, heads=32, kv_heads=8, ffn_hidden=14336, vocab=32_064),
+    model=ModelConfig(
+        layers=4,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn_hidden=14336,
+        vocab=32_064,
+    ),
     seq_len=4096,
     rounds=3,
     steps=2,
@@ -189,7 +210,8 @@ def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
     """Runs on every rank: checks this project's trainer against torch's own stack, or against the
     plain loop where there is one process, from the same weights; then times them in turn."""
-    plan, settings = recipe(size, parallel), size.peer_settings()
+    plan = recipe(size, parallel)
+    settings = size.peer_settings()
     device = settings.device
     mesh = build_mesh(plan.parallel, size.device)
     trainer = Trainer(
@@ -202,11 +224,14 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         stack = TorchStack(plan, build_mesh(plan.parallel, size.device), weights, settings)
     # Two steps agree, because the second one depends on the first one's gradients; they warm up
     # both as well.
-    ours, peer = (
-        (lambda batch: trainer.train_step(batch).loss),
-        (lambda batch: stack.train_step(batch)[0]),
+    return time_train_steps(
+        plan,
+        lambda batch: trainer.train_step(batch).loss,
+        lambda batch: stack.train_step(batch)[0],
+        agreement_steps=2,
+        rounds=rounds,
+        steps=steps,
     )
-    return time_train_steps(plan, ours, peer, agreement_steps=2, rounds=rounds, steps=steps)
 
 
 def time_train_steps(
@@ -224,7 +249,8 @@ def time_train_steps(
     batches = [
         random_batch(recipe, dist.get_rank(), seed) for seed in range(agreement_steps + steps)
     ]
-    first, further = batches[:agreement_steps], batches[agreement_steps:]
+    first = batches[:agreement_steps]
+    further = batches[agreement_steps:]
     losses = (
         (f"loss of step {step}", ours(batch), peer(batch)) for step, batch in enumerate(first)
     )

@@ -100,12 +100,15 @@ def _fastest(cases: Sequence[PublishedCase]) -> Iterator[PublishedCase]:
 def _speed(case: PublishedCase) -> float:
     metric = case.measured.metric or ""
     value: float = getattr(case.measured, metric)
-    return -value if metric == "step_time_s" else value
+    if metric == "step_time_s":
+        return -value
+    return value
 
 
 def question_of(case: PublishedCase, program: TrainingProgram) -> Question:
     """Returns the question for a plan of the same job on the same devices by this program."""
-    run, layout = case.run, case.run.layout
+    run = case.run
+    layout = case.run.layout
     if layout.cp > 1 and "cp" not in program.axes:  # the run shows that its program has the axis
         program = replace(program, axes=(*program.axes, "cp"))
     fixed = Fixed()

@@ -138,7 +138,8 @@ def overhead_of(
     """Returns the program's own times. A step takes step + layers * layer + microbatches *
     (microbatch + layers * block): four runs of tiny models give these four, and two of a larger one
     what each parameter takes once a step."""
-    once, each = [], []
+    once = []
+    each = []
     for layers in LAYERS:
         once_s, microbatch_s = _over_microbatches(times, Probe(axis, TINY, layers, 0))
         once.append(once_s)

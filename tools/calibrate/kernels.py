@@ -28,7 +28,8 @@ _HEADS = {"cpu": 4, "cuda": 64}
 _GPU_CACHE_BYTES = 2 * 60e6  # twice the largest second-level cache
 _MOST_COPIES = 64
 _PASSES = 3
-_FEATURES, _MEMORY_ROWS = 256, 2**15
+_FEATURES = 256
+_MEMORY_ROWS = 2**15
 
 Rows = list[list[float]]
 Point = tuple[int, int]

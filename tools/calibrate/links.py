@@ -81,7 +81,9 @@ class _Passing(nn.Module):
     """A stage that computes nothing and returns what it was given."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.view_as(x) if x.requires_grad else x.clone().requires_grad_()
+        if x.requires_grad:
+            return x.view_as(x)
+        return x.clone().requires_grad_()
 
 
 def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int]) -> Rows:

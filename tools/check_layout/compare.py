@@ -133,7 +133,8 @@ def _gradient_pattern(wanted: Mapping[int, Array], views: Mapping[int, Array]) -
         return ["one side has no gradient for it: it is frozen, or cut off from the loss"]
     if len({id(view) for view in views.values()}) > 1:
         return ["the ranks hold different gradients of one parameter: a reduction is missing"]
-    reference, ours = wanted[0], _any(views)
+    reference = wanted[0]
+    ours = _any(views)
     square = float(np.vdot(reference, reference))
     if ours.shape != reference.shape or square == 0.0:
         return []

@@ -36,7 +36,9 @@ _CURVE = (
     (-1, "loss of the last step", 0, 1e-4),
     (-1, "gradient norm of the last step", 1, 1e-4),
 )
-BATCH, MICROBATCH, LAYERS = 8, 2, 4
+BATCH = 8
+MICROBATCH = 2
+LAYERS = 4
 LAYOUTS: tuple[Mapping[str, Any], ...] = (
     {"tp": 2},
     {"tp": 2, "sequence_parallel": True},
@@ -72,10 +74,12 @@ def assert_conforms(
     check_model(alone.model)
     reference = run(record_plain, alone, WHOLE_STEPS, world_size=1)
     report: list[str] = []
-    is_wrong, checked = False, 0
+    is_wrong = False
+    checked = 0
     for settings in ({}, *layouts):
         parallel = ParallelConfig(**{"microbatch_size": MICROBATCH, **settings})
-        job, ranks = replace(alone, parallel=parallel), parallel.world_size
+        job = replace(alone, parallel=parallel)
+        ranks = parallel.world_size
         name = ", ".join(f"{key} {value}" for key, value in settings.items()) or "one process"
         try:
             validate(job)
@@ -128,6 +132,7 @@ def _differences(reference: TrainingRecord, record: TrainingRecord) -> Iterator[
         yield from describe(first)
         return
     for step, what, at, limit in _CURVE:
-        ours, wanted = record.curve[step][at], reference.curve[step][at]
+        ours = record.curve[step][at]
+        wanted = reference.curve[step][at]
         if not math.isclose(wanted, ours, rel_tol=limit):
             yield f"the {what} is {ours:.8g}, and {wanted:.8g} in one process (limit {limit:g})"

@@ -81,7 +81,8 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     def train_step(step: int, is_whole: bool) -> TrainedStep:
         """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
         generator = torch.Generator().manual_seed(_SEED + step)
-        shape, vocab = (own_batch * parallel.dp, SEQ_LEN + 1), job.options["vocab"]
+        shape = (own_batch * parallel.dp, SEQ_LEN + 1)
+        vocab = job.options["vocab"]
         ids = torch.randint(0, vocab, shape, generator=generator)[first : first + own_batch]
         labels = ids[:, 1:].contiguous()
         try:

@@ -37,7 +37,9 @@ from parallel3d.training.update import learning_rate
 def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
     """Trains in one process and records what `record.record_recipe` records of a layout. Each
     global batch is one microbatch."""
-    train, sizes, config = recipe.train, recipe.model, recipe.optimizer
+    train = recipe.train
+    sizes = recipe.model
+    config = recipe.optimizer
     parallel = ParallelConfig(microbatch_size=train.global_batch_size)
     batches = random_batches(replace(recipe, parallel=parallel))
     model = model_class(sizes.architecture)(
@@ -115,7 +117,8 @@ def plain_optimizers(
         return [muon, adamw(rest, config)]
     groups = parameter_groups(model.parameters(), config)
     if config.name == "sgd":
-        momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
+        momentum = config.momentum or 0.0
+        nesterov = bool(config.nesterov)
         return [torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=nesterov)]
     return [adamw(model.parameters(), config)]
 

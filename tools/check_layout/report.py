@@ -51,7 +51,8 @@ def describe(first: Difference | None) -> Iterator[str]:
     when = f"in step {first.step}" if first.step else "before training"
     what = f"{first.what} of {first.name}" if first.name else first.what
     size = f"{first.size:.3g}" if math.isfinite(first.size) else "missing or not finite"
-    limit, ranks = LIMITS[first.what], ", ".join(map(str, first.ranks))
+    limit = LIMITS[first.what]
+    ranks = ", ".join(map(str, first.ranks))
     yield f"differs first {when}: {what}, by {size} (limit {limit:g}), on ranks {ranks}"
     yield "usual causes:"
     yield from (f"  - {cause}" for cause in first.causes)

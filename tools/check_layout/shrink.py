@@ -8,7 +8,9 @@ from dataclasses import replace
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe
 from parallel3d.config.rules import validate
 
-SEQ_LEN, VOCAB, STEPS = 16, 264, 3
+SEQ_LEN = 16
+VOCAB = 264
+STEPS = 3
 # AdamW's: with the usual 1e-8 a gradient that is zero but for rounding moves a weight by the whole
 # rate
 EPS = 1e-3
@@ -20,7 +22,8 @@ def shrink(
     """Returns the recipe in float32 on the CPU, its model and batch cut down, with a layer for each
     pipeline stage at least. The numbers still keep what tp, dp and the schedule ask of them; a
     vocabulary that tp does not divide stays so. Raises ConfigError."""
-    parallel, train = recipe.parallel, recipe.train
+    parallel = recipe.parallel
+    train = recipe.train
     shards = parallel.world_size // (parallel.dp * parallel.pp)  # of a layer
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)

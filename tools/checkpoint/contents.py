@@ -64,7 +64,8 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found:
         raise _no_checkpoint(path)
-    newest, step = found[-1], step_of(found[-1])
+    newest = found[-1]
+    step = step_of(found[-1])
     newer = [each for each in step_folders(newest.parent) if step_of(each) > step]
     return newest, [f"step {step}: {each} is incomplete (no {MANIFEST_FILE})" for each in newer]
 

@@ -31,7 +31,8 @@ def answer(options: Namespace) -> Reply:
         pass
     notes += form.notes
     config = json.loads((to / "config.json").read_text())
-    architecture, dtype = config["architectures"][0], config["dtype"]
+    architecture = config["architectures"][0]
+    dtype = config["dtype"]
     files = {path.name: path.stat().st_size for path in sorted(to.iterdir())}
     tree = {
         "checkpoint": str(checkpoint),

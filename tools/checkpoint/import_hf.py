@@ -29,7 +29,8 @@ def answer(options: Namespace) -> Reply:
             "config.json and model.safetensors"
         )
     config = read_config_json(path)
-    model, problems = from_hugging_face(config, path), [*left_out(config, path)]
+    model = from_hugging_face(config, path)
+    problems = [*left_out(config, path)]
     if problems:
         raise ConfigError("\n".join(f"{folder}: {problem}" for problem in problems))
     _check_tensors(folder, model)

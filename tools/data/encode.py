@@ -70,7 +70,9 @@ def encode_piece(texts: list[str], choice: TokenizerChoice, path: Path) -> None:
     what is for validation."""
     tokenizer = choice.build()
     end = np.array([tokenizer.end_of_text], dtype=ids_dtype(tokenizer.vocab_size))
-    ids, lengths, hashes = [], [], []
+    ids = []
+    lengths = []
+    hashes = []
     for text in texts:
         slices = [tokenizer.encode(each) for each in _slices(text, choice)]
         ids += [*slices, end]
@@ -88,7 +90,8 @@ def encode_piece(texts: list[str], choice: TokenizerChoice, path: Path) -> None:
 
 def _slices(text: str, choice: TokenizerChoice) -> list[str]:
     """Cuts a long text at ends of lines, if that does not change its ids."""
-    slices, start = [], 0
+    slices = []
+    start = 0
     while len(text) - start > 2 * _MOST_CHARACTERS and _may_cut(choice):
         found = _LINE_END.search(text, start + _MOST_CHARACTERS)
         if found is None:
@@ -102,5 +105,7 @@ def _slices(text: str, choice: TokenizerChoice) -> list[str]:
 def _may_cut(choice: TokenizerChoice) -> bool:
     """Tells whether two lines have the same ids apart as together. Some tokenizers begin each text
     with a space."""
-    encode, first, second = choice.build().encode, "One line.\n", "And another one\n"
+    encode = choice.build().encode
+    first = "One line.\n"
+    second = "And another one\n"
     return np.array_equal(encode(first + second), np.append(encode(first), encode(second)))

@@ -100,7 +100,8 @@ def verify(folder: Path) -> Iterator[str]:
         crc = largest = ends = 0
         with path.open("rb") as file:
             while raw := file.read(_CHUNK_BYTES):
-                crc, ids = zlib.crc32(raw, crc), np.frombuffer(raw, dtype)
+                crc = zlib.crc32(raw, crc)
+                ids = np.frombuffer(raw, dtype)
                 largest = max(largest, int(ids.max()))
                 ends += int(np.count_nonzero(ids == header.end_of_text))
         if crc != shard.crc32:
@@ -145,8 +146,10 @@ def merge(folders: list[Path], out: Path) -> None:
     first = headers[0]
     for folder, header in zip(folders, headers, strict=True):
         for name in ("tokenizer", "vocab_size", "end_of_text"):
-            own, other = getattr(header, name), getattr(first, name)
-            own, other = getattr(own, "label", own), getattr(other, "label", other)
+            own = getattr(header, name)
+            other = getattr(first, name)
+            own = getattr(own, "label", own)
+            other = getattr(other, "label", other)
             if own != other:
                 raise ConfigError(
                     f"{folder}: {name} is {own}, and that of {folders[0]} is {other}; merge "

@@ -22,7 +22,9 @@ from parallel3d.errors import ConfigError, DataError
 
 PIECE_CHARACTERS = 8 << 20  # a worker encodes them in a few seconds, which a kill loses at most
 _MOST_BYTES = 256 << 20  # of a document in a packed file
-_LINES, _ROWS, _TEXTS = (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow"), (".txt", ".md")
+_LINES = (".jsonl", ".ndjson", ".json")
+_ROWS = (".parquet", ".arrow")
+_TEXTS = (".txt", ".md")
 _PACKED = (".gz", ".zst")
 
 
@@ -107,7 +109,8 @@ def pieces(files: list[InputFile], reading: Reading) -> Iterator[Piece]:
                 characters += len(text)
             if characters >= PIECE_CHARACTERS:
                 yield Piece(texts, before + position)
-                texts, characters = [], 0
+                texts = []
+                characters = 0
         before += file.size
     if texts:
         yield Piece(texts, before)
@@ -189,14 +192,18 @@ def _field_of(text: str, field: str, where: str) -> str:
 
 def _rows(file: InputFile, field: str) -> Iterator[tuple[str, int]]:
     """Yields the texts of a Parquet file, or of an Arrow stream as `datasets` writes it."""
-    path, row = file.path, 0
+    path = file.path
+    row = 0
     if path.suffix.lower() == ".arrow":
         pyarrow = import_extra("pyarrow", str(path))
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-        names, rows, batches = table.column_names, table.num_rows, table.to_batches(1024)
+        names = table.column_names
+        rows = table.num_rows
+        batches = table.to_batches(1024)
     else:
         parquet = import_extra("pyarrow.parquet", str(path)).ParquetFile(path)
-        names, rows = parquet.schema_arrow.names, parquet.metadata.num_rows
+        names = parquet.schema_arrow.names
+        rows = parquet.metadata.num_rows
         columns = [field] if field in names else None
         batches = parquet.iter_batches(1024, columns=columns)
     _check_field(field, names, str(path))

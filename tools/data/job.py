@@ -38,7 +38,8 @@ from parallel3d.tools.data.folders import inspect
 from parallel3d.tools.data.inputs import InputError, InputFile, Reading, find_inputs, pieces
 
 _BYTE_LEVEL_IDS = 257  # a byte-level BPE without merges has the bytes and an end of text
-_SETTINGS, _CHUNKS = "command.json", "chunks"
+_SETTINGS = "command.json"
+_CHUNKS = "chunks"
 # The options that the result depends on; the job goes on if they are the same.
 _DECIDING = ("pattern", "field", "errors", "end_of_text", "train_bpe", "validation_fraction")
 
@@ -46,7 +47,8 @@ _DECIDING = ("pattern", "field", "errors", "end_of_text", "train_bpe", "validati
 def answer(options: Namespace) -> Reply:
     """Makes a folder of tokens, and describes it. Raises ConfigError for what cannot be done,
     InputError for an input that has a fault."""
-    out, vocab_size = options.out, options.train_bpe
+    out = options.out
+    vocab_size = options.train_bpe
     if options.validation_fraction == 1:
         raise ConfigError("--validation-fraction 1: leaves nothing to train on; try 0.05")
     if vocab_size is not None and (options.tokenizer or vocab_size < _BYTE_LEVEL_IDS):
@@ -229,7 +231,9 @@ def _join(chunks: list[Path], choice: TokenizerChoice, fraction: float, result: 
     ) as writer:
         for path in chunks:
             with np.load(path) as chunk:
-                ids, lengths, hashes = chunk["ids"], chunk["lengths"], chunk["hashes"]
+                ids = chunk["ids"]
+                lengths = chunk["lengths"]
+                hashes = chunk["hashes"]
             if below is None:  # a single document gives its end
                 held_out = min(max(round((len(ids) - 1) * fraction), 1), len(ids) - 1)
                 writer.add("train", np.append(ids[: -1 - held_out], ids[-1:]))
@@ -252,7 +256,8 @@ def _validation_border(chunks: list[Path], fraction: float) -> int | None:
     if not found:
         raise InputError("the inputs hold no text: every document is empty; try other files")
     hashes = np.concatenate(found)
-    least, greatest = int(hashes.min()), int(hashes.max())
+    least = int(hashes.min())
+    greatest = int(hashes.max())
     if fraction == 0:
         return 0
     if len(hashes) == 1:

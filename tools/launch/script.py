@@ -179,7 +179,8 @@ class Launcher:
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yields the keys of a recipe that name files or folders, and what they name."""
-    data, checkpoint = recipe.data, recipe.checkpoint
+    data = recipe.data
+    checkpoint = recipe.checkpoint
     found = {"run_dir": recipe.run_dir, "data.path": data.path}
     found["checkpoint.start_from"] = checkpoint.start_from
     if data.tokenizer != "bytes":

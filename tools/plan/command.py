@@ -9,4 +9,5 @@ from parallel3d.tools.command_line import CommandLine
 _PLAN = CommandLine(
     "parallel3d-plan", Path(__file__).with_name("commands.toml"), default="recommend"
 )
-COMMANDS, main = _PLAN.commands, _PLAN.main
+COMMANDS = _PLAN.commands
+main = _PLAN.main

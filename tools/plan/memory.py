@@ -84,7 +84,9 @@ def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
 def _cell(bytes_: float) -> str:
     if not bytes_:
         return "-"
-    return f"{bytes_ / GIB:.2f}" if bytes_ >= 0.005 * GIB else f"{bytes_ / GIB:.1g}"
+    if bytes_ >= 0.005 * GIB:
+        return f"{bytes_ / GIB:.2f}"
+    return f"{bytes_ / GIB:.1g}"
 
 
 def _page(found: Strategy, *, whole: bool) -> Iterator[str]:

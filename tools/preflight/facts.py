@@ -52,8 +52,10 @@ class RecipeNeeds:
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_cpu: bool) -> RecipeNeeds:
-        rule, steps = recipe.checkpoint, recipe.train.steps
-        checkpoints, checkpoint_bytes = 0, 0.0
+        rule = recipe.checkpoint
+        steps = recipe.train.steps
+        checkpoints = 0
+        checkpoint_bytes = 0.0
         if rule.every is not None:
             permanent = steps // rule.keep_every if rule.keep_every else 0
             kept = rule.keep + rule.keep_best + permanent
@@ -81,9 +83,11 @@ def rank_facts(rank: int, device: torch.device) -> RankFacts:
         "parallel3d": parallel3d.__version__,
     }
     free = free_memory()
-    name, free_bytes = "CPU", None if free is None else free.bytes_
+    name = "CPU"
+    free_bytes = None if free is None else free.bytes_
     if device.type == "cuda":
-        name, free_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
+        name = torch.cuda.get_device_name(device)
+        free_bytes = torch.cuda.mem_get_info(device)[0]
         versions["cuda"] = torch.version.cuda or torch.version.hip or ""
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         with suppress(OSError):
@@ -114,7 +118,9 @@ def folder_above(run_dir: str) -> Path:
 def host_facts(facts: RankFacts, recipe: Recipe, run_dir: str | None, mark: str) -> RankFacts:
     """Returns the facts of the first rank of a host, with its disk and its problems. `mark` is the
     name of the file that rank 0 has written into the folder of the run."""
-    train, problems, free_bytes = recipe.train, [], None
+    train = recipe.train
+    problems = []
+    free_bytes = None
     if run_dir is not None:
         folder = folder_above(run_dir)
         free_bytes = shutil.disk_usage(folder).free

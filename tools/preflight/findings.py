@@ -65,7 +65,9 @@ class CheckReport:
         return sorted(found, key=lambda finding: not finding.breaks)
 
     def lines(self) -> Iterator[str]:
-        recipe, first, findings = self.recipe, self.facts[0], self.findings()
+        recipe = self.recipe
+        first = self.facts[0]
+        findings = self.findings()
         everyone = self._named([each.rank for each in self.facts])
         yield f"{everyone}: {product(recipe.parallel.axes)}"
         yield "versions  " + ", ".join(f"{name} {value}" for name, value in first.versions.items())
@@ -78,7 +80,8 @@ class CheckReport:
             needed = f"checkpoints take {self._disk_bytes / GIB:.2f} GiB"
             yield f"disk      {needed}; {min(disks) / GIB:.1f} free"
         if self.matmuls:
-            usual, slowest = median_high(self.matmuls), min(self.matmuls)
+            usual = median_high(self.matmuls)
+            slowest = min(self.matmuls)
             who = self._named([self.matmuls.index(slowest)])
             rates = f"median {usual / 1e9:,.1f} GFLOP/s, slowest {slowest / 1e9:,.1f}: {who}"
             yield f"matmuls   {recipe.train.precision}: {rates}"
@@ -194,9 +197,11 @@ class CheckReport:
         for each in self.links:
             if each.kind == "message":
                 sender, receiver = (self.facts[rank].host for rank in each.ranks)
-                slowest, way = between, f"from {sender} to {receiver}"
+                slowest = between
+                way = f"from {sender} to {receiver}"
                 if sender == receiver:
-                    slowest, way = within, f"within {sender}"
+                    slowest = within
+                    way = f"within {sender}"
                 slowest[way] = min(each.bandwidth, slowest.get(way, each.bandwidth))
         for slowest in (between, within):
             usual = median_high(slowest.values()) if slowest else 0.0

@@ -47,7 +47,8 @@ def measure_matmuls(device: torch.device, precision: Precision) -> float:
     a = torch.randn(side, side, device=device, dtype=dtype)
     _timed(lambda: a @ a, device)
     dist.barrier()
-    count, seconds = 0, 0.0
+    count = 0
+    seconds = 0.0
     while seconds < _MATMULS_S:
         seconds += _timed(lambda: [a @ a for _ in range(_MATMULS)], device)
         count += _MATMULS

@@ -240,11 +240,9 @@ def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
     number, between = divmod(peak.action - 1, 2)
     if not between:
         return f"action {number + 1} of {len(actions)}, {actions[number]}"
-    return (
-        f"after {actions[number]}"
-        if number + 1 < len(actions)
-        else "after the last action: gradients or optimizer"
-    )
+    if number + 1 < len(actions):
+        return f"after {actions[number]}"
+    return "after the last action: gradients or optimizer"
 
 
 def shortened(recipe: Recipe) -> Recipe:

@@ -94,7 +94,9 @@ class Device:
     @property
     def gpu_bytes(self) -> float | None:
         """The memory of a GPU, by which a program may choose; None for a CPU."""
-        return None if self.is_cpu else self.memory_bytes
+        if self.is_cpu:
+            return None
+        return self.memory_bytes
 
     def peak(self, precision: str) -> float:
         return self.peak_flops.get(precision, self.peak_flops["bf16"])

@@ -91,7 +91,9 @@ class BlockActivations:
     def outside(self) -> int:
         """Tokens of a rank outside attention and MLP."""
         tokens = self.batch * self.seq
-        return tokens // self.tp if self.sequence_parallel else tokens
+        if self.sequence_parallel:
+            return tokens // self.tp
+        return tokens
 
     @property
     def groups(self) -> int:
@@ -114,4 +116,6 @@ class BlockActivations:
     def head_norm_bytes(self) -> int:
         """The bytes that the norms of the heads' queries and keys keep of one token."""
         vectors = self.shape.heads // self.tp + self.groups
-        return vectors * self.norm_bytes(self.shape.head_dim) if self.shape.qk_norm else 0
+        if self.shape.qk_norm:
+            return vectors * self.norm_bytes(self.shape.head_dim)
+        return 0

@@ -74,11 +74,9 @@ class BlockTensors:
     def input_gradient(self) -> int:
         """The gradient of a column-parallel product's input, beside that input, gathered again,
         where it lies along the sequence: the gradient is summed over tp and cut."""
-        return (
-            2 * self.gathered + self.copied + self.hidden_local
-            if self.gathered
-            else self.hidden_local
-        )
+        if self.gathered:
+            return 2 * self.gathered + self.copied + self.hidden_local
+        return self.hidden_local
 
     @property
     def delayed(self) -> int:

@@ -57,7 +57,9 @@ class EndTensors:
 
     @property
     def _logit_count(self) -> int:
-        return self.tokens * self.rows if self.chunk is None else 0
+        if self.chunk is None:
+            return self.tokens * self.rows
+        return 0
 
     @property
     def kept_by_embedding(self) -> int:
@@ -82,7 +84,9 @@ class EndTensors:
     @property
     def delayed_table(self) -> int:
         """Numbers of that gradient."""
-        return self.table if self.chunk is None else 0
+        if self.chunk is None:
+            return self.table
+        return 0
 
     @property
     def loss(self) -> int:

@@ -92,7 +92,9 @@ def _moment(action: BeforeAction) -> Moment:
         return "forward"
     if action.is_last:
         return "last backward"
-    return "backward" if action.has_gradients else "first backward"
+    if action.has_gradients:
+        return "backward"
+    return "first backward"
 
 
 def _forward(
@@ -148,9 +150,12 @@ def _backward(
         loss = before.plus(buffers=gathered, temporary=max(ends.loss, made + arriving))
         yield loss._replace(moment="loss")
     before = before._replace(logits=before.logits - stage.logits)
-    of_blocks = {blocks - 1, max(blocks - 2, 0), min(1, blocks - 1), 0}
-    places = [(rank.block_unit, at) for at in of_blocks]
-    for unit, at in ((stage.head, blocks), *places, (stage.rest, -1)):
+    last = blocks - 1
+    places = [(stage.head, blocks)]
+    for at in {last, max(last - 1, 0), min(1, last), 0}:
+        places.append((rank.block_unit, at))
+    places.append((stage.rest, -1))
+    for unit, at in places:
         if not unit.numel:
             continue
         in_use = rank.item * unit.padded * rank.sharded

@@ -50,7 +50,9 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
         return whole_number(said, key, path)
 
     def optional(key: str) -> int | None:
-        return None if said.get(key) is None else number(key)
+        if said.get(key) is None:
+            return None
+        return number(key)
 
     for key, usual in _DENSE_SWITCHES.items():
         if said.get(key, usual) != usual:
@@ -116,11 +118,9 @@ def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of the text model where a config.json has those of several."""
     part = config.get("text_config")
-    return (
-        {"model_type": f"{config.get('model_type')}_text", **part}
-        if isinstance(part, Mapping)
-        else config
-    )
+    if isinstance(part, Mapping):
+        return {"model_type": f"{config.get('model_type')}_text", **part}
+    return config
 
 
 Numbers = Callable[[str], int]

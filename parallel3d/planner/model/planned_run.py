@@ -88,7 +88,9 @@ class RunLayout(EngineLayout):
     @property
     def reduce_bytes(self) -> int:
         """Bytes of a gradient's number on its way."""
-        return 2 if self.reduce_dtype == "bf16" else 4
+        if self.reduce_dtype == "bf16":
+            return 2
+        return 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,9 @@ class PlannedRun:
     @property
     def item_bytes(self) -> float:
         """Bytes of one element of an activation."""
-        return 4.0 if self.precision == "fp32" else 2.0
+        if self.precision == "fp32":
+            return 4.0
+        return 2.0
 
     @property
     def runs_parallel3d(self) -> bool:

@@ -59,7 +59,9 @@ class ModelShape:
     @property
     def feed_forward_inputs(self) -> int:
         """Matrices that go from hidden to ffn_hidden: gate and up of SwiGLU, else one."""
-        return 2 if self.is_gated else 1
+        if self.is_gated:
+            return 2
+        return 1
 
     @property
     def is_gated(self) -> bool:
@@ -121,7 +123,9 @@ class ModelShape:
     @property
     def norm_vectors(self) -> int:
         """The parameters of one norm: its weight, and the bias of a LayerNorm."""
-        return 2 if self.layer_norm else 1
+        if self.layer_norm:
+            return 2
+        return 1
 
 
 @dataclass(frozen=True, kw_only=True)

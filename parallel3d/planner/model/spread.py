@@ -102,7 +102,9 @@ def memory_spread(
     elif program.is_measured and not is_mixture:
         kind = "known"
     width: float = errors[kind]
-    return min(width, ANCHORED_MEMORY) if is_anchored else width
+    if is_anchored:
+        return min(width, ANCHORED_MEMORY)
+    return width
 
 
 def safe_share(memory: float, risk: float) -> float:

@@ -29,7 +29,9 @@ class OptimizerMemory:
 
 def master_bytes(precision: str) -> int:
     """Returns the bytes of a number of the weights that the optimizer steps."""
-    return 2 if precision == "bf16_pure" else 4
+    if precision == "bf16_pure":
+        return 2
+    return 4
 
 
 def optimizer_memory(recipe: Recipe) -> OptimizerMemory:

@@ -33,7 +33,9 @@ class Fields:
     def section(self, name: str) -> Mapping[str, Any]:
         """Empty where the case has none."""
         section = self.tree.get(name)
-        return section if isinstance(section, Mapping) else {}
+        if isinstance(section, Mapping):
+            return section
+        return {}
 
     def stated(self, section: str, key: str) -> Any:
         """What the source itself says, None where it says nothing."""
@@ -46,7 +48,9 @@ class Fields:
     def said(self, name: str) -> bool | None:
         """Returns whether a run had an option; None if its case does not say."""
         value = self.section("options").get(name, meaning(name, self.text("notes")))
-        return None if value is None else bool(value)
+        if value is None:
+            return None
+        return bool(value)
 
     def get(self, section: str, key: str, default: Any) -> Any:
         value = self.stated(section, key)
@@ -54,7 +58,9 @@ class Fields:
             return value
         inferred = self.section("inferred").get(key)
         self.note(section, key, "inferred" if inferred is not None else "default")
-        return default if inferred is None else inferred
+        if inferred is None:
+            return default
+        return inferred
 
     def note(self, section: str, key: str, why: str) -> None:
         self.filled.append(f"{section}.{key} ({why})")
@@ -89,7 +95,9 @@ class Fields:
     def speed(self, key: str) -> float | None:
         """Returns the GB/s of a link of the section `hardware`; None if it does not say."""
         number = _number(self.stated("hardware", key))
-        return number if number is not None and number > 0 else None
+        if number is not None and number > 0:
+            return number
+        return None
 
 
 def _number(value: object) -> float | None:

@@ -210,7 +210,9 @@ def _ranges(plan: Plan, best: Strategy) -> str:
 
 
 def three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def reasons(best: Strategy) -> Iterator[str]:

@@ -95,7 +95,9 @@ def _largest_first(figures: object, kinds: Sequence[str]) -> list[tuple[float, s
 def gib(bytes_: float, *, of: float | None = None) -> str:
     """74.7, and two digits of what is less than one (or a part of it), as of a small model on a
     CPU."""
-    return f"{bytes_ / GIB:.1f}" if (of or bytes_) >= GIB else f"{bytes_ / GIB:.2g}"
+    if (of or bytes_) >= GIB:
+        return f"{bytes_ / GIB:.1f}"
+    return f"{bytes_ / GIB:.2g}"
 
 
 def time_text(parts: TimeParts) -> str:
@@ -135,11 +137,15 @@ def links_text(cluster: Cluster) -> str:
 
 
 def days_column(days: float) -> str:
-    return f"{days:>7.3g}" if days < 1000 else f"{days:>7,.0f}"
+    if days < 1000:
+        return f"{days:>7.3g}"
+    return f"{days:>7,.0f}"
 
 
 def money(dollars: float | None) -> str:
-    return "-" if dollars is None else f"${si(dollars)}"
+    if dollars is None:
+        return "-"
+    return f"${si(dollars)}"
 
 
 def wrapped(name: str, text: str) -> list[str]:

@@ -89,11 +89,9 @@ class Question:
     @property
     def memory_rule(self) -> str:
         """The option that says how full a device may get."""
-        return (
-            f"--mem-fraction {self.memory_fraction:g}"
-            if self.risk is None
-            else f"--risk {self.risk:g}"
-        )
+        if self.risk is None:
+            return f"--mem-fraction {self.memory_fraction:g}"
+        return f"--risk {self.risk:g}"
 
     @property
     def usable_bytes(self) -> float:

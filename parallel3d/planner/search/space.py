@@ -91,7 +91,11 @@ def families(question: Question) -> dict[tuple[int, int], list[ParallelConfig]]:
 
 def _families_of(question: Question, tp: int, pp: int) -> Iterator[ParallelConfig]:
     fixed = question.fixed
-    for size, asked, most in ((tp, fixed.tp, fixed.max_tp), (pp, fixed.pp, fixed.max_pp)):
+    sizes = (
+        (tp, fixed.tp, fixed.max_tp),
+        (pp, fixed.pp, fixed.max_pp),
+    )
+    for size, asked, most in sizes:
         if not _allowed(size, asked) or size > (most or size):
             return
     sequence_parallel = question.seq_len % tp == 0

@@ -142,7 +142,9 @@ class CalibratedHost:
         rounds = 1
         if "microbatch" in (layout.gather, layout.reduce):
             rounds = layout.microbatches
-        data = rounds * (self.dp.step + layers * self.dp.layer + parameters * self.dp.parameter)
+        dp = self.dp
+        data = rounds * (dp.step + layers * dp.layer + parameters * dp.parameter)
         optimizer = base.parameter * parameters / layout.optimizer_shards + layers * base.layer
         overhead = base.step + self.tp.step + layers * self.tp.layer
-        return self.slowdown * data, self.slowdown * optimizer, self.slowdown * overhead
+        slowdown = self.slowdown
+        return slowdown * data, slowdown * optimizer, slowdown * overhead

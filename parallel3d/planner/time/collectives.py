@@ -83,7 +83,9 @@ def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
 def _spread(cluster: Cluster, nodes: int) -> float:
     """Returns what the network's upper tiers divide its bandwidth by where so many nodes share
     it."""
-    return cluster.oversubscription if nodes > cluster.whole_nodes else 1.0
+    if nodes > cluster.whole_nodes:
+        return cluster.oversubscription
+    return 1.0
 
 
 def reduced_once_s(run: PlannedRun, part: StageSlice, backward_s: float) -> float:

@@ -38,10 +38,8 @@ class Calculon:
         self._approximate = approximate
         try:
             package = import_module("calculon")
-            self._llm, self._system = (
-                import_module("calculon.llm.llm").Llm,
-                import_module("calculon.system").System,
-            )
+            self._llm = import_module("calculon.llm.llm").Llm
+            self._system = import_module("calculon.system").System
             folder = Path(str(package.__file__)).parents[1] / "systems"
             self._systems = {
                 part: json.loads((folder / name).read_text()) for part, name in _SYSTEMS.items()
@@ -65,12 +63,15 @@ class Calculon:
             return "tiled attention"
         if run.shape.feed_forward == "swiglu":
             return "gated feed-forward"
-        return "grouped keys" if run.shape.kv_heads != run.shape.heads else ""
+        if run.shape.kv_heads != run.shape.heads:
+            return "grouped keys"
+        return ""
 
     def predict(self, case: PublishedCase) -> Prediction:
         """Returns the prediction of a case that Calculon can express. Raises ConfigError where it
         refuses the case after all."""
-        layout, shape = case.run.layout, case.run.shape
+        layout = case.run.layout
+        shape = case.run.shape
         application = self._llm.Application(
             {
                 "hidden": shape.hidden,
@@ -85,7 +86,8 @@ class Calculon:
         )
         # The networks that tp, pp and dp may use: 0 is the node's, 1 the one between nodes.
         allowed = [(0, 1) if ways > 1 else (0,) for ways in (layout.tp, layout.pp, layout.dp)]
-        answers, refusals = [], []
+        answers = []
+        refusals = []
         for networks in product(*allowed):
             try:
                 answers.append(self._asked(case, application, networks))
@@ -107,7 +109,8 @@ class Calculon:
     ) -> tuple[float, float]:
         """Returns the seconds of a step and the bytes of a device, with tp, pp and dp over these of
         the system's networks."""
-        run, layout = case.run, case.run.layout
+        run = case.run
+        layout = case.run.layout
         tree = next(tree for part, tree in self._systems.items() if part in run.cluster.device.name)
         system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
         keeps_no_scores = run.program.attention == "flash" and layout.recompute == "none"
@@ -148,8 +151,6 @@ def why_not(layout: RunLayout) -> str:
         return f"recompute of a part ({layout.recompute})"
     if layout.gradient_shards > 1 or layout.parameter_shards > 1:
         return "sharded gradients or parameters"
-    return (
-        ""
-        if layout.optimizer_shards in (1, layout.dp)
-        else "states sharded over a part of the data ranks"
-    )
+    if layout.optimizer_shards in (1, layout.dp):
+        return ""
+    return "states sharded over a part of the data ranks"

@@ -48,7 +48,10 @@ class LlmAnalysis:
 
     def predict(self, case: PublishedCase) -> Prediction:
         """Returns the prediction of a case that llm-analysis can express."""
-        run, layout, shape, cluster = case.run, case.run.layout, case.run.shape, case.run.cluster
+        run = case.run
+        layout = case.run.layout
+        shape = case.run.shape
+        cluster = case.run.cluster
         inner = shape.ffn_hidden * (_GATED if shape.feed_forward == "swiglu" else 1.0)
         model = self._config.ModelConfig(
             name=shape.name,
@@ -112,4 +115,6 @@ def _zero_stage(layout: RunLayout) -> int | None:
     """The DeepSpeed ZeRO stage that a layout's shards are; None where they are of no stage."""
     shards = (layout.optimizer_shards, layout.gradient_shards, layout.parameter_shards)
     stage = sum(number > 1 for number in shards)
-    return stage if shards == (layout.dp,) * stage + (1,) * (3 - stage) else None
+    if shards == (layout.dp,) * stage + (1,) * (3 - stage):
+        return stage
+    return None

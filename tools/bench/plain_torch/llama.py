@@ -36,7 +36,8 @@ class PlainRotary:
     def rotate(self, x_BHSK: Tensor) -> Tensor:
         """Returns heads with their positions turned in, by Hugging Face's rotate-half: dim i turns
         with dim i + K / 2."""
-        length, device = x_BHSK.shape[2], x_BHSK.device
+        length = x_BHSK.shape[2]
+        device = x_BHSK.device
         if self.cos.shape[0] != length or self.cos.device != device:
             exponents = (
                 torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
@@ -45,7 +46,8 @@ class PlainRotary:
             positions = torch.arange(length, dtype=torch.float32, device=device)
             angles = torch.outer(positions, self.theta**-exponents)  # [S, K / 2]
             angles = torch.cat((angles, angles), dim=-1)  # [S, K]
-            self.cos, self.sin = angles.cos(), angles.sin()
+            self.cos = angles.cos()
+            self.sin = angles.sin()
         left, right = x_BHSK.chunk(2, dim=-1)
         turned = torch.cat((-right, left), dim=-1)
         return x_BHSK * self.cos.to(x_BHSK.dtype) + turned * self.sin.to(x_BHSK.dtype)
@@ -132,7 +134,9 @@ class PlainLlama(nn.Module):
             x = layer(x)
         if self.norm is not None:
             x = self.norm(x)
-        return x if self.head is None else self.head(x)  # [B, S, D] -> [B, S, V]
+        if self.head is None:
+            return x
+        return self.head(x)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -159,7 +163,9 @@ class PeerSettings:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the context of a forward."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self.is_bf16 else nullcontext()
+        if self.is_bf16:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
 
     def compile(self, model: PlainLlama) -> None:
         """Compiles each block, as users of torch's own stack do, where the peer is compiled."""
@@ -177,7 +183,8 @@ class PlainStack:
     def __init__(
         self, recipe: Recipe, weights: Mapping[str, Tensor], settings: PeerSettings = FLOAT32_CPU
     ) -> None:
-        self.grad_clip, self.settings = recipe.train.grad_clip, settings
+        self.grad_clip = recipe.train.grad_clip
+        self.settings = settings
         with settings.device:
             self.model = PlainLlama(recipe.model)
         self.model.load(weights)

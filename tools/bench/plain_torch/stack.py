@@ -176,7 +176,8 @@ class TorchStack:
         gradient norm."""
         self.optimizer.zero_grad()
         device = self.settings.device
-        inputs, labels = batch.inputs.to(device), batch.labels.to(device)
+        inputs = batch.inputs.to(device)
+        labels = batch.labels.to(device)
         with loss_parallel() if self.mesh["tp"].size() > 1 else nullcontext():
             loss = sum(self._losses(inputs, labels), torch.zeros((), device=device))
         if self.mesh["dp_shard"].size() > 1:
@@ -189,7 +190,8 @@ class TorchStack:
         loss_and_square = torch.stack([loss, torch.stack(squares).sum()])
         if self.mesh["pp"].size() > 1:
             dist.all_reduce(loss_and_square, group=self.mesh.get_group("pp"))
-        loss, norm = loss_and_square[0], loss_and_square[1].sqrt()
+        loss = loss_and_square[0]
+        norm = loss_and_square[1].sqrt()
         if self.grad_clip is not None:
             for group in self.optimizer.param_groups:
                 nn.utils.clip_grads_with_norm_(group["params"], self.grad_clip, norm, foreach=True)
@@ -216,4 +218,6 @@ class TorchStack:
 
 
 def _whole(number: Tensor) -> Tensor:
-    return number.full_tensor() if isinstance(number, DTensor) else number
+    if isinstance(number, DTensor):
+        return number.full_tensor()
+    return number
