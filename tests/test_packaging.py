@@ -75,6 +75,7 @@ def test_a_wheel_holds_every_module_recipe_and_card_once(wheel: list[str]) -> No
         for top in (ROOT / "parallel3d", *(ROOT / name for name in MAPPED))
         for pattern in (
             "**/*.py",
+            "**/*.pyi",
             "**/*.css",
             "**/*.yaml",
             "**/*.json",

@@ -151,7 +151,7 @@ def train_on_nothing(parallel: ParallelConfig) -> list[str]:
     batch = share(trainer.recipe, masked(trainer.recipe, 0))
     batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED))
     messages = []
-    for use in (trainer.train_step, trainer.evaluate):
+    for use in (trainer.train_step, lambda batch: trainer.evaluate([batch])):
         with pytest.raises(DataError) as error:
             use(batch)
         messages.append(str(error.value))

@@ -58,7 +58,7 @@ def meet_wrong_ids(recipe: Recipe) -> tuple[list[int], list[str]]:
     drawn = list(source.drawn)
     before = local_weights(trainer)
     words = []
-    for refused in (trainer.train_step, trainer.evaluate):
+    for refused in (trainer.train_step, lambda batch: trainer.evaluate([batch])):
         for step in (1, 2):
             with pytest.raises(DataError) as caught:
                 refused(loader.batch(step))
