@@ -53,10 +53,14 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     7e-4 of the norm of 2^24 numbers. So it gets a large tensor in pieces."""
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
-    pieces = [
-        torch._foreach_norm(tensor.reshape(-1).split(2**12), 2.0, dtype=dtype) for tensor in tensors
-    ]
-    return [torch.linalg.vector_norm(torch.stack(norms_of_pieces)) for norms_of_pieces in pieces]
+    found = []
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        # torch 2.11 cannot split an empty fake tensor
+        pieces = flat.split(2**12) if len(flat) else (flat,)
+        each = torch._foreach_norm(pieces, 2.0, dtype=dtype)
+        found.append(torch.linalg.vector_norm(torch.stack(each)))
+    return found
 
 
 def is_in_backward() -> bool:

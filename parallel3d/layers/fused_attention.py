@@ -17,18 +17,18 @@ from parallel3d.config.attention_kernels import (
 )
 from parallel3d.layers.positions import PackedDocuments
 
-_TORCH = (int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1]))
+TORCH_VERSION = (int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1]))
 
 
 def device_of(device: torch.device) -> AttentionDevice:
     """Returns what the choice of a kernel depends on. Fake tensors of a GPU that is not there count
     as an A100's."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return AttentionDevice(device.type, torch=_TORCH)
+        return AttentionDevice(device.type, torch=TORCH_VERSION)
     return AttentionDevice(
         device.type,
         capability=torch.cuda.get_device_capability(device),
-        torch=_TORCH,
+        torch=TORCH_VERSION,
         cudnn=torch.backends.cudnn.version() or 0,
         is_rocm=torch.version.hip is not None,
     )

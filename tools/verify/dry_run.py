@@ -48,7 +48,8 @@ from parallel3d.tools.verify.ledger import Ledger, Snapshot
 from parallel3d.torch_private import local_of, tree_iter
 from parallel3d.training.trainer import Trainer
 
-_GPU = AttentionDevice("cuda", capability=(9, 0))  # what attention's kernels are chosen for
+# the GPU that attention's kernels are chosen for
+_GPU = AttentionDevice("cuda", capability=(9, 0), torch=fused_attention.TORCH_VERSION)
 
 
 @dataclass(frozen=True)
