@@ -85,10 +85,19 @@ def exit_with_3(model: nn.Module) -> None:
 
 
 def raise_in_rank_1_while_others_loop(model: nn.Module) -> None:
-    """Is planted in all ranks: the others are not in a collective, which would notice."""
+    """Is planted in all ranks: the others are not in a collective, which would notice.
+
+    If rank 1 began this forward before the plant was there, it waits for the others in a
+    collective. They go on then, and all see the plant at the next forward.
+    """
+    raised = Path(os.environ[FOLDER]) / "raised"
     if dist.get_rank() == 1:
+        raised.touch()
         raise_error(model)
-    loop_forever(model)
+    for _ in range(200):
+        if raised.exists():
+            loop_forever(model)
+        time.sleep(0.01)
 
 
 def save_slowly(model: nn.Module) -> None:
