@@ -53,14 +53,16 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     7e-4 of the norm of 2^24 numbers. So it gets a large tensor in pieces."""
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
-    found = []
+    pieces: list[Tensor] = []
+    counts = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
         # torch 2.11 cannot split an empty fake tensor
-        pieces = flat.split(2**12) if len(flat) else (flat,)
-        each = torch._foreach_norm(pieces, 2.0, dtype=dtype)
-        found.append(torch.linalg.vector_norm(torch.stack(each)))
-    return found
+        own = flat.split(2**12) if len(flat) else (flat,)
+        pieces += own
+        counts.append(len(own))
+    each = torch.stack(torch._foreach_norm(pieces, 2.0, dtype=dtype)).split(counts)
+    return [torch.linalg.vector_norm(part) for part in each]
 
 
 def is_in_backward() -> bool:

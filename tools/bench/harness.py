@@ -3,6 +3,7 @@ table of such cases is measured one after the other."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -54,6 +55,8 @@ def time_steps(step: Step, steps: int, device: torch.device = CPU) -> Timing:
     """Returns what one step takes: wall time between barriers (the stream's, on a GPU), and
     processor time summed over the ranks."""
     clock = DeviceClock(device)
+    gc.collect()
+    gc.freeze()  # a full collection visits all objects of torch, whoever makes it due
     dist.barrier()
     start = clock.mark()
     cpu = time.process_time()
