@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 
 import pytest
 from hypothesis import settings
@@ -39,6 +41,10 @@ _PRELOAD = [
     "tests.distributed.training_cases",
 ]
 
+
+# It keeps the process groups of earlier jobs, whose threads wake all the time. There a pool serves
+# four tests.
+_IS_TORCH_2_11 = version("torch").startswith("2.11.")
 
 # A runner that begins one of these last keeps the other one waiting.
 _LONGEST_FIRST = [
@@ -83,8 +89,12 @@ def world(
     more = {name for module in modules for name in getattr(module, "PRELOAD", ())}
     context.set_forkserver_preload([*_PRELOAD, *sorted(more)])
     pools: dict[int, World] = {}
+    asked = Counter[int]()
 
     def pool(size: int) -> World:
+        asked[size] += 1
+        if size in pools and _IS_TORCH_2_11 and asked[size] % 4 == 0:
+            pools.pop(size).close(patience_s=5)
         if size not in pools or not pools[size].is_open:
             pools[size] = World.start(context, size, tmp_path_factory.mktemp(f"world{size}"))
         return pools[size]
