@@ -1,0 +1,431 @@
+"""`parallelize`: one object that owns the order of a training step, in every layout.
+
+    model = parallelize(model, mesh, sharding="FULL_SHARD", schedule="1f1b", microbatches=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for inputs, labels in loader:
+        loss = model.forward_backward(inputs, labels, loss_fn)
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        model.zero_grad()
+
+[Note: two kinds of parameters] The modules of a stage compute with one set of tensors, and the
+optimizer steps another, because a strategy may gather, cast or split what it computes with.
+`ParallelModel` holds the second set under the names of the full model, as DTensors if ranks share
+a tensor. So torch's optimizers, norms and state dicts see full tensors. Hooks on all optimizers
+check the order of calls, and make the modules compute with the new values after a step.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from parallel3d.config.sharding_strategies import ShardingName
+from parallel3d.engine import Engine, gradient_of
+from parallel3d.layers.collectives import all_reduce_over
+from parallel3d.layers.parameter import ParallelModule
+from parallel3d.mesh import DATA_ROLES, Axis, Role
+from parallel3d.pipeline.boundary import Boundary, TensorSpec
+from parallel3d.pipeline.execution import LossFunction, Stage
+from parallel3d.pipeline.runtime import PipelineRuntime
+from parallel3d.pipeline.split_model import SplitSpec, blocks_of, split_model
+from parallel3d.pipeline.stage import cut_by_names
+from parallel3d.schedules.build import build_schedule
+from parallel3d.schedules.registry import ScheduleName
+from parallel3d.sharding.apply import shard
+from parallel3d.sharding.optimizer_parts import LocalParameter, local_parameters
+from parallel3d.sharding.settings import Dtypes, ShardingOptions
+from parallel3d.sharding.units import Wrap
+
+Split = SplitSpec | Sequence[str]
+
+
+def parallelize(
+    model: nn.Module | Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    sharding: ShardingName = "FULL_SHARD",
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+    virtual_stages: int = 1,
+    split: Split | None = None,
+    boundaries: Sequence[int] | None = None,
+    wrap: Wrap = None,
+    dtypes: Dtypes | None = None,
+    options: ShardingOptions | None = None,
+) -> ParallelModel:
+    """Lays a model over the ranks of a mesh. Every rank calls it with the same arguments, and
+    builds its optimizer on `parameters()` of the result.
+
+    Args:
+        model: Full model, the same on every rank, or the stages that this rank has of it. Its
+            layers are already split over tp.
+        mesh: Mesh with some of the axes pp, dp_replicate, dp_shard and tp. Missing ones have size
+            1.
+        sharding: Strategy of the data-parallel dimension (docs/sharding.md).
+        schedule: Name of the pipeline schedule. Without a pipeline the microbatches run one after
+            the other.
+        microbatches: Number of equal parts into which each rank's batch is split.
+        virtual_stages: Stages on each pipeline rank. "zb_v" and "dualpipe_v" have 2.
+        split: How the model is split into stages: names of modules that run one after the other, or
+            a `SplitSpec`. Default: the modules of a Sequential, and the table of the model's family
+            for a model of transformers.
+        boundaries: Number of the first module, or block, of each stage except the first. Default:
+            equal numbers of parameters, or of blocks.
+        wrap, dtypes, options: As `shard` takes them.
+
+    Raises:
+        ValueError: The mesh, the model and the options do not suit each other.
+    """
+    axes = _axes(mesh)
+    layers = axes[Role.SPLIT_LAYERS]
+    plan = build_schedule(
+        schedule, pp=layers.size, microbatches=microbatches, virtual_stages=virtual_stages
+    )
+    indices = plan.stages_of(layers.rank)
+    if isinstance(model, nn.Module):
+        stages = _split(model, plan.stages, split, boundaries)
+        own = [stages[index] for index in indices]
+    else:
+        own = list(model)
+    given = [*model.parameters()] if isinstance(model, nn.Module) else []
+    data, parameters, calls = [], list[LocalParameter](), []
+    for module in own:
+        given += module.parameters()
+        for part in module.modules():
+            if isinstance(part, ParallelModule):
+                part.fused_gradients = True
+        sharded = shard(module, mesh, sharding, wrap=wrap, dtypes=dtypes, options=options)
+        data.append(sharded)
+        parameters += local_parameters(module, {}, sharded)
+        calls.append(
+            Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients)
+        )
+    pipeline = PipelineRuntime(
+        calls, plan, mesh[Role.SPLIT_LAYERS] if layers.size > 1 else None, device=mesh.device_type
+    )
+    return ParallelModel(Engine(pipeline, data, parameters, axes), given)
+
+
+class ParallelModel(nn.Module):
+    """What `parallelize` returns: the parameters that an optimizer steps on this rank, and the
+    calls of a training step.
+
+    A call that is missing or in the wrong order raises RuntimeError, with three exceptions. Two
+    `forward_backward` before a step add their gradients. Without `clip_grad_norm_` nothing is
+    clipped. `zero_grad` without a step leaves the step out."""
+
+    def __init__(self, engine: Engine, given: Sequence[nn.Parameter] = ()) -> None:
+        super().__init__()
+        self._engine = engine
+        self._shapes: object = None  # of the microbatch for which the boundaries were found
+        self._stepped: set[nn.Parameter] = set()
+        owner = weakref.ref(self)
+        self._held: list[tuple[LocalParameter, nn.Parameter]] = []
+        for own in engine.parameters:
+            whole = own.distributed(own.local.detach())
+            parameter = nn.Parameter(whole, requires_grad=own.local.requires_grad)
+            parameter.parallel_model = owner  # type: ignore[attr-defined]
+            self._held.append((own, parameter))
+        names = {id(_tensor_of(own)): parameter for own, parameter in self._held}
+        for stage in engine.pipeline.stages.values():
+            for path, module in stage.module.named_modules():
+                holder = self._holder(path)
+                for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+                    holder.register_parameter(name, names[id(tensor)])
+                for name, buffer in module.named_buffers(recurse=False):
+                    is_saved = name not in module._non_persistent_buffers_set
+                    holder.register_buffer(name, buffer, persistent=is_saved)
+        for parameter in given:
+            parameter.was_parallelized = True  # type: ignore[attr-defined]
+        self.register_load_state_dict_post_hook(lambda model, keys: engine.publish())
+        _watch_optimizers()
+
+    def _holder(self, path: str) -> nn.Module:
+        """Returns the module of this tree that stands for a stage's module."""
+        holder: nn.Module = self
+        for name in filter(None, path.split(".")):
+            if name not in holder._modules:
+                holder.add_module(name, nn.Module())
+            holder = holder.get_submodule(name)
+        return holder
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """The modules of this rank's stages, which compute."""
+        return [stage.module for stage in self._engine.pipeline.stages.values()]
+
+    def forward_backward(
+        self, inputs: Any, labels: Any, loss_fn: LossFunction, **keywords: Any
+    ) -> Tensor:
+        """Runs the forward and the backward pass of a batch, and sums the gradients.
+
+        Args:
+            inputs: This data-parallel rank's part of the batch, a tensor or a tuple of tensors
+                [batch, ...]; the same on all its tp and pipeline ranks.
+            labels: What `loss_fn` takes, likewise.
+            loss_fn: `loss_fn(output, labels)` returns the mean loss of a microbatch.
+            keywords: Tensors [batch, ...] that go to every stage's forward.
+
+        Returns:
+            Mean loss over the microbatches and data-parallel ranks, the same on every rank.
+        """
+        earlier = [parameter.grad for _, parameter in self._held]
+        if self._stepped and any(grad is not None for grad in earlier):
+            raise RuntimeError(
+                "forward_backward: the gradients of the last step are still there; call "
+                "model.zero_grad() after optimizer.step()"
+            )
+        earlier = [None if grad is None else grad.clone() for grad in earlier]
+        self.zero_grad()
+        loss = self._run(inputs, labels, loss_fn, keywords)
+        self._engine.finish_gradients()
+        for (own, parameter), grad in zip(self._held, earlier, strict=True):
+            if own.local.grad is not None:
+                parameter.grad = own.distributed(own.local.grad)
+                if grad is not None:
+                    parameter.grad += grad
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction, **keywords: Any) -> Tensor:
+        """Returns the loss as `forward_backward` does, without training."""
+        return self._run(inputs, labels, loss_fn, keywords)
+
+    @torch.compiler.disable
+    def forward(self, inputs: Any, **keywords: Any) -> Any:
+        """Returns the outputs for a batch on the ranks of the last stage, and None on others."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "model(inputs): has no backward pass; call model.forward_backward(inputs, labels, "
+                "loss_fn), or use torch.no_grad() for outputs alone"
+            )
+        outputs: list[Any] = self._run(inputs, None, None, keywords)
+        return torch.cat(outputs) if outputs else None
+
+    def _run(
+        self, inputs: Any, labels: Any, loss_fn: LossFunction | None, keywords: Mapping[str, Any]
+    ) -> Any:
+        pipeline, axes = self._engine.pipeline, self._engine.axes
+        count = pipeline.schedule.microbatches
+        parts = _microbatches(inputs, count)
+        named = _microbatches(keywords, count)
+        shapes = [x.shape for x in _as_tuple(parts[0])]
+        if pipeline.schedule.stages > 1 and shapes != self._shapes:
+            pipeline.set_boundaries(self._find_boundaries(parts[0], named[0]))
+            self._shapes = shapes
+        if loss_fn is None:
+            outputs = pipeline.forward(parts, keywords=named)
+            self._engine.free_gathered()
+            return outputs
+        pipeline.loss_fn = lambda output, label: loss_fn(output, label) / count
+        targets = _microbatches(labels, count)
+        if torch.is_grad_enabled():
+            loss = pipeline.run(parts, targets, keywords=named)
+        else:
+            loss = pipeline.evaluate(parts, targets, keywords=named)
+            self._engine.free_gathered()
+        ranks = {name: axis for name, axis in axes.items() if name != Role.SPLIT_TENSORS}
+        return all_reduce_over(ranks, loss) / math.prod(axes[role].size for role in DATA_ROLES)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients down to a norm of `max_norm` if theirs is larger. Returns the norm
+        of the full model's gradient before, the same on every rank."""
+        self._need_gradients("clip_grad_norm_", self.parameters())
+        square = all_reduce_over(self._engine.axes, self._engine.squared_norm())
+        norm = square.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for own in self._engine.trained:
+            gradient = gradient_of(own)
+            gradient.mul_(factor.to(gradient.dtype))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients. They are None afterwards, whatever `set_to_none` is."""
+        for _, parameter in self._held:
+            parameter.grad = None
+        self._stepped.clear()
+        self._engine.clear_gradients()
+
+    def publish(self) -> None:
+        """Makes the stages compute with the values of `parameters()`, after you changed them
+        without an optimizer or `load_state_dict`. Every rank calls it."""
+        self._engine.publish()
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        super().train(mode)
+        for module in self.stages:
+            module.train(mode)
+        return self
+
+    def check_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises RuntimeError if an optimizer must not step these parameters now."""
+        self._need_gradients("optimizer.step()", parameters)
+
+    def finish_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Publishes what an optimizer has stepped."""
+        self._stepped.update(parameters)
+        self._engine.publish()
+
+    def _need_gradients(self, call: str, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = [*parameters]
+        if not self._stepped.isdisjoint(parameters):
+            raise RuntimeError(
+                f"{call}: the optimizer has stepped with these gradients already; call "
+                "model.zero_grad() and model.forward_backward(...) first"
+            )
+        if all(parameter.grad is None for parameter in parameters):
+            raise RuntimeError(
+                f"{call}: there are no gradients; call model.forward_backward(...) first"
+            )
+
+    @torch.no_grad()
+    def _find_boundaries(self, inputs: Any, keywords: Mapping[str, Any]) -> list[Boundary]:
+        """Runs one microbatch through the stages, each on its rank, to learn what crosses between
+        them. Only shapes are sent."""
+        pipeline, boundaries = self._engine.pipeline, list[Boundary]()
+        device = pipeline.links.device
+        taken = _as_tuple(inputs)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for index, rank in enumerate(pipeline.schedule.placement[:-1]):
+                boundary: Boundary = ()
+                if index in pipeline.stages:
+                    module = pipeline.stages[index].module
+                    was_training = module.training
+                    outputs = _as_tuple(module.eval()(*taken, **keywords))
+                    module.train(was_training)
+                    boundary = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in outputs)
+                boundaries.append(pipeline.links.broadcast(boundary, rank))
+                taken = tuple(
+                    torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+                    for spec in boundaries[-1]
+                )
+        self._engine.free_gathered()
+        return boundaries
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "a parallelized model stays where it is; move or cast the model before parallelize(), "
+            "or give it dtypes=Dtypes(...)"
+        )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise RuntimeError(
+            "a parallelized model cannot be copied, because its ranks share it; copy its values by "
+            "copy.deepcopy(model.state_dict()), or average lists of model.parameters()"
+        )
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, Axis]:
+    """Returns the axis of each role. Raises ValueError if the mesh has other axes."""
+    names = mesh.mesh_dim_names or ()
+    if not names or {*names} - {*Role}:
+        raise ValueError(
+            f"mesh with the axes {list(names)}: must be some of {', '.join(Role)}; try "
+            "init_device_mesh(..., mesh_dim_names=('dp_shard',))"
+        )
+    return {role.value: Axis.of(mesh[role] if role in names else None) for role in Role}
+
+
+def _split(
+    model: nn.Module, stages: int, split: Split | None, boundaries: Sequence[int] | None
+) -> Sequence[nn.Module]:
+    """Splits a model into stages, by default of equal numbers of parameters or blocks."""
+    if stages == 1:
+        return [model]
+    if split is None and isinstance(model, nn.Sequential):
+        split = [name for name, _ in model.named_children()]
+    if split is None or isinstance(split, SplitSpec):
+        if boundaries is None:
+            blocks = len(blocks_of(model, split))
+            boundaries = [blocks * stage // stages for stage in range(1, stages)]
+        return split_model(model, boundaries, split)
+    if boundaries is None:
+        sizes = []
+        for name in split:
+            sizes.append(sum(x.numel() for x in model.get_submodule(name).parameters()))
+        boundaries = _even_boundaries(sizes, stages)
+    return cut_by_names(model, split, boundaries)
+
+
+def _even_boundaries(sizes: Sequence[int], stages: int) -> list[int]:
+    """Returns the first part of each stage after the first, such that stages have about the same
+    size and none is empty."""
+    totals, boundaries = list(accumulate(sizes)), [0]
+    for stage in range(1, stages):
+        at = 1 + bisect_left(totals, totals[-1] * stage / stages)
+        first, last = boundaries[-1] + 1, len(sizes) - (stages - stage)
+        boundaries.append(min(max(at, first), last))
+    return boundaries[1:]
+
+
+def _tensor_of(parameter: LocalParameter) -> Tensor:
+    attribute = parameter.name.rpartition(".")[2]
+    return parameter.module.get_parameter(attribute)
+
+
+def _as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _microbatches(batch: Any, count: int) -> Sequence[Any]:
+    """Splits a batch into `count` equal parts: a tensor, or a tuple or dict of tensors."""
+    if isinstance(batch, Tensor):
+        if batch.shape[0] % count:
+            raise ValueError(
+                f"a batch of {batch.shape[0]} samples: must be a multiple of microbatches = {count}"
+            )
+        return batch.chunk(count)
+    if isinstance(batch, Mapping):
+        parts = {name: _microbatches(x, count) for name, x in batch.items()}
+        return [{name: part[at] for name, part in parts.items()} for at in range(count)]
+    return list(zip(*(_microbatches(x, count) for x in batch), strict=True))
+
+
+def _parallelized(optimizer: Optimizer) -> dict[ParallelModel, list[nn.Parameter]]:
+    """Returns the parameters of parallelized models that an optimizer steps. Raises RuntimeError
+    for one that was built with the parameters before."""
+    found: dict[ParallelModel, list[nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if hasattr(parameter, "was_parallelized"):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step(): was built before parallelize(), which "
+                    "gives the model other parameters; build it on model.parameters() of the result"
+                )
+            model = getattr(parameter, "parallel_model", lambda: None)()
+            if model is not None:
+                found.setdefault(model, []).append(parameter)
+    return found
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Makes every optimizer of this process check the order before a step, and publish after it."""
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for model, parameters in _parallelized(optimizer).items():
+            model.check_step(parameters)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for model, parameters in _parallelized(optimizer).items():
+            model.finish_step(parameters)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
