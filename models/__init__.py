@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from parallel3d.build_engine import ModelClass
     from parallel3d.config.recipe import ModelConfig
-    from parallel3d.parallelize import ModelClass
 
 
 def shape_cards() -> dict[str, Path]:

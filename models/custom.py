@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel3d.build_engine import ModelClass
 from parallel3d.config.import_class import import_class, naming_user_code
 from parallel3d.config.load import read_options
 from parallel3d.config.recipe import ModelConfig
@@ -19,7 +20,6 @@ from parallel3d.config.yaml_text import shown
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.decoder import NoOptions
-from parallel3d.parallelize import ModelClass
 from parallel3d.pipeline.stage import FIRST_PARTS, LAST_PARTS
 
 # keys that pick the class, or that its own dataclass checks

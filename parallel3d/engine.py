@@ -2,7 +2,7 @@
 
 After the backward passes of a step, gradients are summed over the data ranks, then over tp and
 between the first and the last stage if they are partial there. The optimizer steps this rank's part
-of each parameter. Then the modules get what all ranks have stepped.
+of each parameter, a plain tensor. Then the modules get what all ranks have stepped.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.diagnosis.replicas import Copies, States, tensors_of
 from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce
-from parallel3d.mesh import Axis, Role
+from parallel3d.mesh import ONE_RANK, Axis, Role
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.sharding.optimizer_parts import LocalParameter, ShardedData
-from parallel3d.torch_private import foreach_copy_, group_of, norms
+from parallel3d.torch_private import foreach_copy_, group_of, norms, scale_
 
 Observe = Callable[[LocalParameter], None]
 
 
 class Engine:
-    """The pipeline, the data dimension and the parameters of this rank. `tied_ends` are the names
-    of the parameters that the first and the last stage share."""
+    """The pipeline, the data dimension and the parameters of this rank.
+
+    `data` is the data dimension of each stage. `parameters` include frozen ones. `tied_ends` are
+    the names of the parameters that the first and the last stage share. The full model has
+    `parameter_count` parameters."""
 
     def __init__(
         self,
@@ -34,24 +38,30 @@ class Engine:
         parameters: Sequence[LocalParameter],
         axes: Mapping[str, Axis],
         tied_ends: Sequence[str] = (),
+        *,
+        parameter_count: int = 0,
     ) -> None:
-        self.pipeline, self.data, self.axes = pipeline, data, axes
-        self.parameters = parameters  # including frozen ones
-        self.trained = [p for p in parameters if p.local.requires_grad]
-        self._tp, layers = axes[Role.SPLIT_TENSORS], axes[Role.SPLIT_LAYERS]
+        self.pipeline = pipeline
+        self.data = data
+        self.parameters = parameters
+        self.trained = [parameter for parameter in parameters if parameter.local.requires_grad]
+        self.axes = axes
+        self.parameter_count = parameter_count
+        self._tp = axes[Role.SPLIT_TENSORS]
         self._partial = [p for p in self.trained if p.spec.partial_gradient and self._tp.size > 1]
+        # the pipeline ranks that hold the first and the last stage
         placement = pipeline.schedule.placement
+        layers = axes[Role.SPLIT_LAYERS]
         ends = placement[0], placement[-1]
-        # the process group of this pipeline's two end ranks, on these if they are two
-        self.ends: dist.ProcessGroup | None = None
+        self._ends = ONE_RANK  # or both ends of this pipeline, on these, if they share weights
         if tied_ends and ends[0] != ends[1] and layers.rank in ends:
-            assert layers.group is not None
             ranks = dist.get_process_group_ranks(layers.group)
-            group = [ranks[end] for end in ends]
-            self.ends = group_of(group, "pipeline_ends", name=f"{pipeline.links.name} ends")
+            members = [ranks[end] for end in ends]
+            group = group_of(members, "pipeline_ends", name=f"{pipeline.links.name} ends")
+            self._ends = Axis(2, ends.index(layers.rank), group)
         # The weights are in the same order on both ends. A rank may have both ends of a weight.
         named = [[p for p in self.trained if p.name == name] for name in tied_ends]
-        self.tied = [held[0] for held in named if held and self.ends]
+        self._tied = [held[0] for held in named if held and self._ends.size == 2]
         self._pairs = [held for held in named if len(held) == 2]
 
     def finish_gradients(self, observe: Observe | None = None) -> None:
@@ -61,30 +71,30 @@ class Engine:
         parameter when its gradient is complete."""
         for data in self.data:
             data.finish_gradients()
-        for parameter in self.parameters:
-            parameter.sync_views()
+        for parameter in self.trained:
+            parameter.part.sync_views()
         if self._partial:
-            gradients = [gradient_of(p) for p in self._partial]
-            summed = all_reduce(torch.cat([g.flatten() for g in gradients]), self._tp)
-            parts = summed.split([g.numel() for g in gradients])
-            shaped = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-            foreach_copy_(gradients, shaped)
-        for parameter in self.tied:
-            dist.all_reduce(gradient_of(parameter), group=self.ends)
+            gradients = [gradient_of(parameter).view(-1) for parameter in self._partial]
+            summed = all_reduce(torch.cat(gradients), self._tp)
+            sizes = [len(gradient) for gradient in gradients]
+            foreach_copy_(gradients, summed.split(sizes))
+        for parameter in self._tied:
+            dist.all_reduce(gradient_of(parameter), group=self._ends.group)
         for first, second in self._pairs:
             gradient_of(second).copy_(gradient_of(first).add_(gradient_of(second)))
         if observe is not None:
             for parameter in self.trained:
                 observe(parameter)
 
-    def squared_norm(self, parameters: Sequence[LocalParameter] | None = None) -> Tensor:
-        """Returns this rank's share of the squared norm of the gradient of `parameters` (None:
-        all), a float64 scalar. The sum of the shares over all ranks of the mesh is the squared
-        norm, with each parameter counted once."""
+    def squared_norm(self) -> Tensor:
+        """Returns this rank's share of the squared norm of the gradient, a float64 scalar. The sum
+        of the shares over all ranks of the mesh is the squared norm, each parameter counted
+        once."""
         by_copies: dict[int, list[Tensor]] = {}
-        for parameter in self.trained if parameters is None else parameters:
+        for parameter in self.trained:
             if not parameter.is_copy:
-                by_copies.setdefault(parameter.copies(self.axes), []).append(gradient_of(parameter))
+                copies = parameter.copies(self.axes)
+                by_copies.setdefault(copies, []).append(gradient_of(parameter))
         total = torch.zeros((), dtype=torch.float64, device=self.pipeline.links.device)
         for copies, gradients in by_copies.items():
             # The norms are float32 at least, because torch's own total norm of bf16 gradients would
@@ -92,6 +102,11 @@ class Engine:
             each = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
             total = total + torch.linalg.vector_norm(torch.stack(each)).double().square() / copies
         return total
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies all gradients."""
+        if factor != 1.0 and self.trained:
+            scale_([gradient_of(parameter) for parameter in self.trained], factor)
 
     def publish(self) -> None:
         """Makes the modules compute with what is in `parameters` from now on."""
@@ -106,6 +121,12 @@ class Engine:
         """Frees the gathered parameters that a forward pass without a backward pass leaves."""
         for data in self.data:
             data.free_gathered()
+
+    def copies(self, states: States) -> list[Copies]:
+        """Returns the tied weights and their optimizer states, which both ends of this pipeline
+        hold."""
+        tied = tensors_of(self._tied, states)
+        return [Copies(self._ends, tied)] if tied else []
 
 
 def gradient_of(parameter: LocalParameter) -> Tensor:

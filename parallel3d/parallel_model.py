@@ -26,7 +26,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.optim.optimizer import (
@@ -43,7 +42,7 @@ from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.pipeline.boundary import Boundary, TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
-from parallel3d.pipeline.split_model import SplitSpec, blocks_of, split_model
+from parallel3d.pipeline.split_model import SplitSpec, spec_of, split_model
 from parallel3d.pipeline.stage import cut_by_names
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import ScheduleName
@@ -117,7 +116,11 @@ def parallelize(
             Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients)
         )
     pipeline = PipelineRuntime(
-        calls, plan, mesh[Role.SPLIT_LAYERS] if layers.size > 1 else None, device=mesh.device_type
+        calls,
+        plan,
+        mesh[Role.SPLIT_LAYERS] if layers.size > 1 else None,
+        boundaries=[()] * (plan.stages - 1),  # found at the first batch
+        device=mesh.device_type,
     )
     return ParallelModel(Engine(pipeline, data, parameters, axes), given)
 
@@ -138,7 +141,7 @@ class ParallelModel(nn.Module):
         owner = weakref.ref(self)
         self._held: list[tuple[LocalParameter, nn.Parameter]] = []
         for own in engine.parameters:
-            whole = own.distributed(own.local.detach())
+            whole = own.part.distributed(own.local.detach())
             parameter = nn.Parameter(whole, requires_grad=own.local.requires_grad)
             parameter.parallel_model = owner  # type: ignore[attr-defined]
             self._held.append((own, parameter))
@@ -197,7 +200,7 @@ class ParallelModel(nn.Module):
         self._engine.finish_gradients()
         for (own, parameter), grad in zip(self._held, earlier, strict=True):
             if own.local.grad is not None:
-                parameter.grad = own.distributed(own.local.grad)
+                parameter.grad = own.part.distributed(own.local.grad)
                 if grad is not None:
                     parameter.grad += grad
         return loss
@@ -353,7 +356,8 @@ def _split(
         split = [name for name, _ in model.named_children()]
     if split is None or isinstance(split, SplitSpec):
         if boundaries is None:
-            blocks = len(blocks_of(model, split))
+            rules = split or spec_of(model)
+            blocks = len([*model.get_submodule(rules.blocks).children()])
             boundaries = [blocks * stage // stages for stage in range(1, stages)]
         return split_model(model, boundaries, split)
     if boundaries is None:

@@ -20,10 +20,10 @@ wrong shard of a region | parallel3d/mesh.py | rows.start, len(rows)) | full.sha
 rotation of the wrong sign | parallel3d/layers/positions.py | self.head_dim // 2] *= -1.0 | self.head_dim // 2] *= 1.0 | tests/test_layers_positions.py
 inverse rotation forgotten | parallel3d/layers/positions.py | positions, -1.0), None | positions, 1.0), None | tests/test_layers_positions.py tests/distributed/test_layers_attention.py
 last shard one row short | parallel3d/shard_sizes.py | rank * each : (rank + 1) * each] | rank * each : (rank + 1) * each - 1] | tests/test_shard_sizes.py
-tied gradients not summed | parallel3d/training/update.py | dist.all_reduce(_gradient(parameter), group=self._ends.group) | pass | tests/distributed/test_parity.py
-norm gradients not summed | parallel3d/training/update.py | p.spec.partial_gradient and self._tp.size > 1 | p.spec.partial_gradient and self._tp.size > 9 | tests/distributed/test_parity.py
-warm-up one step late | parallel3d/training/update.py | config.lr * step / config.warmup_steps | config.lr * (step - 1) / config.warmup_steps | tests/test_metrics.py
-cosine without its half | parallel3d/training/update.py | 0.5 * (1.0 + math.cos(math.pi * progress)) | (1.0 + math.cos(math.pi * progress)) | tests/test_metrics.py
+tied gradients not summed | parallel3d/engine.py | dist.all_reduce(gradient_of(parameter), group=self._ends.group) | pass | tests/distributed/test_parity.py
+norm gradients not summed | parallel3d/engine.py | p.spec.partial_gradient and self._tp.size > 1 | p.spec.partial_gradient and self._tp.size > 9 | tests/distributed/test_parity.py
+warm-up one step late | parallel3d/training/learning_rate.py | config.lr * step / config.warmup_steps | config.lr * (step - 1) / config.warmup_steps | tests/test_metrics.py
+cosine without its half | parallel3d/training/learning_rate.py | 0.5 * (1.0 + math.cos(math.pi * progress)) | (1.0 + math.cos(math.pi * progress)) | tests/test_metrics.py
 decoupled decay of the wrong sign | parallel3d/optimizers/muon.py | mul_(1 - decay) | mul_(1 + decay) | tests/test_optimizers.py tests/distributed/test_optimizers.py
 momentum of Muon swapped | parallel3d/optimizers/muon.py | lerp_(gradient, 1 - momentum) | lerp_(gradient, momentum) | tests/test_optimizers.py tests/distributed/test_optimizers.py
 adjusted rate of Muon | parallel3d/optimizers/muon.py | 0.2 * math.sqrt(max(rows, columns)) | 0.2 * math.sqrt(min(rows, columns)) | tests/test_optimizers.py tests/distributed/test_optimizers.py

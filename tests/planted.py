@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from parallel3d.checkpoint import saver
 from parallel3d.checkpoint.files import PlannedSave
+from parallel3d.engine import Engine
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.llama import Llama
 from parallel3d.training.callbacks import Callback
-from parallel3d.training.update import Update
 
 FOLDER = "PARALLEL3D_TEST_FOLDER"  # the environment variable that names the folder of these files
 
@@ -118,17 +118,17 @@ def abort(model: nn.Module) -> None:
 
 def spoil_a_gradient(model: nn.Module) -> None:
     """Makes one element of the summed gradient of this step NaN on this rank."""
-    measure = Update.squared_norm
+    measure = Engine.squared_norm
 
-    def spoiled(self: Update) -> Tensor:
-        Update.squared_norm = measure  # type: ignore[method-assign]
-        own = [p for p in self._parameters if not p.is_copy]
+    def spoiled(self: Engine) -> Tensor:
+        Engine.squared_norm = measure  # type: ignore[method-assign]
+        own = [p for p in self.trained if not p.is_copy]
         gradient = max(own, key=lambda p: (p.name.endswith("mlp.up.weight"), p.name)).local.grad
         assert gradient is not None
         gradient.view(-1)[0] = float("nan")
         return measure(self)
 
-    Update.squared_norm = spoiled  # type: ignore[method-assign]
+    Engine.squared_norm = spoiled  # type: ignore[method-assign]
 
 
 def flip_a_bit(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from parallel3d.reporting.metrics import (
 )
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import describe
-from parallel3d.training.update import learning_rate
+from parallel3d.training.learning_rate import learning_rate
 
 LINE = StepMetrics(
     step=20,

@@ -80,7 +80,7 @@ def test_a_new_run_begins_with_the_weights_and_nothing_else(
     )
     capsys.readouterr()
     with mock.patch(
-        "parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")
+        "parallel3d.build_engine.initial_part", side_effect=AssertionError("weights were drawn")
     ):
         lines = run(other, tmp_path / "new")
     assert [line["step"] for line in lines] == [1, 2]

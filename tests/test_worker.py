@@ -62,7 +62,7 @@ def test_a_worker_is_deterministic_and_draws_no_weights_where_it_resumes(
     assert all(SEEN)
     assert not torch.are_deterministic_algorithms_enabled()
     with mock.patch(
-        "parallel3d.parallelize.initial_part", side_effect=AssertionError("weights were drawn")
+        "parallel3d.build_engine.initial_part", side_effect=AssertionError("weights were drawn")
     ):
         run(RECIPE, tmp_path)
         with pytest.raises(AssertionError, match="weights were drawn"):

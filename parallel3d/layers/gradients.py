@@ -7,7 +7,7 @@ parameter itself, compute with `local_tensor(parameter)`, and give its gradient 
 [Note: fused gradients] By default a layer's gradient goes through autograd like any other, and
 under `torch.compile` always. Where the trainer sets `fused_gradients`, the backward pass adds it to
 `.grad` in place, with no copy of the weight's size per microbatch (Megatron's gradient accumulation
-fusion), and a gradient that is partial over tp stays so until `training.update` sums all of them in
+fusion), and a gradient that is partial over tp stays so until `engine` sums all of them in
 one collective a step. Where a parameter has a `main_grad` (Megatron's name) the backward adds to
 that instead: a plain tensor of the shape of this rank's part, usually float32 where the parameter
 has 16 bits. It belongs to whoever set it (`sharding.buckets`), who also moves there what autograd

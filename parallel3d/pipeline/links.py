@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.errors import RankError, ScheduleError
+from parallel3d.mesh import Axis
 from parallel3d.pipeline.boundary import Crossing, Message
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.shared_memory.ring import LARGEST_BYTES, Incoming, Outgoing
@@ -43,15 +44,16 @@ class Links:
     """Connects the ranks of a pipeline along one placement of stages. All ranks make their links at
     once. Raises ScheduleError on all ranks where their schedules differ."""
 
-    def __init__(self, pp: DeviceMesh, schedule: Schedule, device: torch.device) -> None:
-        self.rank = pp.get_local_rank()
-        self.size = pp.size()
-        self._ranks: list[int] = pp.mesh.tolist()  # of the default group
+    def __init__(self, pp: DeviceMesh | None, schedule: Schedule, device: torch.device) -> None:
+        axis = Axis.of(pp)
+        self.rank = axis.rank
+        self.size = axis.size
+        self._ranks: list[int] = [] if pp is None else pp.mesh.tolist()  # of the default group
         self.incoming: dict[int, Incoming] = {}
         self.outgoing: dict[int, Outgoing] = {}
         # the ways of all ranks that have shared memory
         self._shared: set[Way] = set()
-        self._pipeline = pp.get_group() if self.size > 1 else None
+        self._pipeline = axis.group
         self._ways = _ways(schedule)
         self.device = device
         self._groups: dict[Way, dist.ProcessGroup] = {}  # of this rank's ways
@@ -66,6 +68,12 @@ class Links:
             self._meet(self._pipeline, schedule)
         if not self._shared.issuperset(self._ways):
             self.open_groups()
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Returns the value that one rank of the pipeline gives. Every rank calls it."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self._pipeline, group_src=source)
+        return values[0]
 
     def shares(self, source: int, target: int, message: Message) -> bool:
         """Returns whether a message goes through shared memory, not the backend."""

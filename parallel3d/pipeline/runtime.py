@@ -50,7 +50,7 @@ class PipelineRuntime:
         self,
         stages: Sequence[nn.Module | Stage],
         schedule: Schedule,
-        pp: DeviceMesh,
+        pp: DeviceMesh | None,
         loss_fn: LossFunction | None = None,
         *,
         boundaries: TensorSpec | Boundary | Sequence[Boundary] = (),
@@ -58,11 +58,12 @@ class PipelineRuntime:
     ) -> None:
         check_schedule(schedule)
         ranks = len(schedule.ranks)
-        indices = schedule.stages_of(pp.get_local_rank())
-        if ranks != pp.size() or len(stages) != len(indices):
+        rank, size = (0, 1) if pp is None else (pp.get_local_rank(), pp.size())
+        indices = schedule.stages_of(rank)
+        if ranks != size or len(stages) != len(indices):
             raise ValueError(
                 f"schedule {schedule.name}: has {ranks} ranks, and stages {indices} on this one; "
-                f"the mesh has {pp.size()} ranks, and {len(stages)} modules were given"
+                f"the mesh has {size} ranks, and {len(stages)} modules were given"
             )
         self.schedule = schedule
         self.loss_fn = loss_fn
@@ -79,6 +80,10 @@ class PipelineRuntime:
         # a GPU, loading a kernel may wait for all that was posted, such as a receive.
         self.warms_up = self.links.device.type == "cuda" and ranks > 1
         self._warm: set[tuple[Any, ...]] = set()
+
+    def set_boundaries(self, boundaries: Sequence[Boundary]) -> None:
+        """Declares what crosses between stages from now on, one boundary for each gap."""
+        self._boundaries = tuple(boundaries)
 
     def run(
         self,

@@ -134,14 +134,7 @@ def split_model(
         ValueError: No table, a name that is not in the model, a stage without blocks, a parameter
             of no stage or of two, a setting that no stage can compute, or another output."""
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if rules is None and kind not in FAMILIES:
-        raise ValueError(
-            f"{type(model).__name__}: there is no table for model_type {kind}, only for "
-            f"{', '.join(FAMILIES)}; for a decoder give one, such as SplitSpec('blocks', "
-            "first=('embed',), last=('norm', 'head'))"
-        )
-    rules = _without_absent(model, rules or FAMILIES[str(kind)])
+    rules = _without_absent(model, rules or spec_of(model))
     if boundaries and getattr(config, "output_router_logits", False):
         raise ValueError(
             "output_router_logits = True: it adds a loss of all blocks' routers, and a stage has "
@@ -166,6 +159,18 @@ def split_model(
 
 
 cut_model = split_model  # its name in earlier versions
+
+
+def spec_of(model: nn.Module) -> SplitSpec:
+    """Returns the table of a model's family. Raises ValueError if there is none."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{type(model).__name__}: there is no table for model_type {kind}, only for "
+            f"{', '.join(FAMILIES)}; for a decoder give one, such as SplitSpec('blocks', "
+            "first=('embed',), last=('norm', 'head'))"
+        )
+    return FAMILIES[kind]
 
 
 def _without_absent(model: nn.Module, rules: SplitSpec) -> SplitSpec:

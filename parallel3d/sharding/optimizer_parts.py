@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.layers.parameter import ParameterSpec, named_specs
@@ -137,11 +138,24 @@ def local_parameters(
     """Returns the parameters of a stage, each once. `aliases` maps the later names of a shared
     parameter to its first name in the full model."""
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    specs = dict(named_specs(module))
     found = []
-    for name, spec in named_specs(module):
+    for name, parameter in module.named_parameters():
+        spec = specs.get(name) or _spec_of(parameter)
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
         first = aliases.get(name, name)
         part = data.part(owner, attribute)
         found.append(LocalParameter(first, owner, spec, is_copy=first not in held, part=part))
     return found
+
+
+def _spec_of(parameter: Tensor) -> ParameterSpec:
+    """Returns the spec of a parameter of a module that is not a layer of this library."""
+    dim = None
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, parameter.placements, strict=True):
+            if name == Role.SPLIT_TENSORS and isinstance(placement, Shard):
+                dim = placement.dim
+    return ParameterSpec(tuple(parameter.shape), dim, init=lambda tensor, generator: None)

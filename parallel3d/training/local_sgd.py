@@ -50,7 +50,7 @@ class LocalSgd(OuterLoop):
         self._steps = trainer.recipe.train.steps
         self._parameters = trainer.parameters
         self._replicas = replicas
-        self._publish = trainer.publish
+        self._publish = trainer.engine.publish
         # float32, equal on all replicas; a tied weight that this rank has twice is here once
         self.values = {p.name: p.local.detach().float().clone() for p in trainer.parameters}
         self.momenta = {name: torch.zeros_like(value) for name, value in self.values.items()}

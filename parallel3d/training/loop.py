@@ -127,7 +127,7 @@ class TrainingLoop:
         is_last = step == steps or is_early
         if is_early:  # replicas that train apart are equal after the last step of a run
             self.trainer.outer_loop.after_step(step, is_last=True)
-            self.trainer.publish()
+            self.trainer.engine.publish()
         self.progress.step_done(step)
         self.callbacks.tell("step_done", result)
         losses: dict[str, float] = {}

@@ -51,7 +51,7 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
     _copy_to_twins(trainer)
     trainer.optimizer.set_step(saved.step - saved.skipped_steps)
     trainer.outer_loop.after_loading(saved.local_sgd)
-    trainer.publish()
+    trainer.engine.publish()
     own = trainer.progress
     progress = replace(
         saved, parallel=own.parallel, skip=own.skip, data_fingerprint=own.data_fingerprint
@@ -128,7 +128,7 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
         progress = load_tensors(lambda saved: model, path)
         _copy_to_twins(trainer)
     trainer.outer_loop.begin()
-    trainer.publish()
+    trainer.engine.publish()
     return progress
 
 

@@ -13,22 +13,24 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
+from parallel3d.build_engine import ModelClass, build_engine
 from parallel3d.checkpoint.manifest import Progress
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.loader import IGNORED, Batch, Documents, WrongId
 from parallel3d.data.order import SkippedRanges
 from parallel3d.diagnosis.nonfinite import describe_nonfinite
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
+from parallel3d.engine import Observe
 from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.mesh import Axis, Role, axes_of, replica_mesh
 from parallel3d.optimizers.build import build_optimizer
-from parallel3d.parallelize import ModelClass, parallelize
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.training.guard import Guard
+from parallel3d.training.learning_rate import learning_rate
 from parallel3d.training.loss import MeanLoss
 from parallel3d.training.outer_loop import BuildOuterLoop, OuterLoop
 from parallel3d.training.step_result import (
@@ -37,7 +39,6 @@ from parallel3d.training.step_result import (
     refuse_no_labels,
     refuse_wrong_id,
 )
-from parallel3d.training.update import Observe, Update, learning_rate
 from parallel3d.watch.heartbeat import phase
 
 _build_schedule = lru_cache(build_schedule)  # of each number of microbatches
@@ -83,7 +84,7 @@ class Trainer:
             )
         self.axes = axes_of(self.mesh)
         self.loss = MeanLoss(own_recipe, self.axes[Role.SPLIT_TENSORS], gpu_bytes)
-        parts = parallelize(
+        self.engine = build_engine(
             model_class,
             own_recipe,
             self.mesh,
@@ -92,13 +93,11 @@ class Trainer:
             self.loss,
             initialize=initialize,
         )
-        self.pipeline = parts.pipeline
-        self.stages = parts.stages
-        self.data = parts.data
-        self.parameters = parts.parameters
-        self.loss.use_head(stage.module for stage in parts.stages)
-        self.optimizer = build_optimizer(parts.trained, recipe.optimizer, self.mesh)
-        self.update = Update(parts, self.optimizer, self.axes)
+        self.pipeline = self.engine.pipeline
+        self.stages = [*self.pipeline.stages.values()]
+        self.parameters = self.engine.parameters
+        self.loss.use_head(stage.module for stage in self.stages)
+        self.optimizer = build_optimizer(self.engine.trained, recipe.optimizer, self.mesh)
         self.guard = Guard(recipe)
         self.outer_loop = OuterLoop()
         if outer_loop is not None:
@@ -109,7 +108,7 @@ class Trainer:
             seed=recipe.train.seed,
             global_batch_size=recipe.train.global_batch_size,
             seq_len=recipe.train.seq_len,
-            parameters=parts.parameter_count,
+            parameters=self.engine.parameter_count,
             parallel=asdict(recipe.parallel),
             skip=recipe.data.skip,
             loss_scale=recipe.loss_scale.initial if recipe.train.precision == "fp16" else None,
@@ -147,7 +146,9 @@ class Trainer:
         recipe = self.recipe
         labels = self._on_device(batch.labels)
         rate = learning_rate(recipe.optimizer, step, recipe.train.steps)
-        self.update.begin(rate)
+        for group in self.optimizer.param_groups:
+            # Muon's matrices may have a rate of their own
+            group["lr"] = rate * group.get("lr_ratio", 1.0)
         self.loss.scale = self.progress.loss_scale or 1.0
         loss = self.pipeline.run(
             self._on_device(batch.inputs),
@@ -157,10 +158,8 @@ class Trainer:
             keywords=self._keywords(batch.documents, batch.samples),
             schedule=self.schedule_of(len(labels)),
         )
-        for data in self.data:
-            data.finish_gradients()
-        self.update.complete(observe)
-        square = self.update.squared_norm()
+        self.engine.finish_gradients(observe)
+        square = self.engine.squared_norm()
         result = self._sum_over_mesh(
             loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop
         )
@@ -170,11 +169,12 @@ class Trainer:
         if not result.is_skipped:
             limit = recipe.train.grad_clip or math.inf
             with phase("optimizer"):
-                self.update.apply(result.factor * min(1.0, limit / (result.own_norm + 1e-6)))
+                clip = min(1.0, limit / (result.own_norm + 1e-6))
+                self.engine.scale_gradients(result.factor * clip)
+                self.optimizer.step()
         self.outer_loop.after_step(step, is_last=False)
-        self.publish()
-        for data in self.data:
-            data.clear_gradients()
+        self.engine.publish()
+        self.engine.clear_gradients()
         self.progress = replace(
             progress,
             step=step,
@@ -188,7 +188,7 @@ class Trainer:
         """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
         that must hold the same. Every rank calls it. `when` begins the message."""
         copies = copies_of(self.parameters, self.optimizer.state, self.axes)
-        copies += self.update.copies() + self.outer_loop.copies()
+        copies += self.engine.copies(self.optimizer.state) + self.outer_loop.copies()
         advice = "go on from a checkpoint that is not newer than the last comparison"
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 
@@ -273,13 +273,7 @@ class Trainer:
                 self.loss.is_plain = False
                 for stage in self.stages:
                     stage.module.train()
-                for data in self.data:
-                    data.free_gathered()
-
-    def publish(self) -> None:
-        """Makes the model compute with what is in `parameters` from now on."""
-        for data in self.data:
-            data.publish()
+                self.engine.free_gathered()
 
     def _sum_over_mesh(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel3d.build_engine import ModelClass, block_weights_of
 from parallel3d.checkpoint.store import (
     find_checkpoints,
     find_start,
@@ -38,7 +39,6 @@ from parallel3d.launch.run_dir import begin_run
 from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh, dp_rank
-from parallel3d.parallelize import ModelClass, block_weights_of
 from parallel3d.reporting.metrics import MetricsFile, gpu_bytes, peak_tokens_per_s, perplexity
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.reporting.sinks import SinkRun, Sinks

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel3d.build_engine import align_logits
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.layers.linear import ColumnParallelLinear
@@ -19,7 +20,6 @@ from parallel3d.layers.parameter import ParallelContext
 from parallel3d.layers.regions import gather_from_region
 from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.models.llama import Llama
-from parallel3d.parallelize import align_logits
 from parallel3d.tools.bench.plain_torch import llama
 from tests.distributed.training_cases import (
     DEEP_TIED,

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from parallel3d.build_engine import align_logits
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.loss import TokenLoss
 from parallel3d.mesh import ONE_RANK
-from parallel3d.parallelize import align_logits
 from parallel3d.training.loss import MeanLoss
 from parallel3d.training.loss_chunks import chunk_bytes
 from tests.distributed.training_cases import (

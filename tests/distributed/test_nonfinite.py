@@ -11,10 +11,10 @@ import torch
 from torch.distributed import get_rank
 
 from parallel3d.config.recipe import LocalSgdConfig, LossScaleConfig, ParallelConfig
+from parallel3d.engine import Observe
 from parallel3d.errors import NonFiniteError
 from parallel3d.sharding.replicated import ReplicatedData
 from parallel3d.training.trainer import Trainer
-from parallel3d.training.update import Observe
 from tests.distributed.training_cases import (
     DEEP,
     GROUPED,
@@ -37,7 +37,7 @@ TWO = {
 def plant_nan(trainer: Trainer, steps: set[int], rank: int, name: str) -> None:
     """Makes one element of this parameter's gradient NaN on one rank, after all of it is reduced,
     in these steps."""
-    complete = trainer.update.complete
+    complete = trainer.engine.finish_gradients
 
     def plant(observe: Observe | None = None) -> None:
         complete(observe)
@@ -46,13 +46,13 @@ def plant_nan(trainer: Trainer, steps: set[int], rank: int, name: str) -> None:
             assert gradient is not None
             gradient.view(-1)[-1] = float("nan")
 
-    trainer.update.complete = plant  # type: ignore[method-assign]
+    trainer.engine.finish_gradients = plant  # type: ignore[method-assign]
 
 
 def without_update(trainer: Trainer, steps: set[int]) -> None:
     """Has the trainer compute these steps and not make them."""
-    apply = trainer.update.apply
-    trainer.update.apply = lambda factor: None if trainer.step in steps else apply(factor)  # type: ignore[method-assign]
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: None if trainer.step in steps else step()  # type: ignore[method-assign]
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -145,7 +145,7 @@ def before_the_sum(kind: str) -> str:
     trainer = make_trainer(recipe)
     train(trainer, 1)
     if get_rank() == 1:
-        (data,) = trainer.data
+        (data,) = trainer.engine.data
         assert isinstance(data, ReplicatedData)
         if kind == "gradient":
             bucket = data._buckets[0]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -96,7 +95,9 @@ class Block(nn.Module):
 
 
 def linears(tp: DeviceMesh | None) -> nn.Module:
-    blocks = [nn.Sequential(nn.Linear(HIDDEN, 33), nn.Tanh(), nn.Linear(33, HIDDEN)) for _ in "1234"]
+    blocks = [
+        nn.Sequential(nn.Linear(HIDDEN, 33), nn.Tanh(), nn.Linear(33, HIDDEN)) for _ in "1234"
+    ]
     return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *blocks, nn.Linear(HIDDEN, VOCAB))
 
 

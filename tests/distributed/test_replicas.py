@@ -42,7 +42,7 @@ def compared(recipe: Recipe) -> list[str]:
     train(trainer, 3)
     trainer.compare_replicas("step 3")
     copies = copies_of(trainer.parameters, trainer.optimizer.state, trainer.axes)
-    copies += trainer.update.copies() + trainer.outer_loop.copies()
+    copies += trainer.engine.copies(trainer.optimizer.state) + trainer.outer_loop.copies()
     return [name for each in copies for name in each.tensors]
 
 

@@ -35,6 +35,7 @@ from parallel3d.config.recipe import (
 from parallel3d.data.loader import Batch, BatchLoader
 from parallel3d.data.mixture import windows_of_run
 from parallel3d.data.windows import TokensInMemory
+from parallel3d.engine import Observe
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
@@ -45,7 +46,6 @@ from parallel3d.tools.check_layout.plain import plain_optimizers
 from parallel3d.training.local_sgd import outer_loop_of
 from parallel3d.training.state import load_trainer, state_of
 from parallel3d.training.trainer import Trainer
-from parallel3d.training.update import Observe
 from parallel3d.training.worker import training_loader
 
 Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
@@ -202,7 +202,7 @@ def has_weights(trainer: Trainer, weights: list[Tensor]) -> bool:
 def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
     """Makes one number of one rank's gradient infinite, after all of it is reduced, in the steps of
     these numbers."""
-    complete = trainer.update.complete
+    complete = trainer.engine.finish_gradients
 
     def plant(observe: Observe | None = None) -> None:
         complete(observe)
@@ -211,7 +211,7 @@ def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
             assert gradient is not None
             gradient.view(-1)[0] = float("inf")
 
-    trainer.update.complete = plant  # type: ignore[method-assign]
+    trainer.engine.finish_gradients = plant  # type: ignore[method-assign]
 
 
 def whole_batch(recipe: Recipe, step: int) -> Batch:

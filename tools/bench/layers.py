@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel3d.build_engine import compile_blocks
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
@@ -32,7 +33,6 @@ from parallel3d.layers.parameter import (
 from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
-from parallel3d.parallelize import compile_blocks
 from parallel3d.pipeline.stage import BlockRange, cut
 from parallel3d.tools.bench.converted import converted_cases
 from parallel3d.tools.bench.harness import (

@@ -31,7 +31,7 @@ from parallel3d.tools.check_layout.record import (
     record_steps,
     start_record,
 )
-from parallel3d.training.update import learning_rate
+from parallel3d.training.learning_rate import learning_rate
 
 
 def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:

@@ -58,8 +58,7 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
         tensors.append((parameter.name, own))
     record = start_record(recipe.parallel, tensors, train.seed)
     record.parameter_count = trainer.progress.parameters
-    for data in trainer.data:
-        data.publish()
+    trainer.engine.publish()
     loader = random_batches(recipe)
     chunk_tokens = recipe.parallel.microbatch_size * train.seq_len // 2 + 1
     modules = [stage.module for stage in trainer.stages]

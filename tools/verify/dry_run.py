@@ -196,8 +196,7 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         ledger.mark(locals_, "parameters")
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), "optimizer")
-        for data in trainer.data:  # as the step before has left it
-            data.publish()
+        trainer.engine.publish()  # as the step before has left it
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))
         return DryRun(

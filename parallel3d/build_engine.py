@@ -1,10 +1,8 @@
-"""Turns a model and a layout into what this rank trains: stages, sharded and initialised, and their
-pipeline."""
+"""Builds what a rank trains from a recipe: stages, sharded and initialised, and their pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 
@@ -14,6 +12,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
+from parallel3d.engine import Engine
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import (
     initial_part,
@@ -37,7 +36,7 @@ from parallel3d.pipeline.stage import (
 from parallel3d.schedules.balance import balanced_cut, sizes_between
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import shard
-from parallel3d.sharding.optimizer_parts import LocalParameter, ShardedData, local_parameters
+from parallel3d.sharding.optimizer_parts import ShardedData, local_parameters
 from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
 # The constructor of a model, which is built whole, on the meta device, with its layers split over
@@ -54,24 +53,7 @@ def block_weights_of(model_class: ModelClass, config: ModelConfig) -> int | None
     return None if formula is None else int(formula(config))
 
 
-@dataclass(frozen=True)
-class Parallelized:
-    """The stages, parameters and pipeline that this rank owns."""
-
-    stages: list[Stage]
-    data: list[ShardedData]  # the data dimension of each stage
-    parameters: list[LocalParameter]  # frozen ones, too
-    pipeline: PipelineRuntime
-    parameter_count: int  # in the whole model
-    tied_ends: tuple[str, ...]  # the parameters that the first and the last stage share
-
-    @property
-    def trained(self) -> list[LocalParameter]:
-        """The parameters that get gradients and are stepped."""
-        return [parameter for parameter in self.parameters if parameter.local.requires_grad]
-
-
-def parallelize(
+def build_engine(
     model_class: ModelClass,
     recipe: Recipe,
     mesh: DeviceMesh,
@@ -80,7 +62,7 @@ def parallelize(
     loss_fn: LossFunction,
     *,
     initialize: bool,
-) -> Parallelized:
+) -> Engine:
     """Builds the stages, parameters and pipeline of this rank.
 
     A stage is built on the meta device, split over tp, compiled, sharded over the data axes, and
@@ -147,7 +129,7 @@ def parallelize(
     boundary = TensorSpec(("batch", "seq", recipe.model.hidden), dtypes.compute)
     pipeline = PipelineRuntime(stages, schedule, pp, loss_fn, boundaries=boundary, device=device)
     count = sum(parameter.numel() for parameter in reference.parameters())
-    return Parallelized(stages, data, parameters, pipeline, count, tied_ends)
+    return Engine(pipeline, data, parameters, axes_of(mesh), tied_ends, parameter_count=count)
 
 
 def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
