@@ -156,7 +156,6 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
     tokens of the global batch. Each block travels by itself, and so do the embedding, and the last
     norm with the head."""
     parallel = recipe.parallel
-    microbatches = recipe.microbatches
     layers = module.layers
     assert isinstance(layers, nn.ModuleDict)
     blocks = ["layers.*"] if layers else []  # a head may stand alone
@@ -169,10 +168,8 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
         dtypes=dtypes,
         average=False,
         options=ShardingOptions(
-            gather=parallel.gather,
+            gather=parallel.gather_cadence,
             reduce=parallel.reduce,
-            # kept while a pipeline is full
-            microbatches=microbatches if parallel.pp == 1 else max(2, microbatches),
             prefetch=parallel.prefetch,
             bucket_mib=parallel.bucket_mib,
             publish_in_forward=True,

@@ -13,9 +13,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel3d.config.sharding_strategies import REPLICATED, Cadence, ShardingName
+from parallel3d.config.sharding_strategies import (
+    REPLICATED,
+    Cadence,
+    ShardingName,
+    frees_after_forward,
+)
 from parallel3d.shard_sizes import largest_shard, shard_rows
-from parallel3d.sharding.bytes import frees_after_forward
 
 Shape = tuple[int, ...]
 ADAMW_STATES = 2  # numbers for each element
@@ -36,7 +40,6 @@ class DataLayout:
     reduce: Cadence = "step"
     microbatches: int = 1
     # pp > 1: a stage's parameters are then kept even for a single microbatch
-    is_pipeline: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +100,7 @@ def sent_bytes(rest: Sequence[Shape], blocks: Sequence[Shape], layout: DataLayou
         else 1
     )
     gathered = gathers * _filled(shapes, shard)
-    if frees_after_forward(
-        layout.strategy, layout.gather, max(1 + layout.is_pipeline, layout.microbatches)
-    ):
+    if frees_after_forward(layout.strategy, layout.gather):
         gathered += gathers * _filled(blocks, shard)  # again, for the backward
     reduced = _filled(shapes, shard)
     reductions = layout.microbatches if layout.reduce == "microbatch" else 1

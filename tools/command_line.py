@@ -115,9 +115,12 @@ class CommandLine:
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(self.commands)}"
             said = f"{name}: no such command" if name else "no command is given"
             raise ConfigError(f"{said}; {advice}; see {self.prog} --help")
-        command = self.commands[name]
-        parser = command.parser(f"{self.prog} {name}", self.table.get("shared", {}))
-        asked = parser.parse_intermixed_args(words[1:])
-        module, _, function = command.answer.partition(":")
+        asked = self.parse(name, words[1:])
+        module, _, function = self.commands[name].answer.partition(":")
         reply: Reply = vars(import_module(module))[function](asked)
         return reply.print(as_json=asked.json)
+
+    def parse(self, name: str, words: Sequence[str]) -> argparse.Namespace:
+        """Returns a subcommand's options. Raises ConfigError for one that it does not have."""
+        parser = self.commands[name].parser(f"{self.prog} {name}", self.table.get("shared", {}))
+        return parser.parse_intermixed_args(words)

@@ -12,7 +12,12 @@ from annotated_types import MinLen
 
 from parallel3d.config.flops import block_weights
 from parallel3d.config.ranges import in_range
-from parallel3d.config.sharding_strategies import Cadence, ShardingName, strategy_of
+from parallel3d.config.sharding_strategies import (
+    Cadence,
+    ShardingName,
+    default_gather,
+    strategy_of,
+)
 from parallel3d.schedules.balance import PartCosts
 from parallel3d.schedules.registry import ScheduleName
 
@@ -167,8 +172,9 @@ class ParallelConfig:
     sharding: ShardingName | None = None
     # 0 to 3: ZeRO's number of the strategy
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    # whether gathered parameters are kept for a step, or freed after each microbatch
-    gather: Cadence = "step"
+    # Gathered parameters are freed after each step, or after each microbatch.
+    # None: microbatch for ZeRO-3 without a pipeline, else step
+    gather: Cadence | None = None
     # whether gradients are summed over the data ranks once a step, or for each microbatch
     reduce: Cadence = "step"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # the type in which gradients are sent
@@ -187,6 +193,11 @@ class ParallelConfig:
     def strategy(self) -> ShardingName:
         """The strategy that `sharding` and `zero_stage` stand for."""
         return strategy_of(self.sharding, self.zero_stage, self.dp_replicate)
+
+    @property
+    def gather_cadence(self) -> Cadence:
+        """`gather`, or its default for this layout."""
+        return self.gather or default_gather(self.strategy, self.pp)
 
     @property
     def world_size(self) -> int:

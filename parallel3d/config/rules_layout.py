@@ -144,8 +144,9 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     if (error := replication_error(strategy, replicas)) is not None:
         yield error
     is_replicated = strategy in REPLICATED
-    for key, usual, other in (("gather", "step", 3), ("reduce", "step", 2), ("prefetch", None, 3)):
-        if is_replicated and getattr(parallel, key) != usual:
+    for key, usual, other in (("gather", None, 3), ("reduce", "step", 2), ("prefetch", None, 3)):
+        # Earlier runs have written down gather=step.
+        if is_replicated and getattr(parallel, key) not in (usual, "step"):
             yield (
                 f"parallel.{key} = {getattr(parallel, key)}: parallel.sharding = {strategy} has "
                 "full parameters and gradients on each rank; try "

@@ -27,7 +27,6 @@ ShardingName = Literal[
 ]
 Cadence = Literal["step", "microbatch"]
 
-
 # whole parameters on each rank
 REPLICATED: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER")
 FREED_BETWEEN_USES: tuple[ShardingName, ...] = ("FULL_SHARD", "HYBRID_SHARD")
@@ -44,6 +43,19 @@ def usual_bucket_mib(*, on_gpu: bool) -> float:
     """Returns the default of `parallel.bucket_mib`: that of DistributedDataParallel's buckets, and
     more on GPUs, whose links need larger messages to be busy."""
     return 100.0 if on_gpu else 25.0
+
+
+def default_gather(strategy: ShardingName, pp: int) -> Cadence:
+    """Returns how often a step gathers parameters that are split at rest, unless the user says it.
+    As in PyTorch, ZeRO-3 frees them after each forward and backward pass. In a pipeline it keeps
+    them for the step, because its forward and backward passes alternate."""
+    return "microbatch" if strategy in FREED_BETWEEN_USES and pp == 1 else "step"
+
+
+def frees_after_forward(strategy: ShardingName, gather: Cadence) -> bool:
+    """Returns whether a block's gathered parameters are freed after its forward pass, and gathered
+    again for its backward pass."""
+    return strategy in FREED_BETWEEN_USES and gather == "microbatch"
 
 
 def strategy_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import torch.distributed as dist
@@ -9,11 +10,16 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.rules_layout import replication_error
-from parallel3d.config.sharding_strategies import REPLICATED, ShardingName
+from parallel3d.config.sharding_strategies import (
+    REPLICATED,
+    ShardingName,
+    default_gather,
+    frees_after_forward,
+)
 from parallel3d.layers.gradients import local_tensor
-from parallel3d.sharding.bytes import frees_after_forward
+from parallel3d.mesh import ONE_RANK, Role, axes_of
 from parallel3d.sharding.fully_sharded import FullyShardedData
-from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
+from parallel3d.sharding.optimizer_parts import ShardedData
 from parallel3d.sharding.replicated import ReplicatedData
 from parallel3d.sharding.settings import Dtypes, Reduction, ShardingOptions
 from parallel3d.sharding.units import Wrap, units_of
@@ -64,17 +70,12 @@ def shard(
         raise ValueError(f"{scalars[0]}: a scalar has no rows to split; give it the shape [1]")
     if strategy in REPLICATED or every.size == 1:
         return ReplicatedData(model, wrap, reduction, options)
-    frees_forward = frees_after_forward(strategy, options.gather, options.microbatches)
+    layers = axes_of(mesh).get(Role.SPLIT_LAYERS, ONE_RANK)
+    gather = options.gather or default_gather(strategy, layers.size)
     return FullyShardedData(
-        model, units_of(model, wrap), reduction, options, frees_forward=frees_forward
+        model,
+        units_of(model, wrap),
+        reduction,
+        replace(options, gather=gather),
+        frees_forward=frees_after_forward(strategy, gather),
     )
-
-
-def named_parts(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:
-    """Returns what an optimizer steps on this rank by the names of the model's parameters, a shared
-    one once."""
-    parts = {}
-    for name, _ in model.named_parameters():
-        owner, _, attribute = name.rpartition(".")
-        parts[name] = data.part(model.get_submodule(owner), attribute)
-    return parts

@@ -47,9 +47,9 @@ class Dtypes:
 class ShardingOptions:
     """When parameters and gradients travel, and in what pieces.
 
-    `gather` says whether parameters that are split at rest are kept for all `microbatches` of a
-    step, or freed after each; with ZeRO-3 they are then freed after each forward too, as they
-    always are with one microbatch a step. `reduce` says whether gradients are summed over the data
+    `gather` says whether parameters that are split at rest are kept for all microbatches of a
+    step, or freed after each; with ZeRO-3 they are then freed after each forward too. None is
+    "microbatch" for ZeRO-3 without a pipeline, else "step". `reduce` says whether gradients are summed over the data
     ranks in the last backward of a step, or in each, so that no whole gradients are kept.
     `prefetch` units are gathered ahead (None: as torch does). `bucket_mib` is the least size of the
     pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send gradients (None: by the
@@ -59,9 +59,8 @@ class ShardingOptions:
     the next forward pass. Call `finish_publish` before you read parameters elsewhere.
     """
 
-    gather: Cadence = "step"
+    gather: Cadence | None = None
     reduce: Cadence = "step"
-    microbatches: int = 1
     prefetch: int | None = None
     bucket_mib: float | None = None
     publish_in_forward: bool = False

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+from parallel3d.checkpoint.own_loop import load_checkpoint, save_checkpoint
 from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.layers.attention import ParallelAttention
@@ -281,11 +282,35 @@ def test_two_backward_passes_add_their_gradients(world: Any, sharding: ShardingN
     assert max(world(4).run(accumulated, layout)) < 1e-7
 
 
-def own_steps(layout: Layout, path: Path, saves: bool) -> list[tuple[float, float]]:
+def load_by_dcp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As `load_checkpoint` does, by torch's own functions alone."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+
+
+def save_by_dcp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
+
+
+def own_steps(
+    layout: Layout, path: Path, saves: bool, by_dcp: bool = False
+) -> list[tuple[float, float]]:
     """Losses and norms of three steps: after three more and a save, or after a load."""
     mesh = layout.mesh()
-    model, options = layout.parallelize(mesh), StateDictOptions(flatten_optimizer_state_dict=True)
-    optimizer, (inputs, labels) = layout.optimizer_of(model), own_batch(mesh)
+    model = layout.parallelize(mesh)
+    optimizer = layout.optimizer_of(model)
+    inputs, labels = own_batch(mesh)
 
     def steps() -> list[tuple[float, float]]:
         found = []
@@ -299,31 +324,27 @@ def own_steps(layout: Layout, path: Path, saves: bool) -> list[tuple[float, floa
 
     if saves:
         steps()
-    weights, states = get_state_dict(model, optimizer, options=options)
-    state = {"model": weights, "optimizer": states}
-    if saves:
-        dcp.save(state, checkpoint_id=path)
-        return steps()
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=options,
-    )
+    if by_dcp:
+        move = save_by_dcp if saves else load_by_dcp
+        move(path, model, optimizer)
+    elif saves:
+        save_checkpoint(path, model, optimizer, {"step": 3})
+    else:
+        assert load_checkpoint(path, model, optimizer) == {"step": 3}
     return steps()
 
 
+@pytest.mark.parametrize("by_dcp", [False, True])
 @pytest.mark.parametrize("sharding", STRATEGIES)
 def test_checkpoint_of_own_loop_loads_in_any_layout(
-    world: Any, tmp_path: Path, sharding: ShardingName
+    world: Any, tmp_path: Path, sharding: ShardingName, by_dcp: bool
 ) -> None:
+    path = tmp_path / "step_3"
     saved = Layout(pp=2, tp=2, microbatches=4, model="layers", sharding=sharding)
-    expected = world(4).run(own_steps, saved, tmp_path, True)[0]
-    assert world(4).run(own_steps, saved, tmp_path, False)[0] == expected
+    expected = world(4).run(own_steps, saved, path, True, by_dcp)[0]
+    assert world(4).run(own_steps, saved, path, False, by_dcp)[0] == expected
     other = Layout(shards=4, microbatches=4, model="layers", sharding=sharding)
-    found = world(4).run(own_steps, other, tmp_path, False)[0]
+    found = world(4).run(own_steps, other, path, False, by_dcp)[0]
     for step in range(3):
         assert found[step] == pytest.approx(expected[step], rel=1e-6)
 

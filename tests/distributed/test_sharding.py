@@ -94,10 +94,9 @@ def _costs(trainer: Trainer, precision: str) -> DataLayout:
         rank=trainer.axes["dp_shard"].rank,
         compute_bytes=2 if precision == "bf16" else 4,
         reduce_bytes=2 if parallel.reduce_dtype == "bf16" else 4,
-        gather=parallel.gather,
+        gather=parallel.gather_cadence,
         reduce=parallel.reduce,
         microbatches=trainer.recipe.microbatches,
-        is_pipeline=parallel.pp > 1,
     )
 
 

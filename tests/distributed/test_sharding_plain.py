@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.mesh import Axis
-from parallel3d.sharding.apply import named_parts, shard
+from parallel3d.sharding.apply import shard
 from parallel3d.sharding.optimizer_parts import ShardedData
 from parallel3d.sharding.settings import Dtypes, ShardingOptions, own_rows
 from parallel3d.tools.bench.counting import CollectiveCounter
-from parallel3d.tools.bench.data import finish_step
+from parallel3d.tools.bench.data import finish_step, parts_of
 
 BF16 = Dtypes(
     compute=torch.bfloat16,
@@ -86,7 +86,7 @@ def early_reductions(strategy: ShardingName) -> tuple[int, int, float]:
         backwards(model, data, own_share())
         early = counter.calls["dp_shard", kind]
         data.finish_gradients()
-    parts = named_parts(model, data)
+    parts = parts_of(model, data)
     worst = 0.0
     for name, reference in alone.named_parameters():
         parts[name].sync_views()
@@ -122,7 +122,7 @@ def published_late() -> tuple[list[list[float]], list[int], bool]:
         model = Net()
         options = ShardingOptions(bucket_mib=1e-4, publish_in_forward=late)
         data = shard(model, mesh, "SHARD_OPTIMIZER", options=options)
-        parts = named_parts(model, data)
+        parts = parts_of(model, data)
         optimizer = torch.optim.SGD([part.local for part in parts.values()], lr=0.1)
         curves.append([])
         for _ in range(3):
@@ -159,7 +159,7 @@ def wide_gradients(strategy: ShardingName) -> tuple[set[torch.dtype], set[torch.
     model = Net()
     exact = Net()
     data = shard(model, mesh, strategy, dtypes=BF16)
-    parts = named_parts(model, data)
+    parts = parts_of(model, data)
     optimizer = torch.optim.SGD([part.local for part in parts.values()], lr=0.1)
     start = {name: part.local.detach().clone() for name, part in parts.items()}
     for name, part in parts.items():  # the master has all bits of what the model was made with

@@ -25,8 +25,8 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.data.loader import Batch
 from parallel3d.mesh import build_mesh
-from parallel3d.sharding.apply import named_parts, shard
-from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
+from parallel3d.sharding.apply import shard
+from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData, local_parameters
 from parallel3d.sharding.settings import ShardingOptions
 from parallel3d.tools.bench.harness import run_cases
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama, token_loss
@@ -80,15 +80,19 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
     """Returns the step of the plain model under `shard`: a function from this rank's batch to the
     global loss."""
     module = _plain_model(model)
-    # several: what is gathered is kept
-    data = shard(module, mesh, strategy, options=ShardingOptions(microbatches=2))
-    parts = named_parts(module, data)
+    data = shard(module, mesh, strategy, options=ShardingOptions(gather="step"))
+    parts = parts_of(module, data)
     optimizer = _adamw(part.local for part in parts.values())
 
     def begin(index: int, is_last: bool) -> None:
         data.before_backward(is_last)
 
     return partial(_train_step, module, begin, partial(finish_step, data, parts, optimizer))
+
+
+def parts_of(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:
+    """Returns what an optimizer steps on this rank by the names of the model's parameters."""
+    return {own.name: own.part for own in local_parameters(model, {}, data)}
 
 
 def finish_step(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from parallel3d.tools.command_line import CommandLine
 
-_PLAN = CommandLine(
+COMMAND_LINE = CommandLine(
     "parallel3d-plan", Path(__file__).with_name("commands.toml"), default="recommend"
 )
-COMMANDS = _PLAN.commands
-main = _PLAN.main
+COMMANDS = COMMAND_LINE.commands
+main = COMMAND_LINE.main

@@ -27,15 +27,15 @@ from parallel3d.planner.search.question import Strategy
 from parallel3d.planner.search.space import layout_errors
 from parallel3d.tools.aliases.layout import read_parallel
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
-from parallel3d.tools.plan.inputs import read_question
+from parallel3d.tools.plan.inputs import ParsedQuestion, read_question
 from parallel3d.tools.plan.score import recorded_accuracy
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
 
 
-def answer(options: argparse.Namespace) -> Reply:
-    """Answers for --layout, or for the layout of the recipe. Raises ConfigError for a layout that
-    the trainer refuses."""
+def asked_layout(options: argparse.Namespace) -> tuple[ParsedQuestion, Strategy]:
+    """Returns the question, and --layout or the layout of the recipe. Raises ConfigError for a
+    layout that the trainer refuses."""
     asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
     size = asked_parallel.world_size if asked_parallel else None
     asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
@@ -44,6 +44,11 @@ def answer(options: argparse.Namespace) -> Reply:
     )
     found = Strategy(replace(asked.question, gpus=parallel.world_size), parallel)
     refuse([*layout_errors(found.question, parallel)])
+    return asked, found
+
+
+def answer(options: argparse.Namespace) -> Reply:
+    asked, found = asked_layout(options)
     return Reply(
         page=lambda: [*_page(found, whole=options.explain), *asked.note_lines()],
         tree=lambda: {**_tree(found), "notes": asked.model.notes},

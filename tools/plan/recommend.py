@@ -31,7 +31,7 @@ from parallel3d.tools.plan.score import recorded_accuracy
 _TOP = 10
 
 
-def answer(options: argparse.Namespace) -> Reply:
+def make_plan(options: argparse.Namespace) -> Plan:
     """Plans, and writes the files that were asked for."""
     launch = launch_file(options)
     asked = read_question(options, gpus=options.gpus, fixed=read_fixed(options))
@@ -39,7 +39,11 @@ def answer(options: argparse.Namespace) -> Reply:
     plan = _plan(options, asked)
     if options.verify:
         plan = _verified(asked, plan)
-    plan = replace(plan, commands=tuple(emit(options, asked, plan, launch)))
+    return replace(plan, commands=tuple(emit(options, asked, plan, launch)))
+
+
+def answer(options: argparse.Namespace) -> Reply:
+    plan = make_plan(options)
 
     def lines() -> Iterator[str]:
         has_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -79,7 +79,7 @@ def _rank_floor(state: RankState) -> MemoryFloor:
     return MemoryFloor(
         at_rest=sum(state.at_rest),
         gathered=gathered,
-        gathered_amid=0.0 if state.layout.gather == "microbatch" else gathered,
+        gathered_amid=0.0 if state.layout.gather_cadence == "microbatch" else gathered,
         gradients=sum(stage.whole_gradients for stage in state.stages),
     )
 

@@ -30,7 +30,6 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import master_bytes
 from parallel3d.schedules.registry import schedule_traits
-from parallel3d.sharding.bytes import frees_after_forward
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,9 @@ class RankState:
         self.reduced_bytes = self.master
         if has_replicas and layout.reduce_bytes != self.master:
             self.reduced_bytes += layout.reduce_bytes
-        microbatches = layout.microbatches
-        if layout.pp != 1:
-            microbatches = max(2, layout.microbatches)
-        self.frees_forward = self.sharded and frees_after_forward(
-            layout.strategy, layout.gather, microbatches
-        )
-        self.frees_each = self.sharded and layout.gather == "microbatch"
+        gather = layout.gather_cadence
+        self.frees_forward = self.sharded and frees_after_forward(layout.strategy, gather)
+        self.frees_each = self.sharded and gather == "microbatch"
         self.block_gathered = 0
         if self.sharded:
             self.block_gathered = self.item * self.block_unit.padded

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.sharding_strategies import REPLICATED, usual_bucket_mib
+from parallel3d.config.sharding_strategies import REPLICATED, Cadence, usual_bucket_mib
 from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.model.parameters import expert_numel, rank_numel
@@ -180,7 +180,7 @@ class PlannedRun:
         and backward. Inside a pipeline programs keep them from a stage's first microbatch to its
         last (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`; Llama 3, arXiv
         2407.21783, section 3.3.2)."""
-        if "microbatch" in (self.layout.gather, self.layout.reduce):
+        if "microbatch" in (self.layout.gather_cadence, self.layout.reduce):
             return True
         if self.layout.pp > 1:
             return False
@@ -303,10 +303,22 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
+def other_gather(pp: int, microbatches: int) -> Cadence:
+    """Returns how often programs other than this project gather sharded parameters: once a step,
+    which frees them between uses if the step has a single microbatch and no pipeline."""
+    return "microbatch" if pp == microbatches == 1 else "step"
+
+
+def from_config(
+    parallel: ParallelConfig, global_batch_size: int, program: TrainingProgram
+) -> RunLayout:
     """Returns the layout of a recipe, run by this project's own program, or of a program that has
     more axes: what is split over the data ranks is split over cp too."""
     cp, _ = other_axes(parallel)
+    microbatches = global_batch_size // (parallel.dp * parallel.microbatch_size)
+    gather = parallel.gather_cadence
+    if not program.is_parallel3d:
+        gather = parallel.gather or other_gather(parallel.pp, microbatches)
     shards = 1
     if parallel.strategy not in REPLICATED:
         shards = parallel.dp_shard * cp
@@ -314,7 +326,8 @@ def from_config(parallel: ParallelConfig, global_batch_size: int) -> RunLayout:
         "sharding": parallel.strategy,
         "prefetch": parallel.prefetch or 1,
         "recompute_every": parallel.recompute_every or 1,
-        "microbatches": global_batch_size // (parallel.dp * parallel.microbatch_size),
+        "gather": gather,
+        "microbatches": microbatches,
         "parameter_shards": shards,
         "gradient_shards": shards,
         "optimizer_shards": 1 if parallel.strategy == "NO_SHARD" else parallel.dp_shard * cp,

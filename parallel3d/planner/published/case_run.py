@@ -11,7 +11,7 @@ from parallel3d.planner.hardware.cluster import with_links
 from parallel3d.planner.hardware.program import TrainingProgram
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout, other_gather
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields, meaning
 from parallel3d.planner.published.knowledge import Knowledge
@@ -210,6 +210,7 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
         virtual = 1
     sequence_parallel = f.flag("parallel", "sequence_parallel", program.default_sequence_parallel)
     recompute = str(f.get("train", "activation_recompute", program.default_recompute))
+    microbatches = max(1, round(batch / (dp * microbatch)))
     return RunLayout(
         pp=pp,
         dp_shard=dp,
@@ -224,7 +225,8 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
             "interleaved_1f1b" if virtual > 1 else meaning("schedule", schedule) or "1f1b",
         ),
         microbatch_size=microbatch,
-        microbatches=max(1, round(batch / (dp * microbatch))),
+        microbatches=microbatches,
+        gather=other_gather(pp, microbatches),
         parameter_shards=optimizer if zero >= 3 else 1,
         gradient_shards=optimizer if zero >= 2 else 1,
         optimizer_shards=optimizer,

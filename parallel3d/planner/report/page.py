@@ -42,9 +42,9 @@ _RANKED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """A question, its answer, and what was asked beside it."""
+    """A question, its answer, and what was asked beside it. Its repr is the report."""
 
     question: Question
     answer: Answer
@@ -62,6 +62,9 @@ class Plan:
     # The layouts whose fullest rank --verify ran dry, with the device's bytes in use with the dry
     # run's tensors.
     verified: tuple[tuple[Strategy, float], ...] = ()
+
+    def __repr__(self) -> str:
+        return page(self)
 
     @property
     def best(self) -> Strategy | None:

@@ -109,7 +109,7 @@ class Question:
         return PlannedRun(
             shape=self.planned_shape(parallel.tp),
             cluster=self.cluster,
-            layout=from_config(parallel, self.global_batch_size),
+            layout=from_config(parallel, self.global_batch_size, self.program),
             program=self.program,
             seq_len=self.seq_len,
             precision=self.precision,

@@ -220,8 +220,12 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
             if replicas > 1:
                 strategy = HYBRID_OF.get(name, name)
             way = varied(family, dp_shard=shards, dp_replicate=replicas, sharding=strategy)
+            if question.global_batch_size > way.dp * way.microbatch_size:
+                if way.gather_cadence == "microbatch":
+                    way = varied(way, gather="step")
             if fixed.gather or fixed.reduce:
-                way = varied(way, gather=fixed.gather or "step", reduce=fixed.reduce or "step")
+                gather = fixed.gather or way.gather
+                way = varied(way, gather=gather, reduce=fixed.reduce or "step")
                 if next(sharding_errors(way), None) is not None:
                     continue
             yield way

@@ -140,7 +140,7 @@ class CalibratedHost:
         layers = part.layers
         parameters = self.run.stage_parameters(part)
         rounds = 1
-        if "microbatch" in (layout.gather, layout.reduce):
+        if "microbatch" in (layout.gather_cadence, layout.reduce):
             rounds = layout.microbatches
         dp = self.dp
         data = rounds * (dp.step + layers * dp.layer + parameters * dp.parameter)

@@ -119,7 +119,7 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     regathers = 0.0
     if run.gathers_each_microbatch:
         rounds = layout.microbatches
-        if layout.pp == 1 or layout.gather == "microbatch":
+        if layout.pp == 1 or layout.gather_cadence == "microbatch":
             regathers = 1.0
     both = regathers * gather_s + reduce_s
     gathered = run.block_parameters

@@ -1,0 +1,95 @@
+"""Checkpoints of your own training loop. Their format is that of the trainer's checkpoints, so that
+any other layout reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
+from parallel3d.checkpoint.manifest import CONFIG_FILE, Progress
+
+# The ranks of a pipeline have different parameters, so groups of parameters have no common numbers.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_NO_PROGRESS = Progress(
+    step=0,
+    tokens=0,
+    seed=0,
+    global_batch_size=0,
+    seq_len=0,
+    parameters=0,
+    parallel={},
+)
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves the parameters and the optimizer's states. All ranks call it. The folder gets its name
+    when it is complete.
+
+    Args:
+        path: New folder, in one that exists and all ranks share.
+        model: What `parallelize` returned.
+        optimizer: Optimizer of its parameters. Its settings, such as the learning rate, are not
+            saved.
+        extra: Numbers, texts, lists and dicts to save with them.
+
+    Raises:
+        SaveError: The checkpoint cannot be written.
+
+    Example:
+        >>> parallel3d.save_checkpoint("checkpoints/step_100", model, optimizer, {"step": 100})
+    """
+    weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
+    tensors = _tensors(weights, states)
+    save_tensors(tensors, _NO_PROGRESS, Path(path), yaml.safe_dump(dict(extra or {})))
+
+
+def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Loads what `save_checkpoint` saved, in the same or another layout. All ranks call it.
+
+    Args:
+        path: Folder of the checkpoint.
+        model: What `parallelize` returned.
+        optimizer: Optimizer of its parameters.
+
+    Returns:
+        The saved `extra`.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or of another model. Nothing has changed.
+
+    Example:
+        >>> step = parallel3d.load_checkpoint("checkpoints/step_100", model, optimizer)["step"]
+    """
+    weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
+    load_tensors(lambda progress: _tensors(weights, states), Path(path))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=weights,
+        optim_state_dict=states,
+        options=_OPTIONS,
+    )
+    extra: dict[str, Any] = yaml.safe_load((Path(path) / CONFIG_FILE).read_text())
+    return extra
+
+
+def _tensors(weights: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Tensor]:
+    named = {f"{MODEL}{name}": tensor for name, tensor in weights.items()}
+    named |= {f"optimizer.{name}": value for name, value in states.items()}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}

@@ -1,0 +1,75 @@
+"""The planner from Python: the commands of `parallel3d-plan` as functions."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.report.page import Plan
+from parallel3d.tools.plan.command import COMMAND_LINE
+from parallel3d.tools.plan.memory import asked_layout
+from parallel3d.tools.plan.recommend import make_plan
+
+
+def plan(**options: Any) -> Plan:
+    """Plans the layout of a run, as `parallel3d-plan` does. The repr of the result is its report.
+
+    Args:
+        options: The command's options, with `_` for `-`. A flag is True. `fix` and `why` may be
+            dicts.
+
+    Returns:
+        Plan: `best.parallel` is a ParallelConfig, `answer.strategies` has the rivals.
+
+    Raises:
+        ConfigError: An option is unknown, missing or wrong.
+
+    Example:
+        >>> found = parallel3d.plan(
+        ...     model="llama3-8b", gpu="h100", gpus=64, seq_len=8192, global_batch=512
+        ... )
+        >>> found.best.parallel.dp_shard
+    """
+    return make_plan(_parsed("recommend", options))
+
+
+def estimate_memory(**options: Any) -> RankMemory:
+    """Returns the bytes on each device of the fullest pipeline rank, as `parallel3d-plan memory`
+    does.
+
+    Args:
+        options: The command's options, as `plan` takes them. `layout` may be a dict.
+
+    Raises:
+        ConfigError: An option is unknown, missing or wrong.
+
+    Example:
+        >>> memory = parallel3d.estimate_memory(
+        ...     model="llama3-8b", gpu="h100", layout={"tp": 2, "dp_shard": 4}, seq_len=8192,
+        ...     global_batch=512,
+        ... )
+        >>> memory.total / 2**30, memory.optimizer / 2**30
+    """
+    _, found = asked_layout(_parsed("memory", options))
+    return found.memory
+
+
+def _parsed(command: str, options: Mapping[str, Any]) -> argparse.Namespace:
+    return COMMAND_LINE.parse(command, [*_words(options)])
+
+
+def _words(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yields options as the command line has them."""
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            yield flag
+        elif isinstance(value, Mapping):
+            yield flag
+            yield from (f"{key}={item}" for key, item in value.items())
+        elif isinstance(value, list | tuple):
+            yield from (f"{flag}={item}" for item in value)
+        elif value is not None and value is not False:
+            yield f"{flag}={value}"
