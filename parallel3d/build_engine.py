@@ -109,7 +109,7 @@ def build_engine(
         if device.type == "cuda":
             align_logits(module)
         sharded = shard_stage(module, mesh, recipe, dtypes)
-        materialize(module, device)
+        materialize(module, device, offload=parallel.offload)
         sharded.allocate()
         stages.append(
             Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients)
@@ -170,6 +170,7 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
         options=ShardingOptions(
             gather=parallel.gather_cadence,
             reduce=parallel.reduce,
+            offload=parallel.offload,
             prefetch=parallel.prefetch,
             bucket_mib=parallel.bucket_mib,
             publish_in_forward=True,
@@ -185,11 +186,14 @@ def align_logits(module: nn.Module) -> None:
             part.pad_to(64)
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Gives parameters on the meta device memory. Tied ones stay tied, which `to_empty` alone would
-    undo."""
+def materialize(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
+    """Gives parameters on the meta device memory, on the CPU with `offload`. Tied ones stay tied,
+    which `to_empty` alone would undo."""
     tied = tied_names(module)
-    module.to_empty(device=device)
+    module.to_empty(device="cpu" if offload else device)
+    for name, buffer in [*module.named_buffers()]:
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, buffer.to(device))
     for name, original in tied.items():
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, module.get_parameter(original))

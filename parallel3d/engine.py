@@ -75,11 +75,15 @@ class Engine:
             parameter.part.sync_views()
         if self._partial:
             gradients = [gradient_of(parameter).view(-1) for parameter in self._partial]
-            summed = all_reduce(torch.cat(gradients), self._tp)
+            device = self.pipeline.links.device  # gradients may be on the CPU
+            summed = all_reduce(torch.cat(gradients).to(device), self._tp)
             sizes = [len(gradient) for gradient in gradients]
             foreach_copy_(gradients, summed.split(sizes))
         for parameter in self._tied:
-            dist.all_reduce(gradient_of(parameter), group=self._ends.group)
+            gradient = gradient_of(parameter)
+            shared = gradient.to(self.pipeline.links.device)
+            dist.all_reduce(shared, group=self._ends.group)
+            gradient.copy_(shared)
         for first, second in self._pairs:
             gradient_of(second).copy_(gradient_of(first).add_(gradient_of(second)))
         if observe is not None:

@@ -39,7 +39,7 @@ from parallel3d.engine import Engine, gradient_of
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.mesh import DATA_ROLES, Axis, Role
-from parallel3d.pipeline.boundary import Boundary, TensorSpec
+from parallel3d.pipeline.boundary import Boundary, Message, TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.split_model import SplitSpec, spec_of, split_model
@@ -256,7 +256,7 @@ class ParallelModel(nn.Module):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for own in self._engine.trained:
             gradient = gradient_of(own)
-            gradient.mul_(factor.to(gradient.dtype))
+            gradient.mul_(factor.to(gradient))
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -315,10 +315,7 @@ class ParallelModel(nn.Module):
                     module.train(was_training)
                     boundary = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in outputs)
                 boundaries.append(pipeline.links.broadcast(boundary, rank))
-                taken = tuple(
-                    torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-                    for spec in boundaries[-1]
-                )
+                taken = tuple(x.zero_() for x in Message(boundaries[-1]).empty(device))
         self._engine.free_gathered()
         return boundaries
 

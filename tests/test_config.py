@@ -344,7 +344,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
     [
         (
             "train.offload_activations=1",
-            "unknown key; CPU offload is not offered",
+            "unknown key; parallel.offload=true moves",
         ),
         (
             "parallel.bucket_mib=2",

@@ -82,6 +82,8 @@ LAYOUTS = {
         3,
         0,
     ),
+    "parameters on the CPU": (LLAMA, replace(LARGE, offload=True), "bf16", 4, 0),
+    "on one GPU, parameters on the CPU": (GPT, ParallelConfig(offload=True), "bf16", 2, 0),
     "one stage after the other": (LLAMA, replace(LOOPED, schedule="looped_bfs"), "bf16", 4, 0),
     "second halves on the whole sequence": (
         replace(LLAMA, vocab=128256),

@@ -21,10 +21,7 @@ _HINTS = {
     "cp": _NO_CONTEXT_PARALLELISM,
     "context_parallel": _NO_CONTEXT_PARALLELISM,
     "ep": "models with experts are not there yet; try parallel.dp_shard=2",
-    "offload": (
-        "CPU offload is not offered; split more over parallel.dp_shard, or try "
-        "parallel.recompute=full"
-    ),
+    "offload": "parallel.offload=true moves parameters, gradients and optimizer states to the CPU",
     "gradient_accumulation_steps": (
         "it follows from train.global_batch_size and parallel.microbatch_size; set those"
     ),

@@ -180,6 +180,9 @@ class ParallelConfig:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # the type in which gradients are sent
     # blocks whose parameters are gathered ahead; None: as torch chooses
     prefetch: Count | None = None
+    # Parameters, gradients and optimizer states are on the CPU; a unit's parameters are on the GPU
+    # while it computes.
+    offload: bool = False
     # The least gradients that are reduced in one go; None: `usual_bucket_mib`.
     bucket_mib: Positive | None = None
     sequence_parallel: bool = False

@@ -152,6 +152,11 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
                 "full parameters and gradients on each rank; try "
                 f"parallel.{key}={shown(usual)}, or parallel.zero_stage={other}"
             )
+    if is_replicated and parallel.offload:
+        yield (
+            f"parallel.offload = true: parallel.sharding = {strategy} has full parameters on each "
+            "rank; try parallel.sharding=FULL_SHARD"
+        )
     # Earlier runs have written down the usual size.
     if not is_replicated and parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):
         yield (

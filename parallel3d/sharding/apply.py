@@ -56,7 +56,12 @@ def shard(
     every = reduction.every
     if (error := replication_error(strategy, reduction.replicate.size)) is not None:
         raise ValueError(error)
-    if every.size == 1 and dtypes.compute == dtypes.master:
+    if options.offload and strategy in REPLICATED:
+        raise ValueError(
+            f"offload: {strategy} has full parameters on each rank; try strategy='FULL_SHARD'"
+        )
+    is_alone = every.size == 1 and not options.offload
+    if is_alone and dtypes.compute == dtypes.master:
         model.to(dtypes.master)
         return ShardedData(model)
     for parameter in model.parameters() if every.size > 1 else ():
@@ -68,7 +73,7 @@ def shard(
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if reduction.split and scalars:
         raise ValueError(f"{scalars[0]}: a scalar has no rows to split; give it the shape [1]")
-    if strategy in REPLICATED or every.size == 1:
+    if strategy in REPLICATED or is_alone:
         return ReplicatedData(model, wrap, reduction, options)
     layers = axes_of(mesh).get(Role.SPLIT_LAYERS, ONE_RANK)
     gather = options.gather or default_gather(strategy, layers.size)

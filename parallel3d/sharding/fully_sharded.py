@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from parallel3d.layers.collectives import reduce_scatter_single
 from parallel3d.mesh import DATA_ROLES, Role
@@ -77,7 +83,12 @@ class FullyShardedData(ShardedData):
             param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
             reduce_dtype=summed if summed != dtypes.compute else None,
         )
-        split = partial(fully_shard, mesh=reduction.mesh[names], mp_policy=policy)
+        offload = OffloadPolicy()
+        if options.offload:
+            offload = CPUOffloadPolicy(pin_memory=reduction.mesh.device_type == "cuda")
+        split = partial(
+            fully_shard, mesh=reduction.mesh[names], mp_policy=policy, offload_policy=offload
+        )
         travelling = [unit for unit in units if unit.modules]
         for unit in reversed(travelling):  # inner ones first
             modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)

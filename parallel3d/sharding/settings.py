@@ -49,11 +49,14 @@ class ShardingOptions:
 
     `gather` says whether parameters that are split at rest are kept for all microbatches of a
     step, or freed after each; with ZeRO-3 they are then freed after each forward too. None is
-    "microbatch" for ZeRO-3 without a pipeline, else "step". `reduce` says whether gradients are summed over the data
-    ranks in the last backward of a step, or in each, so that no whole gradients are kept.
-    `prefetch` units are gathered ahead (None: as torch does). `bucket_mib` is the least size of the
-    pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send gradients (None: by the
-    device).
+    "microbatch" for ZeRO-3 without a pipeline, else "step". `reduce` says whether gradients are
+    summed over the data ranks in the last backward of a step, or in each, so that no whole
+    gradients are kept. `prefetch` units are gathered ahead (None: as torch does). `bucket_mib` is
+    the least size of the pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send
+    gradients (None: by the device).
+
+    With `offload` parameters, gradients and optimizer states are on the CPU. A unit's parameters
+    are copied to the GPU when they are gathered.
 
     With `publish_in_forward` the parameters that SHARD_OPTIMIZER's ranks have stepped arrive during
     the next forward pass. Call `finish_publish` before you read parameters elsewhere.
@@ -64,6 +67,7 @@ class ShardingOptions:
     prefetch: int | None = None
     bucket_mib: float | None = None
     publish_in_forward: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)

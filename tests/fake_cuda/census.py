@@ -192,15 +192,20 @@ def run(layout: str, rank: int) -> Program:
 
 
 def strays(trainer: Trainer) -> list[str]:
-    """Returns the parameters, gradients, buffers and optimizer states that are not on the GPU."""
+    """Returns the parameters, gradients and optimizer states that are not on the GPU, or with
+    offload not on the CPU, and the buffers that are not on the GPU."""
     held: dict[str, Tensor | None] = {}
+    device = torch.device("cpu") if trainer.recipe.parallel.offload else DEVICE
     for stage in trainer.stages:
-        held |= dict(stage.module.named_parameters()) | dict(stage.module.named_buffers())
+        held |= dict(stage.module.named_parameters())
     for each in trainer.parameters:
         held |= {f"local {each.name}": each.local, f"gradient of {each.name}": each.local.grad}
         for key, state in trainer.optimizer.state[each.local].items():
             held[f"state {key} of {each.name}"] = state if isinstance(state, Tensor) else None
-    return [name for name, x in held.items() if x is not None and x.device != DEVICE]
+    found = [name for name, x in held.items() if x is not None and x.device != device]
+    for stage in trainer.stages:
+        found += [name for name, x in stage.module.named_buffers() if x.device != DEVICE]
+    return found
 
 
 if __name__ == "__main__":

@@ -71,6 +71,8 @@ LAYOUTS: dict[str, Recipe] = {
     "SHARD_OPTIMIZER": recipe(dp_shard=2, sharding="SHARD_OPTIMIZER"),
     "FULL_SHARD": recipe(dp_shard=2, microbatches=2),
     "HYBRID_SHARD": recipe(dp_replicate=2, dp_shard=2),
+    "offload, tp": recipe(dp_shard=2, offload=True, **TP),
+    "offload, tied": recipe(TIED, offload=True, **PP),
     "1f1b": recipe(**PP),
     "zb_v, tied": recipe(TIED, schedule="zb_v", virtual_stages=2, **PP),
 }

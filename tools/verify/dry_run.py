@@ -41,6 +41,7 @@ from parallel3d.tools.verify.fakes import (
     READ_A_VALUE,
     FakeTensor,
     FakeTensorMode,
+    FSDPParam,
     cutting_by,
     world_of_none,
 )
@@ -168,6 +169,12 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         ledger.mark(tensors, "forward" if taker.kind is Kind.FORWARD else "between")
         return tensors
 
+    def to_host(parameter: FSDPParam, gradient: Tensor) -> DTensor:
+        """Copies a reduced gradient, which on a CPU would stay where it is."""
+        with ledger.on_host():
+            return shared(parameter, gradient.clone())
+
+    shared = FSDPParam.to_sharded_dtensor
     with world_of_none(recipe.parallel.world_size, rank), ExitStack() as modes:
         mesh = build_mesh(recipe.parallel, "cpu")
         modes.enter_context(ShapesOnly())
@@ -190,12 +197,19 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
             parameter.part.sync_views()
         locals_ = [parameter.local for parameter in trainer.parameters]
         own = (each for stage in trainer.stages for each in stage.module.parameters())
+        offloads = recipe.parallel.offload and gpu_bytes is not None
         ledger.mark(
-            (local_of(each) if isinstance(each, DTensor) else each for each in own), "parameters"
+            (local_of(each) if isinstance(each, DTensor) else each for each in own),
+            "host" if offloads else "parameters",
         )
-        ledger.mark(locals_, "parameters")
+        ledger.mark(locals_, "host" if offloads else "parameters")
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
-        ledger.mark((value for value in states if isinstance(value, FakeTensor)), "optimizer")
+        ledger.mark(
+            (value for value in states if isinstance(value, FakeTensor)),
+            "host" if offloads else "optimizer",
+        )
+        if offloads:
+            modes.enter_context(mock.patch.object(FSDPParam, "to_sharded_dtensor", to_host))
         trainer.engine.publish()  # as the step before has left it
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -23,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from parallel3d.tools.verify.fakes import storage_id
 from parallel3d.torch_private import TorchDispatchMode, local_of, tree_iter
 
-Made = Literal["parameters", "optimizer", "gathered", "forward", "backward", "between"]
+# "host": in the CPU's memory (parallel.offload), which does not count
+Made = Literal["parameters", "optimizer", "gathered", "forward", "backward", "between", "host"]
 
 
 @dataclass
@@ -85,9 +87,18 @@ class Ledger(TorchDispatchMode):
         """Says what some of what is alive is for."""
         for tensor in tensors:
             piece = self._pieces[storage_id(tensor.untyped_storage())]
-            self._made[piece.made] -= piece.nbytes
-            self._made[made] += piece.nbytes
+            nbytes = piece.nbytes
+            self._grow(piece, 0)
             piece.made = made
+            self._grow(piece, nbytes)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made in a block is in the CPU's memory."""
+        phase = self._phase
+        self._phase = "host"
+        yield
+        self._phase = phase
 
     def __enter__(self) -> Ledger:
         resize = torch.UntypedStorage.resize_
@@ -143,6 +154,8 @@ class Ledger(TorchDispatchMode):
     def _grow(self, piece: _Piece, nbytes: int) -> None:
         more = nbytes - piece.nbytes
         piece.nbytes = nbytes
+        if piece.made == "host":
+            return
         self._total += more
         self._made[piece.made] += more
         if piece.action == self._action:

@@ -12,6 +12,8 @@ optimizer states per parameter:
     optimizer     k P                        k P / s                        k p
     gathered      -                          -                              e s p from a stage's first forward to its
                                                                             last backward (gather = step)
+
+With parallel.offload on GPUs the m p, k p and reduced gradients are on the CPU.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 
 from parallel3d.config.recipe import Recompute
-from parallel3d.config.sharding_strategies import REPLICATED
+from parallel3d.config.sharding_strategies import REPLICATED, frees_after_forward
 from parallel3d.planner.memory.block_work import WeightGradients, block_tensors
 from parallel3d.planner.memory.model_ends import EndTensors
 from parallel3d.planner.model.muon import muon_matrices, muon_step_bytes
@@ -100,8 +102,10 @@ class RankState:
         self.layout = layout
         self.item = int(run.item_bytes)
         self.master = master_bytes(run.precision)
-        self.alone = layout.dp == 1 and self.item == self.master
-        self.whole = not self.alone and (layout.dp == 1 or layout.strategy in REPLICATED)
+        self.offloads = run.offloads
+        one_rank = layout.dp == 1 and not layout.offload
+        self.alone = one_rank and self.item == self.master
+        self.whole = not self.alone and (one_rank or layout.strategy in REPLICATED)
         self.sharded = not self.alone and not self.whole
         self.shards = layout.dp_shard
         if self.alone or layout.strategy == "NO_SHARD":
@@ -129,6 +133,8 @@ class RankState:
         self.reduced_bytes = self.master
         if has_replicas and layout.reduce_bytes != self.master:
             self.reduced_bytes += layout.reduce_bytes
+        if self.offloads:
+            self.reduced_bytes = 0
         gather = layout.gather_cadence
         self.frees_forward = self.sharded and frees_after_forward(layout.strategy, gather)
         self.frees_each = self.sharded and gather == "microbatch"
@@ -139,6 +145,8 @@ class RankState:
         self.arriving = 0
         if self.shards > 1:
             self.arriving = self.block_gathered
+        if self.offloads:
+            self.arriving += self.master * self.block_unit.shard
         self.slices = run.stages_of(rank)
 
     @cached_property
@@ -153,6 +161,8 @@ class RankState:
     def at_rest(self) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer states that are there throughout a step."""
         run = self.run
+        if self.offloads:
+            return 0.0, 0.0, 0.0
         blocks = self._blocks
         numel = blocks * self.block_unit.numel
         shard = blocks * self.block_unit.shard
@@ -187,6 +197,8 @@ class RankState:
     def step_bytes(self) -> float:
         """What the optimizer makes for itself in a step."""
         optimizer = self.run.optimizer
+        if self.offloads:
+            return 0.0
         ends = max(stage.ends.largest for stage in self.stages)
         if optimizer.muon is None:
             return optimizer.step_bytes * max(ends, self.block_unit.largest)
@@ -322,7 +334,7 @@ class RankState:
             delayed=splits * (part.layers * self.block.delayed + part.head * self.ends.delayed),
             gathered=needed + kept_gathered * (self.sharded and not self.frees_forward),
             whole_gradients=whole * is_counted,
-            reduced_gradients=self.master * shard * is_counted,
+            reduced_gradients=self.master * shard * is_counted * (not self.offloads),
         )
 
 

@@ -164,6 +164,11 @@ class PlannedRun:
         return expert_numel(self.shape, (part,)) // (self.layout.ep * self.layout.expert_tp)
 
     @property
+    def offloads(self) -> bool:
+        """Whether parameters, gradients and optimizer states leave the device."""
+        return self.layout.offload and not self.on_cpu
+
+    @property
     def on_cpu(self) -> bool:
         """Whether operators are the CPU's, and no CUDA takes memory."""
         return self.cluster.device.is_cpu

@@ -12,6 +12,7 @@ from parallel3d.planner.model.muon import MuonCosts, busiest_shapes, muon_matric
 from parallel3d.planner.model.parameters import hidden_tables, model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
+from parallel3d.planner.model.training import master_bytes
 from parallel3d.planner.time.block import (
     BlockParts,
     MicrobatchTimes,
@@ -40,6 +41,10 @@ STRAGGLING = 0.005  # of the step, for each doubling of the nodes
 # The layers' collectives on ranks of several nodes reach this share of the rings' speed that larger
 # transfers have (docs/planner.md, "Networks and scale").
 TP_ACROSS_NODES = 0.5
+# Bytes per second between a GPU and its CPU, what PCIe 4.0 x16 sustains, and a GPU's share of the
+# CPU's memory bandwidth: 8 GPUs beside two sockets of 200 GB/s.
+HOST_LINK = 25e9
+HOST_MEMORY = 50e9
 STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
 
 
@@ -117,6 +122,9 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     else:
         data_s, optimizer_s, overhead_s = host.once_s(part)
         slowdown = host.slowdown
+    if run.offloads:
+        crossing_s, optimizer_s = _offload_s(run, part)
+        data_s += crossing_s
     work = min(pipeline.seconds, layout.microbatches * rank_s[busiest] * slowdown)
     each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
     p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
@@ -393,6 +401,17 @@ def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
         half_bytes = numel * run.program.reduce_bytes / 2
         optimizer += 2 * send_s(run.cluster, half_bytes, nodes=_nodes(run))
     return data, optimizer, STEP_OVERHEAD_S
+
+
+def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
+    """Returns the seconds in which parameters and gradients cross between GPU and CPU, and those of
+    AdamW on the CPU. Both are set, not measured, and nothing is hidden behind the compute."""
+    shard = run.stage_parameters(part) / run.layout.parameter_shards
+    crossings = 2  # a gather, and the gradients
+    if run.gathers_each_microbatch:
+        crossings = 1 + 2 * run.layout.microbatches
+    crossing_s = crossings * shard * master_bytes(run.precision) / HOST_LINK
+    return crossing_s, shard * 28.0 / HOST_MEMORY
 
 
 def _optimizer_s(run: PlannedRun, most: StageSlice) -> float:
