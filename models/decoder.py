@@ -30,7 +30,18 @@ from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """What a decoder is made of, beside its head and the sizes that its config gives."""
+    """What a decoder is made of, beside its head and the sizes that its config gives.
+
+    Example:
+        >>> embed = parallel3d.VocabParallelEmbedding(config.vocab, config.hidden, tp=context)
+        >>> parts = parallel3d.DecoderParts(
+        ...     embed=embed,
+        ...     token_weight=embed.weight,
+        ...     norm=partial(parallel3d.RMSNorm, config.hidden, tp=context),
+        ...     attention=parallel3d.AttentionOptions(head_dim=config.head_size),
+        ...     activation="gelu",
+        ... )
+    """
 
     # ids [B, S] -> [B, S, D] (or [B, S / n, D]). Without `rotary` it takes positions [B, S], too.
     embed: nn.Module
@@ -51,7 +62,16 @@ class NoOptions:
 class Block(nn.Module):
     """Block `index` of the whole model. x [B, S, D] (or [B, S / n, D]) -> the same: attention, then
     MLP, each computed from the norm of x and added to x through a dropout, whose key [B] comes with
-    x, as do the documents that attention stays within, where sequences are packed."""
+    x, as do the documents that attention stays within, where sequences are packed.
+
+    Example:
+        >>> class ParallelBlock(parallel3d.Block):
+        ...     def forward(self, x, key=None, documents=None):
+        ...         attended = self.attention(self.attention_norm(x), documents=documents, key=key)
+        ...         return x + attended + self.mlp(self.mlp_norm(x))
+        >>> class Model(parallel3d.Decoder):
+        ...     block_class = ParallelBlock
+    """
 
     def __init__(
         self,
@@ -126,7 +146,23 @@ class Decoder(nn.Module):
     without `head` gives them. `key` [B], of the microbatch's dropout
     (`layers.dropout.dropout_key`), and `documents`, which attention is to stay within, go to every
     stage. One block in `recompute_every` is recomputed as `recompute` says, the others are not
-    recomputed."""
+    recomputed.
+
+    Example:
+        >>> class Model(parallel3d.Decoder):
+        ...     def parts(self, config, context):
+        ...         embed = parallel3d.VocabParallelEmbedding(
+        ...             config.vocab, config.hidden, tp=context
+        ...         )
+        ...         return parallel3d.DecoderParts(
+        ...             embed=embed,
+        ...             token_weight=embed.weight,
+        ...             norm=partial(parallel3d.RMSNorm, config.hidden, tp=context),
+        ...             rotary=parallel3d.RotaryEmbedding(config.head_size),
+        ...             attention=parallel3d.AttentionOptions(head_dim=config.head_size),
+        ...             activation="swiglu",
+        ...         )
+    """
 
     block_class: type[Block] = Block  # a model with blocks of another kind names them here
     Options: type = NoOptions  # the dataclass of what the model reads of `model.options`

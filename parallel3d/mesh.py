@@ -90,7 +90,14 @@ def axes_of(mesh: DeviceMesh) -> dict[str, Axis]:
 
 
 def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
-    """Builds the mesh of a layout over all ranks of the default process group."""
+    """Builds the mesh of a layout over all ranks of the default process group.
+
+    Example:
+        >>> layout = parallel3d.ParallelConfig(pp=2, dp_shard=2, tp=2)
+        >>> mesh = parallel3d.build_mesh(layout, "cuda")  # on 8 ranks
+        >>> mesh.mesh_dim_names
+        ('pp', 'dp_replicate', 'dp_shard', 'tp')
+    """
     return init_device_mesh(
         device_type, tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes)
     )

@@ -90,6 +90,13 @@ def parallelize(
 
     Raises:
         ValueError: The mesh, the model and the options do not suit each other.
+
+    Example:
+        >>> model = parallel3d.parallelize(model, mesh, schedule="1f1b", microbatches=8)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> loss = model.forward_backward(inputs, labels, loss_fn)
+        >>> optimizer.step()
+        >>> model.zero_grad()
     """
     axes = _axes(mesh)
     layers = axes[Role.SPLIT_LAYERS]
@@ -131,7 +138,15 @@ class ParallelModel(nn.Module):
 
     A call that is missing or in the wrong order raises RuntimeError, with three exceptions. Two
     `forward_backward` before a step add their gradients. Without `clip_grad_norm_` nothing is
-    clipped. `zero_grad` without a step leaves the step out."""
+    clipped. `zero_grad` without a step leaves the step out.
+
+    Example:
+        >>> loss = model.forward_backward(inputs, labels, loss_fn)
+        >>> norm = model.clip_grad_norm_(1.0)
+        >>> optimizer.step()
+        >>> model.zero_grad()
+        >>> validation_loss = model.evaluate(inputs, labels, loss_fn)
+    """
 
     def __init__(self, engine: Engine, given: Sequence[nn.Parameter] = ()) -> None:
         super().__init__()

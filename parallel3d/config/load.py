@@ -55,7 +55,17 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
 
     `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over
     the numbers of the file, which gave them for another model. Raises `ConfigError` with a line for
-    each problem. No module that the recipe names is imported."""
+    each problem. No module that the recipe names is imported.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from parallel3d.models import shape_cards
+        >>> recipe = parallel3d.load_recipe(
+        ...     Path("my.yaml"), ["parallel.tp=2"], cards=shape_cards()
+        ... )
+        >>> recipe.parallel.tp
+        2
+    """
     asked = [_parse_override(text) for text in overrides]
     settings = [
         setting

@@ -66,7 +66,13 @@ class RopeScaling:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a transformer. `name` picks a shape card of `models/`; numbers beside it replace
-    the card's."""
+    the card's.
+
+    Example:
+        >>> config = parallel3d.ModelConfig(layers=2, hidden=64, heads=4, ffn_hidden=256, vocab=264)
+        >>> config.head_size
+        16
+    """
 
     name: str | None = None
     architecture: str = "llama"  # llama, gpt, or module:Class (docs/add-a-model.md)
@@ -157,7 +163,13 @@ class Coordinates(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The size of each axis of the mesh, and how it is used. The fields pp to tp are the axes,
-    outermost first."""
+    outermost first.
+
+    Example:
+        >>> layout = parallel3d.ParallelConfig(pp=2, dp_shard=4, tp=2)
+        >>> layout.world_size, layout.strategy
+        (16, 'FULL_SHARD')
+    """
 
     pp: Devices = 1
     dp_replicate: Devices = 1
@@ -539,7 +551,13 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything about a run, as one YAML file says it."""
+    """Everything about a run, as one YAML file says it.
+
+    Example:
+        >>> recipe = parallel3d.load_recipe(Path("my.yaml"), cards=shape_cards())
+        >>> recipe.train.steps, recipe.parallel.tp, recipe.microbatches
+        (200, 2, 4)
+    """
 
     # for pydantic; it holds for all sections
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}

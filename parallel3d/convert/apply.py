@@ -132,6 +132,13 @@ def tensor_parallelize(
     Raises:
         ValueError: The table does not fit the module, tp does not divide a size, or weights differ
             between ranks; the module is as it was. Or the check fails, and the module is split.
+
+    Example:
+        >>> model = LlamaForCausalLM(config)  # of transformers; the same weights on every rank
+        >>> model = parallel3d.tensor_parallelize(model, mesh["tp"])
+
+        >>> rules = {"embed": "vocab", "blocks.*.up": "column", "blocks.*.down": "row"}
+        >>> model = parallel3d.tensor_parallelize(model, mesh["tp"], rules, example=ids)
     """
     tp = mesh if mesh.ndim == 1 else mesh[Role.SPLIT_TENSORS]
     axis = Axis.of(tp)

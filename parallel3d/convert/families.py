@@ -153,7 +153,13 @@ SEQUENCE_FAMILIES: Mapping[str, Rules] = {
 def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
     """Returns the table for a model of transformers: the rules of its family that match something
     in it. With `sequence_parallel` activations between the halves of the blocks are split along the
-    sequence, which tp must divide. Raises ValueError for a module without such a table."""
+    sequence, which tp must divide. Raises ValueError for a module without such a table.
+
+    Example:
+        >>> rules = {**parallel3d.rules_of(model), "**.lm_head": "column"}
+        >>> model = parallel3d.tensor_parallelize(model, tp, rules)
+        >>> model(ids).logits.shape  # [batch, seq, vocab / tp]
+    """
     config = getattr(module, "config", None)
     family = getattr(config, "model_type", "")
     tables = SEQUENCE_FAMILIES if sequence_parallel else FAMILIES

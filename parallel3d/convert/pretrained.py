@@ -36,7 +36,14 @@ _LARGEST_INDEX_BYTES = 64 << 20  # an index has some 100 bytes for each tensor
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Puts the parameters of modules that are built in this block on the meta device. Buffers are
-    built as usual, because a file seldom has them (rotary frequencies)."""
+    built as usual, because a file seldom has them (rotary frequencies).
+
+    Example:
+        >>> with parallel3d.parameters_on_meta():
+        ...     model = LlamaForCausalLM(config)
+        >>> parallel3d.tensor_parallelize(model, tp)
+        >>> parallel3d.load_safetensors(model, "checkpoints/llama", device="cuda")
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -67,6 +74,12 @@ def load_safetensors(
     Raises:
         CheckpointError: A tensor is missing, left over or of another shape.
         ValueError: A DTensor is split over more axes than tp.
+
+    Example:
+        >>> with parallel3d.parameters_on_meta():
+        ...     model = LlamaForCausalLM(config)
+        >>> parallel3d.tensor_parallelize(model, tp)
+        >>> parallel3d.load_safetensors(model, "checkpoints/llama", device="cuda")
     """
     names_of: dict[Tensor, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():

@@ -27,7 +27,15 @@ class Column:
     products that lie side by side in the output features, each of which is split by itself: so many
     of equal size (q, k and v: 3), or the size of each in units, a number or the name of an
     attribute that has it. A name may have dots (`config.num_attention_heads`). Of an embedding, the
-    columns are split."""
+    columns are split.
+
+    Example:
+        >>> rules = {
+        ...     "attention.qkv": parallel3d.Column(parts=3),
+        ...     "attention.out": "row",
+        ...     "head": parallel3d.Column(gather_output=True),
+        ... }
+    """
 
     unit: str | None = None
     heads: str | None = None
@@ -40,7 +48,12 @@ class Column:
 class Row:
     """A linear layer whose input features are split, as a column-parallel layer left them; its
     output is summed over tp, and its bias added once. `sequence`: each rank gets its part of the
-    sequence of that sum."""
+    sequence of that sum.
+
+    Example:
+        >>> rules = {"blocks.*.up": parallel3d.Column(), "blocks.*.down": parallel3d.Row()}
+        >>> parallel3d.tensor_parallelize(model, tp, rules, example=x)
+    """
 
     sequence: bool = False
 
@@ -48,7 +61,12 @@ class Row:
 @dataclass(frozen=True)
 class Vocab:
     """An embedding whose rows are split; tp need not divide them. A subclass may scale what
-    `super().forward` gives."""
+    `super().forward` gives.
+
+    Example:
+        >>> rules = {"embed": parallel3d.Vocab(), "head": parallel3d.Column(gather_output=True)}
+        >>> parallel3d.tensor_parallelize(model, tp, rules, example=ids)
+    """
 
 
 @dataclass(frozen=True)
@@ -56,14 +74,24 @@ class SplitExperts:
     """The experts of a mixture as transformers 5 has them: parameters [experts, ...], and a forward
     that is given the tokens, the experts of each and their weights, or, as Llama 4's, the tokens of
     one expert after the other. Each rank has some of the experts; what they give is summed, or
-    joined."""
+    joined.
+
+    Example:
+        >>> experts = {"**.layers.*.mlp.experts": parallel3d.SplitExperts()}
+        >>> parallel3d.tensor_parallelize(model, tp, {**parallel3d.rules_of(model), **experts})
+    """
 
 
 @dataclass(frozen=True)
 class Replicate:
     """A module that every rank has whole: what all modules without a rule are, but a linear or an
     embedding wants to be told. `partial_gradient`: it works on activations that are split over tp
-    (a norm of each head), so its gradient is a sum over tp."""
+    (a norm of each head), so its gradient is a sum over tp.
+
+    Example:
+        >>> router = {"blocks.*.router": parallel3d.Replicate()}
+        >>> norms = {"blocks.*.q_norm": parallel3d.Replicate(partial_gradient=True)}
+    """
 
     partial_gradient: bool = False
     # its input and its own work are a part of the sequence, its output is the whole
@@ -74,7 +102,16 @@ class Replicate:
 class Enter:
     """A module inside which column-parallel layers alone read its input (the first argument, or the
     keyword `argument`): the input's gradient is then summed over tp once, on the way out, and not
-    in each of those layers. `sequence`: the input is a part of the sequence, which is gathered."""
+    in each of those layers. `sequence`: the input is a part of the sequence, which is gathered.
+
+    Example:
+        >>> rules = {
+        ...     "blocks.*.mlp": parallel3d.Enter("x"),
+        ...     "blocks.*.mlp.gate": "column",
+        ...     "blocks.*.mlp.up": "column",
+        ...     "blocks.*.mlp.down": "row",
+        ... }
+    """
 
     argument: str = "hidden_states"
     sequence: bool = False
@@ -84,7 +121,18 @@ class Enter:
 class Scatter:
     """A module that takes its part of the sequence [batch, seq, ...] of an input that is whole:
     with it sequence parallelism begins. What is not split along the sequence by a rule is whole,
-    positions and masks too."""
+    positions and masks too.
+
+    Example:
+        >>> rules = {
+        ...     "blocks.0": parallel3d.Scatter("x"),
+        ...     "blocks.*.mlp": parallel3d.Enter("x", sequence=True),
+        ...     "blocks.*.mlp.up": "column",
+        ...     "blocks.*.mlp.down": parallel3d.Row(sequence=True),
+        ...     "blocks.*.norm": parallel3d.Replicate(partial_gradient=True),
+        ...     "norm": parallel3d.Replicate(partial_gradient=True, gather_sequence=True),
+        ... }
+    """
 
     argument: str = "hidden_states"
 
@@ -93,7 +141,15 @@ class Scatter:
 class Divide:
     """A module whose forward reads these attributes of its own, counts of what is split: each is
     divided by tp. Of those of `shared` heads a rank keeps one where tp is a multiple of them. An
-    attribute `config.count` is set in a copy of the config, which this module alone has."""
+    attribute `config.count` is set in a copy of the config, which this module alone has.
+
+    Example:
+        >>> rules = {
+        ...     "blocks.*.attention": parallel3d.Divide(("n_head", "n_embd")),
+        ...     "blocks.*.attention.qkv": parallel3d.Column(parts=3),
+        ...     "blocks.*.attention.out": "row",
+        ... }
+    """
 
     attributes: tuple[str, ...]
     shared: tuple[str, ...] = ()

@@ -38,7 +38,12 @@ from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """What a model chooses of its attention, beside the numbers of heads. The defaults are those of
-    Llama."""
+    Llama.
+
+    Example:
+        >>> options = parallel3d.AttentionOptions(window=4096, qk_norm=True)
+        >>> layer = parallel3d.ParallelAttention(64, 4, 2, tp=tp, options=options)
+    """
 
     head_dim: int | None = None  # K; hidden / heads where it is None
     bias: bool = False  # q, k and v have biases
@@ -66,6 +71,11 @@ class ParallelAttention(ParallelModule):
     `rotary` turns queries and keys by their positions. `options` are what else a model chooses.
 
     Raises ValueError where the heads cannot be spread over tp.
+
+    Example:
+        >>> layer = parallel3d.ParallelAttention(64, 4, 2, rotary=parallel3d.RotaryEmbedding(16))
+        >>> layer(torch.zeros(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
     """
 
     def __init__(

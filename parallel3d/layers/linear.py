@@ -72,6 +72,11 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
     checkpoint, and its gradient partial.
 
     Raises ValueError where tp does not divide out_features (tp / copies, where there are copies).
+
+    Example:
+        >>> up = parallel3d.ColumnParallelLinear(64, 256, tp=tp)
+        >>> down = parallel3d.RowParallelLinear(256, 64, tp=tp)
+        >>> y = down(F.gelu(up(x)))  # x, y [batch, seq, 64]
     """
 
     uneven = False  # the last rank may have fewer output features
@@ -116,6 +121,11 @@ class RowParallelLinear(ParallelModule, nn.Linear):
     out_features] with `sequence_parallel`.
 
     Raises ValueError where tp does not divide in_features.
+
+    Example:
+        >>> up = parallel3d.ColumnParallelLinear(64, 256, tp=tp)
+        >>> down = parallel3d.RowParallelLinear(256, 64, tp=tp)
+        >>> y = down(F.gelu(up(x)))  # x, y [batch, seq, 64]
     """
 
     def __init__(

@@ -100,6 +100,11 @@ def vocab_parallel_cross_entropy(
     logits [batch, seq, w], labels [batch, seq] -> [batch, seq]. `vocab` is the true size if tp does
     not divide it, or if the logits of a `VocabParallelHead` are filled up to a multiple. Sends two
     all-reduces forward for every chunk (`TokenLoss.forward`) and nothing backward.
+
+    Example:
+        >>> logits, labels = torch.zeros(2, 8, 256), torch.zeros(2, 8, dtype=torch.int64)
+        >>> parallel3d.vocab_parallel_cross_entropy(logits, labels).mean()
+        tensor(5.5452)
     """
     axis = Axis.of(tp)
     vocab = vocab or logits.shape[-1] * axis.size

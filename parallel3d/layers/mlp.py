@@ -35,6 +35,11 @@ class ParallelMLP(ParallelModule):
 
     x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`. Sends what one
     column- and one row-parallel linear send. Raises ValueError if tp does not divide ffn_hidden.
+
+    Example:
+        >>> layer = parallel3d.ParallelMLP(64, 256, activation="gelu")
+        >>> layer(torch.zeros(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
     """
 
     def __init__(

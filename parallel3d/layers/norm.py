@@ -35,7 +35,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 class RMSNorm(ParallelModule, nn.RMSNorm):
-    """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    Example:
+        >>> norm = parallel3d.RMSNorm(64, eps=1e-6)
+        >>> norm(torch.zeros(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
+    """
 
     def __init__(
         self,
@@ -58,7 +64,13 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
 
 
 class LayerNorm(ParallelModule, nn.LayerNorm):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016, arXiv 1607.06450)."""
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016, arXiv 1607.06450).
+
+    Example:
+        >>> norm = parallel3d.LayerNorm(64, bias=False)
+        >>> norm(torch.zeros(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
+    """
 
     def __init__(
         self,

@@ -52,7 +52,12 @@ Initializer = Callable[[Tensor, torch.Generator | None], object]
 
 @dataclass(frozen=True)
 class Normal:
-    """The initializer that draws from a normal distribution with mean 0."""
+    """The initializer that draws from a normal distribution with mean 0.
+
+    Example:
+        >>> context = parallel3d.ParallelContext(tp, init=parallel3d.Normal(0.006))
+        >>> layer = parallel3d.ColumnParallelLinear(64, 256, tp=context)
+    """
 
     std: float
 
@@ -82,6 +87,11 @@ class ParallelContext:
     along the sequence, too: all layers of a block have it, or none. `device` and `dtype` are
     torch's defaults if they are None. `init` draws the initial values of matrices; `row_init`, if
     given, those of row-parallel linears, whose output a block adds to its input.
+
+    Example:
+        >>> context = parallel3d.ParallelContext(tp, sequence_parallel=True, dtype=torch.bfloat16)
+        >>> norm = parallel3d.RMSNorm(64, tp=context)
+        >>> mlp = parallel3d.ParallelMLP(64, 256, tp=context)
     """
 
     tp: DeviceMesh | None = None
@@ -113,7 +123,13 @@ def shard_tensor(full: Tensor, dim: int | None, tp: DeviceMesh | None) -> Tensor
 @dataclass(frozen=True)
 class ParameterSpec:
     """A parameter's global shape, the dim that tp splits (None: every rank has it whole), and how
-    it starts."""
+    it starts.
+
+    Example:
+        >>> init = parallel3d.Normal(0.02)
+        >>> rows = parallel3d.ParameterSpec((256, 64), 0, init)  # tp splits the rows
+        >>> scale = parallel3d.ParameterSpec((64,), None, init)  # every rank has all of it
+    """
 
     shape: tuple[int, ...]
     dim: int | None
@@ -216,7 +232,12 @@ def draw(parameter: Tensor, init: Callable[[Tensor], object]) -> None:
     """Fills a parameter by `init`, which gets the full tensor; this rank keeps its part.
 
     Every rank of the parameter's mesh calls it, with generators of the same state. Raises
-    ValueError on all ranks if ranks that hold the same numbers have drawn different ones."""
+    ValueError on all ranks if ranks that hold the same numbers have drawn different ones.
+
+    Example:
+        >>> layer = parallel3d.ColumnParallelLinear(64, 256, tp=tp)
+        >>> parallel3d.draw(layer.weight, nn.init.orthogonal_)
+    """
     if not isinstance(parameter, DTensor):
         init(parameter)
         return
@@ -241,7 +262,18 @@ def refuse_another_draw(name: str, full: Tensor, axis: Axis, device_type: str) -
 
 class ParallelModule(ShardedModule):
     """Base of the layers. `tp` is the tensor-parallel axis or a `ParallelContext`; None means one
-    device and no communication."""
+    device and no communication.
+
+    Example:
+        >>> class Scale(parallel3d.ParallelModule):
+        ...     def __init__(self, hidden, tp=None):
+        ...         super().__init__(tp)
+        ...         spec = parallel3d.ParameterSpec((hidden,), None, parallel3d.Normal(0.02))
+        ...         self.add_parameter("weight", spec)
+        ...
+        ...     def forward(self, x):
+        ...         return x * self.replicated("weight")
+    """
 
     def __init__(self, tp: LayerTp) -> None:
         nn.Module.__init__(self)  # not that of the layer of torch's that this one is a kind of
@@ -297,7 +329,12 @@ class ParallelModule(ShardedModule):
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
     """Sets for all layers and converted modules below `module` whether their backwards add up
-    gradients: [Note: fused gradients]."""
+    gradients: [Note: fused gradients].
+
+    Example:
+        >>> model = parallel3d.tensor_parallelize(model, tp)
+        >>> parallel3d.set_fused_gradients(model, True)
+    """
     for part in module.modules():
         if isinstance(part, ShardedModule):
             part.fused_gradients = on

@@ -28,6 +28,11 @@ class LearnedPositions(ParallelModule, nn.Embedding):
 
     `positions` [batch, seq], of the whole sequence on every rank: 0, 1, ... where it is not given.
     Raises ValueError where the sequence is longer than `longest`.
+
+    Example:
+        >>> positions = parallel3d.LearnedPositions(1024, 64)
+        >>> positions(torch.zeros(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
     """
 
     padding_idx = max_norm = None
@@ -66,7 +71,15 @@ class LearnedPositions(ParallelModule, nn.Embedding):
 class PackedDocuments:
     """The documents that the sequences [batch, seq] of a microbatch are packed of. A document ends
     with its sequence at the latest. Make them once a batch where the ids are, on the host: their
-    lengths must not be asked of a GPU."""
+    lengths must not be asked of a GPU.
+
+    Example:
+        >>> ids = torch.tensor([[5, 6, 0, 7, 8, 9]])
+        >>> documents = parallel3d.PackedDocuments.ended_by(0, ids)
+        >>> documents.lengths
+        (3, 3)
+        >>> y = attention(x, documents=documents)
+    """
 
     lengths: tuple[int, ...]  # tokens of each document, in order over the batch
     # int32 [documents + 1]: the first of its batch * seq tokens for each document, and their number
@@ -129,6 +142,11 @@ class RotaryEmbedding(nn.Module):
     Angles and arithmetic are float32 (of float64 queries float64), rounded once to the dtype of x.
     The table of angles is no part of a state dict. It is made for the longest sequence yet: by
     `make_table`, which whoever compiles the layers calls before them, or on first use.
+
+    Example:
+        >>> rotary = parallel3d.RotaryEmbedding(16, theta=500_000.0)
+        >>> rotary(torch.zeros(2, 8, 4, 16)).shape
+        torch.Size([2, 8, 4, 16])
     """
 
     def __init__(

@@ -51,6 +51,11 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
     tp need not divide vocab: [Note: uneven vocabulary]. An id outside the vocabulary gives zeros
     under tp > 1: check ids before they come here, as `data.loader` does. Raises ValueError where a
     rank would have no row at all.
+
+    Example:
+        >>> embed = parallel3d.VocabParallelEmbedding(256, 64)
+        >>> embed(torch.zeros(2, 8, dtype=torch.int64)).shape
+        torch.Size([2, 8, 64])
     """
 
     padding_idx = max_norm = None
@@ -137,6 +142,12 @@ class VocabParallelHead(ColumnParallelLinear):
 
     With `is_deferred` forward returns x unchanged and sends nothing. The caller then computes the
     loss from x by `head_cross_entropy`, or the logits by `logits`.
+
+    Example:
+        >>> head = parallel3d.VocabParallelHead(64, 50257)
+        >>> head.pad_to(64)
+        >>> head(torch.zeros(2, 8, 64)).shape
+        torch.Size([2, 8, 50304])
     """
 
     uneven = True
@@ -200,6 +211,11 @@ def head_cross_entropy(
     S], in float32 at least. Peak memory beside x, its gradient and the weight's, which is added up
     in float32: the float32 logits of a chunk, and where the weight is 16 bits wide those, too.
     Sends what the head and the loss send; the input gradient's collective waits for all chunks.
+
+    Example:
+        >>> head = parallel3d.VocabParallelHead(64, 50257, tp=tp)
+        >>> losses = parallel3d.head_cross_entropy(x, labels, head, chunk_tokens=1024)
+        >>> losses.mean().backward()
     """
     x = head.enter(cast_input(x))
     terms = TokenLoss(head.axis, head.out_features, z_loss, chunk_tokens)

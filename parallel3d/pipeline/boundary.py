@@ -22,7 +22,13 @@ class TensorSpec:
     """One tensor between two stages. Its shape consists of numbers, and of names for sizes that
     differ from batch to batch: `TensorSpec(("batch", "seq", 512))` is run with `sizes={"batch": 2,
     "seq": 1024}`. `requires_grad` says that a gradient of the same shape comes back. Integers and
-    bools never have one."""
+    bools never have one.
+
+    Example:
+        >>> spec = parallel3d.TensorSpec(("batch", "seq", 512), torch.bfloat16)
+        >>> runtime = parallel3d.PipelineRuntime(stages, schedule, pp, loss_fn, boundaries=spec)
+        >>> loss = runtime.run(inputs, labels, sizes={"batch": 2, "seq": 1024})
+    """
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype = torch.float32

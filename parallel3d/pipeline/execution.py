@@ -37,7 +37,16 @@ class Stage:
     backwards: `before_backward(last)` comes before each backward and says whether the stage's
     gradients are complete after it; `after_weights(last)` comes after the second half of each split
     backward and says the same; `drop_gradients()` throws away the gradients of the warm-up
-    (`PipelineRuntime.warms_up`), which without it puts back those that were there."""
+    (`PipelineRuntime.warms_up`), which without it puts back those that were there.
+
+    Example:
+        >>> data = parallel3d.shard(module, mesh, "FULL_SHARD")
+        >>> stage = parallel3d.Stage(
+        ...     module, data.before_backward, data.after_weights, data.drop_gradients
+        ... )
+        >>> pp = mesh["pp"]
+        >>> runtime = parallel3d.PipelineRuntime([stage], schedule, pp, loss_fn, boundaries=spec)
+    """
 
     module: nn.Module
     before_backward: Callable[[bool], None] = lambda last: None

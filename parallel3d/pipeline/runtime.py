@@ -44,6 +44,12 @@ class PipelineRuntime:
     summed. `boundaries` says what crosses between stages, once for all gaps or as a list. All ranks
     of `pp` build their runtime at once. Raises ScheduleError if the schedule cannot be carried out
     or the ranks have different ones, ValueError if the stages do not suit it.
+
+    Example:
+        >>> schedule = parallel3d.build_schedule("1f1b", pp=pp.size(), microbatches=8)
+        >>> spec = parallel3d.TensorSpec((4, 32))  # [batch, hidden]
+        >>> runtime = parallel3d.PipelineRuntime([stage], schedule, pp, loss_fn, boundaries=spec)
+        >>> loss = runtime.run(inputs, labels)  # [microbatches, batch, ...] each
     """
 
     def __init__(

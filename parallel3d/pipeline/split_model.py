@@ -25,7 +25,12 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class SplitSpec:
-    """Names the list of blocks of a model, and the modules of the first and the last stage."""
+    """Names the list of blocks of a model, and the modules of the first and the last stage.
+
+    Example:
+        >>> rules = parallel3d.SplitSpec("blocks", first=("embed",), last=("norm", "head"))
+        >>> stages = parallel3d.split_model(model, [4, 8, 12], rules, example=ids)
+    """
 
     blocks: str
     first: tuple[str, ...]  # each returns its input on a later stage
@@ -132,7 +137,12 @@ def split_model(
 
     Raises:
         ValueError: No table, a name that is not in the model, a stage without blocks, a parameter
-            of no stage or of two, a setting that no stage can compute, or another output."""
+            of no stage or of two, a setting that no stage can compute, or another output.
+
+    Example:
+        >>> stages = parallel3d.split_model(model, [4, 8, 12])  # of transformers, 4 stages
+        >>> mine = [stages[index] for index in schedule.stages_of(pp.get_local_rank())]
+    """
     config = getattr(model, "config", None)
     rules = _without_absent(model, rules or spec_of(model))
     if boundaries and getattr(config, "output_router_logits", False):

@@ -99,7 +99,14 @@ def shared_by_ends(aliases: Mapping[str, str], ranges: Sequence[BlockRange]) -> 
 
 def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.Sequential]:
     """Cuts a Sequential into its stages. `boundaries` are the indices of the first module of each
-    stage but the first. Raises ValueError where a stage would be empty."""
+    stage but the first. Raises ValueError where a stage would be empty.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        >>> stages = parallel3d.cut_sequential(model, [2])
+        >>> [name for name, _ in stages[1].named_parameters()]
+        ['2.weight', '2.bias']
+    """
     return cut_by_names(model, [name for name, _ in model.named_children()], boundaries)
 
 
@@ -109,7 +116,14 @@ def cut_by_names(
     """Cuts a model into stages if its forward calls the modules `names` one after the other, such
     as ["embed", "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before
     gives, one tensor or a tuple. Raises ValueError if a stage would be empty, or a parameter of the
-    model is on no stage or on two."""
+    model is on no stage or on two.
+
+    Example:
+        >>> names = ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+        >>> stages = parallel3d.cut_by_names(model, names, [2])
+        >>> len(stages)  # embed and block 0; blocks 1 and 2, and the head
+        2
+    """
     stages: list[nn.Sequential] = [Chain(model, own) for own in names_by_stage(names, boundaries)]
     held: dict[nn.Parameter, str] = {}
     for stage in stages:

@@ -21,7 +21,14 @@ def build_schedule(
     name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1
 ) -> Schedule:
     """Builds the schedule of this name. Raises ScheduleError if the numbers do not suit it. The
-    tests prove every builder for all sizes, so the schedule is not proved again."""
+    tests prove every builder for all sizes, so the schedule is not proved again.
+
+    Example:
+        >>> schedule = parallel3d.build_schedule("1f1b", pp=2, microbatches=3)
+        >>> print(schedule)
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
+    """
     traits = schedule_traits(name)
     least = traits.stages.least
     most = traits.stages.most
@@ -52,7 +59,13 @@ def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int,
 def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
     """Builds a schedule of forwards alone, for evaluation and generation, on the stages of a
     training schedule. For at least pp microbatches no schedule takes fewer steps: v m + p - 1, and
-    2 (m + p - 1) on a V, where the last microbatch has to come up again."""
+    2 (m + p - 1) on a V, where the last microbatch has to come up again.
+
+    Example:
+        >>> print(parallel3d.forward_only(placement=(0, 1), microbatches=2))
+        0F0 0F1
+        1F0 1F1
+    """
     pp = max(placement) + 1
     stages = range(len(placement))
     is_looped = placement == placement[:pp] * (len(placement) // pp)

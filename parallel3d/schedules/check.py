@@ -31,6 +31,10 @@ def check_schedule(schedule: Schedule) -> None:
     The proof is one order of all actions that agrees with every rank's own. It is enough for a
     transport whose sends do not block and whose messages between two ranks arrive in the order in
     which they were sent.
+
+    Example:
+        >>> schedule = parallel3d.build_schedule("zb_h1", pp=4, microbatches=8)
+        >>> parallel3d.check_schedule(schedule)
     """
     said = f"schedule {schedule.name}: "
     stages = schedule.stages

@@ -20,12 +20,26 @@ _PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)
 
 
 def to_csv(schedule: Schedule) -> str:
+    """Returns a schedule as the text of a file, with a line for each rank.
+
+    Example:
+        >>> schedule = parallel3d.build_schedule("1f1b", pp=2, microbatches=2)
+        >>> print(parallel3d.to_csv(schedule), end="")
+        0F0,0F1,0B0,0B1
+        1F0,1B0,1F1,1B1
+    """
     return "".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks)
 
 
 def load_schedule(path: Path) -> Schedule:
     """Reads a schedule from a file and checks it. Raises ScheduleError naming the file, the rank,
-    the action and the reason."""
+    the action and the reason.
+
+    Example:
+        >>> schedule = parallel3d.load_schedule(Path("mine.csv"))
+        >>> schedule.stages, schedule.microbatches
+        (2, 2)
+    """
     try:
         return from_csv(path.read_text(encoding="utf-8"), name=str(path))
     except (OSError, UnicodeDecodeError) as error:

@@ -49,7 +49,15 @@ class Action(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """What each pipeline rank does, in order. `placement[stage]` is the rank that holds the stage;
-    stages count from 0, and two in a row may stand on one rank."""
+    stages count from 0, and two in a row may stand on one rank.
+
+    Example:
+        >>> schedule = parallel3d.build_schedule("zb_v", pp=2, microbatches=4, virtual_stages=2)
+        >>> schedule.placement, schedule.stages_of(0)
+        ((0, 1, 1, 0), [0, 3])
+        >>> schedule.peak_live_microbatches
+        (4, 4)
+    """
 
     name: str
     placement: tuple[int, ...]

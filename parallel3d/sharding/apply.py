@@ -35,16 +35,47 @@ def shard(
     average: bool = True,
     options: ShardingOptions | None = None,
 ) -> ShardedData:
-    """Lays `model`, in place, over the axes dp_replicate and dp_shard of `mesh` (one that is
-    missing has size 1). All data ranks get the weights of the first one; a model on the meta device
-    is cut before it takes memory.
+    """Shards or replicates a model over the data-parallel axes of a mesh, in place. All
+    data-parallel ranks get the weights of the first one.
 
-    `wrap` says which modules are gathered or reduced in one go (`units_of`; None: each block).
-    `dtypes` are by default the model's own. Gradients are averaged over the data ranks, or summed
-    without `average`.
+    `parallelize` calls it. Call it yourself for a loop that has an order of its own. The result has
+    the calls of a step:
 
-    Raises ValueError if there is no such strategy, the mesh has no data axis, or the two do not
-    suit each other.
+    - `part(module, name)`: this rank's part of a parameter. The optimizer steps `part.local`.
+    - `before_backward(last)`: before each backward pass; `last` says that it is the step's last.
+    - `finish_gradients()`: after the last backward pass. Then call `sync_views()` of each part.
+    - `publish()`: after the optimizer's step. The model then computes with the new values.
+    - `clear_gradients()`: instead of `zero_grad()`, because gradients may be views of buckets.
+
+    Args:
+        model: Module to shard. One on the meta device is sharded before it takes memory.
+        mesh: Mesh with the axis dp_replicate or dp_shard, or both. A missing one has size 1.
+        strategy: NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD or
+            _HYBRID_SHARD_ZERO2 (docs/sharding.md).
+        wrap: Patterns of names of the modules that are gathered and reduced as one unit; a tuple of
+            patterns is one unit. Default: each module in the outermost ModuleLists and ModuleDicts.
+        dtypes: Default: the dtype of the model's parameters.
+        average: Averages gradients over the data-parallel ranks. Otherwise they are summed.
+        options: When parameters and gradients are sent, and in which pieces.
+
+    Raises:
+        ValueError: There is no such strategy, the mesh has no data-parallel axis, or the two do not
+            suit each other.
+
+    Example:
+        >>> data = parallel3d.shard(model, mesh, "SHARD_OPTIMIZER", wrap=["blocks.*"])
+        >>> names = [name.rpartition(".") for name, _ in model.named_parameters()]
+        >>> parts = [data.part(model.get_submodule(path), name) for path, _, name in names]
+        >>> optimizer = torch.optim.AdamW([part.local for part in parts])
+        >>> for at, x in enumerate(microbatches):
+        ...     data.before_backward(at == len(microbatches) - 1)
+        ...     (model(x).square().mean() / len(microbatches)).backward()
+        >>> data.finish_gradients()
+        >>> for part in parts:
+        ...     part.sync_views()
+        >>> optimizer.step()
+        >>> data.publish()
+        >>> data.clear_gradients()
     """
     if strategy not in get_args(ShardingName):
         raise ValueError(

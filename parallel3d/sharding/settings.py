@@ -24,6 +24,10 @@ class Dtypes:
 
     Where compute and master differ, NO_SHARD and SHARD_OPTIMIZER keep a copy of the parameters in
     each; the other strategies keep the master's alone and gather from it.
+
+    Example:
+        >>> dtypes = parallel3d.Dtypes(compute=torch.bfloat16)  # float32 masters and gradients
+        >>> model = parallel3d.parallelize(model, mesh, dtypes=dtypes)
     """
 
     compute: torch.dtype = torch.float32
@@ -47,19 +51,24 @@ class Dtypes:
 class ShardingOptions:
     """When parameters and gradients travel, and in what pieces.
 
-    `gather` says whether parameters that are split at rest are kept for all microbatches of a
-    step, or freed after each; with ZeRO-3 they are then freed after each forward too. None is
-    "microbatch" for ZeRO-3 without a pipeline, else "step". `reduce` says whether gradients are
-    summed over the data ranks in the last backward of a step, or in each, so that no whole
-    gradients are kept. `prefetch` units are gathered ahead (None: as torch does). `bucket_mib` is
-    the least size of the pieces, of whole units, in which NO_SHARD and SHARD_OPTIMIZER send
-    gradients (None: by the device).
+    `gather` says whether parameters that are split at rest are kept for all microbatches of a step,
+    or freed after each microbatch. With "microbatch", FULL_SHARD and HYBRID_SHARD also free a
+    unit's parameters after its forward pass. The default, None, is "microbatch" for these two
+    without a pipeline, and "step" otherwise. `reduce` says whether gradients are summed over the
+    data-parallel ranks in the last backward pass of a step, or in each, so that no full gradients
+    are kept. `prefetch` units are gathered ahead (None: as torch does). NO_SHARD and
+    SHARD_OPTIMIZER send gradients in pieces of complete units, of at least `bucket_mib` (None: by
+    the device).
 
     With `offload` parameters, gradients and optimizer states are on the CPU. A unit's parameters
     are copied to the GPU when they are gathered.
 
     With `publish_in_forward` the parameters that SHARD_OPTIMIZER's ranks have stepped arrive during
     the next forward pass. Call `finish_publish` before you read parameters elsewhere.
+
+    Example:
+        >>> options = parallel3d.ShardingOptions(gather="step", reduce="microbatch", prefetch=2)
+        >>> model = parallel3d.parallelize(model, mesh, options=options)
     """
 
     gather: Cadence | None = None

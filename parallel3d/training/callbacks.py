@@ -45,7 +45,14 @@ class RunView:
 
 class Callback:
     """Watches a run; override what you need. Steps count from 1, and `run.step` is the last that is
-    done."""
+    done.
+
+    Example:
+        >>> class Stop(parallel3d.Callback):
+        ...     def evaluated(self, run, losses):
+        ...         if losses["validation"] < 1.5:
+        ...             run.stop("good enough")
+    """
 
     def __init_subclass__(cls) -> None:
         """Refuses a public method that no run calls, such as `on_step_end`."""

@@ -55,6 +55,13 @@ class Trainer:
         outer_loop: Builds the loop in which replicas train apart (`local_sgd.outer_loop_of`).
             `mesh` is still that of all replicas. Raises ConfigError if it is missing and the recipe
             asks for it.
+
+    Example:
+        >>> mesh = parallel3d.build_mesh(recipe.parallel, "cpu")
+        >>> trainer = parallel3d.Trainer(
+        ...     recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class("llama")
+        ... )
+        >>> trainer.train_step(batch).loss
     """
 
     def __init__(

@@ -67,7 +67,12 @@ def assert_conforms(
     has other initial weights, outputs, gradients, norms, losses or numbers of parameters than plain
     PyTorch. Raises ConfigError
     if the recipe or its class is refused as a run would refuse it, or no layout can be checked.
-    `run` starts the processes."""
+    `run` starts the processes.
+
+    Example:
+        >>> report = parallel3d.assert_conforms("palm.yaml", layouts=[{"tp": 2}, {"pp": 2}])
+        >>> print(report)
+    """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(find_recipe(str(recipe)), cards=shape_cards())
     alone = _small(recipe)
