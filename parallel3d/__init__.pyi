@@ -22,6 +22,8 @@ from parallel3d.convert.rules import Vocab as Vocab
 from parallel3d.launch.from_python import train as train
 from parallel3d.layers.attention import AttentionOptions as AttentionOptions
 from parallel3d.layers.attention import ParallelAttention as ParallelAttention
+from parallel3d.layers.dropout import Dropout as Dropout
+from parallel3d.layers.dropout import dropout_key as dropout_key
 from parallel3d.layers.linear import ColumnParallelLinear as ColumnParallelLinear
 from parallel3d.layers.linear import RowParallelLinear as RowParallelLinear
 from parallel3d.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy

@@ -75,7 +75,7 @@ def parallelize(
         model: Full model, the same on every rank, or the stages that this rank has of it. Its
             layers are already split over tp.
         mesh: Mesh with some of the axes pp, dp_replicate, dp_shard and tp. Missing ones have size
-            1.
+            1. It has at least one of dp_replicate and dp_shard.
         sharding: Strategy of the data-parallel dimension (docs/sharding.md).
         schedule: Name of the pipeline schedule. Without a pipeline the microbatches run one after
             the other.

@@ -28,7 +28,13 @@ _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
     """Returns the key of a step for each of `samples`, the global indices of the sequences, int64
-    in the same shape."""
+    in the same shape.
+
+    Example:
+        >>> key = parallel3d.dropout_key(seed=0, step=1, samples=torch.arange(2))
+        >>> key.shape
+        torch.Size([2])
+    """
     run = _split_mix(_split_mix(torch.tensor(seed)) + step)
     return _split_mix(samples * GOLDEN + run)
 
@@ -41,6 +47,11 @@ class Dropout(nn.Module):
     sequence parallelism, -1 between a column- and a row-parallel linear). `name`: the layer's
     global name, different for every dropout of a model. `key` [batch]: `dropout_key`. Move the
     keys of a whole step to a GPU at once.
+
+    Example:
+        >>> dropout = parallel3d.Dropout(0.1, name="embed")
+        >>> key = parallel3d.dropout_key(seed=0, step=1, samples=torch.arange(2))
+        >>> y = dropout(torch.ones(2, 8, 64), key)
     """
 
     def __init__(

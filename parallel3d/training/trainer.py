@@ -57,6 +57,7 @@ class Trainer:
             asks for it.
 
     Example:
+        >>> from parallel3d.models import model_class
         >>> mesh = parallel3d.build_mesh(recipe.parallel, "cpu")
         >>> trainer = parallel3d.Trainer(
         ...     recipe, mesh=mesh, device=torch.device("cpu"), model_class=model_class("llama")
