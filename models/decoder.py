@@ -130,8 +130,8 @@ class RecomputedBlock(nn.Module):
         return y
 
     def compute(self, x: Tensor, key: Tensor | None, documents: PackedDocuments | None) -> Tensor:
-        """Computes what is recomputed. `parallelize.compile_blocks` compiles this part of the block
-        alone."""
+        """Computes what is recomputed. `build_engine.compile_blocks` compiles only this part of the
+        block."""
         y: Tensor = super().forward(x, key, documents)
         return y
 

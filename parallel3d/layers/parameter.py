@@ -103,7 +103,7 @@ class ParallelContext:
 
 
 LayerTp = ParallelContext | DeviceMesh | None
-# what a layer computes without a matmul; `parallelize.compile_pieces` compiles it
+# what a layer computes without a matmul; `build_engine.compile_pieces` compiles it
 Pointwise = Callable[..., Tensor]
 # the most of a tile; other values make other weights of the same seed
 TILE_COLUMNS = 512
