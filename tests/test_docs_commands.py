@@ -34,6 +34,7 @@ LIBRARIES = {  # beyond the development tools
     "data": ("tokenizers",),
     "layers-in-your-model": ("transformers",),
     "training": ("tensorboard", "wandb", "mlflow"),
+    "your-own-loop": ("transformers",),
 }
 _BLOCK = re.compile(
     r"(?:<!-- ((?:(?!-->).)*?) -->\n+)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
