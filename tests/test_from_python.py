@@ -34,7 +34,7 @@ def test_a_plan_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)["strategies"][0]["parallel"]
     assert found.best is not None
     assert (found.best.parallel.tp, found.best.parallel.dp_shard) == (2, told["dp_shard"])
-    assert "llama3-8b on 16 x" in repr(found)
+    assert "llama3-8b, 8.03B parameters" in repr(found)
 
 
 def test_an_estimate_of_memory_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,9 +101,9 @@ class Reduction:
         cls, mesh: DeviceMesh, strategy: ShardingName, dtypes: Dtypes, *, average: bool
     ) -> Reduction:
         """Looks the axes up on a mesh; one that is missing has size 1. All ranks call it: it may
-        make a group. Raises ValueError if both axes are missing."""
+        make a group. Raises ValueError if both are missing and another axis has an unknown name."""
         axes = axes_of(mesh)
-        if axes.keys().isdisjoint(DATA_ROLES):
+        if axes.keys().isdisjoint(DATA_ROLES) and not axes.keys() <= {*Role}:
             raise ValueError(
                 f"mesh with the axes {list(axes)}: one must be called {' or '.join(DATA_ROLES)}, "
                 "or no gradient would be summed; try init_device_mesh(..., "

@@ -54,7 +54,8 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
 
     `wrap` says which modules are units: patterns of their names ("layers.*", in which a * stands
     for one name between dots), and tuples of patterns for modules that are one unit together. None
-    means the blocks: every module of the outermost ModuleLists and ModuleDicts.
+    means the blocks: every part of a Sequential, or every module of the outermost ModuleLists and
+    ModuleDicts.
 
     A parameter that two units share makes one unit of both, and one that is used outside of all
     units adds its unit to that of the rest. Raises ValueError if a pattern matches nothing.
@@ -91,7 +92,9 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
 
 
 def _block_patterns(model: nn.Module) -> list[str]:
-    """Returns patterns of the modules in the outermost lists."""
+    """Returns patterns of the parts of a Sequential, or of the modules in the outermost lists."""
+    if isinstance(model, nn.Sequential):
+        return ["*"]
     lists: list[str] = []
     for name, part in model.named_modules():
         is_list = isinstance(part, _LISTS) and len(part) > 0

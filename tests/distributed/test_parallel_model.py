@@ -419,3 +419,22 @@ def early_optimizer() -> str:
 
 def test_optimizer_from_before_parallelize_is_refused(world: Any) -> None:
     assert "build it on model.parameters()" in world(2).run(early_optimizer)[0]
+
+
+def loss_on(axis: str) -> float:
+    """The loss of a step on a mesh with this axis alone."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    tp = mesh if axis == "tp" else None
+    torch.manual_seed(0)
+    model = parallelize(layers(tp), mesh, sharding="NO_SHARD", microbatches=2)
+    inputs, labels = whole_batch()
+    if axis == "dp_shard":
+        inputs, labels = (x.chunk(2)[mesh.get_local_rank()] for x in (inputs, labels))
+    loss = model.forward_backward(inputs, labels, partial(loss_of, tp))
+    model.clip_grad_norm_(1.0)
+    return loss.item()
+
+
+def test_a_mesh_needs_no_axis_that_is_not_used(world: Any) -> None:
+    losses = [world(2).run(loss_on, axis)[0] for axis in ("pp", "dp_shard", "tp")]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)

@@ -223,7 +223,7 @@ def test_data_ranks_start_from_the_weights_of_the_first_one(world: Callable) -> 
 
 def refusals() -> list[str]:
     data, tp = (
-        init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp_shard", "tp")
+        init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp_shard", "dp")
     )
     said = []
     for mesh, strategy in ((data, "FULLSHARD"), (tp, "FULL_SHARD")):
@@ -236,4 +236,4 @@ def refusals() -> list[str]:
 def test_a_wrong_strategy_or_mesh_is_refused(world: Callable) -> None:
     strategy, mesh = world(2).run(refusals)[0]
     assert strategy.startswith("strategy = 'FULLSHARD': must be one of NO_SHARD, SHARD_OPTIMIZER")
-    assert mesh.startswith("mesh with the axes ['tp']: one must be called dp_replicate or dp_shard")
+    assert mesh.startswith("mesh with the axes ['dp']: one must be called dp_replicate or dp_shard")

@@ -21,6 +21,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "sharding": get_args(ShardingName),
     "gather": get_args(Cadence),
     "reduce": get_args(Cadence),
+    "offload": ("true", "false"),
 }
 # What people call a key of `parallel:` elsewhere.
 _ALIASES = {
@@ -45,6 +46,7 @@ _ALIASES = {
 _DP = "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both"
 _ZERO = "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3"
 _ELSEWHERE = {"dp": _DP, "data_parallel_size": _DP, "zero": _ZERO, "zero_stage": _ZERO}
+_FLAGS = {"true": True, "false": False}
 _FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
 
 
@@ -81,9 +83,7 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
         if name not in _WORDS and not (value.isascii() and value.isdigit() and int(value) > 0):
             raise ConfigError(f"{option} {name}={value}: must be a whole number from 1 on")
         found[name] = value if name in _WORDS else int(value)
-    if "sequence_parallel" in found:
-        found["sequence_parallel"] = found["sequence_parallel"] == "true"
-    return found
+    return {key: _FLAGS.get(value, value) for key, value in found.items()}
 
 
 def read_parallel(texts: list[str], option: str) -> ParallelConfig:

@@ -68,7 +68,7 @@ def _words(options: Mapping[str, Any]) -> Iterator[str]:
             yield flag
         elif isinstance(value, Mapping):
             yield flag
-            yield from (f"{key}={item}" for key, item in value.items())
+            yield from (f"{key}={item}".replace("=True", "=true") for key, item in value.items())
         elif isinstance(value, list | tuple):
             yield from (f"{flag}={item}" for item in value)
         elif value is not None and value is not False:

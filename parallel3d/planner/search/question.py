@@ -43,6 +43,7 @@ class Fixed:
     sharding: ShardingName | None = None
     gather: Cadence | None = None
     reduce: Cadence | None = None
+    offload: bool | None = None
     max_tp: int | None = None
     max_pp: int | None = None
 

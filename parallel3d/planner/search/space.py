@@ -194,6 +194,7 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
     or the optimizer over all, unless dp_shard is fixed."""
     fixed = question.fixed
     dp = family.dp_shard
+    family = varied(family, offload=bool(fixed.offload))
     for shards in divisors(dp):
         replicas = dp // shards
         if not (_allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate)):
@@ -220,10 +221,10 @@ def data_axis_splits(question: Question, family: ParallelConfig) -> Iterator[Par
             if replicas > 1:
                 strategy = HYBRID_OF.get(name, name)
             way = varied(family, dp_shard=shards, dp_replicate=replicas, sharding=strategy)
-            if question.global_batch_size > way.dp * way.microbatch_size:
-                if way.gather_cadence == "microbatch":
-                    way = varied(way, gather="step")
-            if fixed.gather or fixed.reduce:
+            several = question.global_batch_size > way.dp * way.microbatch_size
+            if several and way.gather_cadence == "microbatch":
+                way = varied(way, gather="step")
+            if fixed.gather or fixed.reduce or fixed.offload:
                 gather = fixed.gather or way.gather
                 way = varied(way, gather=gather, reduce=fixed.reduce or "step")
                 if next(sharding_errors(way), None) is not None:
