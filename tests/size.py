@@ -27,12 +27,12 @@ NOT_COUNTED = {
     tokenize.ENDMARKER,
 }
 BUDGETS = {
-    "core without planner": 112_000,
-    "planner": 52_000,
+    "core without planner": 115_000,
+    "planner": 53_000,
     "tools, shipped": 48_000,
     "tools/bench": 22_000,
     "models, recipes": 8_500,
-    "tests": 195_000,
+    "tests": 201_000,
 }
 MOST_TOKENS_PER_LINE = 8.5
 
