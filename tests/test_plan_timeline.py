@@ -117,9 +117,9 @@ def test_a_schedule_file_that_stops_names_rank_action_and_reason(
     assert "rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", plan.COMMANDS)
+@pytest.mark.parametrize("name", plan.COMMAND_LINE.commands)
 def test_every_command_is_there_and_has_its_own_help(name: str, capsys: Said) -> None:
-    module, _, function = plan.COMMANDS[name].answer.partition(":")
+    module, _, function = plan.COMMAND_LINE.commands[name].answer.partition(":")
     assert callable(getattr(import_module(module), function))
     with pytest.raises(SystemExit) as ended:
         run(f"{name} --help")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
@@ -120,7 +120,7 @@ class CommandLine:
         reply: Reply = vars(import_module(module))[function](asked)
         return reply.print(as_json=asked.json)
 
-    def parse(self, name: str, words: Sequence[str]) -> argparse.Namespace:
+    def parse(self, name: str, words: Iterable[str]) -> argparse.Namespace:
         """Returns a subcommand's options. Raises ConfigError for one that it does not have."""
         parser = self.commands[name].parser(f"{self.prog} {name}", self.table.get("shared", {}))
-        return parser.parse_intermixed_args(words)
+        return parser.parse_intermixed_args([*words])

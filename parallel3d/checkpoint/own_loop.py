@@ -36,7 +36,7 @@ def save_checkpoint(
     path: str | Path,
     model: nn.Module,
     optimizer: Optimizer,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] = {},
 ) -> None:
     """Saves the parameters and the optimizer's states. All ranks call it. The folder gets its name
     when it is complete.
@@ -56,7 +56,7 @@ def save_checkpoint(
     """
     weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
     tensors = _tensors(weights, states)
-    save_tensors(tensors, _NO_PROGRESS, Path(path), yaml.safe_dump(dict(extra or {})))
+    save_tensors(tensors, _NO_PROGRESS, Path(path), yaml.safe_dump(dict(extra)))
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

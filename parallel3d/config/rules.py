@@ -192,12 +192,14 @@ def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
 @rule
 def offload_errors(recipe: Recipe) -> Iterator[str]:
     """One line for each section that sends parameters or momenta, which then are on the CPU."""
-    if recipe.parallel.offload and recipe.optimizer.name == "muon":
+    if not recipe.parallel.offload:
+        return
+    if recipe.optimizer.name == "muon":
         yield (
             "<parallel.offload>: keeps momenta on the CPU, and <optimizer.name> sends them between "
             "GPUs; try optimizer.name=adamw, or parallel.offload=false"
         )
-    if recipe.parallel.offload and recipe.local_sgd.sync_every is not None:
+    if recipe.local_sgd.sync_every is not None:
         yield (
             "<parallel.offload>: keeps parameters on the CPU, and <local_sgd.sync_every> sends "
             "them between GPUs; try local_sgd.sync_every=null, or parallel.offload=false"

@@ -14,14 +14,15 @@ from parallel3d.planner.model.planned_run import EngineLayout
 from parallel3d.planner.search.question import Fixed
 from parallel3d.schedules.registry import ScheduleName
 
+_FLAGS = {"true": True, "false": False}
 _WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(ScheduleName),
     "recompute": get_args(Recompute),
-    "sequence_parallel": ("true", "false"),
+    "sequence_parallel": tuple(_FLAGS),
     "sharding": get_args(ShardingName),
     "gather": get_args(Cadence),
     "reduce": get_args(Cadence),
-    "offload": ("true", "false"),
+    "offload": tuple(_FLAGS),
 }
 # What people call a key of `parallel:` elsewhere.
 _ALIASES = {
@@ -46,7 +47,6 @@ _ALIASES = {
 _DP = "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both"
 _ZERO = "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3"
 _ELSEWHERE = {"dp": _DP, "data_parallel_size": _DP, "zero": _ZERO, "zero_stage": _ZERO}
-_FLAGS = {"true": True, "false": False}
 _FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
 
 

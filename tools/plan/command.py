@@ -9,5 +9,4 @@ from parallel3d.tools.command_line import CommandLine
 COMMAND_LINE = CommandLine(
     "parallel3d-plan", Path(__file__).with_name("commands.toml"), default="recommend"
 )
-COMMANDS = COMMAND_LINE.commands
 main = COMMAND_LINE.main

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,7 +31,7 @@ def plan(**options: Any) -> Plan:
         ... )
         >>> found.best.parallel.dp_shard
     """
-    return make_plan(_parsed("recommend", options))
+    return make_plan(COMMAND_LINE.parse("recommend", _words(options)))
 
 
 def estimate_memory(**options: Any) -> RankMemory:
@@ -52,24 +51,17 @@ def estimate_memory(**options: Any) -> RankMemory:
         ... )
         >>> memory.total / 2**30, memory.optimizer / 2**30
     """
-    _, found = asked_layout(_parsed("memory", options))
-    return found.memory
-
-
-def _parsed(command: str, options: Mapping[str, Any]) -> argparse.Namespace:
-    return COMMAND_LINE.parse(command, [*_words(options)])
+    return asked_layout(COMMAND_LINE.parse("memory", _words(options)))[1].memory
 
 
 def _words(options: Mapping[str, Any]) -> Iterator[str]:
     """Yields options as the command line has them."""
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            yield flag
-        elif isinstance(value, Mapping):
-            yield flag
-            yield from (f"{key}={item}".replace("=True", "=true") for key, item in value.items())
-        elif isinstance(value, list | tuple):
-            yield from (f"{flag}={item}" for item in value)
-        elif value is not None and value is not False:
-            yield f"{flag}={value}"
+        values = [value]
+        if isinstance(value, Mapping):
+            values = [f"{key}={item}".replace("=True", "=true") for key, item in value.items()]
+        elif isinstance(value, list):
+            values = value
+        for item in values:
+            yield flag if item is True else f"{flag}={item}"

@@ -45,7 +45,7 @@ from parallel3d.tools.verify.fakes import (
     cutting_by,
     world_of_none,
 )
-from parallel3d.tools.verify.ledger import Ledger, Snapshot
+from parallel3d.tools.verify.ledger import Ledger, Made, Snapshot
 from parallel3d.torch_private import local_of, tree_iter
 from parallel3d.training.trainer import Trainer
 
@@ -197,19 +197,16 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
             parameter.part.sync_views()
         locals_ = [parameter.local for parameter in trainer.parameters]
         own = (each for stage in trainer.stages for each in stage.module.parameters())
-        offloads = recipe.parallel.offload and gpu_bytes is not None
-        ledger.mark(
-            (local_of(each) if isinstance(each, DTensor) else each for each in own),
-            "host" if offloads else "parameters",
-        )
-        ledger.mark(locals_, "host" if offloads else "parameters")
-        states = (value for state in trainer.optimizer.state.values() for value in state.values())
-        ledger.mark(
-            (value for value in states if isinstance(value, FakeTensor)),
-            "host" if offloads else "optimizer",
-        )
-        if offloads:
+        at_rest: tuple[Made, Made] = ("parameters", "optimizer")
+        if recipe.parallel.offload and gpu_bytes is not None:
+            at_rest = ("host", "host")
             modes.enter_context(mock.patch.object(FSDPParam, "to_sharded_dtensor", to_host))
+        ledger.mark(
+            (local_of(each) if isinstance(each, DTensor) else each for each in own), at_rest[0]
+        )
+        ledger.mark(locals_, at_rest[0])
+        states = (value for state in trainer.optimizer.state.values() for value in state.values())
+        ledger.mark((value for value in states if isinstance(value, FakeTensor)), at_rest[1])
         trainer.engine.publish()  # as the step before has left it
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
 
+FSDPParam = _fsdp_param.FSDPParam
 # the operator behind `Tensor.item` and `if tensor:`
 READ_A_VALUE = torch.ops.aten._local_scalar_dense.default
 
