@@ -58,10 +58,8 @@ def _words(options: Mapping[str, Any]) -> Iterator[str]:
     """Yields options as the command line has them."""
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
-        values = [value]
+        values = value if isinstance(value, list) else [value]
         if isinstance(value, Mapping):
             values = [f"{key}={item}".replace("=True", "=true") for key, item in value.items()]
-        elif isinstance(value, list):
-            values = value
         for item in values:
             yield flag if item is True else f"{flag}={item}"
