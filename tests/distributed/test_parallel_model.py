@@ -156,7 +156,8 @@ def plain_curve(layout: Layout) -> list[tuple[float, float]]:
     """The losses and gradient norms of plain PyTorch on one process."""
     torch.manual_seed(0)
     model, (inputs, labels) = MODELS[layout.model](None), whole_batch()
-    optimizer, curve = layout.optimizer_of(model), []
+    optimizer = layout.optimizer_of(model)
+    curve = []
     for _ in range(STEPS):
         loss = loss_of(None, model(inputs), labels)
         loss.backward()
@@ -182,20 +183,86 @@ def curve(layout: Layout) -> list[tuple[float, float]]:
 
 LAYOUTS = [
     Layout(),
-    Layout(shards=2, sharding="NO_SHARD", microbatches=4),
-    Layout(shards=2, sharding="SHARD_OPTIMIZER", optimizer="sgd"),
-    Layout(shards=2, sharding="SHARD_GRAD_OP", microbatches=4),
-    Layout(shards=2, microbatches=4, optimizer="sgd"),
-    Layout(replicas=2, shards=2, sharding="HYBRID_SHARD"),
-    Layout(replicas=2, shards=2, sharding="_HYBRID_SHARD_ZERO2", microbatches=4),
-    Layout(tp=2, model="layers"),
-    Layout(tp=2, model="llama", optimizer="sgd"),
-    Layout(pp=2, microbatches=4),
-    Layout(pp=2, microbatches=4, schedule="zb_v", virtual_stages=2, model="layers"),
-    Layout(pp=2, microbatches=4, schedule="interleaved_1f1b", virtual_stages=2, optimizer="sgd"),
-    Layout(pp=2, shards=2, microbatches=4, sharding="SHARD_OPTIMIZER", model="llama"),
-    Layout(pp=2, shards=2, tp=2, microbatches=4, model="layers"),
-    Layout(pp=2, shards=2, tp=2, microbatches=4, model="llama", sharding="SHARD_OPTIMIZER"),
+    Layout(
+        shards=2,
+        sharding="NO_SHARD",
+        microbatches=4,
+    ),
+    Layout(
+        shards=2,
+        sharding="SHARD_OPTIMIZER",
+        optimizer="sgd",
+    ),
+    Layout(
+        shards=2,
+        sharding="SHARD_GRAD_OP",
+        microbatches=4,
+    ),
+    Layout(
+        shards=2,
+        microbatches=4,
+        optimizer="sgd",
+    ),
+    Layout(
+        replicas=2,
+        shards=2,
+        sharding="HYBRID_SHARD",
+    ),
+    Layout(
+        replicas=2,
+        shards=2,
+        sharding="_HYBRID_SHARD_ZERO2",
+        microbatches=4,
+    ),
+    Layout(
+        tp=2,
+        model="layers",
+    ),
+    Layout(
+        tp=2,
+        model="llama",
+        optimizer="sgd",
+    ),
+    Layout(
+        pp=2,
+        microbatches=4,
+    ),
+    Layout(
+        pp=2,
+        microbatches=4,
+        schedule="zb_v",
+        virtual_stages=2,
+        model="layers",
+    ),
+    Layout(
+        pp=2,
+        microbatches=4,
+        schedule="interleaved_1f1b",
+        virtual_stages=2,
+        optimizer="sgd",
+    ),
+    Layout(
+        pp=2,
+        shards=2,
+        microbatches=4,
+        sharding="SHARD_OPTIMIZER",
+        model="llama",
+    ),
+    Layout(
+        pp=2,
+        shards=2,
+        tp=2,
+        microbatches=4,
+        model="layers",
+    ),
+    Layout(
+        pp=2,
+        shards=2,
+        tp=2,
+        microbatches=4,
+        model="llama",
+        sharding="SHARD_OPTIMIZER",
+    ),
 ]
 
 
@@ -240,7 +307,8 @@ def run_calls(model: ParallelModel, optimizer: Any, mesh: DeviceMesh, calls: str
 
 def errors_of_orders(sharding: ShardingName) -> list[str]:
     layout = Layout(shards=2, sharding=sharding)
-    mesh, errors = layout.mesh(), []
+    mesh = layout.mesh()
+    errors = []
     for calls in (*WRONG_ORDERS, *RIGHT_ORDERS):
         model = layout.parallelize(mesh)
         try:
@@ -351,7 +419,8 @@ def test_checkpoint_of_own_loop_loads_in_any_layout(
 
 def use_of_torch(layout: Layout) -> dict[str, Any]:
     """What torch's own functions make of a model in a layout."""
-    mesh, found = layout.mesh(), dict[str, Any]()
+    mesh = layout.mesh()
+    found = dict[str, Any]()
     inputs, labels = own_batch(mesh)
     loss_fn = partial(loss_of, mesh["tp"])
     model = layout.parallelize(mesh)
