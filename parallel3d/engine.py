@@ -69,19 +69,19 @@ class Engine:
         come one all-reduce over tp of the norms' weights (with sequence parallelism), and one of
         each tied weight between the first and the last pipeline rank. `observe` is called with each
         parameter when its gradient is complete."""
+        device = self.pipeline.links.device  # gradients may be on the CPU
         for data in self.data:
             data.finish_gradients()
         for parameter in self.trained:
             parameter.part.sync_views()
         if self._partial:
             gradients = [gradient_of(parameter).view(-1) for parameter in self._partial]
-            device = self.pipeline.links.device  # gradients may be on the CPU
             summed = all_reduce(torch.cat(gradients).to(device), self._tp)
             sizes = [len(gradient) for gradient in gradients]
             foreach_copy_(gradients, summed.split(sizes))
         for parameter in self._tied:
             gradient = gradient_of(parameter)
-            shared = gradient.to(self.pipeline.links.device)
+            shared = gradient.to(device)
             dist.all_reduce(shared, group=self._ends.group)
             gradient.copy_(shared)
         for first, second in self._pairs:

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.mesh import Axis
 from parallel3d.pipeline import links
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import Stage
@@ -97,7 +98,9 @@ class Program:
             module = _Stage(self, stage)
             stages.append(Stage(module, module.note_backward, module.note_weights))
         shape = TensorSpec((1,))
-        runtime = PipelineRuntime(stages, self.schedule, self, _loss, boundaries=shape)  # type: ignore[arg-type]
+        axis = Axis(self.size(), self.rank, "pipeline")  # type: ignore[arg-type]
+        with mock.patch.object(links.Axis, "of", lambda mesh: axis):
+            runtime = PipelineRuntime(stages, self.schedule, self, _loss, boundaries=shape)  # type: ignore[arg-type]
         runtime.warms_up = True
         return runtime
 
@@ -106,9 +109,6 @@ class Program:
 
     def get_local_rank(self) -> int:
         return self.rank
-
-    def get_group(self) -> str:
-        return "pipeline"
 
     @property
     def mesh(self) -> Tensor:

@@ -77,7 +77,10 @@ def raise_in_backward(model: nn.Module) -> None:
     def fail(grad: Tensor) -> None:
         raise_error(model)
 
-    next(model.parameters()).register_hook(fail)
+    def watch(block: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    next(model.get_submodule("layers").children()).register_forward_hook(watch)
 
 
 def exit_with_3(model: nn.Module) -> None:

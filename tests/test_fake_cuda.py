@@ -77,6 +77,19 @@ def test_the_host_waits_once_and_copies_only_the_batch(programs: list[Program]) 
         assert (program.waits.total(), program.copies.total()) == (1, copies), program
 
 
+def test_offload_copies_parameters_before_their_use_and_gradients_after_it(
+    programs: list[Program],
+) -> None:
+    """Two blocks of 9 parameters, the embedding, the last norm and the head are copied before the
+    forward pass, those of the blocks again before the backward pass. The norms' gradients, which tp
+    sums, go to the GPU and back in one piece."""
+    offloaded = [program for program in programs if program.layout == "offload, tp"]
+    assert len(offloaded) == 4
+    for program in offloaded:
+        assert program.copies.total() == (18 + 3) + 18 + 1 + 2  # the last are ids and labels
+        assert program.waits.total() == (18 + 3) + 1 + 1  # the last is the loss with the norm
+
+
 def test_nccl_can_send_what_is_sent(programs: list[Program]) -> None:
     assert sum(len(program.sent) for program in programs) > 200
     assert not [each for program in programs for each in unfit(program)]

@@ -35,7 +35,7 @@ ASKED = Question(
     seq_len=8192,
     global_batch_size=128,
 )
-ALONE = ParallelConfig(dp_shard=16, recompute="full")  # little of its traffic shows
+ALONE = ParallelConfig(dp_shard=16, gather="step", recompute="full")  # little of its traffic shows
 TALKING = ParallelConfig(tp=16, sequence_parallel=True)  # over two nodes
 
 

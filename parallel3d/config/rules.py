@@ -65,6 +65,7 @@ def check_rules(recipe: Recipe) -> None:
         batch_errors,
         mixture_errors,
         local_sgd_errors,
+        offload_errors,
         train_errors,
         data_errors,
         file_errors,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
+from parallel3d import engine
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.convert.apply import tensor_parallelize
@@ -37,7 +38,6 @@ from parallel3d.tools.check_layout.model import ModelCheck, record_model
 from parallel3d.tools.check_layout.plain import record_plain
 from parallel3d.tools.check_layout.record import record_recipe
 from parallel3d.tools.check_layout.shrink import shrink
-from parallel3d.training import update
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -103,29 +103,32 @@ def whole_gradient(
     return ParameterSpec(*args, **kwargs)  # type: ignore[arg-type]
 
 
-def replicated_twice(self: update.Update) -> Tensor:
-    axes = self._axes
-    again = [p for p in self._parameters if p.spec.dim is None and p.local.grad is not None]
+def replicated_twice(self: engine.Engine) -> Tensor:
+    axes = self.axes
+    again = [p for p in self.trained if p.spec.dim is None and p.local.grad is not None]
     extra = sum(p.local.grad.double().square().sum() for p in again) / axes["tp"].size  # type: ignore[union-attr]
     return SQUARED_NORM(self) + extra / axes["dp_replicate"].size
 
 
-def completed_twice(self: update.Update, observe: Any = None) -> None:
+def completed_twice(self: engine.Engine, observe: Any = None) -> None:
     COMPLETE(self, observe)
+    data = self.data
+    self.data = []
     COMPLETE(self, observe)
+    self.data = data
 
 
 LAYER_NORM = nn.LayerNorm.forward
 BOX = ParameterSpec.box
-SQUARED_NORM = update.Update.squared_norm
-COMPLETE = update.Update.complete
+SQUARED_NORM = engine.Engine.squared_norm
+COMPLETE = engine.Engine.finish_gradients
 PATCHES: dict[str, tuple[object, str, object]] = {
     "norm gradient not reduced": (norm, "ParameterSpec", whole_gradient),
     "output doubled": (nn.LayerNorm, "forward", doubled_norm),
-    "replicated twice in the norm": (update.Update, "squared_norm", replicated_twice),
+    "replicated twice in the norm": (engine.Engine, "squared_norm", replicated_twice),
     "weights cut in the wrong order": (ParameterSpec, "box", cut_backwards),
     "dp averaging forgotten": (sys.modules[__name__], "divisor", lambda mesh: 1),
-    "tied summed twice": (update.Update, "complete", completed_twice),
+    "tied summed twice": (engine.Engine, "finish_gradients", completed_twice),
 }
 
 

@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
-from parallel3d import parallelize
+from parallel3d import build_engine, engine
 from parallel3d.config.recipe import (
     ModelConfig,
     OptimizerConfig,
@@ -37,12 +37,11 @@ from parallel3d.tools.check_layout.plain import record_plain
 from parallel3d.tools.check_layout.record import record_recipe
 from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.training import loss as training_loss
-from parallel3d.training import update
 
-CUT = parallelize.cut
-INITIAL = parallelize.initial_part
+CUT = build_engine.cut
+INITIAL = build_engine.initial_part
 TOKEN_LOSSES = layers_loss.token_losses
-COMPLETE = update.Update.complete
+COMPLETE = engine.Engine.finish_gradients
 
 
 def overwrite_all(*args: Any, overwrite_logits: bool) -> Tensor:
@@ -56,7 +55,7 @@ def into_a_copy(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return logits, None, None, None
 
 
-def sum_crosswise(self: update.Update, observe: Any = None) -> None:
+def sum_crosswise(self: engine.Engine, observe: Any = None) -> None:
     tied = self._tied
     self._tied = tied[::-1] if get_rank() == 0 else tied
     COMPLETE(self, observe)
@@ -119,15 +118,15 @@ FAULTS = {
     "two tied weights are summed crosswise": Fault(
         "TwoTies",
         {"pp": 2},
-        ((update.Update, "complete", sum_crosswise),),
+        ((engine.Engine, "finish_gradients", sum_crosswise),),
     ),
     "a weight that two of four stages share is not summed": Fault(
         "SharedNorms",
         {"pp": 4},
-        ((parallelize, "shared_by_ends", lambda *args: ()),),
+        ((build_engine, "shared_by_ends", lambda *args: ()),),
         is_refused=True,
     ),
-    "frozen parameters move": Fault("Frozen", {"tp": 2}, ((parallelize, "cut", forget_frozen),)),
+    "frozen parameters move": Fault("Frozen", {"tp": 2}, ((build_engine, "cut", forget_frozen),)),
     "a parameter that no forward pass uses decays": Fault(
         "Unused",
         {"dp_shard": 2, "zero_stage": 1},
@@ -140,7 +139,7 @@ FAULTS = {
     "each end of a pipeline draws its own initial value": Fault(
         "TwoStarts",
         {"pp": 2},
-        ((parallelize, "initial_part", draw_each_end),),
+        ((build_engine, "initial_part", draw_each_end),),
     ),
 }
 

@@ -69,6 +69,9 @@ def streams() -> Iterator[None]:
                 patches.enter_context(
                     mock.patch.object(module, "_get_device_handle", lambda device_type: handle)
                 )
+        # Memory that a copy need not wait for, which fake tensors do not have.
+        patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor))
+        patches.enter_context(mock.patch.object(Tensor, "is_pinned", lambda tensor: True))
         yield
 
 
