@@ -343,11 +343,11 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
     "override, message",
     [
         (
-            "parallel.offload=true optimizer.name=muon",
+            "parallel.offload=true;optimizer.name=muon",
             "parallel.offload = true: keeps momenta on the CPU, and optimizer.name = muon sends",
         ),
         (
-            "parallel.offload=true parallel.zero_stage=1",
+            "parallel.offload=true;parallel.zero_stage=1",
             "parallel.sharding = SHARD_OPTIMIZER has full parameters on each rank; try",
         ),
         (
@@ -377,7 +377,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
     ],
 )
 def test_precision_and_masks_are_checked(load: Load, override: str, message: str) -> None:
-    assert message in refused(load, *override.split(" "))
+    assert message in refused(load, *override.split(";"))
 
 
 @given(
