@@ -1,5 +1,15 @@
 """Hybrid tensor, pipeline and data parallel pretraining on PyTorch.
 
+Your own training loop    parallelize, save_checkpoint, load_checkpoint, Dtypes, ShardingOptions
+Layers split over tp      ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
+                          ParallelAttention, ParallelMLP, RMSNorm, vocab_parallel_cross_entropy
+Others' models            tensor_parallelize, split_model, SplitSpec
+A pipeline of your own    PipelineRuntime, Stage, build_schedule, TensorSpec, shard
+Recipes                   train, load_recipe, Trainer, Callback
+The planner               plan, estimate_memory
+
+`help(parallel3d.parallelize)` has the loop.
+
 The public names, which `__init__.pyi` lists, are imported when they are first used, because torch
 takes seconds to import, and asking for `--help`, reading a recipe or planning must not pay for it.
 """

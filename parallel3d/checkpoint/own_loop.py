@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
 from parallel3d.checkpoint.manifest import CONFIG_FILE, Progress
+from parallel3d.errors import SaveError
 
 # The ranks of a pipeline have different parameters, so groups of parameters have no common numbers.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -49,11 +50,13 @@ def save_checkpoint(
         extra: Numbers, texts, lists and dicts to save with them.
 
     Raises:
-        SaveError: The checkpoint cannot be written.
+        SaveError: The folder exists, or the checkpoint cannot be written.
 
     Example:
         >>> parallel3d.save_checkpoint("checkpoints/step_100", model, optimizer, {"step": 100})
     """
+    if Path(path).exists():
+        raise SaveError(f"{path}: is there already; try another path")
     weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
     tensors = _tensors(weights, states)
     save_tensors(tensors, _NO_PROGRESS, Path(path), yaml.safe_dump(dict(extra)))

@@ -25,9 +25,8 @@ class TrainingRun:
     metrics: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        last = self.metrics[-1] if self.metrics else {}
-        shown = ", ".join(f"{key}={last[key]}" for key in ("step", "loss") if key in last)
-        return f"TrainingRun({str(self.folder)!r}, {shown})"
+        last = self.metrics[-1]
+        return f"TrainingRun({str(self.folder)!r}, step={last['step']}, loss={last['loss']})"
 
 
 def train(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainingRun:
@@ -57,7 +56,6 @@ def train(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> Tra
     if folder is None:
         folder = tempfile.mkdtemp(prefix="parallel3d-")
         command.append(f"run_dir={folder}")
-    last = ""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
@@ -65,11 +63,10 @@ def train(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> Tra
         try:
             for line in run.stdout:
                 print(line, end="", flush=True)
-                last = line.strip() or last
         except KeyboardInterrupt:
             run.send_signal(signal.SIGINT)
             raise
     if run.returncode:
-        raise RuntimeError(f"{recipe}: ended with status {run.returncode}: {last}")
+        raise RuntimeError(f"{recipe}: ended with status {run.returncode}; its error is above")
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return TrainingRun(Path(folder), [json.loads(line) for line in lines])

@@ -94,7 +94,7 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
 def _block_patterns(model: nn.Module) -> list[str]:
     """Returns patterns of the parts of a Sequential, or of the modules in the outermost lists."""
     if isinstance(model, nn.Sequential):
-        return ["*"]
+        return [*getattr(model, "names", ["*"])]  # a Chain's parts may be deeper
     lists: list[str] = []
     for name, part in model.named_modules():
         is_list = isinstance(part, _LISTS) and len(part) > 0

@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy
 from parallel3d.checkpoint.own_loop import load_checkpoint, save_checkpoint
 from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.convert.apply import tensor_parallelize
+from parallel3d.errors import SaveError
 from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.linear import ColumnParallelLinear
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
@@ -73,6 +74,7 @@ class Layout:
             schedule=self.schedule,
             microbatches=self.microbatches,
             virtual_stages=self.virtual_stages,
+            split=SPLITS.get(self.model),
         )
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -125,10 +127,28 @@ def llama(tp: DeviceMesh | None) -> nn.Module:
     return model if tp is None else tensor_parallelize(model, tp)
 
 
+class Named(nn.Module):
+    """A model of someone who has never seen this library."""
+
+    def __init__(self, tp: DeviceMesh | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+SPLITS = {"named": ["embed", *(f"blocks.{at}" for at in range(4)), "head"]}
 MODELS: dict[str, Callable[[DeviceMesh | None], nn.Module]] = {
     "linears": linears,
     "layers": layers,
     "llama": llama,
+    "named": Named,
 }
 
 
@@ -240,6 +260,12 @@ LAYOUTS = [
         schedule="interleaved_1f1b",
         virtual_stages=2,
         optimizer="sgd",
+    ),
+    Layout(
+        pp=2,
+        shards=2,
+        microbatches=4,
+        model="named",
     ),
     Layout(
         pp=2,
@@ -398,6 +424,8 @@ def own_steps(
     elif saves:
         save_checkpoint(path, model, optimizer, {"step": 3})
     else:
+        with pytest.raises(SaveError, match="is there already"):
+            save_checkpoint(path, model, optimizer)
         assert load_checkpoint(path, model, optimizer) == {"step": 3}
     return steps()
 
