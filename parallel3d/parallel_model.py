@@ -37,6 +37,7 @@ from torch.optim.optimizer import (
 from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.engine import Engine, gradient_of
 from parallel3d.layers.collectives import all_reduce_over
+from parallel3d.layers.gradients import like_parameter
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.pipeline.boundary import Boundary, Message, TensorSpec
@@ -109,6 +110,7 @@ def parallelize(
         own = [stages[index] for index in indices]
     else:
         own = list(model)
+    options = options or ShardingOptions(publish_in_forward=True)
     given = [*model.parameters()] if isinstance(model, nn.Module) else []
     data, parameters, calls = [], list[LocalParameter](), []
     for module in own:
@@ -155,12 +157,14 @@ class ParallelModel(nn.Module):
         self._stepped: set[nn.Parameter] = set()
         owner = weakref.ref(self)
         self._held: list[tuple[LocalParameter, nn.Parameter]] = []
+        names: dict[int, nn.Parameter] = {}
         for own in engine.parameters:
             whole = own.part.distributed(own.local.detach())
             parameter = nn.Parameter(whole, requires_grad=own.local.requires_grad)
             parameter.parallel_model = owner  # type: ignore[attr-defined]
             self._held.append((own, parameter))
-        names = {id(_tensor_of(own)): parameter for own, parameter in self._held}
+            attribute = own.name.rpartition(".")[2]
+            names[id(own.module.get_parameter(attribute))] = parameter
         for stage in engine.pipeline.stages.values():
             for path, module in stage.module.named_modules():
                 holder = self._holder(path)
@@ -215,7 +219,7 @@ class ParallelModel(nn.Module):
         self._engine.finish_gradients()
         for (own, parameter), grad in zip(self._held, earlier, strict=True):
             if own.local.grad is not None:
-                parameter.grad = own.part.distributed(own.local.grad)
+                parameter.grad = like_parameter(parameter, own.local.grad)
                 if grad is not None:
                     parameter.grad += grad
         return loss
@@ -389,11 +393,6 @@ def _even_boundaries(sizes: Sequence[int], stages: int) -> list[int]:
         first, last = boundaries[-1] + 1, len(sizes) - (stages - stage)
         boundaries.append(min(max(at, first), last))
     return boundaries[1:]
-
-
-def _tensor_of(parameter: LocalParameter) -> Tensor:
-    attribute = parameter.name.rpartition(".")[2]
-    return parameter.module.get_parameter(attribute)
 
 
 def _as_tuple(value: Any) -> tuple[Tensor, ...]:
