@@ -53,16 +53,14 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     7e-4 of the norm of 2^24 numbers. So it gets a large tensor in pieces."""
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
-    pieces: list[Tensor] = []
-    counts = []
+    found = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        # torch 2.11 cannot split an empty fake tensor
-        own = flat.split(2**12) if len(flat) else (flat,)
-        pieces += own
-        counts.append(len(own))
-    each = torch.stack(torch._foreach_norm(pieces, 2.0, dtype=dtype)).split(counts)
-    return [torch.linalg.vector_norm(part) for part in each]
+        whole = (len(flat) - 1) // 4096 * 4096
+        parts = (flat[:whole].view(-1, 4096), flat[whole:][None])
+        each = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts]
+        found.append(torch.linalg.vector_norm(torch.cat(each)))
+    return found
 
 
 def is_in_backward() -> bool:
