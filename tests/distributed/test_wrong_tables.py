@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -79,6 +80,10 @@ def refuse_drawn() -> list[str]:
     return silent
 
 
+@pytest.mark.skipif(
+    version("torch").startswith("2.11."),
+    reason="its attention on CPUs divides by zero heads, which ends the process",
+)
 def test_no_table_that_is_spoiled_in_one_place_is_accepted_in_silence(world: Callable) -> None:
     assert world(2).run(refuse_drawn) == [[], []]
 
