@@ -19,7 +19,7 @@ from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import optimizer_memory
 from parallel3d.planner.report.text import si
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.search.request import PlanRequest
 from parallel3d.tools.arguments import HARDWARE
 
 # what a worker has of its own beside the model: Python objects, gloo, a share of torch
@@ -34,10 +34,10 @@ class FreeMemory:
     limit: str
 
 
-def question_of(recipe: Recipe) -> Question:
+def question_of(recipe: Recipe) -> PlanRequest:
     """Returns the question that a recipe's layout answers; of the hardware only CPU or GPU matters
     here."""
-    return Question(
+    return PlanRequest(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [HARDWARE]),
         gpus=recipe.parallel.world_size,

@@ -12,7 +12,7 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainC
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
@@ -63,7 +63,7 @@ def test_the_median_without_the_first_line_is_compared_with_the_plan(tmp_path: P
     found = compare(run_of(tmp_path, [9.0, 0.2, 0.1, 0.4, 0.3, 0.2]), cluster)
     assert found.measured.lines == 5
     assert found.measured.step_time_s == 0.2
-    asked = Question(
+    asked = PlanRequest(
         shape=from_config(RECIPE.model),
         cluster=cluster,
         gpus=8,

@@ -87,10 +87,10 @@ BAD_INPUTS = [
     ),
     (
         f"{ASKED} --fix cp=8",
-        "cp = 8: context parallelism is not among the axes of parallel3d; --engine megatron-core",
+        "cp = 8: context parallelism is not among the axes of parallel3d",
     ),
     (
-        f"--model mixtral-8x7b --engine nemo --fix ep=3 {ON}",
+        f"--model mixtral-8x7b --framework nemo --fix ep=3 {ON}",
         "ep = 3: must divide mixtral-8x7b's 8 experts; try",
     ),
     (f"--model mixtral-8x7b {ON}", "2 of them for a token, and parallel3d trains none; try"),
@@ -142,7 +142,7 @@ BAD_INPUTS = [
         f"{ASKED} --emit-recipe x.yaml --emit-launch pbs",
         "--emit-launch pbs: must be one of torchrun, slurm",
     ),
-    (f"{ASKED} --engine megatrn", "--engine megatrn: unknown; did you mean megatron-core"),
+    (f"{ASKED} --framework megatrn", "--framework megatrn: unknown; did you mean megatron-core"),
     (f"{ASKED} --emit-recipe x.sh --emit-launch torchrun x.sh", "x.sh: named for two outputs"),
     (
         "memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8",

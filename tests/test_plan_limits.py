@@ -10,9 +10,9 @@ import pytest
 
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.published.programs import named_program
+from parallel3d.planner.published.frameworks import named_framework
 from parallel3d.planner.search.fastest import one_that_fits, search
-from parallel3d.planner.search.question import Fixed, Question, Strategy
+from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.size_limits import (
     largest_batch,
     longest_sequence,
@@ -25,10 +25,10 @@ from tests.plan_json import Said, plan_json
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
 
 
-def question(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> Question:
+def request(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> PlanRequest:
     cluster = find_cluster("a100-40gb")
     shape = named_shape(name, shape_cards())
-    whole = Question(
+    whole = PlanRequest(
         shape=shape,
         cluster=cluster,
         gpus=gpus,
@@ -38,27 +38,27 @@ def question(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> Ques
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def held(found: Strategy | None) -> Question:
-    """The question at its limit, whose layout really fits."""
+def held(found: Strategy | None) -> PlanRequest:
+    """The request at its limit, whose layout really fits."""
     assert found is not None
-    assert found.memory.total <= found.question.usable_bytes
-    assert found.parallel.world_size == found.question.gpus
-    return found.question
+    assert found.memory.total <= found.request.usable_bytes
+    assert found.parallel.world_size == found.request.gpus
+    return found.request
 
 
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama2-13b", "llama2-70b"])
 def test_the_smallest_cluster_holds_the_model_and_fewer_devices_do_not(name: str) -> None:
-    at = held(smallest_cluster(question(name, seq_len=1024)))
+    at = held(smallest_cluster(request(name, seq_len=1024)))
     fewer = [gpus for gpus in (1, 2, 4, *range(8, at.gpus, 8)) if gpus < at.gpus]
     for gpus in fewer:
         assert one_that_fits(replace(at, gpus=gpus)) is None
 
 
-@pytest.mark.parametrize("engine", ["megatron-core"])
-def test_of_another_program_whether_one_fits_is_what_its_search_finds(engine: str) -> None:
+@pytest.mark.parametrize("framework", ["megatron-core"])
+def test_of_another_program_whether_one_fits_is_what_its_search_finds(framework: str) -> None:
     found = set()
     for gpus in (2, 4, 8, 16):
-        asked = question("llama3-8b", gpus=gpus, program=named_program(engine))
+        asked = request("llama3-8b", gpus=gpus, framework=named_framework(framework))
         answer = search(asked, top=1)
         found.add(fits := bool(answer.strategies))
         assert (one_that_fits(asked) is not None) == fits, gpus
@@ -66,7 +66,7 @@ def test_of_another_program_whether_one_fits_is_what_its_search_finds(engine: st
 
 
 def test_the_longest_sequence_fits_and_a_sixteenth_more_does_not() -> None:
-    asked = question()
+    asked = request()
     length = held(longest_sequence(asked)).seq_len
     step = 2048
     while 2 * step <= length:
@@ -77,7 +77,7 @@ def test_the_longest_sequence_fits_and_a_sixteenth_more_does_not() -> None:
 
 
 def test_the_largest_batch_is_taken_at_once_and_twice_as_much_is_not() -> None:
-    asked = question("gpt2-xl", seq_len=1024, fixed=Fixed(recompute="none", tp=1, pp=1))
+    asked = request("gpt2-xl", seq_len=1024, fixed=Fixed(recompute="none", tp=1, pp=1))
     found = largest_batch(asked)
     batch = held(found).global_batch_size
     assert found is not None

@@ -17,8 +17,8 @@ from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.published.anchor import MeasuredRun, scales_of
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.published.run_correction import MeasuredRun, scales_of
+from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.time.step import step_cost
 from parallel3d.reporting.metrics import MetricsFile
 from parallel3d.tools.plan import command as plan
@@ -28,7 +28,7 @@ from parallel3d.tools.plan.models import read_model
 from tests.plan_json import Said, plan_json
 
 ON = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128 --fix tp=4 pp=1"
-ASKED = Question(
+ASKED = PlanRequest(
     shape=read_model("llama3-8b").shape,
     cluster=find_cluster("h100"),
     gpus=16,

@@ -18,9 +18,9 @@ from parallel3d.tools.aliases.lookup import Kind, find_name
         ("google/gemma-2-9b-it", "model", "gemma2-9b"),
         ("meta-llama/Llama-2-7b-chat-hf", "model", "llama2-7b"),
         ("llama3-8bit", "model", None),
-        ("Megatron", "engine", "megatron-core"),
+        ("Megatron", "framework", "megatron-core"),
         ("gh100", "hardware", None),
-        ("xtuner (megatron-core)", "engine", None),
+        ("xtuner (megatron-core)", "framework", None),
     ],
 )
 def test_names_are_found_as_people_write_them_and_as_a_whole(

@@ -1,6 +1,6 @@
 """`parallel3d-plan recommend`: its report, its JSON, and what it does where nothing fits.
 
-The six reports in tests/golden/plan are compared as text. After a change of the program look at
+The six reports in tests/golden/plan are compared as text. After a change of the framework look at
 what `PARALLEL3D_UPDATE_GOLDEN=1 pytest tests/test_plan_recommend.py` changes, and commit it.
 """
 
@@ -191,7 +191,7 @@ def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
 
 
 def test_it_answers_without_torch_or_numpy() -> None:
-    program = (
+    framework = (
         "import resource, sys\n"
         "from parallel3d.tools.plan.command import main\n"
         f"status = main('{SMALL}'.split())\n"
@@ -200,12 +200,12 @@ def test_it_answers_without_torch_or_numpy() -> None:
         "sys.exit(status)"
     )
     assert (
-        subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
+        subprocess.run([sys.executable, "-c", framework], stdout=subprocess.DEVNULL).returncode == 0
     )
 
 
 def test_help_is_quick() -> None:
-    program = (
+    framework = (
         "import resource, sys\n"
         "from parallel3d.tools.plan.command import main\n"
         "try:\n    main(['recommend', '--help'])\n"
@@ -214,7 +214,7 @@ def test_help_is_quick() -> None:
         "assert not {'omegaconf', 'yaml', 'torch'} & set(sys.modules)"
     )
     assert (
-        subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
+        subprocess.run([sys.executable, "-c", framework], stdout=subprocess.DEVNULL).returncode == 0
     )
 
 

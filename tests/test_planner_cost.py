@@ -14,7 +14,7 @@ from parallel3d.planner.model.muon import MuonCosts
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import OptimizerMemory
-from parallel3d.planner.published.programs import programs
+from parallel3d.planner.published.frameworks import frameworks
 from parallel3d.planner.time.collectives import all_gather_s
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
@@ -74,7 +74,7 @@ def test_tp_beyond_a_node_loses_to_tp_within_it(a100: Cluster) -> None:
             shape=shape,
             cluster=a100,
             layout=layout,
-            program=programs()["megatron-2021"],
+            framework=frameworks()["megatron-2021"],
             seq_len=2048,
         )
         return step_cost(alone).step_time_s

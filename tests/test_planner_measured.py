@@ -19,7 +19,7 @@ from parallel3d.planner.hardware.calibration import (
 )
 from parallel3d.planner.hardware.cluster import Cluster, cluster_from_tree
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.time.block import block_times
 from parallel3d.planner.time.roofline import Kernels
 from parallel3d.tools.calibrate.fit import ANY, Times, larger_job, overheads, process_tree
@@ -196,7 +196,7 @@ def test_a_written_file_reads_as_what_was_measured(host: Cluster) -> None:
 
 
 def strategy(cluster: Cluster, parallel: ParallelConfig) -> Strategy:
-    question = Question(
+    request = PlanRequest(
         shape=from_config(MODEL),
         cluster=cluster,
         gpus=parallel.world_size,
@@ -204,7 +204,7 @@ def strategy(cluster: Cluster, parallel: ParallelConfig) -> Strategy:
         global_batch_size=16,
         precision="fp32",
     )
-    return Strategy(question, parallel)
+    return Strategy(request, parallel)
 
 
 def predicted_s(cluster: Cluster, parallel: ParallelConfig) -> float:

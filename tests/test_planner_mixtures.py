@@ -12,7 +12,7 @@ import pytest
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.memory.ranks import memory_by_rank, worst_rank
-from parallel3d.planner.model.foreign import foreign_shape
+from parallel3d.planner.model.hf_config import hf_config_shape
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import (
     active_parameters,
@@ -21,10 +21,10 @@ from parallel3d.planner.model.parameters import (
 )
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.published.cases import read_cases
-from parallel3d.planner.published.programs import named_program
+from parallel3d.planner.published.frameworks import named_framework
 from parallel3d.planner.published.score import score
 from parallel3d.planner.search.fastest import search
-from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.tools.arguments import HARDWARE
 
 CASES = Path(__file__).parents[1] / "tools/cases/mixtures.json"
@@ -145,7 +145,7 @@ def run(cluster: Cluster, shape: str, **layout: object) -> PlannedRun:
         shape=named_shape(shape, shape_cards()),
         cluster=cluster,
         layout=RunLayout(**layout),  # type: ignore[arg-type]
-        program=named_program("megatron-core"),
+        framework=named_framework("megatron-core"),
         seq_len=4096,
     )
 
@@ -161,7 +161,7 @@ def test_parameters_are_the_published_ones_in_all_and_for_a_token(name: str) -> 
 @pytest.mark.parametrize("name", FILES)
 def test_a_config_json_gives_the_shape_with_that_name(name: str) -> None:
     expected = named_shape(name, {})
-    assert foreign_shape(FILES[name], name, Path("config.json")) == expected
+    assert hf_config_shape(FILES[name], name, Path("config.json")) == expected
 
 
 def test_flops_count_the_experts_of_a_token_alone_and_keys_within_a_window() -> None:
@@ -193,13 +193,13 @@ def test_experts_are_divided_over_ep_and_their_states_over_those_that_have_the_s
 
 @pytest.mark.parametrize("seq_len", [8192, 131072])
 def test_context_parallelism_holds_what_one_rank_cannot(h100: Cluster, seq_len: int) -> None:
-    asked = Question(
+    asked = PlanRequest(
         shape=named_shape("llama3-8b", shape_cards()),
         cluster=h100,
         gpus=64,
         seq_len=seq_len,
         global_batch_size=2**21 // seq_len,
-        program=named_program("megatron-core"),
+        framework=named_framework("megatron-core"),
         fixed=Fixed(recompute="none", max_pp=1),
     )
     best = search(asked, top=1).strategies[0]

@@ -1,4 +1,4 @@
-"""What the programs of published runs do otherwise, each as its own code has it."""
+"""What the frameworks of published runs do otherwise, each as its own code has it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.case_run import run_of_case
 from parallel3d.planner.published.fields import Fields
-from parallel3d.planner.published.knowledge import Knowledge
-from parallel3d.planner.published.programs import (
+from parallel3d.planner.published.frameworks import (
     RunTraits,
-    program_of,
-    programs,
+    framework_of,
+    frameworks,
 )
+from parallel3d.planner.published.knowledge import Knowledge
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 from tests.planned_runs import planned_run
@@ -23,7 +23,7 @@ from tests.planned_runs import planned_run
 FOLDERS = [HARDWARE]
 OURS: dict[str, Any] = {"framework": "ours", "model": {"layers": 16, "hidden": 4096}}
 INTERNEVO, MEGATRON_CORE, NANOTRON, TORCHTITAN = (
-    programs()[name] for name in ("internevo", "megatron-core", "nanotron", "torchtitan")
+    frameworks()[name] for name in ("internevo", "megatron-core", "nanotron", "torchtitan")
 )
 
 
@@ -68,24 +68,24 @@ def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered()
 def test_a_program_is_found_by_its_whole_name_and_its_year(
     framework: str, year: int, name: str
 ) -> None:
-    assert program_of(framework, RunTraits(year=year)).name == name
+    assert framework_of(framework, RunTraits(year=year)).name == name
 
 
 def test_what_was_set_on_a_source_is_taken_back_where_it_is_left_out() -> None:
-    """The figures of a program's entry go, and what its code does where a run does not say
+    """The figures of a framework's entry go, and what its code does where a run does not say
     stays."""
     traits = RunTraits(year=2025)
     known, left_out = (
-        program_of("NeMo", traits, left_out=sources) for sources in ((), ("dgxc_benchmarking",))
+        framework_of("NeMo", traits, left_out=sources) for sources in ((), ("dgxc_benchmarking",))
     )
     assert known.tp_hidden == 0.6
     assert left_out.name == "unknown-fused"
     assert left_out.tp_hidden == 0
     assert left_out.default_sequence_parallel
     assert left_out.default_schedule == "interleaved_1f1b"
-    assert program_of("NeMo", traits, left_out=("hagemann",)) == known
+    assert framework_of("NeMo", traits, left_out=("hagemann",)) == known
     # by its parent's runs
-    assert program_of("fms-fsdp", traits, left_out=("llm_foundry",)).name == "unknown-2024"
+    assert framework_of("fms-fsdp", traits, left_out=("llm_foundry",)).name == "unknown-2024"
 
 
 def test_devices_lose_what_was_set_on_their_runs() -> None:
@@ -111,16 +111,16 @@ def test_a_device_is_found_by_whole_words(gpu: str, file: str, gib: float) -> No
     assert cluster.device.memory_bytes / 2**30 == pytest.approx(gib, rel=0.02)
 
 
-def test_what_a_run_says_of_its_kernels_holds_for_every_program() -> None:
-    def program(year: int, **options: bool) -> tuple[str, bool]:
+def test_what_a_run_says_of_its_kernels_holds_for_every_framework() -> None:
+    def framework(year: int, **options: bool) -> tuple[str, bool]:
         fields = Fields({**OURS, "hardware": {"gpus": 1}, "year": year, "options": options})
-        found = run_of_case(fields, Knowledge(FOLDERS, engine="unknown")).program
+        found = run_of_case(fields, Knowledge(FOLDERS, framework="unknown")).framework
         return found.attention, found.dropout
 
-    assert program(2021) == ("softmax", True)
-    assert program(2024) == ("flash", False)
-    assert program(2024, softmax_attention=True, dropout=True) == ("softmax", True)
-    assert program(2021, softmax_attention=False) == ("flash", True)
+    assert framework(2021) == ("softmax", True)
+    assert framework(2024) == ("flash", False)
+    assert framework(2024, softmax_attention=True, dropout=True) == ("softmax", True)
+    assert framework(2021, softmax_attention=False) == ("flash", True)
 
 
 def test_a_run_that_does_not_say_what_it_recomputes_recomputes_as_little_as_fits() -> None:

@@ -25,7 +25,7 @@ from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.search.fastest import search
-from parallel3d.planner.search.question import Fixed, Question, Strategy
+from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import score as plan_score
@@ -41,9 +41,9 @@ MODEL = ModelConfig(
 )
 
 
-def question(**changes: object) -> Question:
+def request(**changes: object) -> PlanRequest:
     cluster = load_cluster("a100-40gb", [HARDWARE])
-    whole = Question(
+    whole = PlanRequest(
         shape=from_config(MODEL),
         cluster=cluster,
         gpus=16,
@@ -54,7 +54,7 @@ def question(**changes: object) -> Question:
 
 
 def test_every_strategy_is_a_valid_recipe() -> None:
-    asked = question()
+    asked = request()
     for found in search(asked, top=20).strategies:
         assert found.parallel.world_size == asked.gpus
         train = TrainConfig(
@@ -84,7 +84,7 @@ def test_every_strategy_is_a_valid_recipe() -> None:
 def test_no_layout_left_out_is_better_than_the_best(
     training: OptimizerMemory, memory_fraction: float
 ) -> None:
-    asked = question(
+    asked = request(
         gpus=8,
         global_batch_size=16,
         training=training,
@@ -113,7 +113,7 @@ def test_no_layout_left_out_is_better_than_the_best(
 
 def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
     """Each rank has keys and values whole then, which its memory and its traffic count."""
-    asked = question(fixed=Fixed(tp=8))  # the model has 4 key-value heads
+    asked = request(fixed=Fixed(tp=8))  # the model has 4 key-value heads
     best = search(asked, top=1).strategies[0]
     kv = 2 * MODEL.hidden * MODEL.key_value_heads * MODEL.hidden // MODEL.heads
     rest = 2 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn_hidden
@@ -122,7 +122,7 @@ def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
 
 def test_what_is_fixed_stays_fixed() -> None:
     found = search(
-        question(fixed=Fixed(tp=2, pp=2, schedule="1f1b", recompute="full")), top=5
+        request(fixed=Fixed(tp=2, pp=2, schedule="1f1b", recompute="full")), top=5
     ).strategies
     assert found
     for s in found:
@@ -133,7 +133,7 @@ def test_what_is_fixed_stays_fixed() -> None:
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "interleaved_zb", "gpipe"])
 def test_any_schedule_can_be_asked_for(schedule: ScheduleName) -> None:
-    found = search(question(fixed=Fixed(schedule=schedule, pp=2)), top=3).strategies
+    found = search(request(fixed=Fixed(schedule=schedule, pp=2)), top=3).strategies
     assert found
     for s in found:
         assert s.parallel.schedule == schedule
@@ -141,7 +141,7 @@ def test_any_schedule_can_be_asked_for(schedule: ScheduleName) -> None:
 
 def test_where_nothing_fits_the_nearest_are_told_first() -> None:
     shape = named_shape("llama3-70b", shape_cards())
-    answer = search(question(shape=shape, gpus=8, seq_len=8192, global_batch_size=8))
+    answer = search(request(shape=shape, gpus=8, seq_len=8192, global_batch_size=8))
     assert not answer.strategies
     shortages = [rejected.short_bytes for rejected in answer.rejected]
     assert shortages
@@ -152,8 +152,8 @@ def test_where_nothing_fits_the_nearest_are_told_first() -> None:
 
 def test_an_impossible_question_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="no layout"):
-        search(question(gpus=7))
+        search(request(gpus=7))
     with pytest.raises(ConfigError, match="a batch that is a multiple of 11"):
-        search(question(gpus=11))
+        search(request(gpus=11))
     with pytest.raises(ConfigError, match="gpus = 0"):
-        search(question(gpus=0))
+        search(request(gpus=0))

@@ -13,15 +13,15 @@ import pytest
 
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.hardware.program import PARALLEL3D
+from parallel3d.planner.hardware.framework import PARALLEL3D
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.spread import Spread, safe_share, spread_of
+from parallel3d.planner.model.uncertainty import ErrorModel, error_model_of, safe_share
 from parallel3d.planner.published.cases import read_cases
-from parallel3d.planner.published.programs import programs
+from parallel3d.planner.published.frameworks import frameworks
 from parallel3d.planner.published.score import Score
 from parallel3d.planner.search.fastest import search
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.search.ties import TIE, settle_ties, tied
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
@@ -62,24 +62,24 @@ def test_each_case_of_the_score_has_its_ranges(tmp_path: Path, capsys: Said) -> 
     for known, case in zip(tree["cases"], tree["source_left_out"]["cases"], strict=True):
         said = case["predicted"]
         around = case["ranges"]
-        assert known["program"] == "megatron-2021"
-        assert case["program"] == "unknown-2022"
+        assert known["framework"] == "megatron-2021"
+        assert case["framework"] == "unknown-2022"
         assert around["step_time_s"]["low"] < said["step_time_s"] < around["step_time_s"]["high"]
         wide, narrow = (each["ranges"]["memory_gib"] for each in (case, known))
         assert wide["high"] / wide["low"] > narrow["high"] / narrow["low"]
         assert wide["level"] == 0.8
 
 
-def run(engine: str, hardware: str = "h100-80gb", **layout: Any) -> PlannedRun:
-    program = PARALLEL3D if engine == "parallel3d" else programs()[engine]
-    return planned_run(program, hardware, **layout)
+def run(framework: str, hardware: str = "h100-80gb", **layout: Any) -> PlannedRun:
+    framework = PARALLEL3D if framework == "parallel3d" else frameworks()[framework]
+    return planned_run(framework, hardware, **layout)
 
 
 def test_a_range_is_wider_where_less_is_known() -> None:
     recorded = plan_score.recorded_accuracy()
 
-    def speed(engine: str, hardware: str = "h100-80gb", **layout: Any) -> float:
-        return spread_of(run(engine, hardware, **layout), recorded).throughput
+    def speed(framework: str, hardware: str = "h100-80gb", **layout: Any) -> float:
+        return error_model_of(run(framework, hardware, **layout), recorded).throughput
 
     # which was never measured on a GPU
     assert speed("nemo") < speed("unknown") == speed("parallel3d")
@@ -90,13 +90,14 @@ def test_a_range_is_wider_where_less_is_known() -> None:
         < speed("nemo", dp_shard=256, parameter_shards=256)
     )
     memory = {
-        name: spread_of(run(name), recorded).memory for name in ("parallel3d", "nemo", "unknown")
+        name: error_model_of(run(name), recorded).memory
+        for name in ("parallel3d", "nemo", "unknown")
     }
     assert memory["parallel3d"] < memory["nemo"] < memory["unknown"]
 
 
 def test_a_layout_that_fills_the_safe_share_fits_with_the_chance_that_was_asked_for() -> None:
-    spread = Spread(throughput=0.1, memory=0.1)
+    spread = ErrorModel(throughput=0.1, memory=0.1)
     for risk in (0.01, 0.05, 0.5, 0.9):
         assert spread.chance_to_fit(safe_share(0.1, risk) * 80e9, 80e9) == pytest.approx(1 - risk)
     around = spread.around("memory", 60.0)
@@ -107,7 +108,7 @@ def test_a_layout_that_fills_the_safe_share_fits_with_the_chance_that_was_asked_
 def test_equal_layouts_come_with_less_memory_first() -> None:
     shape = named_shape("llama3-8b", shape_cards())
     cluster = load_cluster("h100-80gb", [HARDWARE])
-    asked = Question(
+    asked = PlanRequest(
         shape=shape,
         cluster=cluster,
         gpus=64,

@@ -13,7 +13,7 @@ from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.memory.floor import RunFloors, floor_bytes
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.search.space import (
     data_axis_splits,
     families,
@@ -35,9 +35,9 @@ MODEL = ModelConfig(
 )
 
 
-def question(memory_fraction: float, *schedules: ScheduleName) -> Question:
+def request(memory_fraction: float, *schedules: ScheduleName) -> PlanRequest:
     cluster = load_cluster("a100-40gb", [HARDWARE])
-    return Question(
+    return PlanRequest(
         shape=from_config(MODEL),
         cluster=cluster,
         gpus=8,
@@ -48,7 +48,7 @@ def question(memory_fraction: float, *schedules: ScheduleName) -> Question:
     )
 
 
-def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
+def every(asked: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig]:
     for way in data_axis_splits(asked, family):
         for each in (way, per_microbatch_variant(asked, way)):
             if each is not None:
@@ -57,7 +57,7 @@ def every(asked: Question, family: ParallelConfig) -> Iterator[ParallelConfig]:
 
 @pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
 def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...]) -> None:
-    asked = question(0.95, *schedules)
+    asked = request(0.95, *schedules)
     seen = 0
     for family in (family for own in families(asked).values() for family in own):
         for parallel in every(asked, family):
@@ -89,7 +89,7 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
 def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
     """The fastest and the leanest are compared with those among all layouts, each priced and
     weighed."""
-    asked = question(memory_fraction)
+    asked = request(memory_fraction)
     for (tp, pp), own in families(asked).items():
         jobs = {
             parallel: asked.planned_run(parallel)

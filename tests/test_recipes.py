@@ -14,7 +14,7 @@ from parallel3d.config.recipe import LocalSgdConfig, Recipe
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.search.fastest import fastest
-from parallel3d.planner.search.question import Fixed, Question, Strategy
+from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.arguments import tokens as number_of_tokens
@@ -36,7 +36,7 @@ class Shipped:
     """A shipped recipe for a cluster."""
 
     recipe: Recipe  # one replica's, where replicas train apart
-    question: Question
+    question: PlanRequest
 
 
 def shipped(name: str) -> Shipped:

@@ -1,4 +1,4 @@
-"""Layouts as people write them: `tp=8,pp=2`, with the keys of `parallel:` or what other programs
+"""Layouts as people write them: `tp=8,pp=2`, with the keys of `parallel:` or what other frameworks
 call these."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, get_args
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.planned_run import EngineLayout
-from parallel3d.planner.search.question import Fixed
+from parallel3d.planner.model.planned_run import FrameworkLayout
+from parallel3d.planner.search.request import Fixed
 from parallel3d.schedules.registry import ScheduleName
 
 _FLAGS = {"true": True, "false": False}
@@ -43,7 +43,7 @@ _ALIASES = {
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
 }
-# Keys of other programs that no key here stands for, and what to do instead.
+# Keys of other frameworks that no key here stands for, and what to do instead.
 _DP = "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both"
 _ZERO = "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3"
 _ELSEWHERE = {"dp": _DP, "data_parallel_size": _DP, "zero": _ZERO, "zero_stage": _ZERO}
@@ -96,5 +96,5 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
         said = {"recompute": "every_n", **said}
     said = {"sequence_parallel": said.get("tp", 1) > 1, **said}
     if {"cp", "ep"} & {*said}:
-        return EngineLayout(**said)
+        return FrameworkLayout(**said)
     return ParallelConfig(**said)

@@ -16,12 +16,12 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.model.named import shape_names
-from parallel3d.planner.published.programs import programs
+from parallel3d.planner.published.frameworks import frameworks
 from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.arguments import HARDWARE
 
-Kind = Literal["model", "hardware", "engine"]
-_OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "engine": "--engine"}
+Kind = Literal["model", "hardware", "framework"]
+_OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "framework": "--framework"}
 # the same shape, trained otherwise
 _TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)
 _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
@@ -60,8 +60,8 @@ def known_names(kind: Kind) -> Collection[str]:
     """Returns all names of a kind."""
     if kind == "model":
         return [*shape_names(shape_cards()), *shipped_recipes()]
-    if kind == "engine":
-        return programs()
+    if kind == "framework":
+        return frameworks()
     return sorted(path.stem for path in HARDWARE.glob("*.yaml"))
 
 
@@ -76,7 +76,10 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
     if kind == "model":
         known = "see parallel3d-plan models"
     told = f"did you mean {', '.join(near)}?" if near else known
-    others = {"model": "or give its config.json", "engine": "or take unknown, a typical program"}
+    others = {
+        "model": "or give its config.json",
+        "framework": "or take unknown, a typical framework",
+    }
     return ConfigError(f"{place}: unknown; {told} {others.get(kind, '')}".rstrip())
 
 

@@ -19,13 +19,13 @@ from typing import Any
 import yaml
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
+from parallel3d.planner.hardware.framework import PARALLEL3D, FrameworkProfile
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import other_axes
-from parallel3d.planner.model.spread import memory_spread, safe_share
+from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.published.cases import PublishedCase, read_cases
 from parallel3d.planner.search.fastest import search
-from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.planner.search.ties import settle_ties
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
@@ -54,7 +54,7 @@ def bench_trusted(options: Options) -> list[ResultRow]:
     rows: list[ResultRow] = []
     for title in announced(chosen(groups, options)):
         cases = cases_of(groups[title])
-        theirs = [verdict(case, case.run.program) for case in cases]
+        theirs = [verdict(case, case.run.framework) for case in cases]
         can_run = [c for c in cases if c.run.precision == "bf16" and c.run.layout.cp == 1]
         ours = [verdict(case, PARALLEL3D) for case in can_run]
         rows += rows_of(title, theirs)
@@ -105,16 +105,18 @@ def _speed(case: PublishedCase) -> float:
     return value
 
 
-def question_of(case: PublishedCase, program: TrainingProgram) -> Question:
-    """Returns the question for a plan of the same job on the same devices by this program."""
+def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest:
+    """Returns the request for a plan of the same job on the same devices by this framework."""
     run = case.run
     layout = case.run.layout
-    if layout.cp > 1 and "cp" not in program.axes:  # the run shows that its program has the axis
-        program = replace(program, axes=(*program.axes, "cp"))
+    if (
+        layout.cp > 1 and "cp" not in framework.axes
+    ):  # the run shows that its framework has the axis
+        framework = replace(framework, axes=(*framework.axes, "cp"))
     fixed = Fixed()
-    if not program.is_parallel3d:
+    if not framework.is_parallel3d:
         dp_shard = None
-        if program.splits_optimizer_alone and layout.optimizer_shards < layout.dp * layout.cp:
+        if framework.splits_optimizer_alone and layout.optimizer_shards < layout.dp * layout.cp:
             dp_shard = max(1, layout.optimizer_shards // layout.cp)
         is_plain_tp = layout.tp > 1 and not layout.sequence_parallel
         fixed = Fixed(
@@ -122,15 +124,15 @@ def question_of(case: PublishedCase, program: TrainingProgram) -> Question:
             sequence_parallel=False if is_plain_tp else None,
             dp_shard=dp_shard,
         )
-    spread = memory_spread(program, recorded_accuracy())
-    return Question(
+    spread = memory_spread(framework, recorded_accuracy())
+    return PlanRequest(
         shape=run.shape,
         cluster=run.cluster,
         gpus=layout.world_size,
         seq_len=run.seq_len,
         global_batch_size=run.global_batch_size,
         precision=run.precision,
-        program=program,
+        framework=framework,
         fixed=fixed,
         memory_fraction=min(1.0, round(safe_share(spread, RISK), 3)),
     )
@@ -145,15 +147,15 @@ def _states_recompute(case: PublishedCase) -> bool:
     return not is_open and fits and run.layout.recompute in ("none", "selective", "full")
 
 
-def verdict(case: PublishedCase, program: TrainingProgram) -> Verdict:
-    """Plans the job of a run for a program, and looks for the layout of the run in the plan."""
+def verdict(case: PublishedCase, framework: FrameworkProfile) -> Verdict:
+    """Plans the job of a run for a framework, and looks for the layout of the run in the plan."""
     layout = case.run.layout
-    strategies = settle_ties(search(question_of(case, program), top=FIRST)).strategies
+    strategies = settle_ties(search(question_of(case, framework), top=FIRST)).strategies
     found = [(s.parallel.tp, s.parallel.pp, other_axes(s.parallel)[0]) for s in strategies]
     published = (layout.tp, layout.pp, layout.cp)
     place = found.index(published) + 1 if published in found else None
     took_s = strategies[place - 1].cost.step_time_s if place else None
-    if not program.is_parallel3d and _states_recompute(case):
+    if not framework.is_parallel3d and _states_recompute(case):
         took_s = step_cost(case.run).step_time_s
     if took_s is None or not strategies:
         return Verdict(place, None)

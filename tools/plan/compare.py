@@ -18,13 +18,13 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster, Scales
-from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D
+from parallel3d.planner.hardware.framework import COMPILED_PARALLEL3D, PARALLEL3D
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.published.anchor import MeasuredRun, scales_of
+from parallel3d.planner.published.run_correction import MeasuredRun, scales_of
 from parallel3d.planner.report.json import memory_tree, scales_tree
 from parallel3d.planner.report.page import how_sure, three_digits
 from parallel3d.planner.report.text import TIME_KINDS, layout_text, scales_text, time_text, wrapped
@@ -138,8 +138,8 @@ def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
     if not path.is_file():
         raise ConfigError(f"{run_dir}: no run's folder, it has no config.yaml; try runs/quickstart")
     recipe = load_recipe(path, cards=shape_cards())
-    program = COMPILED_PARALLEL3D if recipe.train.compile else PARALLEL3D
-    run = replace(run_of_recipe(recipe), cluster=cluster, program=program)
+    framework = COMPILED_PARALLEL3D if recipe.train.compile else PARALLEL3D
+    run = replace(run_of_recipe(recipe), cluster=cluster, framework=framework)
     measured = read_measured(run_dir / "metrics.jsonl", recipe)
     return RunComparison(
         recipe=recipe, run=run, cost=step_cost(run), memory=worst_rank(run), measured=measured

@@ -26,10 +26,10 @@ from parallel3d.planner.model.named import card_config
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.report.page import Plan
 from parallel3d.planner.report.text import memory_text, si, time_text
-from parallel3d.planner.search.question import Strategy
+from parallel3d.planner.search.request import Strategy
 from parallel3d.tools.cli_output import check_free, write_output
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher
-from parallel3d.tools.plan.inputs import ParsedQuestion
+from parallel3d.tools.plan.inputs import ParsedRequest
 
 _TRIAL_STEPS = 100  # where no token budget is given
 _COMMENT_COLUMN = 36
@@ -61,7 +61,7 @@ def launch_file(options: argparse.Namespace) -> Path | None:
 
 
 def emit(
-    options: argparse.Namespace, asked: ParsedQuestion, plan: Plan, launch: Path | None
+    options: argparse.Namespace, asked: ParsedRequest, plan: Plan, launch: Path | None
 ) -> Iterator[str]:
     """Writes the best layout's recipe and its launcher, and yields what to type next. Raises
     ConfigError for a model that the trainer does not have, and for devices that a launcher cannot
@@ -71,7 +71,7 @@ def emit(
     if best is None:
         return
     if path is None:
-        if asked.model.recipe is not None and plan.question.program.is_parallel3d:
+        if asked.model.recipe is not None and plan.request.framework.is_parallel3d:
             yield _override_command(
                 asked, asked.model.recipe, recipe_of_plan(asked, plan, best, run="plan")
             )
@@ -86,18 +86,20 @@ def emit(
         yield f"parallel3d-train {shlex.quote(str(path))} --print-config"
     else:
         yield _write_launcher(
-            options.emit_launch[0], launch, path, recipe, plan.question.cluster.gpus_per_node
+            options.emit_launch[0], launch, path, recipe, plan.request.cluster.gpus_per_node
         )
 
 
-def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: str) -> Recipe:
+def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str) -> Recipe:
     """Returns the user's own recipe, or the defaults, with the plan's model, batch and layout.
-    Raises ConfigError for a model or a program that the trainer does not have."""
-    q = plan.question
+    Raises ConfigError for a model or a framework that the trainer does not have."""
+    q = plan.request
     base = asked.model.recipe
     config = asked.model.config
-    if not q.program.is_parallel3d:
-        raise ConfigError(f"--emit-recipe: the plan is for {q.program.name}; leave out --engine")
+    if not q.framework.is_parallel3d:
+        raise ConfigError(
+            f"--emit-recipe: the plan is for {q.framework.name}; leave out --framework"
+        )
     own = replace(best.parallel, sharding=None)
     parallel = own if own.strategy == best.parallel.strategy else best.parallel
     steps = _TRIAL_STEPS
@@ -141,10 +143,10 @@ def recipe_of_plan(asked: ParsedQuestion, plan: Plan, best: Strategy, *, run: st
     )
 
 
-def _lines(recipe: Recipe, asked: ParsedQuestion, plan: Plan, best: Strategy) -> Iterator[str]:
+def _lines(recipe: Recipe, asked: ParsedRequest, plan: Plan, best: Strategy) -> Iterator[str]:
     """Yields the recipe's YAML below a comment that says what the plan expects of it: what differs
     from the defaults and what a comment explains."""
-    q = plan.question
+    q = plan.request
     cost = best.cost
     model = shown(q.shape.name)
     device = shown(q.cluster.device.name)
@@ -199,9 +201,9 @@ def _defaults(section: Any) -> dict[str, Any]:
     return usual
 
 
-def _comments(asked: ParsedQuestion, plan: Plan, best: Strategy) -> dict[str, str]:
+def _comments(asked: ParsedRequest, plan: Plan, best: Strategy) -> dict[str, str]:
     """Returns a comment for each key that has one."""
-    q = plan.question
+    q = plan.request
     parts = best.cost.parts
     tokens = f"{si(q.global_batch_size * q.seq_len)} tokens"
     found = {"train.global_batch_size": f"sequences: {tokens}"}
@@ -239,7 +241,7 @@ def _write_launcher(
     return f"{launcher.start} {shlex.quote(str(written))}{notes.get(kind, '')}"
 
 
-def _override_command(asked: ParsedQuestion, mine: Recipe, planned: Recipe) -> str:
+def _override_command(asked: ParsedRequest, mine: Recipe, planned: Recipe) -> str:
     """Returns the command that trains the user's recipe, with what the plan has otherwise as
     overrides."""
     # What `sharding: null` stands for need not be said.

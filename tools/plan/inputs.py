@@ -1,4 +1,4 @@
-"""From the options of a subcommand to a question for the planner, and to layouts written as
+"""From the options of a subcommand to a request for the planner, and to layouts written as
 key=value."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from parallel3d.config.recipe import ParallelConfig, TrainConfig
 from parallel3d.config.schema import range_errors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
-from parallel3d.planner.hardware.program import COMPILED_PARALLEL3D, PARALLEL3D, TrainingProgram
-from parallel3d.planner.model.spread import memory_spread, safe_share
+from parallel3d.planner.hardware.framework import COMPILED_PARALLEL3D, PARALLEL3D, FrameworkProfile
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
-from parallel3d.planner.published.programs import in_precision, named_program
+from parallel3d.planner.model.uncertainty import memory_spread, safe_share
+from parallel3d.planner.published.frameworks import in_precision, named_framework
 from parallel3d.planner.report.text import wrapped
-from parallel3d.planner.search.question import Fixed, Question
+from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
@@ -28,10 +28,10 @@ _RISK = 0.05  # the chance of not fitting that a plan takes by default
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParsedQuestion:
-    """A question, and where its model came from."""
+class ParsedRequest:
+    """A request, and where its model came from."""
 
-    question: Question
+    request: PlanRequest
     model: Model
 
     def note_lines(self) -> list[str]:
@@ -39,14 +39,14 @@ class ParsedQuestion:
         return [line for note in self.model.notes for line in wrapped("note", note)]
 
 
-def read_question(
+def read_request(
     options: argparse.Namespace,
     *,
     gpus: int | None,
     fixed: Fixed | None = None,
     asks: str = "--gpus 64",
-) -> ParsedQuestion:
-    """Returns the question of the options, with what is `fixed` as it is said. `asks` is how an
+) -> ParsedRequest:
+    """Returns the request of the options, with what is `fixed` as it is said. `asks` is how an
     error says that devices are given.
 
     Raises ConfigError for options that are missing or contradict each other."""
@@ -78,32 +78,32 @@ def read_question(
         changes |= {"price_per_hour": options.price, "price_from": ""}
     cluster = replace(cluster, device=replace(cluster.device, **changes))
     precision = options.precision or (train.precision if train else "bf16")
-    program = _program(options, cluster, precision, compiled=bool(train and train.compile))
-    if (experts := model.shape.experts) is not None and "ep" not in program.axes:
+    framework = _framework(options, cluster, precision, compiled=bool(train and train.compile))
+    if (experts := model.shape.experts) is not None and "ep" not in framework.axes:
         what = f"a mixture of {experts.count} experts, {experts.per_token} of them for a token"
-        tries = "try --engine megatron-core, which prices it for that program"
-        whose = f"and {program.name} trains none"
+        tries = "try --framework megatron-core, which prices it for that framework"
+        whose = f"and {framework.name} trains none"
         raise ConfigError(f"--model {model.shape.name}: {what}, {whose}; {tries}")
-    question = Question(
+    request = PlanRequest(
         shape=model.shape,
         cluster=cluster,
         gpus=devices,
         seq_len=seq_len,
         global_batch_size=batch,
         precision=precision,
-        program=program,
+        framework=framework,
         fixed=fixed or Fixed(),
         training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
     )
-    question, measured = anchored(question, options)
-    question = _with_memory_limit(question, options)
+    request, measured = anchored(request, options)
+    request = _with_memory_limit(request, options)
     more = [*measured, *(notes(model.recipe) if model.recipe else ())]
     if model.longest is not None and seq_len > model.longest:
         more.append(
             f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of "
             "config.json"
         )
-    return ParsedQuestion(question=question, model=replace(model, notes=(*model.notes, *more)))
+    return ParsedRequest(request=request, model=replace(model, notes=(*model.notes, *more)))
 
 
 def _check_sizes(gpus: int, seq_len: int, batch: int) -> None:
@@ -130,39 +130,39 @@ def read_fixed(options: argparse.Namespace) -> Fixed:
     return Fixed(**said, schedule=schedule, max_tp=options.max_tp, max_pp=options.max_pp)
 
 
-def _with_memory_limit(question: Question, options: argparse.Namespace) -> Question:
-    """Returns the question with how full a device may be predicted to get: as --mem-fraction says,
+def _with_memory_limit(request: PlanRequest, options: argparse.Namespace) -> PlanRequest:
+    """Returns the request with how full a device may be predicted to get: as --mem-fraction says,
     or as full as leaves the risk of not fitting that --risk says."""
     if options.mem_fraction is not None:
         if options.risk is not None:
             raise ConfigError(
                 "--risk: --mem-fraction says how full a device may get; keep one of the two"
             )
-        return replace(question, memory_fraction=options.mem_fraction)
+        return replace(request, memory_fraction=options.mem_fraction)
     risk = _RISK if options.risk is None else options.risk
     spread = memory_spread(
-        question.program,
+        request.framework,
         recorded_accuracy(),
-        is_mixture=question.shape.experts is not None,
-        is_anchored=question.program.name in question.cluster.scales.weighed,
+        is_mixture=request.shape.experts is not None,
+        is_anchored=request.framework.name in request.cluster.scales.weighed,
     )
-    return replace(
-        question, memory_fraction=min(1.0, round(safe_share(spread, risk), 3)), risk=risk
-    )
+    return replace(request, memory_fraction=min(1.0, round(safe_share(spread, risk), 3)), risk=risk)
 
 
-def _program(
+def _framework(
     options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool
-) -> TrainingProgram:
-    """Returns the program, with what the user knows of the allocator and of CUDA's own memory on
+) -> FrameworkProfile:
+    """Returns the framework, with what the user knows of the allocator and of CUDA's own memory on
     that machine."""
-    if options.engine == PARALLEL3D.name:  # which needs no table read
-        program = COMPILED_PARALLEL3D if compiled else PARALLEL3D
+    if options.framework == PARALLEL3D.name:  # which needs no table read
+        framework = COMPILED_PARALLEL3D if compiled else PARALLEL3D
     else:
-        program = in_precision(named_program(known_name("engine", options.engine)), precision)
+        framework = in_precision(
+            named_framework(known_name("framework", options.framework)), precision
+        )
     said = {"fragmentation": options.fragmentation, "context_bytes": options.context_memory}
     said = {field: value for field, value in said.items() if value is not None}
     if cluster.device.is_cpu and said:
         rule = "a CPU's memory has neither of the two; leave it out"
         raise ConfigError(f"--fragmentation, --context-memory: {rule}")
-    return replace(program, **said)
+    return replace(framework, **said)

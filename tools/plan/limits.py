@@ -11,8 +11,8 @@ from math import prod
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.model.spread import spread_of
-from parallel3d.planner.report.json import model_tree, question_tree, strategy_tree
+from parallel3d.planner.model.uncertainty import error_model_of
+from parallel3d.planner.report.json import model_tree, request_tree, strategy_tree
 from parallel3d.planner.report.page import header, how_sure, three_digits
 from parallel3d.planner.report.text import (
     bar,
@@ -27,7 +27,7 @@ from parallel3d.planner.report.text import (
     wrapped,
 )
 from parallel3d.planner.search.fastest import fastest, sweep
-from parallel3d.planner.search.question import Question, Strategy
+from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.size_limits import (
     largest_batch,
     largest_model,
@@ -36,7 +36,7 @@ from parallel3d.planner.search.size_limits import (
 )
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
-from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
+from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.plan.score import recorded_accuracy
 
@@ -47,11 +47,11 @@ def answer(options: argparse.Namespace) -> Reply:
     """Finds the limit that was asked for, or all of them."""
     fixed = read_fixed(options)
     axes = (fixed.pp, fixed.tp, fixed.dp_shard, fixed.dp_replicate)
-    # The fewest devices are the answer of `cluster`, and no part of the question.
+    # The fewest devices are the answer of `cluster`, and no part of the request.
     needed = prod(axis or 1 for axis in axes) if options.what == "cluster" else None
-    asked = read_question(options, gpus=options.gpus or needed, fixed=fixed)
-    check_fixed(asked.question)
-    limits = dict(_limits(asked.question, options.what))
+    asked = read_request(options, gpus=options.gpus or needed, fixed=fixed)
+    check_fixed(asked.request)
+    limits = dict(_limits(asked.request, options.what))
     return Reply(
         page=lambda: _page(asked, options, limits),
         tree=lambda: _tree(asked, options, limits),
@@ -59,67 +59,67 @@ def answer(options: argparse.Namespace) -> Reply:
     )
 
 
-def _limits(question: Question, what: str) -> Iterator[tuple[str, Strategy | None]]:
-    """Yields each limit with a layout that fits the question at its limit, the best one for a
-    cluster; None if there is no such question."""
+def _limits(request: PlanRequest, what: str) -> Iterator[tuple[str, Strategy | None]]:
+    """Yields each limit with a layout that fits the request at its limit, the best one for a
+    cluster; None if there is no such request."""
     if what in ("all", "cluster"):
-        found = smallest_cluster(question)
-        yield "cluster", None if found is None else fastest(found.question)[0]
+        found = smallest_cluster(request)
+        yield "cluster", None if found is None else fastest(found.request)[0]
     if what in ("all", "sequence"):
-        yield "sequence", longest_sequence(question)
+        yield "sequence", longest_sequence(request)
     if what in ("all", "batch"):
-        yield "batch", largest_batch(question)
+        yield "batch", largest_batch(request)
     if what in ("all", "model"):
-        has_experts = "ep" in question.program.axes
+        has_experts = "ep" in request.framework.axes
         shapes = [shape for shape in all_named() if shape.experts is None or has_experts]
-        yield "model", largest_model(question, shapes)
+        yield "model", largest_model(request, shapes)
 
 
-def _told(name: str, question: Question) -> str:
-    shape = question.shape
+def _told(name: str, request: PlanRequest) -> str:
+    shape = request.shape
     width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads"
     return {
-        "cluster": f"devices that hold it: {question.gpus}",
-        "sequence": f"sequences of up to {question.seq_len:,} tokens",
-        "batch": f"{question.global_batch_size:,} sequences at once; more by accumulation",
+        "cluster": f"devices that hold it: {request.gpus}",
+        "sequence": f"sequences of up to {request.seq_len:,} tokens",
+        "batch": f"{request.global_batch_size:,} sequences at once; more by accumulation",
         "model": f"{si(total_parameters(shape))} parameters, {shape.name} ({width})",
     }[name]
 
 
 def _page(
-    asked: ParsedQuestion, options: argparse.Namespace, limits: Mapping[str, Strategy | None]
+    asked: ParsedRequest, options: argparse.Namespace, limits: Mapping[str, Strategy | None]
 ) -> Iterator[str]:
-    question = asked.question
-    yield from header(question, has_size=options.what != "cluster")
+    request = asked.request
+    yield from header(request, has_size=options.what != "cluster")
     yield ""
     for name, found in limits.items():
         if found is None:
-            nothing = f"nothing fits on {question.gpus} devices"
+            nothing = f"nothing fits on {request.gpus} devices"
             yield from wrapped(name, _NONE.get(name, nothing))
             continue
-        yield from wrapped(name, _told(name, found.question))
+        yield from wrapped(name, _told(name, found.request))
         total = found.memory.total
-        share = total / question.usable_bytes
-        held = f"{gib(total)} GiB of {question.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
+        share = total / request.usable_bytes
+        held = f"{gib(total)} GiB of {request.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
         yield from wrapped("", f"{held}  {layout_text(found.parallel)}")
         kind = "the best layout" if name == "cluster" else "a layout that fits"
         yield from wrapped("", f"{kind}: {_speed_text(found)}, MFU {found.cost.mfu:.1%}")
     yield from asked.note_lines()
-    yield from wrapped("how sure", how_sure(recorded_accuracy(), question))
+    yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
 
 
 def _speed_text(found: Strategy) -> str:
     speed = found.cost.tokens_per_s_per_gpu
-    around = spread_of(found.run, recorded_accuracy()).around("throughput", speed)
+    around = error_model_of(found.run, recorded_accuracy()).around("throughput", speed)
     low = three_digits(around.low)
     high = three_digits(around.high)
     return f"{three_digits(speed)} tokens/s a device ({low} to {high}, 8 in 10)"
 
 
 def _tree(
-    asked: ParsedQuestion, options: argparse.Namespace, limits: Mapping[str, Strategy | None]
+    asked: ParsedRequest, options: argparse.Namespace, limits: Mapping[str, Strategy | None]
 ) -> object:
-    said = question_tree(asked.question)
+    said = request_tree(asked.request)
     if options.what == "cluster":
         del said["gpus"]
     tree = {
@@ -132,13 +132,13 @@ def _tree(
 
 
 def _limit_tree(name: str, found: Strategy) -> dict[str, object]:
-    q = found.question
+    q = found.request
     return {
         "gpus": q.gpus,
         "seq_len": q.seq_len,
         "global_batch_size": q.global_batch_size,
         "model": model_tree(q.shape),
-        "strategy": strategy_tree(found, None, spread_of(found.run, recorded_accuracy())),
+        "strategy": strategy_tree(found, None, error_model_of(found.run, recorded_accuracy())),
         "told": _told(name, q),
     }
 
@@ -147,31 +147,31 @@ def sweep_answer(options: argparse.Namespace) -> Reply:
     """Plans for each size, and chooses the cheapest within --max-days where that is given."""
     if options.max_days is not None and options.tokens is None:
         raise ConfigError(f"--max-days {options.max_days:g}: of how many tokens? add --tokens 1T")
-    asked = read_question(
+    asked = read_request(
         options, gpus=max(options.gpus), fixed=read_fixed(options), asks="--gpus 64-512"
     )
-    found = sweep(asked.question, options.gpus)
+    found = sweep(asked.request, options.gpus)
     chosen = None
     fitting = [*_strategies(found)]
     if options.max_days is not None:
         fitting = [best for best in fitting if best.length(options.tokens).days <= options.max_days]
         chosen = min(fitting, key=lambda best: best.length(options.tokens).gpu_hours, default=None)
     return Reply(
-        page=lambda: [*_sizes_page(asked.question, options, found, chosen), *asked.note_lines()],
+        page=lambda: [*_sizes_page(asked.request, options, found, chosen), *asked.note_lines()],
         tree=lambda: _sizes_tree(asked, options, found, chosen),
         status=0 if fitting else NOTHING_FITS,
     )
 
 
 def _sizes_page(
-    question: Question,
+    request: PlanRequest,
     options: argparse.Namespace,
     sizes: dict[int, Strategy | str],
     chosen: Strategy | None,
 ) -> Iterator[str]:
-    usable = question.usable_bytes
+    usable = request.usable_bytes
     fitting = [*_strategies(sizes)]
-    yield from header(question, has_size=False)
+    yield from header(request, has_size=False)
     yield ""
     axes = shown_axes([each.parallel for each in fitting])
     head = f"   gpus{layout_head(axes)}{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
@@ -197,11 +197,11 @@ def _sizes_page(
         yield from wrapped("in time", f"none is done within {options.max_days:g} days")
     if chosen is not None:
         length = chosen.length(options.tokens)
-        told = f"{chosen.question.gpus} devices: {length.days:.3g} days"
+        told = f"{chosen.request.gpus} devices: {length.days:.3g} days"
         hours = f"{length.gpu_hours:,.0f} GPU-hours, the fewest within {options.max_days:g} days"
         yield from wrapped("in time", f"{told}, {hours}; {_speed_text(chosen)}")
         yield from wrapped("layout", layout_text(chosen.parallel))
-    yield from wrapped("how sure", how_sure(recorded_accuracy(), question))
+    yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
 
 
 def _strategies(sizes: dict[int, Strategy | str]) -> Iterator[Strategy]:
@@ -209,12 +209,12 @@ def _strategies(sizes: dict[int, Strategy | str]) -> Iterator[Strategy]:
 
 
 def _sizes_tree(
-    asked: ParsedQuestion,
+    asked: ParsedRequest,
     options: argparse.Namespace,
     sizes: dict[int, Strategy | str],
     chosen: Strategy | None,
 ) -> object:
-    said = question_tree(asked.question)
+    said = request_tree(asked.request)
     rows = []
     tokens = options.tokens
     del said["gpus"]
@@ -224,14 +224,14 @@ def _sizes_tree(
             row["none"] = found
         else:
             length = None if tokens is None else found.length(tokens)
-            spread = spread_of(found.run, recorded_accuracy())
+            spread = error_model_of(found.run, recorded_accuracy())
             row["strategy"] = strategy_tree(found, length, spread)
         rows.append(row)
     tree = {
         "schema": "parallel3d.sweep/1",
         "input": {**said, "tokens": tokens, "max_days": options.max_days},
         "sizes": rows,
-        "chosen": chosen and chosen.question.gpus,
+        "chosen": chosen and chosen.request.gpus,
         "notes": asked.model.notes,
     }
     return rounded(tree)

@@ -11,8 +11,8 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import with_scales
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.ranks import worst_rank
-from parallel3d.planner.published.anchor import MeasuredRun, scales_of
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.published.run_correction import MeasuredRun, scales_of
+from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.plan.compare import compare
 
@@ -22,14 +22,14 @@ _MOST_OFF = 5.0
 _MOST_OFF_OF_A_CPU = 50.0
 
 
-def anchored(question: Question, options: argparse.Namespace) -> tuple[Question, list[str]]:
-    """Returns the question on its cluster as the runs of --measured correct it, and a note on each
+def anchored(request: PlanRequest, options: argparse.Namespace) -> tuple[PlanRequest, list[str]]:
+    """Returns the request on its cluster as the runs of --measured correct it, and a note on each
     run. Raises ConfigError for a measurement that cannot be of this cluster."""
-    runs = [_read(path, question) for path in options.measured]
+    runs = [_read(path, request) for path in options.measured]
     if not runs:
-        return question, []
-    cluster = with_scales(question.cluster, scales_of(runs))
-    return replace(question, cluster=cluster), [_note(each) for each in runs]
+        return request, []
+    cluster = with_scales(request.cluster, scales_of(runs))
+    return replace(request, cluster=cluster), [_note(each) for each in runs]
 
 
 def _note(measured: MeasuredRun) -> str:
@@ -39,19 +39,19 @@ def _note(measured: MeasuredRun) -> str:
     if measured.memory_bytes is not None:
         counted = worst_rank(run).of_kind(measured.memory_kind) / GIB
         found += f", {measured.memory_bytes / GIB:.3g} GiB ({counted:.3g} predicted)"
-    return f"measured: {run.program.name} on {run.layout.world_size} devices: {found}"
+    return f"measured: {run.framework.name} on {run.layout.world_size} devices: {found}"
 
 
-def _read(path: Path, question: Question) -> MeasuredRun:
+def _read(path: Path, request: PlanRequest) -> MeasuredRun:
     """Returns the run of a folder. Raises ConfigError for one that cannot have been made on the
-    question's cluster."""
-    found = compare(path, question.cluster)
-    device = question.cluster.device
+    request's cluster."""
+    found = compare(path, request.cluster)
+    device = request.cluster.device
     name = f"--measured {path}: the run was not on {device.name}"
     if found.other_device is not None:
         raise ConfigError(f"{name} ({found.other_device}); plan for its own device")
     off = found.measured.step_time_s / found.cost.step_time_s
-    is_guess = device.is_cpu and question.cluster.measured is None
+    is_guess = device.is_cpu and request.cluster.measured is None
     most = _MOST_OFF_OF_A_CPU if is_guess else _MOST_OFF
     if not 1 / most <= off <= most or found.cost.mfu / off >= 1:
         raise ConfigError(f"{name}: its steps take {off:.3g} times as long as predicted")

@@ -12,7 +12,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules import refuse
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.ranks import memory_by_rank
-from parallel3d.planner.model.spread import LEVEL, spread_of
+from parallel3d.planner.model.uncertainty import LEVEL, error_model_of
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
 from parallel3d.planner.report.page import header, how_sure
 from parallel3d.planner.report.text import (
@@ -23,27 +23,27 @@ from parallel3d.planner.report.text import (
     telling_ranks,
     wrapped,
 )
-from parallel3d.planner.search.question import Strategy
+from parallel3d.planner.search.request import Strategy
 from parallel3d.planner.search.space import layout_errors
 from parallel3d.tools.aliases.layout import read_parallel
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
-from parallel3d.tools.plan.inputs import ParsedQuestion, read_question
+from parallel3d.tools.plan.inputs import ParsedRequest, read_request
 from parallel3d.tools.plan.score import recorded_accuracy
 
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
 
 
-def asked_layout(options: argparse.Namespace) -> tuple[ParsedQuestion, Strategy]:
-    """Returns the question, and --layout or the layout of the recipe. Raises ConfigError for a
+def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
+    """Returns the request, and --layout or the layout of the recipe. Raises ConfigError for a
     layout that the trainer refuses."""
     asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
     size = asked_parallel.world_size if asked_parallel else None
-    asked = read_question(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
+    asked = read_request(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
     parallel = asked_parallel or (
         asked.model.recipe.parallel if asked.model.recipe else ParallelConfig()
     )
-    found = Strategy(replace(asked.question, gpus=parallel.world_size), parallel)
-    refuse([*layout_errors(found.question, parallel)])
+    found = Strategy(replace(asked.request, gpus=parallel.world_size), parallel)
+    refuse([*layout_errors(found.request, parallel)])
     return asked, found
 
 
@@ -52,7 +52,7 @@ def answer(options: argparse.Namespace) -> Reply:
     return Reply(
         page=lambda: [*_page(found, whole=options.explain), *asked.note_lines()],
         tree=lambda: {**_tree(found), "notes": asked.model.notes},
-        status=0 if found.memory.total <= found.question.usable_bytes else NOTHING_FITS,
+        status=0 if found.memory.total <= found.request.usable_bytes else NOTHING_FITS,
     )
 
 
@@ -60,7 +60,7 @@ def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
     """Yields a line for each pipeline rank; with `whole`, each kind of the fullest rank's memory
     follows, explained."""
     run = found.run
-    usable_bytes = found.question.usable_bytes
+    usable_bytes = found.request.usable_bytes
     ranks = memory_by_rank(run)
     worst = found.memory
     shown = telling_ranks(ranks, _MOST_RANKS)
@@ -95,32 +95,32 @@ def _cell(bytes_: float) -> str:
 
 
 def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
-    question = found.question
+    request = found.request
     parallel = found.parallel
-    yield from header(question)
+    yield from header(request)
     yield f"layout    {layout_text(parallel)}"
     yield ""
     yield from explained(found, whole=whole)
     yield ""
-    usable = question.usable_bytes
+    usable = request.usable_bytes
     total = found.memory.total
-    limit = f"the {usable / GIB:.1f} GiB that {question.memory_rule} leaves"
+    limit = f"the {usable / GIB:.1f} GiB that {request.memory_rule} leaves"
     if total > usable:
         yield f"does not fit: {(total - usable) / GIB:.1f} GiB more than {limit}"
     else:
         yield f"fits: {total / usable:.0%} of {limit}"
-    around = spread_of(found.run, recorded_accuracy()).around("memory", total)
+    around = error_model_of(found.run, recorded_accuracy()).around("memory", total)
     low = gib(around.low)
     high = gib(around.high)
     yield from wrapped("range", f"{low} to {high} GiB; {10 * LEVEL:.0f} in 10")
-    yield from wrapped("how sure", how_sure(recorded_accuracy(), question))
+    yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
 
 
 def _tree(found: Strategy) -> dict[str, Any]:
-    question = found.question
+    request = found.request
     run = found.run
     worst = found.memory
-    spread = spread_of(run, recorded_accuracy())
+    spread = error_model_of(run, recorded_accuracy())
     ranks = [
         {
             "rank": memory.rank,
@@ -132,18 +132,18 @@ def _tree(found: Strategy) -> dict[str, Any]:
     ]
     tree = {
         "schema": "parallel3d.memory/1",
-        "model": model_tree(question.shape),
-        "hardware": hardware_tree(question.cluster),
+        "model": model_tree(request.shape),
+        "hardware": hardware_tree(request.cluster),
         "parallel": parallel_tree(found.parallel),
-        "seq_len": question.seq_len,
-        "global_batch_size": question.global_batch_size,
-        "precision": question.precision,
-        "usable_gib": question.usable_bytes / GIB,
-        "fits": worst.total <= question.usable_bytes,
+        "seq_len": request.seq_len,
+        "global_batch_size": request.global_batch_size,
+        "precision": request.precision,
+        "usable_gib": request.usable_bytes / GIB,
+        "fits": worst.total <= request.usable_bytes,
         "worst_rank": worst.rank,
         "memory_gib": memory_tree(worst),
         "ranges": {"memory_gib": asdict(spread.around("memory", worst.total / GIB))},
-        "chance_to_fit": spread.chance_to_fit(worst.total, question.cluster.device.memory_bytes),
+        "chance_to_fit": spread.chance_to_fit(worst.total, request.cluster.device.memory_bytes),
         "ranks": ranks,
     }
     return rounded(tree)

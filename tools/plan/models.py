@@ -22,10 +22,10 @@ from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import rounded
-from parallel3d.planner.model.foreign import (
-    FOREIGN_FAMILIES,
-    foreign_notes,
-    foreign_shape,
+from parallel3d.planner.model.hf_config import (
+    PLANNED_FAMILIES,
+    hf_config_notes,
+    hf_config_shape,
     text_part,
     window_notes,
 )
@@ -131,16 +131,16 @@ def _of_config_json(path: Path, text: str) -> Model:
     planned."""
     said = read_config_json(path)
     name = path.resolve().parent.name if path.stem == "config" else path.stem
-    foreign = foreign_shape(said, name, path)
+    foreign = hf_config_shape(said, name, path)
     if foreign is not None:
         part = text_part(said)
-        notes = (*foreign_notes(said), *window_notes(part))
+        notes = (*hf_config_notes(said), *window_notes(part))
         return Model(
             shape=foreign, said=text, longest=part.get("max_position_embeddings"), notes=notes
         )
     # Phi 3 is a Llama whose matrices are packed in its files.
     plain = {**said, "model_type": "llama"} if said.get("model_type") == "phi3" else said
-    config = from_hugging_face(plain, path, others=("phi3", *FOREIGN_FAMILIES))
+    config = from_hugging_face(plain, path, others=("phi3", *PLANNED_FAMILIES))
     return Model(
         shape=replace(from_config(config), name=name, windowed_layers=windowed_layers(plain)),
         said=text,

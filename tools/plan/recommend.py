@@ -16,7 +16,7 @@ from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
 from parallel3d.planner.report.page import Plan, page
 from parallel3d.planner.search.fastest import compare, fastest, search
-from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
+from parallel3d.planner.search.request import Fixed, PlanRequest, PlanResult, Rejected, Strategy
 from parallel3d.planner.search.size_limits import remedies
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.planner.search.ties import settle_ties
@@ -24,7 +24,7 @@ from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
-from parallel3d.tools.plan.inputs import ParsedQuestion, read_fixed, read_question
+from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.memory import explained
 from parallel3d.tools.plan.score import recorded_accuracy
 
@@ -34,8 +34,8 @@ _TOP = 10
 def make_plan(options: argparse.Namespace) -> Plan:
     """Plans, and writes the files that were asked for."""
     launch = launch_file(options)
-    asked = read_question(options, gpus=options.gpus, fixed=read_fixed(options))
-    check_fixed(asked.question)
+    asked = read_request(options, gpus=options.gpus, fixed=read_fixed(options))
+    check_fixed(asked.request)
     plan = _plan(options, asked)
     if options.verify:
         plan = _verified(asked, plan)
@@ -61,51 +61,51 @@ def _bold(line: str) -> str:
     return f"\033[1m{line}\033[0m"
 
 
-def _plan(options: argparse.Namespace, asked: ParsedQuestion) -> Plan:
-    question = asked.question
+def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
+    request = asked.request
     start = time.perf_counter()
     why = None
     # a search makes a million objects and no cycles, and looking for cycles takes a twentieth of
     # its time
     gc.disable()
     try:
-        found = search(question, objective=options.objective, top=options.top or _TOP)
+        found = search(request, objective=options.objective, top=options.top or _TOP)
     finally:
         gc.enable()
     if options.objective == "throughput":
         found = settle_ties(found)
     seconds = time.perf_counter() - start
     if options.why:
-        why = " ".join(options.why), compare(question, Fixed(**read_layout(options.why, "--why")))
+        why = " ".join(options.why), compare(request, Fixed(**read_layout(options.why, "--why")))
     return Plan(
-        question=question,
-        answer=found,
+        request=request,
+        result=found,
         objective=options.objective,
         seconds=seconds,
         top=options.top,
         tokens=options.tokens,
         why=why,
-        remedies=() if found.strategies else tuple(_remedies(question, found)),
+        remedies=() if found.strategies else tuple(_remedies(request, found)),
         accuracy=recorded_accuracy(),
         notes=asked.model.notes,
     )
 
 
-def _remedies(question: Question, answer: Answer) -> Iterator[str]:
+def _remedies(request: PlanRequest, answer: PlanResult) -> Iterator[str]:
     """Yields what would fit: fewer constraints first, then more devices, shorter sequences, larger
     devices."""
-    fixed = question.fixed
+    fixed = request.fixed
     if fixed.recompute not in (None, "full") and fastest(
-        replace(question, fixed=replace(fixed, recompute="full"))
+        replace(request, fixed=replace(fixed, recompute="full"))
     ):
         yield f"recompute=full in the place of {fixed.recompute}"
-    yield from remedies(question)
-    needed = (answer.rejected[0].short_bytes + question.usable_bytes) / question.memory_fraction
+    yield from remedies(request)
+    needed = (answer.rejected[0].short_bytes + request.usable_bytes) / request.memory_fraction
     if larger := larger_devices(needed):
         yield f"devices of {needed / GIB:.0f} GiB or more: {', '.join(larger)}"
 
 
-def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
+def _verified(asked: ParsedRequest, plan: Plan) -> Plan:
     """Trains the fullest rank of each layout dry until one fits: that one is the best, those before
     it are rejected. Fragmentation and CUDA's own memory are those of the estimate. Raises
     ConfigError for a model that the trainer does not have."""
@@ -113,9 +113,9 @@ def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
 
     tried: list[tuple[Strategy, float]] = []
     refused: list[Rejected] = []
-    cluster = plan.question.cluster
-    usable = plan.question.usable_bytes
-    for each in plan.answer.strategies:
+    cluster = plan.request.cluster
+    usable = plan.request.usable_bytes
+    for each in plan.result.strategies:
         recipe = recipe_of_plan(asked, plan, each, run="plan")
         memory = each.memory
         validate(recipe)
@@ -128,8 +128,8 @@ def _verified(asked: ParsedQuestion, plan: Plan) -> Plan:
         short = f"needs {(bytes_ - usable) / GIB:.1f} GiB more"
         reason = f"{short} on rank {memory.rank} by a dry run"
         refused.append(Rejected(parallel=each.parallel, reason=reason, short_bytes=bytes_ - usable))
-    nearest = sorted((*refused, *plan.answer.rejected), key=lambda rejected: rejected.short_bytes)
+    nearest = sorted((*refused, *plan.result.rejected), key=lambda rejected: rejected.short_bytes)
     answer = replace(
-        plan.answer, strategies=plan.answer.strategies[len(refused) :], rejected=tuple(nearest)
+        plan.result, strategies=plan.result.strategies[len(refused) :], rejected=tuple(nearest)
     )
-    return replace(plan, answer=answer, verified=tuple(tried))
+    return replace(plan, result=answer, verified=tuple(tried))

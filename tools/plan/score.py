@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.spread import spread_of
+from parallel3d.planner.model.uncertainty import error_model_of
 from parallel3d.planner.published.cases import CaseFile, read_cases
-from parallel3d.planner.published.programs import named_program
+from parallel3d.planner.published.frameworks import named_framework
 from parallel3d.planner.published.score import Errors, Score, score
-from parallel3d.planner.published.spread import recorded_spread
+from parallel3d.planner.published.uncertainty import recorded_errors
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.cli_output import Reply, write_output
 
@@ -28,12 +28,12 @@ def answer(options: argparse.Namespace) -> Reply:
     """Scores the cases of a file, and records the result where that is asked."""
     if options.hardware is not None and not options.hardware.is_dir():
         raise ConfigError(f"--hardware {options.hardware}: must be a folder of hardware files")
-    if options.engine is not None:
-        named_program(options.engine)
+    if options.framework is not None:
+        named_framework(options.framework)
     folders = [HARDWARE]
     if options.hardware is not None:
         folders.append(options.hardware)
-    read = partial(read_cases, options.cases, folders, engine=options.engine)
+    read = partial(read_cases, options.cases, folders, framework=options.framework)
     file = read()
     if not file.cases:
         name, why = file.skipped[0]
@@ -59,7 +59,7 @@ def with_ranges(file: CaseFile) -> Score:
     """Returns the score of cases whose predictions have the ranges that the recorded spread
     gives."""
     recorded = recorded_accuracy()
-    return score(file, spread_of_case=lambda case: spread_of(case.run, recorded))
+    return score(file, spread_of_case=lambda case: error_model_of(case.run, recorded))
 
 
 def recorded_accuracy() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def accuracy_of(file: CaseFile, fitted: Score, blind: Score) -> dict[str, Any]:
         fit_runs=fitted.fit.cases,
         blind=_figures(blind),
         fitted=_figures(fitted),
-        spread=recorded_spread(fitted, blind),
+        spread=recorded_errors(fitted, blind),
         runs_by_hardware=dict(sorted(by_hardware.items())),
     )
 

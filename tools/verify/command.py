@@ -19,7 +19,7 @@ from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.planner.report.text import layout_text
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.search.request import PlanRequest
 from parallel3d.recipes import find_recipe
 from parallel3d.recipes.host_memory_check import question_of
 from parallel3d.tools.cli_output import Reply
@@ -112,7 +112,7 @@ def run_of_recipe(recipe: Recipe) -> PlannedRun:
     return question_of_recipe(recipe).planned_run(recipe.parallel)
 
 
-def question_of_recipe(recipe: Recipe) -> Question:
+def question_of_recipe(recipe: Recipe) -> PlanRequest:
     """Returns the question that a recipe's layout answers. Raises ConfigError for what the memory
     model does not know."""
     for setting, known, instead in unmodeled_settings(recipe):

@@ -1,2 +1,2 @@
-"""Devices and links: their peaks from hardware files, what a training program adds, and what
+"""Devices and links: their peaks from hardware files, what a training framework adds, and what
 `calibrate` measured."""

@@ -1,5 +1,5 @@
 """What `parallel3d-plan calibrate` has measured on one host, the section `measured` of a hardware
-file: curves of kernels and collectives, and what this project's own program adds to them. All
+file: curves of kernels and collectives, and what this project's own framework adds to them. All
 seconds are those of a process that has a core (or a GPU) to itself; `time.calibrated`, which prices
 a step with them, says how ranks share the cores of a host.
 """
@@ -60,8 +60,8 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Seconds that the program takes whatever the sizes are (dispatch, Python, tiny messages), and
-    per parameter."""
+    """Seconds that the framework takes whatever the sizes are (dispatch, Python, tiny messages),
+    and per parameter."""
 
     block: float  # for each block and microbatch, forward and backward
     microbatch: float  # for each microbatch, embedding, head and loss included

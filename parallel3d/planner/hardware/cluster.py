@@ -93,7 +93,7 @@ class Device:
 
     @property
     def gpu_bytes(self) -> float | None:
-        """The memory of a GPU, by which a program may choose; None for a CPU."""
+        """The memory of a GPU, by which a framework may choose; None for a CPU."""
         if self.is_cpu:
             return None
         return self.memory_bytes
@@ -121,7 +121,7 @@ class Scales:
     """What runs on a cluster were measured to take, over what is predicted of it: seconds of the
     devices' own work and of all that ranks send each other, and the bytes of all but parameters,
     gradients and optimizer states, which are counted exactly. `timed` and `weighed` name the
-    program of each run whose step, and whose memory, was measured."""
+    framework of each run whose step, and whose memory, was measured."""
 
     arithmetic: float = 1.0
     network: float = 1.0

@@ -55,14 +55,14 @@ def floor_bytes(
     run: PlannedRun, states: Sequence[MemoryFloor], work: Sequence[MemoryFloor]
 ) -> float:
     """A lower bound of `worst_rank(run).total`, from the states of one run and the activations
-    of another that has them in common with it. Of `run` itself only the program and the device
+    of another that has them in common with it. Of `run` itself only the framework and the device
     count."""
-    program = run.program
+    framework = run.framework
     scale = run.cluster.scales.memory
     around = 0.0
     if not run.on_cpu:
-        around = scale * (program.cache_bytes + program.context_bytes)
-    more = scale * (1.0 if run.on_cpu else 1 + program.fragmentation)
+        around = scale * (framework.cache_bytes + framework.context_bytes)
+    more = scale * (1.0 if run.on_cpu else 1 + framework.fragmentation)
     most = 0.0
     for has, does in zip(states, work, strict=True):
         fullest = more * (has.gathered + does.activations)

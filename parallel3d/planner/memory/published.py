@@ -1,4 +1,4 @@
-"""The memory of published programs, which are not parallel3d: what each keeps, by products of a few
+"""The memory of published frameworks, which are not parallel3d: what each keeps, by products of a few
 numbers.
 
 Activations are what the backward needs of the forward. Korthikanti et al. 2022 (arXiv 2205.05198,
@@ -24,9 +24,9 @@ from parallel3d.schedules.build import live_microbatches
 
 
 def published_memory(run: PlannedRun, rank: int) -> RankMemory:
-    """Returns what a pipeline rank of a published program holds."""
+    """Returns what a pipeline rank of a published framework holds."""
     layout = run.layout
-    program = run.program
+    framework = run.framework
     part = run.ranks[rank]
     parameters = _rank_parameters(run.shape, part, layout.tp, run.rank_vocab)
     experts = run.stage_experts(part)
@@ -39,7 +39,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     activations = _activations(run, rank)
     logits = 0.0
     if part.head:
-        logits = program.logit_bytes * run.tokens * run.loss_vocab
+        logits = framework.logit_bytes * run.tokens * run.loss_vocab
     buffers = _buffers(run, part, parameters)
     one_block = 0.0
     if layout.recompute in ("full", "every_n", "op"):
@@ -47,21 +47,21 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     # A block under recompute and the logits are not alive at once, nor is the optimizer's step
     # beside either. Beside the latter there are no buffers either: they are free, in pieces that
     # the allocator keeps.
-    step = program.step_bytes * own - activations - logits
+    step = framework.step_bytes * own - activations - logits
     temporary = max(one_block, step - buffers, 0.0)
     at_most = max(one_block, step, 0.0)
-    reserved = program.fragmentation * (activations + logits + buffers + at_most)
+    reserved = framework.fragmentation * (activations + logits + buffers + at_most)
     return RankMemory(
         rank=rank,
-        parameters=program.weight_bytes * split(layout.parameter_shards),
-        gradients=program.gradient_bytes * split(layout.gradient_shards),
-        optimizer=program.optimizer_bytes * own,
+        parameters=framework.weight_bytes * split(layout.parameter_shards),
+        gradients=framework.gradient_bytes * split(layout.gradient_shards),
+        optimizer=framework.optimizer_bytes * own,
         activations=activations,
         logits=logits,
         buffers=buffers,
         temporary=temporary,
-        fragmentation=reserved + program.cache_bytes + at_most - temporary,
-        context=program.context_bytes,
+        fragmentation=reserved + framework.cache_bytes + at_most - temporary,
+        context=framework.context_bytes,
     )
 
 
@@ -73,7 +73,7 @@ def _activations(run: PlannedRun, rank: int) -> float:
         bytes_ += live * part.dense * _kept_bytes(run, dense=True)
     if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
         kept = 8.0 * run.tokens
-        if run.program.dropout:
+        if run.framework.dropout:
             kept += _outside(run)
         bytes_ += live * kept
     if part.head:  # the last norm's input and output
@@ -84,7 +84,7 @@ def _activations(run: PlannedRun, rank: int) -> float:
 @lru_cache(maxsize=4096)
 def _rank_parameters(shape: ModelShape, part: StageSlice, tp: int, vocabulary_rows: int) -> int:
     """Counts the parameters of a slice of the model on one device, experts not among them, the
-    token table padded as the program pads it."""
+    token table padded as the framework pads it."""
     padded = replace(shape, vocab=vocabulary_rows * tp)
     return rank_numel(padded, (part,), tp, repeats_kv_heads=True)
 
@@ -111,9 +111,9 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     gradients before and after their reduction, the embedding and head gathered throughout. A
     pipeline adds an activation and a gradient that are being received."""
     layout = run.layout
-    program = run.program
+    framework = run.framework
     bytes_ = 0.0
-    if layout.parameter_shards > 1 or program.always_sharded:
+    if layout.parameter_shards > 1 or framework.always_sharded:
         block = run.block_parameters
         ends = parameters - run.stage_parameters(replace(part, embedding=False, head=False))
         # else no rank has another's experts at any time
@@ -124,7 +124,7 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
         at_once = float(parameters)
         if run.gathers_each_microbatch:
             at_once = 2 * block + ends
-        bytes_ = at_once * (program.gather_bytes + program.reduce_bytes)
+        bytes_ = at_once * (framework.gather_bytes + framework.reduce_bytes)
     if layout.pp > 1:
         bytes_ += 4 * run.item_bytes * _outside(run)
     return bytes_
@@ -155,12 +155,12 @@ def _kept_bytes(run: PlannedRun, *, dense: bool) -> float:
 def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> float:
     shape = run.shape
     layout = run.layout
-    program = run.program
+    framework = run.framework
     # Input of each norm, and its output, which is the linear layers' input; RMS norms of a
     # framework's own operators keep float32 copies, where layer norm is one kernel of every
     # framework.
-    copies = 0.0 if shape.layer_norm else program.norm_extra_bytes
-    masks = 2.0 if program.dropout else 0.0
+    copies = 0.0 if shape.layer_norm else framework.norm_extra_bytes
+    masks = 2.0 if framework.dropout else 0.0
     norms = (8.0 + copies) * shape.block_norms / 2
     bytes_ = _outside(run) * (norms + masks)
     # q, k, v and the output projection's input; q and k once more where rotation does not happen in
@@ -168,7 +168,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> f
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
     rotated = 0.0
     if shape.positions == "rope":
-        rotated = (shape.query_hidden + kv) * program.rope_copies
+        rotated = (shape.query_hidden + kv) * framework.rope_copies
     features = 2.0 * shape.query_hidden + 2.0 * kv + rotated
     if (latent := shape.latent) is not None:
         narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)
@@ -176,7 +176,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> f
         bytes_ += 4.0 * narrow * _outside(run) / shape.hidden  # before and after their norms
     # The activation's inputs and output; an unfused SwiGLU keeps silu(gate) too.
     tensors = shape.feed_forward_inputs + 1
-    if shape.is_gated and not program.fused_mlp:
+    if shape.is_gated and not framework.fused_mlp:
         tensors += 1
     inner = tensors * _inner(run, dense=dense)
     if shape.experts is not None and not dense:  # what was sent to the experts, and in their order
@@ -184,8 +184,8 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> f
     # A tiled attention keeps a float32 per row; another keeps the scores, unless they are
     # recomputed.
     score = 4.0
-    if program.attention != "flash" and not is_selective:
-        score = run.seq_len * (5.0 if program.dropout else 2.0)
+    if framework.attention != "flash" and not is_selective:
+        score = run.seq_len * (5.0 if framework.dropout else 2.0)
     attention = run.tokens * (2.0 * features + score * shape.heads) / layout.tp
     bytes_ += attention + 2.0 * inner
     return bytes_ * run.item_bytes / 2

@@ -19,9 +19,9 @@ def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
 
 
 def needed_bytes(run: PlannedRun, ranks: Iterable[RankMemory]) -> float:
-    """Returns what the fullest of a run's ranks cannot do without: the program's allocator frees
+    """Returns what the fullest of a run's ranks cannot do without: the framework's allocator frees
     the rest."""
-    freed = run.program.gives_way
+    freed = run.framework.gives_way
     return max(memory.total - freed * memory.fragmentation for memory in ranks)
 
 
@@ -76,8 +76,8 @@ def _rank_memory(run: PlannedRun, rank: int) -> RankMemory:
 
 
 def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
-    """Returns the memory of a rank of this project's own program, at the fullest moment of a step,
-    as it is counted."""
+    """Returns the memory of a rank of this project's own framework, at the fullest moment of a
+    step, as it is counted."""
     state = RankState(run, rank)
     scale = run.cluster.scales.memory
     fullest = max(
@@ -89,8 +89,8 @@ def parallel3d_memory(run: PlannedRun, rank: int) -> RankMemory:
     context = 0.0
     if not run.on_cpu:
         at_work = fullest.total - fullest.gradients
-        fragmentation = run.program.fragmentation * at_work + run.program.cache_bytes
-        context = run.program.context_bytes
+        fragmentation = run.framework.fragmentation * at_work + run.framework.cache_bytes
+        context = run.framework.context_bytes
     return RankMemory(
         rank=rank,
         parameters=parameters,

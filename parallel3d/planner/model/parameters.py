@@ -1,4 +1,4 @@
-"""Counts parameters, tensor by tensor, as programs cut them over tp and as `sharding/` cuts rows
+"""Counts parameters, tensor by tensor, as frameworks cut them over tp and as `sharding/` cuts rows
 over dp_shard; and the floating-point operations of a token, by the definitions that papers and
 frameworks report with.
 

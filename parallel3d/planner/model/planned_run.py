@@ -1,4 +1,4 @@
-"""One training job as the planner sees it: a shape on a cluster in a layout, run by a program."""
+"""One training job as the planner sees it: a shape on a cluster in a layout, run by a framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.sharding_strategies import REPLICATED, Cadence, usual_bucket_mib
 from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
-from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.hardware.framework import FrameworkProfile
 from parallel3d.planner.model.parameters import expert_numel, rank_numel
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import OptimizerMemory
@@ -20,8 +20,8 @@ from parallel3d.shard_sizes import largest_shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLayout(ParallelConfig):
-    """A layout with the axes that other programs have beside this project's: cp divides each
+class FrameworkLayout(ParallelConfig):
+    """A layout with the axes that other frameworks have beside this project's: cp divides each
     sequence, ep a mixture's experts, over ranks of the same stage, which tp, cp and the data ranks
     are."""
 
@@ -52,15 +52,15 @@ def _with_fields(kind: type[AnyLayout], values: dict[str, Any]) -> AnyLayout:
 
 def other_axes(parallel: ParallelConfig) -> tuple[int, int]:
     """Returns cp and ep of a layout, 1 where it has no such axes."""
-    if isinstance(parallel, EngineLayout):
+    if isinstance(parallel, FrameworkLayout):
         return (parallel.cp, parallel.ep)
     return (1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLayout(EngineLayout):
+class RunLayout(FrameworkLayout):
     """A layout with its microbatches, and what published runs have beyond it: shards of each kind
-    of state, schedules and a recompute ("op") of their own programs. `sharding` is None in a
+    of state, schedules and a recompute ("op") of their own frameworks. `sharding` is None in a
     published run."""
 
     microbatches: int = 1
@@ -95,12 +95,12 @@ class RunLayout(EngineLayout):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A model's shape on a cluster in a layout, run by a program."""
+    """A model's shape on a cluster in a layout, run by a framework."""
 
     shape: ModelShape
     cluster: Cluster
     layout: RunLayout
-    program: TrainingProgram
+    framework: FrameworkProfile
     seq_len: int
     precision: str = "bf16"
     # what parallel3d keeps beside parameters and gradients
@@ -123,15 +123,15 @@ class PlannedRun:
 
     @property
     def rank_vocab(self) -> int:
-        """Rows of the token table on a tp rank: programs that pad go to a multiple of 128
+        """Rows of the token table on a tp rank: frameworks that pad go to a multiple of 128
         (Megatron's default)."""
-        step = 128 if self.program.pads_vocab else 1
+        step = 128 if self.framework.pads_vocab else 1
         return largest_shard(self.shape.vocab, step * self.layout.tp) * step
 
     @property
     def loss_vocab(self) -> int:
         """Logits of a token that one device has at the loss."""
-        if self.program.gathers_logits:
+        if self.framework.gathers_logits:
             return self.rank_vocab * self.layout.tp
         return self.rank_vocab
 
@@ -144,17 +144,17 @@ class PlannedRun:
 
     @property
     def runs_parallel3d(self) -> bool:
-        """Whether this project's own program runs it, in a layout of its own."""
-        return self.program.is_parallel3d and self.layout.sharding is not None
+        """Whether this project's own framework runs it, in a layout of its own."""
+        return self.framework.is_parallel3d and self.layout.sharding is not None
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of one block on a tp rank, as the program cuts it; of a mixture without its
+        """Parameters of one block on a tp rank, as the framework cuts it; of a mixture without its
         experts."""
         return self.stage_parameters(StageSlice(layers=1, embedding=False, head=False))
 
     def stage_parameters(self, part: StageSlice) -> int:
-        """Counts the parameters of a slice of the model on a tp rank, as the program cuts it."""
+        """Counts the parameters of a slice of the model on a tp rank, as the framework cuts it."""
         return rank_numel(
             self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d
         )
@@ -182,14 +182,14 @@ class PlannedRun:
     @property
     def gathers_each_microbatch(self) -> bool:
         """Whether sharded parameters are freed and gathered again for every microbatch's forward
-        and backward. Inside a pipeline programs keep them from a stage's first microbatch to its
+        and backward. Inside a pipeline frameworks keep them from a stage's first microbatch to its
         last (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`; Llama 3, arXiv
         2407.21783, section 3.3.2)."""
         if "microbatch" in (self.layout.gather_cadence, self.layout.reduce):
             return True
         if self.layout.pp > 1:
             return False
-        return self.program.reduces_each_microbatch or self.layout.microbatches == 1
+        return self.framework.reduces_each_microbatch or self.layout.microbatches == 1
 
     @property
     def global_batch_size(self) -> int:
@@ -201,14 +201,14 @@ class PlannedRun:
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """Layers of each stage: as its program cuts them, this project's own by what they cost
+        """Layers of each stage: as its framework cuts them, this project's own by what they cost
         (`balance`)."""
-        program = self.program
+        framework = self.framework
         layers = self.shape.layers
         layout = self.layout
         if layout.stage_boundaries is not None:
             return tuple(sizes_between(layout.stage_boundaries, layers))
-        if program.cuts_by_cost:
+        if framework.cuts_by_cost:
             return _cut_by_cost(self.shape, layout.stages, self.seq_len)
         return spread(layers, layout.stages)
 
@@ -309,20 +309,20 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def other_gather(pp: int, microbatches: int) -> Cadence:
-    """Returns how often programs other than this project gather sharded parameters: once a step,
+    """Returns how often frameworks other than this project gather sharded parameters: once a step,
     which frees them between uses if the step has a single microbatch and no pipeline."""
     return "microbatch" if pp == microbatches == 1 else "step"
 
 
 def from_config(
-    parallel: ParallelConfig, global_batch_size: int, program: TrainingProgram
+    parallel: ParallelConfig, global_batch_size: int, framework: FrameworkProfile
 ) -> RunLayout:
-    """Returns the layout of a recipe, run by this project's own program, or of a program that has
-    more axes: what is split over the data ranks is split over cp too."""
+    """Returns the layout of a recipe, run by this project's own framework, or of a framework that
+    has more axes: what is split over the data ranks is split over cp too."""
     cp, _ = other_axes(parallel)
     microbatches = global_batch_size // (parallel.dp * parallel.microbatch_size)
     gather = parallel.gather_cadence
-    if not program.is_parallel3d:
+    if not framework.is_parallel3d:
         gather = parallel.gather or other_gather(parallel.pp, microbatches)
     shards = 1
     if parallel.strategy not in REPLICATED:

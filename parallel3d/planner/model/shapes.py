@@ -1,6 +1,6 @@
 """The shape of a transformer, as much of it as memory and time depend on; `parameters` counts its
-parameters. Beside `models/` it covers what other programs train: GPT with ALiBi positions, Nemotron
-(squared ReLU), Gemma, mixtures of experts."""
+parameters. Beside `models/` it covers what other frameworks train: GPT with ALiBi positions,
+Nemotron (squared ReLU), Gemma, mixtures of experts."""
 
 from __future__ import annotations
 

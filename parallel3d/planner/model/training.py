@@ -1,4 +1,4 @@
-"""What a recipe says of its training that a plan of this project's own program counts, and what a
+"""What a recipe says of its training that a plan of this project's own framework counts, and what a
 plan leaves out."""
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
-"""Published measurements: their file format, the programs that were measured, and the planner's
+"""Published measurements: their file format, the frameworks that were measured, and the planner's
 errors on them."""

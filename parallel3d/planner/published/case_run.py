@@ -8,20 +8,20 @@ from typing import cast
 
 from parallel3d.config.recipe import Recompute
 from parallel3d.planner.hardware.cluster import with_links
-from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.hardware.framework import FrameworkProfile
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout, other_gather
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.planner.published.fields import Fields, meaning
-from parallel3d.planner.published.knowledge import Knowledge
-from parallel3d.planner.published.programs import (
+from parallel3d.planner.published.frameworks import (
     RunTraits,
     in_precision,
     with_float32_sum,
     with_options,
     with_states,
 )
+from parallel3d.planner.published.knowledge import Knowledge
 from parallel3d.schedules.registry import ScheduleName
 
 _DEFAULT_DEVICE = "a100-80gb"
@@ -40,7 +40,7 @@ _YEAR = 2024
 
 
 def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
-    """Returns the run of a case, by what the planner knows of programs and devices.
+    """Returns the run of a case, by what the planner knows of frameworks and devices.
 
     Raises ValueError where the case lacks what no default can fill, or states what cannot be."""
     train = fields.section("train")
@@ -49,8 +49,8 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
     words = "fp8" if train.get("fp8") else f"{train.get('precision') or ''} {gpu}"
     precision = meaning("precision", words) or "bf16"
     shape = _shape(fields)
-    program = _program(fields, gpu, precision, shape, knowledge)
-    layout = _layout(fields, shape, program)
+    framework = _framework(fields, gpu, precision, shape, knowledge)
+    layout = _layout(fields, shape, framework)
     each, left = divmod(shape.layers + 2, layout.stages)
     # embedding and head stand for a layer each
     if fields.said("light_ends") and not left and layout.stages > 1:
@@ -67,7 +67,7 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
         shape=shape,
         cluster=cluster,
         layout=layout,
-        program=program,
+        framework=framework,
         seq_len=fields.number("model", "seq_len", 2048),
         precision=precision,
     )
@@ -75,7 +75,7 @@ def run_of_case(fields: Fields, knowledge: Knowledge) -> PlannedRun:
 
 
 def _recomputing(fields: Fields, run: PlannedRun) -> PlannedRun:
-    """Returns a run that recomputes as few blocks as fit, where neither it nor its program says
+    """Returns a run that recomputes as few blocks as fit, where neither it nor its framework says
     what is recomputed."""
     is_open = "train.activation_recompute (default)" in fields.filled
     if run.layout.recompute != "none" or not is_open:
@@ -89,10 +89,10 @@ def _recomputing(fields: Fields, run: PlannedRun) -> PlannedRun:
     return run
 
 
-def _program(
+def _framework(
     f: Fields, gpu: str, precision: str, shape: ModelShape, knowledge: Knowledge
-) -> TrainingProgram:
-    """The program that a case's framework is, with what its options change of it."""
+) -> FrameworkProfile:
+    """The framework that a case's framework is, with what its options change of it."""
     is_sharded = (
         f.flag("parallel", "fsdp", False) or f.number("parallel", "zero_stage", 0, least=0) >= 3
     )
@@ -109,21 +109,21 @@ def _program(
         sharded=is_sharded and f.number("parallel", "pp", 1) == 1,
         gpt=is_gpt and may_write,
     )
-    program = knowledge.program(f.text("framework"), traits)
-    program = with_options(program, f.said)
-    program = in_precision(program, precision)
-    return _states(f, program)
+    framework = knowledge.profile(f.text("framework"), traits)
+    framework = with_options(framework, f.said)
+    framework = in_precision(framework, precision)
+    return _states(f, framework)
 
 
-def _states(f: Fields, program: TrainingProgram) -> TrainingProgram:
-    """Returns the program with the states that a run says it keeps: in pure bf16, of another
+def _states(f: Fields, framework: FrameworkProfile) -> FrameworkProfile:
+    """Returns the framework with the states that a run says it keeps: in pure bf16, of another
     optimizer than AdamW."""
     precision = str(f.stated("train", "precision") or "")
     if f.said("float32_sum") or meaning("float32_sum", precision):
-        program = with_float32_sum(program)
+        framework = with_float32_sum(framework)
     states = meaning("optimizer_bytes", str(f.stated("train", "optimizer") or ""))
     pure_bf16 = bool(f.said("pure_bf16") or meaning("pure_bf16", precision))
-    return with_states(program, states, pure_bf16=pure_bf16)
+    return with_states(framework, states, pure_bf16=pure_bf16)
 
 
 def _shape(f: Fields) -> ModelShape:
@@ -159,7 +159,7 @@ def _shape(f: Fields) -> ModelShape:
     )
 
 
-def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout:
+def _layout(f: Fields, shape: ModelShape, framework: FrameworkProfile) -> RunLayout:
     tp = f.number("parallel", "tp", 1)
     pp = f.number("parallel", "pp", 1)
     cp = f.number("parallel", "cp", 1)
@@ -198,7 +198,7 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
         usual_shards = dp * cp
     said_shards = f.number("parallel", "optimizer_shard", usual_shards, least=0)
     optimizer = min(dp * cp, max(1, said_shards))
-    schedule = str(f.get("parallel", "schedule", program.default_schedule)).lower()
+    schedule = str(f.get("parallel", "schedule", framework.default_schedule)).lower()
     # A run that interleaves and does not say how finely has as many stages a rank as divide the
     # layers, at most 8.
     even = [v for v in range(1, 9) if shape.layers % (pp * v) == 0]
@@ -208,8 +208,8 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
     virtual = max(1, f.number("parallel", "vpp", usual_virtual, least=0))
     if shape.layers + 2 < pp * virtual:
         virtual = 1
-    sequence_parallel = f.flag("parallel", "sequence_parallel", program.default_sequence_parallel)
-    recompute = str(f.get("train", "activation_recompute", program.default_recompute))
+    sequence_parallel = f.flag("parallel", "sequence_parallel", framework.default_sequence_parallel)
+    recompute = str(f.get("train", "activation_recompute", framework.default_recompute))
     microbatches = max(1, round(batch / (dp * microbatch)))
     return RunLayout(
         pp=pp,
@@ -219,7 +219,7 @@ def _layout(f: Fields, shape: ModelShape, program: TrainingProgram) -> RunLayout
         ep=f.number("parallel", "ep", 1),
         expert_tp=f.number("parallel", "etp", 1),
         virtual_stages=virtual,
-        # Casts, because some schedules and a recompute are of those programs alone.
+        # Casts, because some schedules and a recompute are of those frameworks alone.
         schedule=cast(
             ScheduleName,
             "interleaved_1f1b" if virtual > 1 else meaning("schedule", schedule) or "1f1b",

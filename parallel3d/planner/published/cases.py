@@ -66,12 +66,12 @@ def read_cases(
     hardware: list[Path],
     *,
     leave_out_source: bool = False,
-    engine: str | None = None,
+    framework: str | None = None,
 ) -> CaseFile:
     """Reads the cases of a file: a list, or one object a line. Raises ConfigError where it is
     neither. A case that misses what no default can fill, or says what cannot be, is skipped, and
     said so. `leave_out_source`: each case is read without what was set while its own source's runs
-    were looked at. `engine`: the program of all cases, whatever they name."""
+    were looked at. `framework`: the framework of all cases, whatever they name."""
     known: dict[str, Knowledge] = {}
     cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
@@ -84,7 +84,7 @@ def read_cases(
             fields = Fields(tree)
             source = fields.text("source_key") if leave_out_source else ""
             if source not in known:
-                known[source] = Knowledge(hardware, frozenset({source} - {""}), engine)
+                known[source] = Knowledge(hardware, frozenset({source} - {""}), framework)
             cases.append(_case(name, fields, known[source]))
         except (
             ConfigError,

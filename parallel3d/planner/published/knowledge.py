@@ -1,6 +1,6 @@
-"""What the planner knows of programs and devices when it reads a published case: all of it, or what
-is left when that which was set while some runs were looked at is taken back (seen.yaml,
-programs.yaml)."""
+"""What the planner knows of frameworks and devices when it reads a published case: all of it, or
+what is left when that which was set while some runs were looked at is taken back (seen.yaml,
+frameworks.yaml)."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
-from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.hardware.framework import FrameworkProfile
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.published.fields import meaning, read_table
-from parallel3d.planner.published.programs import RunTraits, named_program, program_of
+from parallel3d.planner.published.frameworks import RunTraits, framework_of, named_framework
 
 _GB = re.compile(r"(\d+)gb")
 
 
 @dataclass
 class Knowledge:
-    """Programs and devices as they are known without the runs of the sources `left_out`. `engine`:
-    the program of every case, whatever it names."""
+    """Programs and devices as they are known without the runs of the sources `left_out`.
+    `framework`: the framework of every case, whatever it names."""
 
     folders: list[Path]
     left_out: frozenset[str] = frozenset()
-    engine: str | None = None
+    framework: str | None = None
     # the clusters read before, by hardware.gpu
     clusters: dict[str, Cluster] = field(default_factory=dict)
 
-    def program(self, framework: str, traits: RunTraits) -> TrainingProgram:
-        if self.engine is None:
-            known = program_of(framework, traits, left_out=self.left_out)
-        elif self.engine.startswith("unknown"):
-            known = program_of(self.engine, traits)
+    def profile(self, framework: str, traits: RunTraits) -> FrameworkProfile:
+        if self.framework is None:
+            known = framework_of(framework, traits, left_out=self.left_out)
+        elif self.framework.startswith("unknown"):
+            known = framework_of(self.framework, traits)
         else:
-            known = named_program(self.engine)
-        return replace(known, **_unseen(read_table("seen.yaml")["programs"], self.left_out))
+            known = named_framework(self.framework)
+        return replace(known, **_unseen(read_table("seen.yaml")["frameworks"], self.left_out))
 
     def cluster(self, gpu: str) -> Cluster:
         """Returns the nodes of a device, by the words that a case says. Raises ValueError where no

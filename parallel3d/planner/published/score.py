@@ -12,7 +12,7 @@ from typing import Any
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.parameters import reported_flops_per_token, total_parameters
-from parallel3d.planner.model.spread import FIGURES, Figure, Spread
+from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, Figure
 from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
@@ -38,12 +38,12 @@ class ScoredCase:
 
     id: str
     source: str
-    program: str  # that it was priced as
+    framework: str  # that it was priced as
     predicted: Prediction
     measured: Measurement
     error_pct: float | None
     errors_pct: dict[str, float]  # by "throughput" and "memory"
-    spread: Spread | None  # of what is predicted; None where none is recorded
+    spread: ErrorModel | None  # of what is predicted; None where none is recorded
     apart: str  # why it is not in the totals, or empty
     filled: tuple[str, ...]  # fields that the source leaves open, and where their values are from
 
@@ -97,7 +97,7 @@ class Score:
         return rounded(tree)
 
 
-def _ranges(of: Prediction, spread: Spread) -> dict[str, Any]:
+def _ranges(of: Prediction, spread: ErrorModel) -> dict[str, Any]:
     figures: dict[str, Figure] = dict.fromkeys(
         ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"), "throughput"
     )
@@ -112,7 +112,7 @@ def score(
     file: CaseFile,
     predict: Callable[[PublishedCase], Prediction] | None = None,
     *,
-    spread_of_case: Callable[[PublishedCase], Spread] | None = None,
+    spread_of_case: Callable[[PublishedCase], ErrorModel] | None = None,
 ) -> Score:
     """Predicts every case of a file; one that cannot be priced is skipped, and said so. Totals
     leave out what is reported apart and duplicates. `predict`: another planner's answer, scored the
@@ -165,7 +165,9 @@ def _fit(counted: Sequence[ScoredCase]) -> Fit:
     )
 
 
-def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | None) -> ScoredCase:
+def _score_case(
+    case: PublishedCase, predicted: Prediction, spread: ErrorModel | None
+) -> ScoredCase:
     """Raises ValueError where the predicted memory or time is no positive number."""
     for name in ("memory_gib", "step_time_s"):
         value = getattr(predicted, name)
@@ -185,7 +187,7 @@ def _score_case(case: PublishedCase, predicted: Prediction, spread: Spread | Non
     return ScoredCase(
         id=case.id,
         source=case.source,
-        program=case.run.program.name,
+        framework=case.run.framework.name,
         predicted=predicted,
         measured=measured,
         error_pct=errors.get("throughput", errors.get("memory")),

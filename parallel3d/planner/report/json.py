@@ -12,10 +12,10 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.model.spread import Spread
+from parallel3d.planner.model.uncertainty import ErrorModel
 from parallel3d.planner.report.page import Plan, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search.question import Question, Rejected, RunLength, Strategy
+from parallel3d.planner.search.request import PlanRequest, Rejected, RunLength, Strategy
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -23,14 +23,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
     tree = {
         "schema": "parallel3d.plan/1",
         "input": {
-            **question_tree(plan.question),
+            **request_tree(plan.request),
             "objective": plan.objective,
             "tokens": plan.tokens,
         },
-        "strategies": [_strategy(plan, each) for each in plan.answer.strategies],
-        "rejected": [rejected_tree(each, plan.question) for each in plan.answer.rejected],
+        "strategies": [_strategy(plan, each) for each in plan.result.strategies],
+        "rejected": [rejected_tree(each, plan.request) for each in plan.result.rejected],
         "search": {
-            "checked": plan.answer.checked,
+            "checked": plan.result.checked,
             "seconds": plan.seconds,
         },
         "advice": {
@@ -55,7 +55,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         tree["why"] = {
             "asked": asked,
             "strategy": found and _strategy(plan, found),
-            "rejected": nearest and rejected_tree(nearest, plan.question),
+            "rejected": nearest and rejected_tree(nearest, plan.request),
             "refused": refused,
             "layout": found and layout_text(found.parallel),
         }
@@ -66,7 +66,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
                 "pipeline_rank": each.memory.rank,
                 "estimated_gib": each.memory.total / GIB,
                 "dry_run_gib": bytes_ / GIB,
-                "fits": bytes_ <= plan.question.usable_bytes,
+                "fits": bytes_ <= plan.request.usable_bytes,
             }
             for each, bytes_ in plan.verified
         ]
@@ -116,44 +116,44 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
 
 
 def scales_tree(scales: Scales) -> dict[str, Any] | None:
-    """Returns what measured runs correct, None without any; `timed` and `weighed` name the program
-    of each run."""
+    """Returns what measured runs correct, None without any; `timed` and `weighed` name the
+    framework of each run."""
     if scales.timed or scales.weighed:
         return asdict(scales)
     return None
 
 
-def rejected_tree(rejected: Rejected, question: Question) -> dict[str, Any]:
+def rejected_tree(rejected: Rejected, request: PlanRequest) -> dict[str, Any]:
     return {
         "parallel": parallel_tree(rejected.parallel),
         "reason": rejected.reason,
         "short_gib": rejected.short_bytes / GIB,
-        "short_pct": 100 * rejected.short_bytes / question.usable_bytes,
+        "short_pct": 100 * rejected.short_bytes / request.usable_bytes,
     }
 
 
-def question_tree(question: Question) -> dict[str, Any]:
+def request_tree(request: PlanRequest) -> dict[str, Any]:
     """What was asked, with defaults filled in."""
     return {
-        "model": model_tree(question.shape),
-        "hardware": hardware_tree(question.cluster),
-        "gpus": question.gpus,
-        "seq_len": question.seq_len,
-        "global_batch_size": question.global_batch_size,
-        "precision": question.precision,
-        "memory_fraction": question.memory_fraction,
-        "risk": question.risk,
-        "anchored": scales_tree(question.cluster.scales),
-        "usable_gib": question.usable_bytes / GIB,
-        "fixed": {key: value for key, value in asdict(question.fixed).items() if value is not None},
-        "schedules": question.schedules,
+        "model": model_tree(request.shape),
+        "hardware": hardware_tree(request.cluster),
+        "gpus": request.gpus,
+        "seq_len": request.seq_len,
+        "global_batch_size": request.global_batch_size,
+        "precision": request.precision,
+        "memory_fraction": request.memory_fraction,
+        "risk": request.risk,
+        "anchored": scales_tree(request.cluster.scales),
+        "usable_gib": request.usable_bytes / GIB,
+        "fixed": {key: value for key, value in asdict(request.fixed).items() if value is not None},
+        "schedules": request.schedules,
     }
 
 
-def strategy_tree(found: Strategy, length: RunLength | None, spread: Spread) -> dict[str, Any]:
+def strategy_tree(found: Strategy, length: RunLength | None, spread: ErrorModel) -> dict[str, Any]:
     """A strategy, with how long the run takes where its tokens are known, and the range of each
     figure."""
-    question = found.question
+    request = found.request
     parallel = found.parallel
     cost = found.cost
     run_length = length and asdict(length)
@@ -168,8 +168,8 @@ def strategy_tree(found: Strategy, length: RunLength | None, spread: Spread) -> 
         "parallel": parallel_tree(parallel),
         "gpus": parallel.world_size,
         "microbatches": found.run.layout.microbatches,
-        "padded_vocab": vocab if vocab != question.shape.vocab else None,
-        "fits": found.memory.total <= question.usable_bytes,
+        "padded_vocab": vocab if vocab != request.shape.vocab else None,
+        "fits": found.memory.total <= request.usable_bytes,
         "memory_gib": memory_tree(found.memory),
         "worst_rank": found.memory.rank,
         "step_time_s": cost.step_time_s,
@@ -180,6 +180,6 @@ def strategy_tree(found: Strategy, length: RunLength | None, spread: Spread) -> 
         "run": run_length,
         "ranges": ranges,
         "chance_to_fit": spread.chance_to_fit(
-            found.memory.total, question.cluster.device.memory_bytes
+            found.memory.total, request.cluster.device.memory_bytes
         ),
     }

@@ -14,7 +14,7 @@ from typing import Any
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.parameters import active_parameters, total_parameters
 from parallel3d.planner.model.planned_run import PlannedRun, other_axes
-from parallel3d.planner.model.spread import LEVEL, Figure, Spread, spread_of
+from parallel3d.planner.model.uncertainty import LEVEL, ErrorModel, Figure, error_model_of
 from parallel3d.planner.report.text import (
     bar,
     days_column,
@@ -32,7 +32,7 @@ from parallel3d.planner.report.text import (
     wrapped,
 )
 from parallel3d.planner.search.fastest import Objective
-from parallel3d.planner.search.question import Answer, Question, RunLength, Strategy
+from parallel3d.planner.search.request import PlanRequest, PlanResult, RunLength, Strategy
 
 _MOST_REJECTED = 3
 _MOST_SHOWN = 5
@@ -44,16 +44,16 @@ _RANKED = {
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """A question, its answer, and what was asked beside it. Its repr is the report."""
+    """A request, its answer, and what was asked beside it. Its repr is the report."""
 
-    question: Question
-    answer: Answer
+    request: PlanRequest
+    result: PlanResult
     objective: Objective = "throughput"
     seconds: float = 0.0
     top: int | None = None  # lines of the table
     tokens: float | None = None
     # what --why asked, with the answer or the rule that it breaks
-    why: tuple[str, Answer | str] | None = None
+    why: tuple[str, PlanResult | str] | None = None
     remedies: tuple[str, ...] = ()
     # what the recorded score found (docs/plan.md); errors in per cent
     accuracy: dict[str, Any]
@@ -68,8 +68,8 @@ class Plan:
 
     @property
     def best(self) -> Strategy | None:
-        if self.answer.strategies:
-            return self.answer.strategies[0]
+        if self.result.strategies:
+            return self.result.strategies[0]
         return None
 
     def length(self, found: Strategy) -> RunLength | None:
@@ -77,17 +77,17 @@ class Plan:
             return None
         return found.length(self.tokens)
 
-    def spread(self, found: Strategy) -> Spread:
+    def spread(self, found: Strategy) -> ErrorModel:
         """How far off the figures of a layout may be."""
-        return spread_of(found.run, self.accuracy)
+        return error_model_of(found.run, self.accuracy)
 
 
 def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
     """Returns the whole report, which ends with a newline."""
-    lines = [*header(plan.question), ""]
+    lines = [*header(plan.request), ""]
     if plan.best is None:
-        usable = plan.question.usable_bytes
-        share = plan.answer.rejected[0].short_bytes / usable
+        usable = plan.request.usable_bytes
+        share = plan.result.rejected[0].short_bytes / usable
         most = f"the {usable / GIB:.1f} GiB that a device may use"
         lines.append(f"nothing fits: needs {share:.0%} more memory than {most}")
     else:
@@ -98,7 +98,7 @@ def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def header(q: Question, *, has_size: bool = True) -> Iterator[str]:
+def header(q: PlanRequest, *, has_size: bool = True) -> Iterator[str]:
     """Yields what was asked: the model, the batch, the hardware, how many devices unless `has_size`
     is false."""
     shape = q.shape
@@ -120,16 +120,16 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields what a report says beside its table: a label, empty in a row that continues the last,
     and a text."""
     best = plan.best
-    answer = plan.answer
-    q = plan.question
+    result = plan.result
+    q = plan.request
     if best is None:
-        for each in answer.rejected[:_MOST_REJECTED]:
+        for each in result.rejected[:_MOST_REJECTED]:
             yield "nearest", f"{layout_text(each.parallel)}: {each.reason}"
         nothing = ("nothing that was tried: more devices, shorter sequences",)
         yield from _one_label("would do", plan.remedies or nothing)
         yield from _verified(plan)
     else:
-        looked = f"the memory of {answer.checked:,} layouts, all others by bounds"
+        looked = f"the memory of {result.checked:,} layouts, all others by bounds"
         yield "searched", f"{looked}; {_RANKED[plan.objective]}"
         microbatches = best.run.layout.microbatches
         yield "layout 1", f"{layout_text(best.parallel)}; microbatches: {microbatches}"
@@ -140,7 +140,7 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
         memory = best.memory
         yield "memory", f"GiB on pipeline rank {memory.rank}, the fullest: {memory_text(memory)}"
         yield from _verified(plan)
-        if not plan.verified and q.program.is_parallel3d and not q.shape.lacks_module:
+        if not plan.verified and q.framework.is_parallel3d and not q.shape.lacks_module:
             yield "exactly", "--verify runs layout 1's fullest rank dry and prints its exact memory"
         yield "time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}"
         yield "run", _run(plan, best)
@@ -150,21 +150,21 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.why is not None:
         asked, other = plan.why
         yield "why not", f"{asked}: {_why_not(other, best)}"
-    for note in (*_engine_notes(q), *plan.notes):
+    for note in (*_framework_notes(q), *plan.notes):
         yield "note", note
     yield "how sure", how_sure(plan.accuracy, q)
     for command in plan.commands:
         yield "next", command
 
 
-def _engine_notes(question: Question) -> Iterator[str]:
+def _framework_notes(request: PlanRequest) -> Iterator[str]:
     """Yields what this project's own trainer does not have of a plan, and what is assumed in its
     place."""
-    program = question.program
-    shape = question.shape
-    cluster = question.cluster
-    if not program.is_parallel3d:
-        yield f"priced for {program.name}, not for this project's trainer: no recipe is written"
+    framework = request.framework
+    shape = request.shape
+    cluster = request.cluster
+    if not framework.is_parallel3d:
+        yield f"priced for {framework.name}, not for this project's trainer: no recipe is written"
     elif shape.lacks_module:
         lacks = f"this project's trainer lacks {shape.lacks_module}"
         yield f"{lacks}: priced as if it had them, and no recipe is written"
@@ -177,12 +177,12 @@ def _engine_notes(question: Question) -> Iterator[str]:
         yield "all experts are taken to get equally many tokens: uneven ones take longer"
 
 
-def how_sure(known: Mapping[str, Any], about: Question | PlannedRun) -> str:
+def how_sure(known: Mapping[str, Any], about: PlanRequest | PlannedRun) -> str:
     """Returns the recorded errors on sources that nothing was set on."""
     own = ""
     if about.shape.experts is not None:
         own = "mixtures were never fitted to a run (25 published ones: 13% off, most too fast); "
-    elif about.program.is_parallel3d:
+    elif about.framework.is_parallel3d:
         own = "parallel3d itself was never measured on a GPU; "
     errors = known["blind"]
     return (
@@ -220,7 +220,7 @@ def three_digits(value: float) -> str:
 
 def reasons(best: Strategy) -> Iterator[str]:
     """Yields why the best layout is the best, from this plan's own numbers."""
-    question = best.question
+    request = best.request
     parallel = best.parallel
     parts = best.cost.parts
     if parallel.tp == parallel.pp == 1:
@@ -237,7 +237,7 @@ def reasons(best: Strategy) -> Iterator[str]:
             yield f"{axis} {size}: {what} takes {seconds / parts.total:.0%} of the step"
     if parallel.recompute != "none":
         none = replace(parallel, recompute="none", recompute_every=None)
-        without = replace(best, parallel=none).memory.total - question.usable_bytes
+        without = replace(best, parallel=none).memory.total - request.usable_bytes
         share = f"recompute: {parts.recompute / parts.total:.0%} of the step"
         if without > 0:
             yield f"{share}; without it {without / GIB:.1f} GiB are missing"
@@ -253,9 +253,9 @@ def _one_label(label: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
     """Yields the best strategies, and below them the layouts that are nearest to fitting."""
-    found = plan.answer.strategies
-    usable = plan.question.usable_bytes
-    rejected = plan.answer.rejected[:_MOST_REJECTED]
+    found = plan.result.strategies
+    usable = plan.request.usable_bytes
+    rejected = plan.result.rejected[:_MOST_REJECTED]
     layouts = [each.parallel for each in found] + [each.parallel for each in rejected]
     axes = shown_axes(layouts)
     head = f"  # gpus{layout_head(axes)}{f'GiB of {usable / GIB:.1f}':>17}  fits tok/s/gpu    MFU"
@@ -269,7 +269,7 @@ def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
         total = each.memory.total
         spread = plan.spread(each)
         length = plan.length(each)
-        chance = spread.chance_to_fit(total, each.question.cluster.device.memory_bytes)
+        chance = spread.chance_to_fit(total, each.request.cluster.device.memory_bytes)
         fits = f"{min(0.99, chance):.2f}"
         mark = ">" if number == 1 else " "
         line = f"{mark}{number:>2}{columns}{gib(total):>7} {bar(total / usable)} {fits:>4}"
@@ -289,7 +289,7 @@ def _verified(plan: Plan) -> Iterator[tuple[str, str]]:
         memory = each.memory
         exact = f"{bytes_ / GIB:.1f} GiB by a dry run of the real code"
         found = f"{exact}, {memory.total / GIB:.1f} estimated"
-        if bytes_ <= each.question.usable_bytes:
+        if bytes_ <= each.request.usable_bytes:
             yield "verified", f"layout 1 holds {found}, on pipeline rank {memory.rank}"
         else:
             layout = layout_text(each.parallel)
@@ -308,12 +308,12 @@ def _run(plan: Plan, best: Strategy) -> str:
     )
     if length.price is None:
         return f"{text}; --price 2.5 would say what it costs"
-    device = plan.question.cluster.device
+    device = plan.request.cluster.device
     hourly = " ".join((f"${device.price_per_hour:.2f} an hour", device.price_from)).strip()
     return f"{text}, {money(length.price)} at {hourly}"
 
 
-def _why_not(other: Answer | str, best: Strategy | None) -> str:
+def _why_not(other: PlanResult | str, best: Strategy | None) -> str:
     if isinstance(other, str):
         return f"no such layout: {other}"
     if not other.strategies:

@@ -11,7 +11,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import Cluster, Scales
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
-from parallel3d.planner.model.planned_run import EngineLayout, other_axes
+from parallel3d.planner.model.planned_run import FrameworkLayout, other_axes
 from parallel3d.planner.time.step import TimeParts
 
 WIDTH = 100
@@ -29,7 +29,7 @@ def bar(share: float) -> str:
 
 def layout_text(parallel: ParallelConfig) -> str:
     """A layout as overrides of a recipe would say it, without what is at its default."""
-    plain = asdict(EngineLayout())
+    plain = asdict(FrameworkLayout())
     said = []
     for key, value in asdict(parallel).items():
         if value != plain[key]:
@@ -38,7 +38,7 @@ def layout_text(parallel: ParallelConfig) -> str:
 
 
 def shown_axes(layouts: Iterable[ParallelConfig]) -> tuple[str, ...]:
-    """Returns which axes of other programs any of these layouts uses."""
+    """Returns which axes of other frameworks any of these layouts uses."""
     sizes = [other_axes(parallel) for parallel in layouts]
     shown = []
     if any(cp > 1 for cp, _ in sizes):

@@ -14,7 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, ROUNDED
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.training import master_bytes
-from parallel3d.planner.search.question import Answer, Fixed, Question, Rejected, Strategy
+from parallel3d.planner.search.request import Fixed, PlanRequest, PlanResult, Rejected, Strategy
 from parallel3d.planner.search.space import check_fixed, families
 from parallel3d.planner.search.ties import settled
 from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
@@ -28,15 +28,17 @@ _FROM_EACH_WAY = 2
 _SPARE_WAYS = 2
 
 
-def search(question: Question, *, top: int = 10, objective: Objective = "throughput") -> Answer:
+def search(
+    request: PlanRequest, *, top: int = 10, objective: Objective = "throughput"
+) -> PlanResult:
     """The best `top` strategies, each another way of cutting the model: of every tp x pp the best
     that there is in microbatch, virtual stages, split of the data ranks and recompute, which a run
-    can change without changing what its ranks hold. Where the question fixes both tp and pp, those
+    can change without changing what its ranks hold. Where the request fixes both tp and pp, those
     are what differs.
 
-    Raises ConfigError where the question allows no layout at all, whatever the memory."""
-    searches = _searches(question)
-    found, best = _fastest(question, searches, top)
+    Raises ConfigError where the request allows no layout at all, whatever the memory."""
+    searches = _searches(request)
+    found, best = _fastest(request, searches, top)
     rejected = []
     for each in searches:
         if each in best or each.is_cut_short:
@@ -44,8 +46,8 @@ def search(question: Question, *, top: int = 10, objective: Objective = "through
         least = each.leanest()
         if least is None:
             continue
-        memory = Strategy(question, least.parallel).memory
-        short = least.bytes - question.usable_bytes
+        memory = Strategy(request, least.parallel).memory
+        short = least.bytes - request.usable_bytes
         needs = "under 0.1"
         if short >= 0.05 * GIB:
             needs = f"{short / GIB:.1f}"
@@ -53,77 +55,77 @@ def search(question: Question, *, top: int = 10, objective: Objective = "through
         why = f"needs {needs} GiB more on rank {memory.rank}, most for {largest}"
         rejected.append(Rejected(parallel=least.parallel, reason=why, short_bytes=short))
     if objective == "memory" and found:
-        found = _leanest(question, searches, top)
-    return Answer(
+        found = _leanest(request, searches, top)
+    return PlanResult(
         strategies=tuple(found),
         rejected=tuple(sorted(rejected, key=lambda each: each.short_bytes)),
         checked=sum(each.checked for each in searches),
     )
 
 
-def fastest(question: Question, *, top: int = 1) -> list[Strategy]:
+def fastest(request: PlanRequest, *, top: int = 1) -> list[Strategy]:
     """Returns the strategies of `search` alone. Raises ConfigError as `search` does."""
-    return _fastest(question, _searches(question), top)[0]
+    return _fastest(request, _searches(request), top)[0]
 
 
-def _leanest(question: Question, searches: list[TpPpSearch], top: int) -> list[Strategy]:
+def _leanest(request: PlanRequest, searches: list[TpPpSearch], top: int) -> list[Strategy]:
     """Returns the layout of each tp x pp that fits with the lowest memory, the lowest first."""
     found: list[Candidate] = []
     # the layouts that are split most are often lean
     for each in sorted(searches, key=lambda each: -each.tp * each.pp):
-        within = question.usable_bytes
+        within = request.usable_bytes
         if len(found) >= top:
             within = found[top - 1].bytes
         priced = each.leanest(within=within)
         if priced is not None:
             found.append(priced)
             found.sort(key=lambda priced: priced.bytes)
-    return [Strategy(question, each.parallel) for each in found[:top]]
+    return [Strategy(request, each.parallel) for each in found[:top]]
 
 
-def one_that_fits(question: Question) -> Strategy | None:
-    """Returns any layout that fits, much sooner than the best; None where none does or the question
+def one_that_fits(request: PlanRequest) -> Strategy | None:
+    """Returns any layout that fits, much sooner than the best; None where none does or the request
     allows none."""
     # A lower bound: some device has the states of each parameter.
-    program = question.program
-    each_bytes = program.weight_bytes + program.gradient_bytes + program.optimizer_bytes
+    framework = request.framework
+    each_bytes = framework.weight_bytes + framework.gradient_bytes + framework.optimizer_bytes
     # which may have no gradients and no copy for computing beside the master
-    if program.is_parallel3d:
-        each_bytes = master_bytes(question.precision) + question.training.state_bytes
-    states_bytes = ROUNDED * each_bytes * total_parameters(question.shape)
-    if states_bytes > question.gpus * question.usable_bytes:
+    if framework.is_parallel3d:
+        each_bytes = master_bytes(request.precision) + request.training.state_bytes
+    states_bytes = ROUNDED * each_bytes * total_parameters(request.shape)
+    if states_bytes > request.gpus * request.usable_bytes:
         return None
-    by_size = families(question)
+    by_size = families(request)
     # One layout of each tp x pp first, the smallest microbatch without virtual stages, most often
     # the leanest.
     for part in (slice(1), slice(1, None)):
         for (tp, pp), own in by_size.items():
-            each = TpPpSearch(question, tp, pp, own[part], blocks={})
-            found = each.leanest(within=question.usable_bytes, is_any=True)
+            each = TpPpSearch(request, tp, pp, own[part], blocks={})
+            found = each.leanest(within=request.usable_bytes, is_any=True)
             if found is not None:
-                return Strategy(question, found.parallel)
+                return Strategy(request, found.parallel)
     return None
 
 
-def compare(question: Question, wanted: Fixed) -> Answer | str:
+def compare(request: PlanRequest, wanted: Fixed) -> PlanResult | str:
     """Returns the cluster's best with `wanted` in the place of what is fixed, or the rule that
     `wanted` breaks."""
     try:
-        other = replace(question, fixed=wanted)
+        other = replace(request, fixed=wanted)
         check_fixed(other)
         return search(other, top=1)
     except ConfigError as error:
         return str(error)
 
 
-def sweep(question: Question, sizes: Iterable[int]) -> dict[int, Strategy | str]:
+def sweep(request: PlanRequest, sizes: Iterable[int]) -> dict[int, Strategy | str]:
     """Returns the best layout on each number of devices, smallest first, or the reason why none
-    fits. Raises ConfigError where the question allows no layout at any size, whatever the
+    fits. Raises ConfigError where the request allows no layout at any size, whatever the
     memory."""
     found: dict[int, Strategy | str] = {}
     refused: list[ConfigError] = []
     for gpus in sorted(set(sizes)):
-        asked = replace(question, gpus=gpus)
+        asked = replace(request, gpus=gpus)
         try:
             check_fixed(asked)
             best = fastest(asked, top=_TIED)
@@ -143,30 +145,30 @@ def sweep(question: Question, sizes: Iterable[int]) -> dict[int, Strategy | str]
     return found
 
 
-def _searches(question: Question) -> list[TpPpSearch]:
-    if question.gpus < 1:
-        raise ConfigError(f"gpus = {question.gpus}: must be at least 1; try --gpus 1")
+def _searches(request: PlanRequest) -> list[TpPpSearch]:
+    if request.gpus < 1:
+        raise ConfigError(f"gpus = {request.gpus}: must be at least 1; try --gpus 1")
     blocks: BlockTimeCache = {}
     found = []
-    for (tp, pp), own in families(question).items():
-        each = TpPpSearch(question, tp, pp, own, blocks)
+    for (tp, pp), own in families(request).items():
+        each = TpPpSearch(request, tp, pp, own, blocks)
         if each.has_layouts:
             found.append(each)
     if not found:
-        shape = question.shape
-        fixed = vars(question.fixed).items()
+        shape = request.shape
+        fixed = vars(request.fixed).items()
         asked = ", ".join(f"{key} = {value}" for key, value in fixed if value is not None)
         raise ConfigError(
-            f"no layout of {question.gpus} devices divides {shape.name} (layers {shape.layers}, "
+            f"no layout of {request.gpus} devices divides {shape.name} (layers {shape.layers}, "
             f"heads {shape.heads}, kv_heads {shape.kv_heads}) and a batch of "
-            f"{question.global_batch_size} sequences ({asked or 'nothing fixed'}); try another "
-            f"number of devices, or a batch that is a multiple of {question.gpus}"
+            f"{request.global_batch_size} sequences ({asked or 'nothing fixed'}); try another "
+            f"number of devices, or a batch that is a multiple of {request.gpus}"
         )
     return found
 
 
 def _fastest(
-    question: Question, searches: list[TpPpSearch], top: int
+    request: PlanRequest, searches: list[TpPpSearch], top: int
 ) -> tuple[list[Strategy], dict[TpPpSearch, Candidate]]:
     """Returns the best, priced exactly, and the best by the closed form of each tp x pp that can
     have one of them."""
@@ -182,7 +184,7 @@ def _fastest(
         priced = next(orders[each], None)
         if priced is not None:
             best[each] = priced
-    is_fixed = question.fixed.tp is not None and question.fixed.pp is not None
+    is_fixed = request.fixed.tp is not None and request.fixed.pp is not None
     more = _FROM_EACH_WAY
     if is_fixed:
         more = max(_FINALISTS, 2 * top)
@@ -190,7 +192,7 @@ def _fastest(
     exact: list[tuple[Strategy, float]] = []
     for each in ways[:most_ways]:
         for finalist in (best[each], *islice(orders[each], more - 1)):
-            exact.append((Strategy(question, finalist.parallel), finalist.bytes))
+            exact.append((Strategy(request, finalist.parallel), finalist.bytes))
     # The fastest first, and layouts within a per mille of each other by memory, then by fewer tp
     # ranks.
     exact.sort(

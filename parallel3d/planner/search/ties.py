@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel3d.planner.search.question import Answer, Strategy
+from parallel3d.planner.search.request import PlanResult, Strategy
 
 # Two layouts of one job share most of what a prediction has wrong, yet not all: this share of their
 # speed is unsure.
@@ -23,7 +23,7 @@ def tied(strategies: Sequence[Strategy]) -> int:
     return len(strategies)
 
 
-def settle_ties(answer: Answer) -> Answer:
+def settle_ties(answer: PlanResult) -> PlanResult:
     """Returns an answer, fastest first, with its tied layouts in another order."""
     return replace(answer, strategies=(*settled(answer.strategies),))
 
@@ -38,8 +38,8 @@ def settled(strategies: Sequence[Strategy]) -> list[Strategy]:
 
 def _risks(found: Strategy) -> tuple[float, ...]:
     parallel = found.parallel
-    node = found.question.cluster.gpus_per_node
-    tenths = round(10 * found.memory.total / found.question.usable_bytes)
+    node = found.request.cluster.gpus_per_node
+    tenths = round(10 * found.memory.total / found.request.usable_bytes)
     tp_across_nodes = 0
     if parallel.tp > node:
         tp_across_nodes = parallel.tp

@@ -1,4 +1,4 @@
-"""One tp x pp of a question, and its layouts in the order of their time.
+"""One tp x pp of a request, and its layouts in the order of their time.
 
 Time is cheap to bound and memory is not, so memory is asked for only of layouts whose turn it is: a
 heap is ordered by the least time that families of one microbatch, then one family, then one of its
@@ -22,7 +22,7 @@ from parallel3d.planner.memory.floor import MemoryFloor, RunFloors, floor_bytes
 from parallel3d.planner.memory.ranks import quick_worst_bytes
 from parallel3d.planner.model.planned_run import PlannedRun, other_axes, varied
 from parallel3d.planner.model.shapes import StageSlice
-from parallel3d.planner.search.question import Question
+from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.search.space import (
     RecomputeChoice,
     data_axis_splits,
@@ -75,12 +75,12 @@ class _Waiting(NamedTuple):
 
 
 class TpPpSearch:
-    """A tp x pp of a question. `checked` counts the layouts whose memory was computed so far,
+    """A tp x pp of a request. `checked` counts the layouts whose memory was computed so far,
     and `is_cut_short` is set where a search for the fastest has left out what takes too long."""
 
     def __init__(
         self,
-        question: Question,
+        request: PlanRequest,
         tp: int,
         pp: int,
         families: list[ParallelConfig],
@@ -91,9 +91,9 @@ class TpPpSearch:
         self.pp = pp
         self.checked = 0
         self.is_cut_short = False
-        self._question = question
+        self._request = request
         self._families = [_Family(parallel, CostCache(blocks)) for parallel in families]
-        self._recompute_choices = recompute_choices(question, pp)
+        self._recompute_choices = recompute_choices(request, pp)
         self._pushed = count()
         self._states: dict[object, tuple[MemoryFloor, ...]] = {}
 
@@ -139,7 +139,7 @@ class TpPpSearch:
                     self._push_layouts(family, recompute)
                 else:
                     bytes_ = self._layout_bytes(family, layout, recompute)
-                    if bytes_ <= self._question.usable_bytes:
+                    if bytes_ <= self._request.usable_bytes:
                         equally_fast.append(Candidate(layout, least_s, bytes_))
                     else:
                         self._push_leaner(family, layout, recompute)
@@ -156,14 +156,14 @@ class TpPpSearch:
 
     def _push_family(self, family: _Family, kind: RecomputeChoice) -> None:
         """Pushes a family, or what is leaner if its floor is too high."""
-        usable = self._question.usable_bytes
+        usable = self._request.usable_bytes
         choices = self._recompute_choices
         if self._family_floor(family, kind) <= usable:
-            run = self._question.planned_run(kind.of(family.parallel))
+            run = self._request.planned_run(kind.of(family.parallel))
             self._push(least_step_s(run, known=family.known), [family], None, kind)
             return
         # Recompute of a single block keeps more than it saves.
-        is_single = self._question.shape.layers <= self.pp
+        is_single = self._request.shape.layers <= self.pp
         if is_single or self._family_floor(family, choices[-1]) <= usable:
             for leaner in leaner_choices(choices, kind):
                 self._push_family(family, leaner)
@@ -171,16 +171,16 @@ class TpPpSearch:
     def _push_layouts(self, family: _Family, kind: RecomputeChoice) -> None:
         """Pushes each use of a family's data ranks."""
         family.first.add(kind)
-        for way in data_axis_splits(self._question, family.parallel):
+        for way in data_axis_splits(self._request, family.parallel):
             self._push_layout(family, way, kind)
 
     def _push_layout(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
         """Pushes a layout, or what is leaner if its floor is too high."""
-        if self._floor(family, way, kind) > self._question.usable_bytes:
+        if self._floor(family, way, kind) > self._request.usable_bytes:
             self._push_leaner(family, way, kind)
             return
         layout = kind.of(way)
-        run = self._question.planned_run(layout)
+        run = self._request.planned_run(layout)
         cost = step_cost(run, exact=False, known=family.known)
         self._push(cost.step_time_s, [family], layout, kind)
 
@@ -188,11 +188,11 @@ class TpPpSearch:
         """Pushes a layout with more recompute, and with less gathered at once."""
         choices = self._recompute_choices
         most = choices[-1]
-        if kind == most or self._floor(family, way, most) <= self._question.usable_bytes:
+        if kind == most or self._floor(family, way, most) <= self._request.usable_bytes:
             for leaner_kind in leaner_choices(choices, kind):
                 self._push_layout(family, way, leaner_kind)
         if kind in family.first:
-            leaner_way = per_microbatch_variant(self._question, way)
+            leaner_way = per_microbatch_variant(self._request, way)
             if leaner_way is not None and leaner_way != way:
                 self._push_layout(family, leaner_way, kind)
 
@@ -202,7 +202,7 @@ class TpPpSearch:
         # Recompute of a single block keeps more than it saves; full recompute of several is the
         # leanest.
         choices = self._recompute_choices
-        if self._question.shape.layers > self.pp:
+        if self._request.shape.layers > self.pp:
             choices = choices[-1:]
         floors = []
         for family in self._families:
@@ -230,19 +230,19 @@ class TpPpSearch:
 
     @cached_property
     def _any_run(self) -> PlannedRun:
-        return self._question.planned_run(self._families[0].parallel)
+        return self._request.planned_run(self._families[0].parallel)
 
     def _ways(self, family: _Family) -> Iterator[ParallelConfig]:
         """Yields every use of a family's data ranks."""
-        for way in data_axis_splits(self._question, family.parallel):
+        for way in data_axis_splits(self._request, family.parallel):
             yield way
-            if (leaner := per_microbatch_variant(self._question, way)) is not None:
+            if (leaner := per_microbatch_variant(self._request, way)) is not None:
                 yield leaner
 
     def _bytes(self, parallel: ParallelConfig, *, enough: float) -> float:
         """Returns what a layout holds, or more than `enough`."""
         self.checked += 1
-        return quick_worst_bytes(self._question.planned_run(parallel), enough=enough)
+        return quick_worst_bytes(self._request.planned_run(parallel), enough=enough)
 
     def _layout_bytes(
         self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
@@ -251,12 +251,12 @@ class TpPpSearch:
         that."""
         key = (parallel.dp_shard, parallel.sharding, parallel.gather), kind
         if key not in family.bytes:
-            family.bytes[key] = self._bytes(kind.of(parallel), enough=self._question.usable_bytes)
+            family.bytes[key] = self._bytes(kind.of(parallel), enough=self._request.usable_bytes)
         return family.bytes[key]
 
     def _least_work_s(self, group: list[_Family]) -> float:
         first = group[0]
-        run = self._question.planned_run(self._recompute_choices[0].of(first.parallel))
+        run = self._request.planned_run(self._recompute_choices[0].of(first.parallel))
         turns = 0.0
         for family in group:
             if schedule_traits(family.parallel.schedule).ramp_bubble:
@@ -266,12 +266,12 @@ class TpPpSearch:
         return least_work_s(run, known=first.known, turns=turns)
 
     def _floor(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
-        """Bytes that a family's layout holds at least with this recompute: of a published program,
-        whose memory is known sooner than its time, what it holds."""
-        if not self._question.program.is_parallel3d:
+        """Bytes that a family's layout holds at least with this recompute: of a published
+        framework, whose memory is known sooner than its time, what it holds."""
+        if not self._request.framework.is_parallel3d:
             return self._layout_bytes(family, way, kind)
         data = (way.strategy, way.dp_shard, way.gather, way.reduce)
-        is_one = way.dp * way.microbatch_size == self._question.global_batch_size
+        is_one = way.dp * way.microbatch_size == self._request.global_batch_size
         work = self._work(family, kind)
         # States are those of all stages of a rank together, whatever their number, where none is
         # reduced for itself.
@@ -279,12 +279,12 @@ class TpPpSearch:
         alike = (traits.splits_backward, way.virtual_stages if way.reduce == "microbatch" else 0)
         key = (alike, family.ends, data, is_one, other_axes(way))
         if key not in self._states:
-            self._states[key] = RunFloors(self._question.planned_run(way)).states
+            self._states[key] = RunFloors(self._request.planned_run(way)).states
         return floor_bytes(self._any_run, self._states[key], work)
 
     def _family_floor(self, family: _Family, kind: RecomputeChoice) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
-        if not self._question.program.is_parallel3d:
+        if not self._request.framework.is_parallel3d:
             return 0.0
         least = self._work(family, kind)
         return floor_bytes(self._any_run, least, least)
@@ -294,7 +294,7 @@ class TpPpSearch:
         if family.floors is None:
             parallel = family.parallel
             split = varied(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD")
-            run = self._question.planned_run(split)
+            run = self._request.planned_run(split)
             family.ends = (run.ranks[0], run.ranks[-1])
             family.floors = RunFloors(run)
         if kind not in family.held:

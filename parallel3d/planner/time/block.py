@@ -168,7 +168,7 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
     rest_back_s = memory_bound_s(kernels, moved_back, launches=12)
     forward = products_s + attention_s + rest_s
     backward = products_back_s + weight_s + attention_back_s + rest_back_s
-    program = run.program
+    framework = run.framework
     layout = run.layout
     again = {
         "full": forward,
@@ -177,9 +177,9 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
         "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
     }.get(layout.recompute, 0.0)
-    count = program.launches
+    count = framework.launches
     if run.shape.experts is not None and not dense:
-        count += program.expert_launches
+        count += framework.expert_launches
     launches = count * kernels.device.launch_s
     return BlockTimes(
         forward_s=max(forward, launches),
@@ -191,14 +191,14 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
 
 def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
     """Returns the seconds to add a microbatch's gradient to that of earlier ones."""
-    program = run.program
-    if run.layout.microbatches == 1 and not program.fused_weight_gradient:
+    framework = run.framework
+    if run.layout.microbatches == 1 and not framework.fused_weight_gradient:
         return 0.0
     if kernels.process is not None:
         return weights * kernels.process.gradient_s
-    bytes_ = 2 * program.gradient_bytes
-    if program.fused_weight_gradient:
-        bytes_ *= program.accumulate
+    bytes_ = 2 * framework.gradient_bytes
+    if framework.fused_weight_gradient:
+        bytes_ *= framework.accumulate
     return weights * bytes_ / kernels.memory_rate
 
 
@@ -207,11 +207,11 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     a window, the mean of all."""
     shape = run.shape
     layout = run.layout
-    program = run.program
+    framework = run.framework
     d = shape.attention_hidden // shape.heads
     queries = run.seq_len // layout.cp
     batch_heads = layout.microbatch_size * shape.heads / layout.tp
-    if program.attention == "flash":
+    if framework.attention == "flash":
         flash_s = partial(
             flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d
         )
@@ -225,12 +225,12 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
 
         return seconds(False), seconds(True)
     # batched products of few columns; without tensor cores
-    speed = 0.5 if d % 8 == 0 else program.unaligned_attention
+    speed = 0.5 if d % 8 == 0 else framework.unaligned_attention
     scores = batch_heads * queries * run.seq_len
     rate = kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed
     product_s = 4.0 * scores * d / rate
     traffic = scores / kernels.memory_rate
-    dropout = 3.0 if program.dropout else 0.0
+    dropout = 3.0 if framework.dropout else 0.0
     forward = _SOFTMAX_FORWARD + dropout
     backward = _SOFTMAX_BACKWARD + dropout
     return product_s + traffic * forward, 2 * product_s + traffic * backward
@@ -241,13 +241,13 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
     backward."""
     shape = run.shape
     layout = run.layout
-    program = run.program
+    framework = run.framework
     t = run.tokens
     outside: float = t * shape.hidden
     if layout.sequence_parallel:
         outside /= layout.tp
-    dropped = 1.0 if program.dropout else 0.0
-    norms = program.norm_passes * shape.block_norms / 2
+    dropped = 1.0 if framework.dropout else 0.0
+    norms = framework.norm_passes * shape.block_norms / 2
     forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD + dropped * _DROPOUT_FORWARD)
     backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD + dropped * _DROPOUT_BACKWARD)
     inner = t * shape.ffn_hidden / layout.tp
@@ -266,7 +266,7 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
         rotated = t * (shape.query_hidden + shape.kv_hidden) / layout.tp
         forward += rotated * _ROPE
         backward += rotated * _ROPE
-    scale = program.elementwise * run.item_bytes / 2
+    scale = framework.elementwise * run.item_bytes / 2
     return forward * scale, backward * scale
 
 
@@ -281,7 +281,7 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     weight = matmul_s(kernels, vocab, h, t)
     weight += _accumulate_s(run, kernels, vocab * h)
     back = matmul_s(kernels, t, h, vocab)
-    loss = memory_bound_s(kernels, t * run.loss_vocab * run.program.loss_passes / 2, launches=4)
+    loss = memory_bound_s(kernels, t * run.loss_vocab * run.framework.loss_passes / 2, launches=4)
     return product + loss, back + weight + loss
 
 

@@ -1,4 +1,4 @@
-"""This project's program on a calibrated host: kernels by their curves, and measurements where
+"""This project's framework on a calibrated host: kernels by their curves, and measurements where
 `step` assumes."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.hardware.calibration import Calibration
-from parallel3d.planner.hardware.program import MEASURED_PARALLEL3D
+from parallel3d.planner.hardware.framework import MEASURED_PARALLEL3D
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.time.block import (
@@ -30,7 +30,7 @@ class CalibratedHost:
 
     def __init__(self, run: PlannedRun, measured: Calibration) -> None:
         layout = run.layout
-        self.run = replace(run, program=MEASURED_PARALLEL3D)
+        self.run = replace(run, framework=MEASURED_PARALLEL3D)
         self.measured = measured
         on_host = min(layout.world_size, run.cluster.gpus_per_node)
         cores = measured.cores or on_host

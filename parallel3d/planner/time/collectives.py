@@ -64,7 +64,7 @@ def experts_exchange_s(run: PlannedRun) -> float:
         return within_s
     away = 1 - 1 / group.nodes  # the share of what is sent evenly that goes to other nodes
     copies = experts.per_token * away
-    if run.program.sends_once_a_node:
+    if run.framework.sends_once_a_node:
         copies = experts.nodes_of_token(group.nodes) * away
     port = cluster.network.sustained / _spread(cluster, group.span)
     bandwidth = min(cluster.node.sustained, port)
@@ -92,14 +92,14 @@ def reduced_once_s(run: PlannedRun, part: StageSlice, backward_s: float) -> floa
     """Seconds that show where parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction
     a step, and with a sharded optimizer one gather of what it wrote. `part`: what a rank has of the
     model; `backward_s`: of a rank's last microbatch, beside which some send."""
-    program = run.program
+    framework = run.framework
     shards = run.layout.optimizer_shards
     gather_s, reduce_s = _unit_s(run, part, shards)
     shown = reduce_s
-    if program.sends_in_last_backward:
+    if framework.sends_in_last_backward:
         shown = max(0.1 * reduce_s, reduce_s - backward_s)
-    reduce_shown = shown * (1 - program.gradients_hidden)
-    gather_shown = gather_s * (1 - program.gathers_hidden)
+    reduce_shown = shown * (1 - framework.gradients_hidden)
+    gather_shown = gather_s * (1 - framework.gathers_hidden)
     return reduce_shown + gather_shown
 
 
@@ -108,7 +108,7 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     next one's parameters are gathered and the last one's gradients reduced; what takes longer than
     the compute shows. The first gather and the last reduction always do. `forward`, `backward`:
     seconds of a block; `ends_s`: of embedding and head in both."""
-    program = run.program
+    framework = run.framework
     layout = run.layout
     block = StageSlice(layers=1, embedding=False, head=False)
     gather_s, reduce_s = _unit_s(run, block, layout.parameter_shards)
@@ -125,9 +125,9 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     gathered = run.block_parameters
     if layout.expert_shards(layout.parameter_shards) > 1:
         gathered += run.stage_experts(block)
-    moved = gathered * ((1 + regathers) * program.gather_bytes + program.reduce_bytes)
+    moved = gathered * ((1 + regathers) * framework.gather_bytes + framework.reduce_bytes)
     forward_slow = max(0.0, gather_s - forward)
-    contention_s = program.contention * moved / run.cluster.node.sustained
+    contention_s = framework.contention * moved / run.cluster.node.sustained
     backward_slow = max(0.0, both - backward) + contention_s
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
     each = layers * (forward_slow + backward_slow) + ends_slow
@@ -160,11 +160,11 @@ def _split_s(
 ) -> tuple[float, float]:
     """Returns the seconds to gather so many parameters, split over `shards` of the `ranks` that
     have them in common, which are `stride` apart, and to reduce their gradients."""
-    program = run.program
+    framework = run.framework
     cluster = run.cluster
-    gradients = parameters * program.reduce_bytes
+    gradients = parameters * framework.reduce_bytes
     inner = run.group(shards, stride)
     outer = run.group(ranks // shards, stride * shards)
-    gather_s = all_gather_s(cluster, inner, parameters * program.gather_bytes)
+    gather_s = all_gather_s(cluster, inner, parameters * framework.gather_bytes)
     reduce_s = all_gather_s(cluster, inner, gradients)
     return gather_s, reduce_s + all_reduce_s(cluster, outer, gradients / shards)

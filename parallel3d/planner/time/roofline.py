@@ -34,7 +34,7 @@ _UNALIGNED = 2.2
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """A device as one program's kernels use it."""
+    """A device as one framework's kernels use it."""
 
     device: Device
     precision: str

@@ -106,7 +106,7 @@ class CostCache:
 
 def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = None) -> Cost:
     """Prices a step. `exact` simulates the schedule; without, its closed form ranks candidates
-    quickly. This project's own program on a calibrated host is priced by what was measured there.
+    quickly. This project's own framework on a calibrated host is priced by what was measured there.
     `known` is filled, and read."""
     host = _calibrated_host(run)
     layout = run.layout
@@ -207,7 +207,7 @@ def _nodes(run: PlannedRun) -> int:
 
 def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
     measured = run.cluster.measured
-    if measured is None or not run.program.is_parallel3d:
+    if measured is None or not run.framework.is_parallel3d:
         return None
     return CalibratedHost(run, measured)
 
@@ -229,7 +229,7 @@ def _pipeline(
     # the stage that sends, in the steady state too; and what an action takes beside both.
     send = 0.0
     blocked = 0.0
-    action = run.program.action_s
+    action = run.framework.action_s
     if host is not None:  # whose message is a part of the action
         blocked = host.action_s()
         action = 0.0
@@ -238,7 +238,7 @@ def _pipeline(
         # al. 2021, arXiv 2104.04473, section 4.1).
         bytes_ = run.tokens * run.shape.hidden * run.item_bytes / layout.tp
         send = send_s(run.cluster, bytes_, nodes=_nodes(run))
-        blocked = send * (1 - run.program.p2p_hidden)
+        blocked = send * (1 - run.framework.p2p_hidden)
     times = _stage_times(run, micro, blocked + action)
 
     def numel(part: StageSlice) -> int:
@@ -282,11 +282,11 @@ def _known_microbatch(run: PlannedRun, known: CostCache) -> MicrobatchTimes:
 
 
 def _kernels(run: PlannedRun) -> Kernels:
-    """Returns the device as the program's kernels use it."""
-    program = run.program
-    attention = program.attention_speed
+    """Returns the device as the framework's kernels use it."""
+    framework = run.framework
+    attention = framework.attention_speed
     if run.cluster.device.family == "hopper":
-        attention *= program.hopper_attention
+        attention *= framework.hopper_attention
     return Kernels(
         device=run.cluster.device,
         precision=run.precision,
@@ -307,10 +307,10 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
         one = 2 * all_gather_s(run.cluster, group, size)
     else:
         one = all_reduce_s(run.cluster, group, size)
-    speed = run.program.tp_speed
+    speed = run.framework.tp_speed
     if group.nodes > 1:
         speed *= TP_ACROSS_NODES
-    tp = 2 * one * (1 - run.program.tp_hidden) / speed
+    tp = 2 * one * (1 - run.framework.tp_hidden) / speed
     dense_tp = tp
     experts = run.shape.experts
     # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
@@ -321,7 +321,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             neighbours = run.group(layout.expert_tp, 1)
             within = 2 * all_gather_s(run.cluster, neighbours, rows)
-            tp += within * (1 - run.program.tp_hidden) / run.program.tp_speed
+            tp += within * (1 - run.framework.tp_hidden) / run.framework.tp_speed
     # Keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889).
     kv_hidden = max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
     bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * kv_hidden
@@ -330,7 +330,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     # Nobody reads the output of a block that is recomputed, and its last collective is sent all the
     # same.
     repeated = {"full": 1.0, "every_n": 1 / layout.recompute_every}
-    ep = 2 * experts_exchange_s(run) * (1 - run.program.expert_hidden)
+    ep = 2 * experts_exchange_s(run) * (1 - run.framework.expert_hidden)
     ep_again = ep * repeated.get(layout.recompute, 0.0)
     repeated["op"] = 0.5
     tp_again = tp * repeated.get(layout.recompute, 0.0)
@@ -398,7 +398,7 @@ def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
         # The two copies of the table, on the first and the last stage, sum their gradients: a ring
         # of two, each sends one half to be summed and then the other, summed.
         numel = run.shape.vocab * run.shape.hidden / layout.tp
-        half_bytes = numel * run.program.reduce_bytes / 2
+        half_bytes = numel * run.framework.reduce_bytes / 2
         optimizer += 2 * send_s(run.cluster, half_bytes, nodes=_nodes(run))
     return data, optimizer, STEP_OVERHEAD_S
 
@@ -417,7 +417,7 @@ def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
 def _optimizer_s(run: PlannedRun, most: StageSlice) -> float:
     """AdamW reads weights, two moments and gradients, and writes all but the last, and the
     computing copy; before it the gradient norm reads every gradient, and clipping writes it."""
-    program = run.program
+    framework = run.framework
     layout = run.layout
     parameters = run.stage_parameters(most)
     experts = run.stage_experts(most)
@@ -425,8 +425,8 @@ def _optimizer_s(run: PlannedRun, most: StageSlice) -> float:
     def split(shards: int) -> float:
         return parameters / shards + experts / layout.expert_shards(shards)
 
-    bytes_ = split(layout.optimizer_shards) * 30.0 * program.elementwise
-    bytes_ += split(layout.gradient_shards) * 3 * program.gradient_bytes
+    bytes_ = split(layout.optimizer_shards) * 30.0 * framework.elementwise
+    bytes_ += split(layout.gradient_shards) * 3 * framework.gradient_bytes
     return memory_bound_s(_kernels(run), bytes_, launches=40)
 
 

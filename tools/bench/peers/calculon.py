@@ -31,7 +31,7 @@ _BOUNDLESS_GIB = 10**7  # what does not fit is refused instead of answered
 
 
 class Calculon:
-    """The program. `approximate`: also asked about runs that it has no exact words for."""
+    """The framework. `approximate`: also asked about runs that it has no exact words for."""
 
     def __init__(self, *, approximate: bool) -> None:
         """Raises ConfigError where it is not on the path, or without its system files."""
@@ -59,7 +59,7 @@ class Calculon:
         why = why_not(run.layout)
         if why or self._approximate:
             return why
-        if run.program.attention == "flash":
+        if run.framework.attention == "flash":
             return "tiled attention"
         if run.shape.feed_forward == "swiglu":
             return "gated feed-forward"
@@ -113,7 +113,7 @@ class Calculon:
         layout = case.run.layout
         tree = next(tree for part, tree in self._systems.items() if part in run.cluster.device.name)
         system = self._system({**tree, "mem1": {**tree["mem1"], "GiB": _BOUNDLESS_GIB}})
-        keeps_no_scores = run.program.attention == "flash" and layout.recompute == "none"
+        keeps_no_scores = run.framework.attention == "flash" and layout.recompute == "none"
         execution = {
             "num_procs": layout.world_size,
             "tensor_par": layout.tp,

@@ -80,18 +80,18 @@ class LlmAnalysis:
             sp_size=layout.tp if layout.sequence_parallel else 1,
         )
         words = self._analysis
-        question = words.LLMAnalysis(
+        request = words.LLMAnalysis(
             model, device, self._config.DtypeConfig(), ways, flops_efficiency=self._efficiency
         )
-        summary = question.training(
+        summary = request.training(
             batch_size_per_gpu=layout.microbatch_size,
             gradient_accumulation_steps=layout.microbatches,
             global_batch_size=run.global_batch_size,
             seq_len=run.seq_len,
             activation_recomputation=words.ActivationRecomputation[_RECOMPUTE[layout.recompute]],
             ds_zero=words.DSZeRO(_zero_stage(layout)),
-            flash_attn=run.program.attention == "flash",
-            softmax_dropout=run.program.dropout and run.program.attention != "flash",
+            flash_attn=run.framework.attention == "flash",
+            softmax_dropout=run.framework.dropout and run.framework.attention != "flash",
         )
         return prediction(
             case,

@@ -7,14 +7,14 @@ from collections import Counter
 from math import log1p
 from typing import Any
 
-from parallel3d.planner.model.spread import FIGURES, LEVEL, Figure
+from parallel3d.planner.model.uncertainty import FIGURES, LEVEL, Figure
 from parallel3d.planner.published.score import Score
 
 
-def recorded_spread(fitted: Score, blind: Score) -> dict[str, Any]:
-    """Returns the spread by figure, for programs that are known and not. A run of a known program
-    from a source that is not here lies between those that its figures were set on and those of
-    sources left out, and so does its spread."""
+def recorded_errors(fitted: Score, blind: Score) -> dict[str, Any]:
+    """Returns the spread by figure, for frameworks that are known and not. A run of a known
+    framework from a source that is not here lies between those that its figures were set on and
+    those of sources left out, and so does its spread."""
     tree: dict[str, Any] = {"level": LEVEL}
     for figure in FIGURES:
         within = _width(fitted, figure)

@@ -9,7 +9,7 @@ from math import exp, hypot, log
 from statistics import NormalDist
 from typing import Any, Literal
 
-from parallel3d.planner.hardware.program import TrainingProgram
+from parallel3d.planner.hardware.framework import FrameworkProfile
 from parallel3d.planner.model.planned_run import PlannedRun
 
 Figure = Literal["throughput", "memory"]
@@ -24,7 +24,7 @@ MANY = 128
 ANY_CPU = log(10)
 ANCHORED_CPU = log(2)
 # What a device adds whose efficiency is from its data sheet, and what is left where a run of the
-# same program on the same cluster has corrected the prediction.
+# same framework on the same cluster has corrected the prediction.
 DATA_SHEET = 0.093
 ANCHORED = 0.095
 ANCHORED_MEMORY = 0.138
@@ -41,7 +41,7 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class ErrorModel:
     """Half the width of the range of a run's speed, and of its memory, in natural logarithms."""
 
     throughput: float
@@ -58,48 +58,48 @@ class Spread:
         return NormalDist(sigma=_deviation(self.memory)).cdf(log(limit_bytes / needed_bytes))
 
 
-def spread_of(run: PlannedRun, recorded: Mapping[str, Any]) -> Spread:
-    """Returns the spread of a run by the recorded accuracy: for a program that is known or not, and
-    for a device whose efficiency is from its data sheet."""
-    program = run.program
+def error_model_of(run: PlannedRun, recorded: Mapping[str, Any]) -> ErrorModel:
+    """Returns the spread of a run by the recorded accuracy: for a framework that is known or not,
+    and for a device whose efficiency is from its data sheet."""
+    framework = run.framework
     cluster = run.cluster
     errors = recorded["spread"]["throughput"]
     is_calibrated = cluster.measured is not None
     is_mixture = run.shape.experts is not None
-    is_known = program.is_measured or (program.is_parallel3d and is_calibrated)
+    is_known = framework.is_measured or (framework.is_parallel3d and is_calibrated)
     speed = errors["known" if is_known else "unknown"]
     is_any_cpu = cluster.device.is_cpu and not is_calibrated
     if is_any_cpu:
         speed = ANY_CPU
     elif cluster.device_file not in recorded["runs_by_hardware"] and not is_calibrated:
         speed = hypot(speed, DATA_SHEET)
-    if program.name in cluster.scales.timed:
+    if framework.name in cluster.scales.timed:
         speed = min(speed, ANCHORED_CPU if is_any_cpu else ANCHORED)
     if is_mixture:
         speed = max(speed, MIXTURES)
     if run.layout.parameter_shards > MANY:
         speed = max(speed, SHARDED_MANY)
-    is_anchored = program.name in cluster.scales.weighed
-    memory = memory_spread(program, recorded, is_mixture=is_mixture, is_anchored=is_anchored)
-    return Spread(throughput=speed, memory=memory)
+    is_anchored = framework.name in cluster.scales.weighed
+    memory = memory_spread(framework, recorded, is_mixture=is_mixture, is_anchored=is_anchored)
+    return ErrorModel(throughput=speed, memory=memory)
 
 
 def memory_spread(
-    program: TrainingProgram,
+    framework: FrameworkProfile,
     recorded: Mapping[str, Any],
     *,
     is_mixture: bool = False,
     is_anchored: bool = False,
 ) -> float:
-    """Returns the spread of memory, which no layout changes. That of this project's own program is
-    counted from its own code, as that of programs which were fitted to their runs; no run says how
-    much memory a mixture takes. Where a run of the program on this cluster has corrected it
+    """Returns the spread of memory, which no layout changes. That of this project's own framework
+    is counted from its own code, as that of frameworks which were fitted to their runs; no run says
+    how much memory a mixture takes. Where a run of the framework on this cluster has corrected it
     (`is_anchored`), it is at most as wide as such runs leave it."""
     errors = recorded["spread"]["memory"]
     kind = "unknown"
-    if program.is_parallel3d:
+    if framework.is_parallel3d:
         kind = "fitted"
-    elif program.is_measured and not is_mixture:
+    elif framework.is_measured and not is_mixture:
         kind = "known"
     width: float = errors[kind]
     if is_anchored:

@@ -1,7 +1,7 @@
-"""What a training program does that time and memory depend on, beside the layout: its kernels, what
-it overlaps, and how many bytes it keeps for a parameter. The planner's own is `PARALLEL3D`; the
-others describe, mechanism by mechanism, the programs whose published runs the planner is scored on
-(`planner/published/programs.yaml`)."""
+"""What a training framework does that time and memory depend on, beside the layout: its kernels,
+what it overlaps, and how many bytes it keeps for a parameter. The planner's own is `PARALLEL3D`;
+the others describe, mechanism by mechanism, the frameworks whose published runs the planner is
+scored on (`planner/published/frameworks.yaml`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingProgram:
-    """Kernels, overlap and bytes of a training program."""
+class FrameworkProfile:
+    """Kernels, overlap and bytes of a training framework."""
 
     name: str
     is_measured: bool = False  # published runs of it were looked at while its figures were set
@@ -19,7 +19,7 @@ class TrainingProgram:
     # one tiled kernel; matmuls around a fused softmax
     attention: Literal["flash", "softmax"] = "flash"
     attention_speed: float = 1.0  # of the device's figure, which is of the best kernel
-    # on Hopper, whose best kernel is not every program's: FlashAttention-2 0.62
+    # on Hopper, whose best kernel is not every framework's: FlashAttention-2 0.62
     hopper_attention: float = 1.0
     # speed of batched products whose heads are no multiple of 8, of the best
     unaligned_attention: float = 0.05
@@ -87,16 +87,16 @@ class TrainingProgram:
 
     @property
     def is_parallel3d(self) -> bool:
-        """Whether this project's own program is meant, whose layouts and memory are known
+        """Whether this project's own framework is meant, whose layouts and memory are known
         exactly."""
         return self.name == "parallel3d"
 
 
 # This project: layers/ for what its operators keep, sharding/ for the data dimension,
 # layers/loss.py. It was never measured on a GPU: its kernels take as long as torchtitan's, which
-# are PyTorch's operators too, its tp collectives as those of a typical program; what it hides are
+# are PyTorch's operators too, its tp collectives as those of a typical framework; what it hides are
 # the shares that Megatron-Core's runs show for the same mechanism.
-PARALLEL3D = TrainingProgram(
+PARALLEL3D = FrameworkProfile(
     name="parallel3d",
     hopper_attention=0.62,  # scaled_dot_product_attention: FlashAttention-2
     elementwise=3.1,

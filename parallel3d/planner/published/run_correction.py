@@ -50,8 +50,8 @@ def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
         arithmetic=arithmetic,
         network=network,
         memory=_memory_scale(weighed),
-        timed=tuple(run.program.name for run, _ in timed),
-        weighed=tuple(each.run.program.name for each in weighed),
+        timed=tuple(run.framework.name for run, _ in timed),
+        weighed=tuple(each.run.framework.name for each in weighed),
     )
 
 

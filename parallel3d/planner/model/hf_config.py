@@ -37,12 +37,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShape | None:
+def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShape | None:
     """Returns the shape of a config.json whose family is one of these; None for any other. Raises
     ConfigError for what a shape cannot say."""
     said = text_part(config)
     kind = str(said.get("model_type"))
-    if kind not in FOREIGN_FAMILIES:
+    if kind not in PLANNED_FAMILIES:
         return None
     said = {**_DEFAULTS.get(kind, {}), **said}
 
@@ -77,7 +77,7 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
         tied_embeddings=bool(said.get("tie_word_embeddings", kind.startswith("gemma"))),
     )
     check_numbers(plain, str(path))
-    own: dict[str, Any] = FOREIGN_FAMILIES[kind](said, number)
+    own: dict[str, Any] = PLANNED_FAMILIES[kind](said, number)
     if (latent := own.get("latent")) is not None:
         own |= {"head_dim": latent.plain + latent.turned, "kv_heads": plain.heads}
     elif plain.heads % plain.key_value_heads:
@@ -90,7 +90,7 @@ def foreign_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShap
     return replace(from_config(plain), window=window, windowed_layers=layers, **own)
 
 
-def foreign_notes(config: Mapping[str, Any]) -> Iterator[str]:
+def hf_config_notes(config: Mapping[str, Any]) -> Iterator[str]:
     """Yields what such a file says and the shape leaves out."""
     said = text_part(config)
     if said is not config:
@@ -181,7 +181,7 @@ def _gemma(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
 
 
 # by `model_type`
-FOREIGN_FAMILIES: dict[str, Callable[[Mapping[str, Any], Numbers], dict[str, Any]]] = {
+PLANNED_FAMILIES: dict[str, Callable[[Mapping[str, Any], Numbers], dict[str, Any]]] = {
     "mixtral": _routed("num_local_experts", "intermediate_size"),
     "qwen2_moe": _routed("num_experts", "moe_intermediate_size", qkv_biases=True),
     "qwen3_moe": _routed("num_experts", "moe_intermediate_size", qk_norm=True),

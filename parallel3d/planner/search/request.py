@@ -11,7 +11,7 @@ from math import gcd, lcm
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.planner.hardware.program import PARALLEL3D, TrainingProgram
+from parallel3d.planner.hardware.framework import PARALLEL3D, FrameworkProfile
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun, from_config
@@ -32,7 +32,7 @@ class Fixed:
     dp_replicate: int | None = None
     dp_shard: int | None = None
     tp: int | None = None
-    cp: int | None = None  # some programs have this axis, and the next
+    cp: int | None = None  # some frameworks have this axis, and the next
     ep: int | None = None
     virtual_stages: int | None = None
     schedule: ScheduleName | None = None
@@ -49,7 +49,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What is to be trained, on what. `memory_fraction`: how full a device may be predicted to get;
     where a `risk` of not fitting was asked for, it is what that leaves."""
 
@@ -59,7 +59,7 @@ class Question:
     seq_len: int
     global_batch_size: int
     precision: str = "bf16"
-    program: TrainingProgram = PARALLEL3D
+    framework: FrameworkProfile = PARALLEL3D
     fixed: Fixed = Fixed()
     # what parallel3d keeps beside parameters and gradients
     training: OptimizerMemory = OptimizerMemory()
@@ -68,11 +68,11 @@ class Question:
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
 
     def axes_beside(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
-        """Returns each cp and ep that the program may have beside this tp and pp: only (1, 1) if it
-        has neither. A part of a sequence is not shorter than `_SHORTEST_PART`, unless cp is
+        """Returns each cp and ep that the framework may have beside this tp and pp: only (1, 1) if
+        it has neither. A part of a sequence is not shorter than `_SHORTEST_PART`, unless cp is
         fixed."""
         left = self.gpus // (tp * pp)
-        axes = self.program.axes
+        axes = self.framework.axes
         experts = self.shape.experts
         cps = [1]
         eps = [1]
@@ -99,19 +99,19 @@ class Question:
         return self.cluster.device.memory_bytes * self.memory_fraction
 
     def planned_shape(self, tp: int) -> ModelShape:
-        """The model as the program takes it: parallel3d takes any vocabulary, other programs one
-        that tp divides, as it is or padded to a multiple of 128, for tensor cores."""
-        if self.program.is_parallel3d or self.shape.vocab % tp == 0:
+        """The model as the framework takes it: parallel3d takes any vocabulary, other frameworks
+        one that tp divides, as it is or padded to a multiple of 128, for tensor cores."""
+        if self.framework.is_parallel3d or self.shape.vocab % tp == 0:
             return self.shape
         return _padded(self.shape, lcm(128, tp))
 
     def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
-        """Returns the run that answers the question with a layout."""
+        """Returns the run that answers the request with a layout."""
         return PlannedRun(
             shape=self.planned_shape(parallel.tp),
             cluster=self.cluster,
-            layout=from_config(parallel, self.global_batch_size, self.program),
-            program=self.program,
+            layout=from_config(parallel, self.global_batch_size, self.framework),
+            framework=self.framework,
             seq_len=self.seq_len,
             precision=self.precision,
             optimizer=self.training,
@@ -134,15 +134,15 @@ class RunLength:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A layout as an answer to a question on as many devices, priced exactly when its memory or
+    """A layout as an answer to a request on as many devices, priced exactly when its memory or
     cost is asked for."""
 
-    question: Question
+    request: PlanRequest
     parallel: ParallelConfig
 
     @property
     def run(self) -> PlannedRun:
-        return self.question.planned_run(self.parallel)
+        return self.request.planned_run(self.parallel)
 
     @cached_property
     def memory(self) -> RankMemory:
@@ -156,7 +156,7 @@ class Strategy:
     def length(self, tokens: float) -> RunLength:
         """Returns how long a run of so many tokens is."""
         gpus = self.parallel.world_size
-        hourly = self.question.cluster.device.price_per_hour
+        hourly = self.request.cluster.device.price_per_hour
         hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600
         price = None if hourly is None else hours * gpus * hourly
         return RunLength(days=hours / 24, gpu_hours=hours * gpus, price=price)
@@ -172,7 +172,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PlanResult:
     """`strategies`, best first; tp x pp that do not fit are in `rejected`, nearest to fitting
     first. `checked`: the layouts whose memory was computed; all others are
     slower, or hold too much by a lower bound."""
