@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.models import shape_cards
+from parallel3d.planner.hardware.framework import named_framework
 from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.published.frameworks import named_framework
 from parallel3d.planner.search.fastest import one_that_fits, search
 from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.size_limits import (

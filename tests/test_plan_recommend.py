@@ -19,7 +19,6 @@ import pytest
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.plan import command as plan
-from parallel3d.tools.plan import inputs as plan_inputs
 from parallel3d.tools.plan import recommend as plan_recommend
 from tests.plan_json import Said, plan_json
 
@@ -68,26 +67,13 @@ ACCURACY = dict(
         memory_median=7.0,
         memory_p90=30.0,
     ),
-    fitted=_figures(
-        throughput_median=4.0,
-        throughput_p90=12.0,
-        memory_median=3.0,
-        memory_p90=10.0,
-    ),
-    spread={
-        "level": 0.8,
-        "throughput": {"known": 0.12, "unknown": 0.15},
-        "memory": {"fitted": 0.07, "known": 0.12, "unknown": 0.2},
-        "data_sheet": 0.1,
-    },
     runs_by_hardware={"h100-80gb": 80, "a100-80gb": 300},
 )
 
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in (plan_recommend, plan_inputs):
-        monkeypatch.setattr(user, "recorded_accuracy", lambda: ACCURACY)
+    monkeypatch.setattr(plan_recommend, "recorded_accuracy", lambda: ACCURACY)
 
 
 def run(arguments: str) -> int:

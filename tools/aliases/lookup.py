@@ -15,8 +15,8 @@ from typing import Literal
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
+from parallel3d.planner.hardware.framework import FRAMEWORKS
 from parallel3d.planner.model.named import shape_names
-from parallel3d.planner.published.frameworks import frameworks
 from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.arguments import HARDWARE
 
@@ -61,7 +61,7 @@ def known_names(kind: Kind) -> Collection[str]:
     if kind == "model":
         return [*shape_names(shape_cards()), *shipped_recipes()]
     if kind == "framework":
-        return frameworks()
+        return FRAMEWORKS
     return sorted(path.stem for path in HARDWARE.glob("*.yaml"))
 
 

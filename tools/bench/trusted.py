@@ -31,7 +31,6 @@ from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.bench.planner import CASES
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
-from parallel3d.tools.plan.score import recorded_accuracy
 
 FIRST = 5
 RISK = 0.05  # the usual risk of a plan that it does not fit
@@ -89,7 +88,7 @@ def _fastest(cases: Sequence[PublishedCase]) -> Iterator[PublishedCase]:
     groups: dict[object, list[PublishedCase]] = defaultdict(list)
     for case in cases:
         run = case.run
-        if case.measured.metric and not case.apart and "duplicate" not in case.tags:
+        if case.speed and not case.apart and "duplicate" not in case.tags:
             job = (run.cluster.name, run.layout.world_size, run.global_batch_size, run.seq_len)
             groups[case.source, run.shape, run.precision, job].append(case)
     for group in groups.values():
@@ -98,11 +97,9 @@ def _fastest(cases: Sequence[PublishedCase]) -> Iterator[PublishedCase]:
 
 
 def _speed(case: PublishedCase) -> float:
-    metric = case.measured.metric or ""
-    value: float = getattr(case.measured, metric)
-    if metric == "step_time_s":
-        return -value
-    return value
+    assert case.speed is not None
+    metric, value = case.speed
+    return -value if metric == "step_time_s" else value
 
 
 def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest:
@@ -124,7 +121,7 @@ def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest
             sequence_parallel=False if is_plain_tp else None,
             dp_shard=dp_shard,
         )
-    spread = memory_spread(framework, recorded_accuracy())
+    spread = memory_spread(framework)
     return PlanRequest(
         shape=run.shape,
         cluster=run.cluster,

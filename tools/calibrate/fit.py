@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel3d.planner.hardware.calibration import Overhead, one_process_from_tree
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.hardware.framework import MEASURED_PARALLEL3D
+from parallel3d.planner.hardware.framework import PARALLEL3D
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.time.block import block_times, elementwise_bytes, head_times
@@ -73,7 +73,7 @@ def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tr
     tree |= {"byte_s": byte_s, "gradient_s": weights_s / weights}
     head_s = sum(head_times(run, _kernels(run, tree)))
     loss_s = ends_s - hidden * overhead.microbatch - head_s
-    logits = run.tokens * run.loss_vocab
+    logits = run.tokens * run.rank_vocab
     tree["logit_s"] = max(0.0, loss_s / logits)
     return tree
 
@@ -177,7 +177,7 @@ def larger_job(size: Size, larger: LargerRuns = ON_CPU) -> PlannedRun:
         shape=from_config(larger.model),
         cluster=ANY,
         layout=RunLayout(microbatches=2, microbatch_size=microbatch_size),
-        framework=MEASURED_PARALLEL3D,
+        framework=PARALLEL3D,
         seq_len=seq,
         precision=larger.precision,
     )

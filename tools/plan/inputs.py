@@ -11,10 +11,15 @@ from parallel3d.config.recipe import ParallelConfig, TrainConfig
 from parallel3d.config.schema import range_errors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
-from parallel3d.planner.hardware.framework import COMPILED_PARALLEL3D, PARALLEL3D, FrameworkProfile
+from parallel3d.planner.hardware.framework import (
+    COMPILED_PARALLEL3D,
+    PARALLEL3D,
+    FrameworkProfile,
+    in_precision,
+    named_framework,
+)
 from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
-from parallel3d.planner.published.frameworks import in_precision, named_framework
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.tools.aliases.layout import read_layout
@@ -22,7 +27,6 @@ from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.measured import anchored
 from parallel3d.tools.plan.models import Model, find_model
-from parallel3d.tools.plan.score import recorded_accuracy
 
 _RISK = 0.05  # the chance of not fitting that a plan takes by default
 
@@ -142,7 +146,6 @@ def _with_memory_limit(request: PlanRequest, options: argparse.Namespace) -> Pla
     risk = _RISK if options.risk is None else options.risk
     spread = memory_spread(
         request.framework,
-        recorded_accuracy(),
         is_mixture=request.shape.experts is not None,
         is_anchored=request.framework.name in request.cluster.scales.weighed,
     )

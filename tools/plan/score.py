@@ -6,58 +6,61 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.uncertainty import error_model_of
 from parallel3d.planner.published.cases import CaseFile, read_cases
-from parallel3d.planner.published.frameworks import named_framework
-from parallel3d.planner.published.score import Errors, Score, score
-from parallel3d.planner.published.uncertainty import recorded_errors
+from parallel3d.planner.published.score import Errors, Score, left_out, score
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.cli_output import Reply, write_output
 
 RECORDED = Path(__file__).with_name("accuracy.json")
+_PLAIN = "all runs"
+_LEFT_OUT = "source left out"
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Scores the cases of a file, and records the result where that is asked."""
+    """Scores the cases of files, and records the result if asked."""
     if options.hardware is not None and not options.hardware.is_dir():
         raise ConfigError(f"--hardware {options.hardware}: must be a folder of hardware files")
-    if options.framework is not None:
-        named_framework(options.framework)
     folders = [HARDWARE]
     if options.hardware is not None:
         folders.append(options.hardware)
-    read = partial(read_cases, options.cases, folders, framework=options.framework)
-    file = read()
+    file = read_all(options.cases, folders)
     if not file.cases:
         name, why = file.skipped[0]
-        raise ConfigError(f"{options.cases}: no case can be predicted; {name}, the first: {why}")
-    scores = {"fitted": with_ranges(file)}
+        raise ConfigError(f"{options.cases[0]}: no case can be predicted; {name}, the first: {why}")
+    scores = {_PLAIN: with_ranges(file)}
     if options.leave_out is not None or options.record is not None:
-        scores["source left out"] = with_ranges(read(leave_out_source=True))
+        scores[_LEFT_OUT] = with_ranges(left_out(file, scores[_PLAIN]))
     if options.record is not None:
-        figures = accuracy_of(file, *scores.values())
+        figures = accuracy_of(file, scores[_LEFT_OUT])
         if options.record.resolve() == RECORDED.resolve():
             RECORDED.unlink()  # the figures that these replace
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
     return Reply(page=lambda: page(scores), tree=lambda: _tree(scores))
 
 
+def read_all(paths: Sequence[Path], folders: list[Path]) -> CaseFile:
+    """Returns the cases of all files."""
+    files = [read_cases(path, folders) for path in paths]
+    cases = [case for file in files for case in file.cases]
+    skipped = [each for file in files for each in file.skipped]
+    return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
+
+
 def _tree(scores: Mapping[str, Score]) -> Any:
-    """Returns the fitted score, with the other by its name."""
+    """Returns the plain score, with the other by its name."""
     trees = {name.replace(" ", "_"): each.to_json() for name, each in scores.items()}
-    return trees.pop("fitted") | trees
+    return trees.pop(_PLAIN.replace(" ", "_")) | trees
 
 
 def with_ranges(file: CaseFile) -> Score:
-    """Returns the score of cases whose predictions have the ranges that the recorded spread
-    gives."""
+    """Returns the score of cases whose predictions have ranges."""
     recorded = recorded_accuracy()
     return score(file, spread_of_case=lambda case: error_model_of(case.run, recorded))
 
@@ -68,29 +71,22 @@ def recorded_accuracy() -> dict[str, Any]:
     return found
 
 
-def accuracy_of(file: CaseFile, fitted: Score, blind: Score) -> dict[str, Any]:
-    """Returns the figures that a plan quotes, dated today: of cases as they are, and with each
-    run's source left out."""
-    counted = {case.id for case in fitted.cases if not case.apart and case.errors_pct}
+def accuracy_of(file: CaseFile, blind: Score) -> dict[str, Any]:
+    """Returns the figures that a plan quotes, dated today, with the source of each run left out."""
+    counted = {case.id for case in blind.cases if not case.apart and case.errors_pct}
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
+    figures = {"fit_accuracy": round(blind.fit.accuracy or 0.0, 2)}
+    for kind, errors in (("throughput", blind.throughput), ("memory", blind.memory)):
+        for name in ("median", "p90", "bias", "covered"):
+            figures[f"{kind}_{name}"] = round(getattr(errors, name) or 0.0, 2)
     return dict(
         date=datetime.now(UTC).date().isoformat(),
-        throughput_runs=fitted.throughput.cases,
-        memory_runs=fitted.memory.cases,
-        fit_runs=fitted.fit.cases,
-        blind=_figures(blind),
-        fitted=_figures(fitted),
-        spread=recorded_errors(fitted, blind),
+        throughput_runs=blind.throughput.cases,
+        memory_runs=blind.memory.cases,
+        fit_runs=blind.fit.cases,
+        blind=figures,
         runs_by_hardware=dict(sorted(by_hardware.items())),
     )
-
-
-def _figures(of: Score) -> dict[str, float]:
-    found = {"fit_accuracy": round(of.fit.accuracy or 0.0, 2)}
-    for kind, errors in (("throughput", of.throughput), ("memory", of.memory)):
-        for name in ("median", "p90", "bias"):
-            found[f"{kind}_{name}"] = round(getattr(errors, name) or 0.0, 2)
-    return found
 
 
 def page(scores: Mapping[str, Score]) -> Iterator[str]:

@@ -119,11 +119,12 @@ class Link:
 @dataclass(frozen=True, kw_only=True)
 class Scales:
     """What runs on a cluster were measured to take, over what is predicted of it: seconds of the
-    devices' own work and of all that ranks send each other, and the bytes of all but parameters,
-    gradients and optimizer states, which are counted exactly. `timed` and `weighed` name the
-    framework of each run whose step, and whose memory, was measured."""
+    devices' own work, of what ranks send each other in a node and across the network, and the bytes
+    of all but parameters, gradients and optimizer states, which are counted exactly. `timed` and
+    `weighed` name the framework of each run whose step, and whose memory, was measured."""
 
     arithmetic: float = 1.0
+    node: float = 1.0
     network: float = 1.0
     memory: float = 1.0
     timed: tuple[str, ...] = ()
@@ -352,7 +353,6 @@ def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
     """Returns the cluster with everything that it does as much slower as the scales say: the rates
     that are sustained, the seconds that a kernel, a launch or a message takes."""
     arithmetic = scales.arithmetic
-    network = scales.network
     device = replace(
         cluster.device,
         matmul_efficiency=cluster.device.matmul_efficiency / arithmetic,
@@ -364,7 +364,7 @@ def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
         launch_s=cluster.device.launch_s * arithmetic,
     )
     node, between = (
-        replace(link, efficiency=link.efficiency / network, latency_s=link.latency_s * network)
-        for link in (cluster.node, cluster.network)
+        replace(link, efficiency=link.efficiency / scale, latency_s=link.latency_s * scale)
+        for link, scale in ((cluster.node, scales.node), (cluster.network, scales.network))
     )
     return replace(cluster, device=device, node=node, network=between, scales=scales)

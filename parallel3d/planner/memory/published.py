@@ -22,6 +22,11 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.schedules.build import live_microbatches
 
+# Set on the runs of tools/cases:
+_NORM_COPIES = 4.0  # bytes of float32 copies of norms, per element of [tokens, hidden]
+_ROPE_COPIES = 1.0  # rotated q and k that are kept beside what was rotated
+_STEP_BYTES = 2.0  # temporaries of the optimizer's step, per parameter of its shard
+
 
 def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     """Returns what a pipeline rank of a published framework holds."""
@@ -39,7 +44,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     activations = _activations(run, rank)
     logits = 0.0
     if part.head:
-        logits = framework.logit_bytes * run.tokens * run.loss_vocab
+        logits = framework.logit_bytes * run.tokens * run.rank_vocab
     buffers = _buffers(run, part, parameters)
     one_block = 0.0
     if layout.recompute in ("full", "every_n", "op"):
@@ -47,7 +52,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     # A block under recompute and the logits are not alive at once, nor is the optimizer's step
     # beside either. Beside the latter there are no buffers either: they are free, in pieces that
     # the allocator keeps.
-    step = framework.step_bytes * own - activations - logits
+    step = _STEP_BYTES * own - activations - logits
     temporary = max(one_block, step - buffers, 0.0)
     at_most = max(one_block, step, 0.0)
     reserved = framework.fragmentation * (activations + logits + buffers + at_most)
@@ -124,7 +129,7 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
         at_once = float(parameters)
         if run.gathers_each_microbatch:
             at_once = 2 * block + ends
-        bytes_ = at_once * (framework.gather_bytes + framework.reduce_bytes)
+        bytes_ = at_once * (framework.gather_bytes + framework.gradient_bytes)
     if layout.pp > 1:
         bytes_ += 4 * run.item_bytes * _outside(run)
     return bytes_
@@ -159,7 +164,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> f
     # Input of each norm, and its output, which is the linear layers' input; RMS norms of a
     # framework's own operators keep float32 copies, where layer norm is one kernel of every
     # framework.
-    copies = 0.0 if shape.layer_norm else framework.norm_extra_bytes
+    copies = 0.0 if shape.layer_norm else _NORM_COPIES
     masks = 2.0 if framework.dropout else 0.0
     norms = (8.0 + copies) * shape.block_norms / 2
     bytes_ = _outside(run) * (norms + masks)
@@ -168,7 +173,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> f
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
     rotated = 0.0
     if shape.positions == "rope":
-        rotated = (shape.query_hidden + kv) * framework.rope_copies
+        rotated = (shape.query_hidden + kv) * _ROPE_COPIES
     features = 2.0 * shape.query_hidden + 2.0 * kv + rotated
     if (latent := shape.latent) is not None:
         narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)

@@ -129,13 +129,6 @@ class PlannedRun:
         return largest_shard(self.shape.vocab, step * self.layout.tp) * step
 
     @property
-    def loss_vocab(self) -> int:
-        """Logits of a token that one device has at the loss."""
-        if self.framework.gathers_logits:
-            return self.rank_vocab * self.layout.tp
-        return self.rank_vocab
-
-    @property
     def item_bytes(self) -> float:
         """Bytes of one element of an activation."""
         if self.precision == "fp32":

@@ -1,55 +1,183 @@
-"""Published runs: reading them, and what kind of figure each one measured.
+"""Published runs: the strict format of tools/cases (its README lists the fields), and each case as
+a `PlannedRun`.
 
-The format is that of tools/cases/published.json (docs/planner.md). A field that is null is taken
-from `inferred`, then from the defaults in `case_run`; `filled` says which were.
+A field that a case leaves open is taken from its section `inferred`, then from the default here;
+`filled` says which were. Rows of other collections have words instead of the values of a choice:
+the first word of `_WORDS` that is in the text counts.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast
 
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from parallel3d.config.recipe import Recompute
 from parallel3d.config.yaml_text import read_short
 from parallel3d.errors import ConfigError
+from parallel3d.planner.hardware.cluster import Cluster, load_cluster, with_links
+from parallel3d.planner.hardware.framework import (
+    STACKS,
+    FrameworkProfile,
+    in_precision,
+    with_states,
+)
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import MemoryKind
+from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
+from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import FlopsDefinition
-from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.published.case_run import run_of_case
-from parallel3d.planner.published.fields import Fields, meaning
-from parallel3d.planner.published.knowledge import Knowledge
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout, other_gather
+from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
+from parallel3d.schedules.registry import ScheduleName
 
-MeasuredRank = Literal["worst", "first", "last"]
+Count = Annotated[int, Field(ge=1)]
+Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_WORDS: dict[str, dict[str, str]] = {
+    "ffn_kind": {"geglu": "geglu", "glu": "swiglu", "relu": "relu2", "gelu": "gelu"},
+    "positional": {"learned": "learned", "alibi": "alibi", "ro": "rope", "none": "none"},
+    "precision": {"fp8": "fp8", "pure": "bf16_pure", "true": "bf16_pure", "bf16": "bf16"}
+    | {"fp16": "fp16", "fp32": "fp32"},
+    "activation_recompute": {"none": "none", "select": "selective", "full": "full"}
+    | {"op": "op", "every_n": "every_n", "layer": "every_n"},
+    "schedule": {"gpipe": "gpipe", "afab": "gpipe", "zb-1p": "zb-1p", "zb-2p": "zb-2p"}
+    | {"interleaved": "interleaved_1f1b", "": "1f1b"},
+    "flops": {"causal": "causal", "no recompute": "model", "8 x 12": "blocks_recompute"}
+    | {"recompute": "megatron_recompute", "6n": "palm", "": "model"},
+    "memory_kind": {"nvidia-smi": "device", "reserved": "reserved", "allocated": "allocated"}
+    | {"": "reserved"},
+    "memory_rank": {"last rank": "last", "rank 0": "first", "first": "first", "last": "last"}
+    | {"": "worst"},
+}
+# the stack of a case that does not state it, by its framework and a device before Hopper
+_OLD_STACK = re.compile("megatron|neox|zero-bubble|deepspeed zero|oneflow")
+_FUSED = re.compile(r"core|nemo|bridge|megascale|transformer engine|flagscale|primus|llm\.c")
+_RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
+    ("none", 2),
+    ("every_n", 4),
+    ("every_n", 2),
+    ("full", 2),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What was measured, as the source states it. `metric`: which of the figures the throughput is
-    compared by."""
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
-    status: str
-    metric: str | None
-    step_time_s: float | None
-    tokens_per_s_per_gpu: float | None
-    tflops_per_gpu: float | None
-    mfu: float | None
-    memory_gib: float | None
-    memory_kind: MemoryKind | None
+
+class _Model(_Section):
+    name: str = "unnamed"
+    shape: str | None = None  # a model by name; the other sizes then need not be stated
+    layers: Count | None = None
+    hidden: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    ffn_hidden: Count | None = None
+    ffn_kind: FeedForward = "gelu"
+    vocab: Count = 50257
+    seq_len: Count = 2048
+    tied_embeddings: bool | None = None
+    positional: Positions | None = None
+
+
+class _Hardware(_Section):
+    gpu: str = "a100-80gb"  # the name of a hardware file
+    gpus: Count | None = None
+    gpus_per_node: Count | None = None
+    memory_gib: Figure | None = None
+    network_gb_per_s: Figure | None = None
+    node_gb_per_s: Figure | None = None
+
+
+class _Parallel(_Section):
+    tp: Count = 1
+    pp: Count = 1
+    vpp: Annotated[int, Field(ge=0)] = 1
+    schedule: str = "1f1b"
+    stage_boundaries: tuple[int, ...] | None = None
+    dp: Count | None = None
+    dp_shard: Count = 1
+    cp: Count = 1
+    ep: Count = 1
+    etp: Count = 1
+    fsdp: bool = False
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    optimizer_shard: Annotated[int, Field(ge=0)] | None = None
+    sequence_parallel: bool = False
+
+
+class _Train(_Section):
+    global_batch_sequences: Count | None = None
+    micro_batch: Count = 1
+    precision: Literal["fp8", "bf16", "bf16_pure", "fp16", "fp32"] = "bf16"
+    activation_recompute: Literal["none", "selective", "op", "every_n", "full"] | None = None
+    recompute_every: Count = 2
+    attention: Literal["flash", "softmax"] | None = None  # None: of the stack, as the next
+    dropout: bool | None = None
+    gradient_bytes: Figure | None = None
+    state_bytes: Annotated[float, Field(ge=0)] = 8.0
+    compile: bool = False
+
+
+class Measurement(_Section):
+    """What was measured, as the source states it; null where it states nothing."""
+
+    status: str = "ok"
+    step_time_s: Figure | None = None
+    tokens_per_s_per_gpu: Figure | None = None
+    samples_per_s_per_gpu: Figure | None = None
+    tflops_per_gpu: Figure | None = None
+    mfu_pct: Figure | None = None
+    flops: FlopsDefinition = Field(
+        "model", validation_alias=AliasChoices("flops", "tflops_definition")
+    )
+    peak_memory_gib: Figure | None = None
+    memory_kind: MemoryKind = Field(
+        "reserved", validation_alias=AliasChoices("memory_kind", "memory_note")
+    )
+    memory_rank: Literal["worst", "first", "last"] = Field(
+        "worst", validation_alias=AliasChoices("memory_rank", "memory_note")
+    )
+
+    def speed(self, seq_len: int) -> tuple[str, float] | None:
+        """Returns the figure of the speed that is compared, with its name in a prediction; None
+        without one, or for a run that ran out of memory."""
+        if self.status != "ok":
+            return None
+        tokens = self.tokens_per_s_per_gpu
+        if self.samples_per_s_per_gpu is not None:
+            tokens = tokens or self.samples_per_s_per_gpu * seq_len
+        figures = {
+            "step_time_s": self.step_time_s,
+            "tokens_per_s_per_gpu": tokens,
+            "tflops_per_gpu": self.tflops_per_gpu,
+            "mfu": self.mfu_pct and self.mfu_pct / 100,
+        }
+        return next(((name, value) for name, value in figures.items() if value), None)
+
+    @property
+    def memory_gib(self) -> float | None:
+        return self.peak_memory_gib if self.status == "ok" else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCase:
-    """A published run. `apart`: why it is reported apart, or empty."""
+    """A published run. `causes` say what makes its prediction less certain (`ErrorModel`)."""
 
     id: str
     source: str
+    stack: str
     run: PlannedRun
     measured: Measurement
+    speed: tuple[str, float] | None  # the figure that is compared, and its value
     tags: tuple[str, ...]
-    apart: str
-    definition: FlopsDefinition  # what its TFLOP/s and MFU count
-    memory_rank: MeasuredRank  # the pipeline rank whose memory was measured
+    apart: str  # why it is reported apart, or empty
     filled: tuple[str, ...]
 
 
@@ -61,41 +189,27 @@ class CaseFile:
     skipped: tuple[tuple[str, str], ...]
 
 
-def read_cases(
-    path: Path,
-    hardware: list[Path],
-    *,
-    leave_out_source: bool = False,
-    framework: str | None = None,
-) -> CaseFile:
-    """Reads the cases of a file: a list, or one object a line. Raises ConfigError where it is
-    neither. A case that misses what no default can fill, or says what cannot be, is skipped, and
-    said so. `leave_out_source`: each case is read without what was set while its own source's runs
-    were looked at. `framework`: the framework of all cases, whatever they name."""
-    known: dict[str, Knowledge] = {}
+def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
+    """Reads the cases of a file: a list, or one object a line. Raises ConfigError if it is neither.
+    A case that lacks what no default can fill, or states what cannot be, is skipped with its
+    reason."""
     cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
     for number, tree in enumerate(_trees(path), start=1):
-        name = None
-        if isinstance(tree, dict):
-            name = tree.get("id")
-        name = f"row {number}" if name is None else str(name)
+        name = f"row {number}"
         try:
-            fields = Fields(tree)
-            source = fields.text("source_key") if leave_out_source else ""
-            if source not in known:
-                known[source] = Knowledge(hardware, frozenset({source} - {""}), framework)
-            cases.append(_case(name, fields, known[source]))
-        except (
-            ConfigError,
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-        ) as problem:
+            if not isinstance(tree, Mapping):
+                raise ValueError("a case must be an object with the sections model, hardware, ...")
+            name = str(tree.get("id") or name)
+            cases.append(read_case(name, tree, hardware))
+        except (ConfigError, ValueError, TypeError, ArithmeticError, LookupError) as problem:
             skipped.append((name, str(problem)))
     return CaseFile(cases=tuple(cases), skipped=tuple(skipped))
+
+
+def read_case(name: str, tree: Mapping[str, Any], hardware: list[Path]) -> PublishedCase:
+    """Returns a case. Raises ValueError for what cannot be."""
+    return _Case(name, tree, hardware).published()
 
 
 _LARGEST_BYTES = 16 << 20
@@ -117,51 +231,227 @@ def _trees(path: Path) -> list[Any]:
     return trees
 
 
-def _case(name: str, fields: Fields, knowledge: Knowledge) -> PublishedCase:
-    run = run_of_case(fields, knowledge)
-    tags = tuple(str(tag) for tag in fields.tree.get("tags") or ())
-    reasons = {
-        "mixture of experts": run.shape.experts is not None,
-        "float8": run.precision == "fp8",
-        "context parallel": run.layout.cp > 1,
-        "one layer": run.shape.layers == 1,
-    }
-    apart = next((why for why, is_so in reasons.items() if is_so), "")
-    tokens = fields.figure("tokens_per_s_per_gpu")
-    samples = fields.figure("samples_per_s_per_gpu")
-    mfu_pct = fields.figure("mfu_pct")
-    memory = fields.figure("peak_memory_gib")
-    if tokens is None and samples is not None:
-        tokens = samples * run.seq_len
-    figures = {
-        "step_time_s": fields.figure("step_time_s"),
-        "tokens_per_s_per_gpu": tokens,
-        "tflops_per_gpu": fields.figure("tflops_per_gpu"),
-        "mfu": None if mfu_pct is None else mfu_pct / 100,
-    }
-    # A status is "ok" where a figure stands without one.
-    has_figure = any(value is not None for value in (memory, *figures.values()))
-    status = str(fields.stated("measured", "status") or ("ok" if has_figure else "")).lower()
-    metric = next((name for name, value in figures.items() if value is not None), None)
-    kind: MemoryKind = (
-        meaning("memory_kind", str(fields.stated("measured", "memory_note"))) or "reserved"
+_Kind = TypeVar("_Kind", bound=_Section)
+
+
+class _Case:
+    """A case as its sections state it."""
+
+    def __init__(self, name: str, tree: Mapping[str, Any], hardware: list[Path]) -> None:
+        self.name = name
+        self.tree = tree
+        self.filled: list[str] = []
+        self.model = self._section("model", _Model)
+        self.hardware = self._section("hardware", _Hardware)
+        self.parallel = self._section("parallel", _Parallel)
+        self.train = self._section("train", _Train)
+        self.measured = self._section("measured", Measurement)
+        self.cluster = _cluster(self.hardware, hardware)
+
+    def _section(self, name: str, kind: type[_Kind]) -> _Kind:
+        """Reads a section. Raises ValueError that names the first wrong key, its value and its
+        rule."""
+        stated = self.tree.get(name) or {}
+        given = {key: value for key, value in stated.items() if value is not None}
+        inferred = self.tree.get("inferred") or {}
+        for key, field in kind.model_fields.items():
+            keys = [key]
+            if isinstance(alias := field.validation_alias, AliasChoices):
+                keys = [str(each) for each in alias.choices]
+            is_stated = any(each in given for each in keys)
+            if not is_stated and inferred.get(key) is not None:
+                given[key] = inferred[key]
+                self.filled.append(f"{name}.{key} (inferred)")
+            elif not is_stated and kind is not Measurement:
+                self.filled.append(f"{name}.{key} (default)")
+            for each in keys:
+                if key in _WORDS and isinstance(given.get(each), str):
+                    given[each] = _first_word(_WORDS[key], given[each])
+        try:
+            return kind.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = ".".join(map(str, first["loc"]))
+            rule = first["msg"].replace("Input should be", "must be")
+            raise ValueError(f"{name}.{key} = {first['input']}: {rule}") from error
+
+    def published(self) -> PublishedCase:
+        """Returns the case with its run. Raises ValueError for what cannot be."""
+        run = self._run()
+        tags = tuple(map(str, self.tree.get("tags") or ()))
+        reasons = {
+            "mixture of experts": run.shape.experts is not None,
+            "float8": run.precision == "fp8",
+            "context parallel": run.layout.cp > 1,
+            "one layer": run.shape.layers == 1,
+        }
+        is_timed = "toy" not in tags and run.shape.layers > 1
+        return PublishedCase(
+            id=self.name,
+            source=str(self.tree.get("source_key") or "unknown"),
+            stack=run.framework.name,
+            run=run,
+            measured=self.measured,
+            speed=self.measured.speed(run.seq_len) if is_timed else None,
+            tags=tags,
+            apart=next((why for why, is_so in reasons.items() if is_so), ""),
+            filled=tuple(self.filled),
+        )
+
+    def _run(self) -> PlannedRun:
+        shape = _shape(self.model)
+        run = PlannedRun(
+            shape=shape,
+            cluster=self.cluster,
+            layout=self._layout(shape),
+            framework=self._framework(),
+            seq_len=self.model.seq_len,
+            precision=self.train.precision,
+        )
+        if self.train.activation_recompute is not None:
+            return run
+        # as few blocks as fit, if the source does not say
+        for recompute, every in _RECOMPUTES:
+            layout = replace(run.layout, recompute=recompute, recompute_every=every)
+            tried = replace(run, layout=layout)
+            if needed_bytes(tried, memory_by_rank(tried)) <= run.cluster.device.memory_bytes:
+                return tried
+        return run
+
+    def _framework(self) -> FrameworkProfile:
+        train = self.train
+        name = str(self.tree.get("framework")).lower()
+        is_old = self.cluster.device.family != "hopper" and _OLD_STACK.search(name)
+        stack = self.tree.get("stack")
+        if stack is None and train.compile:
+            stack = "compiled"
+        elif stack is None and "maxtext" in name:
+            stack = "jax"
+        elif stack is None and (_FUSED.search(name) or "megatron" in name):
+            stack = "softmax" if is_old and not _FUSED.search(name) else "fused"
+        elif stack is None:
+            stack = "softmax" if is_old else "eager"
+        if stack not in STACKS:
+            raise ValueError(f"stack = {stack}: must be one of {', '.join(STACKS)}")
+        framework = with_states(STACKS[stack], train.state_bytes)
+        framework = in_precision(framework, train.precision)
+        if train.attention is not None:
+            framework = replace(framework, attention=train.attention)
+        if train.dropout is not None:
+            framework = replace(framework, dropout=train.dropout)
+        if train.gradient_bytes is not None:
+            framework = replace(framework, gradient_bytes=train.gradient_bytes)
+        return framework
+
+    def _layout(self, shape: ModelShape) -> RunLayout:
+        """Raises ValueError for sizes that do not divide each other."""
+        parallel = self.parallel
+        train = self.train
+        pp = parallel.pp
+        if pp > shape.layers:
+            raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
+        others = parallel.tp * pp * parallel.cp
+        gpus = self.hardware.gpus or others * (parallel.dp or 0)
+        dp, rest = divmod(gpus, others)
+        if rest or not dp:
+            rule = f"must be a multiple of tp x pp x cp = {others}"
+            raise ValueError(f"hardware.gpus = {gpus}: {rule}")
+        zero = parallel.zero_stage
+        if zero is None:
+            zero = 3 if parallel.fsdp or parallel.dp_shard > 1 else 1
+        shards = dp * parallel.cp
+        if zero < 1:
+            shards = 1
+        elif zero >= 3 and 1 < parallel.dp_shard < dp:  # HSDP: replicas of what is sharded
+            shards = parallel.dp_shard * parallel.cp
+        shards = min(dp * parallel.cp, parallel.optimizer_shard or shards)
+        virtual = max(1, parallel.vpp)
+        if shape.layers + 2 < pp * virtual:
+            virtual = 1
+        schedule = parallel.schedule
+        if schedule.startswith("interleaved") or virtual > 1:
+            schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
+        usual_batch = dp * train.micro_batch * (8 if pp > 1 else 1)
+        batch = train.global_batch_sequences or usual_batch
+        microbatches = max(1, round(batch / (dp * train.micro_batch)))
+        return RunLayout(
+            pp=pp,
+            dp_shard=dp,
+            tp=parallel.tp,
+            cp=parallel.cp,
+            ep=parallel.ep,
+            expert_tp=parallel.etp,
+            virtual_stages=virtual,
+            stage_boundaries=parallel.stage_boundaries,
+            # Casts, because some schedules and a recompute are of other frameworks only.
+            schedule=cast(ScheduleName, schedule),
+            microbatch_size=train.micro_batch,
+            microbatches=microbatches,
+            gather=other_gather(pp, microbatches),
+            parameter_shards=shards if zero >= 3 else 1,
+            gradient_shards=shards if zero >= 2 else 1,
+            optimizer_shards=shards,
+            sequence_parallel=parallel.sequence_parallel,
+            recompute=cast(Recompute, train.activation_recompute or "none"),
+            recompute_every=train.recompute_every,
+        )
+
+
+def _first_word(words: Mapping[str, str], text: str) -> str:
+    if text in words.values():
+        return text
+    return next((value for word, value in words.items() if word in text.lower()), text)
+
+
+def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
+    """Returns the nodes of a device. Raises ConfigError if no hardware file is of it."""
+    name = re.sub(r"[ _-]*(nvidia|amd|sxm\d?|oam)[ _-]*", "", stated.gpu.lower()).replace(" ", "-")
+    files = {path.stem for folder in folders for path in folder.glob("*.yaml")}
+    if name not in files:
+        name = re.sub(r"-\d+gb$", "", name)
+    if name not in files and f"{name}-80gb" in files:
+        name = f"{name}-80gb"
+    cluster = with_links(
+        load_cluster(name, folders),
+        network_gb_per_s=stated.network_gb_per_s,
+        node_gb_per_s=stated.node_gb_per_s,
+        gpus_per_node=stated.gpus_per_node,
     )
-    measurement = Measurement(
-        status=status,
-        metric=metric if status == "ok" and "toy" not in tags and run.shape.layers > 1 else None,
-        memory_gib=memory if status == "ok" else None,
-        memory_kind=None if memory is None else kind,
-        **figures,
-    )
-    return PublishedCase(
-        id=name,
-        source=fields.text("source_key") or "unknown",
-        run=run,
-        measured=measurement,
-        tags=tags,
-        memory_rank=meaning("memory_rank", str(fields.stated("measured", "memory_note")))
-        or "worst",
-        definition=meaning("flops", str(fields.stated("measured", "tflops_definition"))) or "model",
-        apart=apart,
-        filled=tuple(dict.fromkeys(fields.filled)),
+    if stated.memory_gib is None:
+        return cluster
+    device = replace(cluster.device, memory_bytes=stated.memory_gib * GIB)
+    return replace(cluster, device=device)
+
+
+def _shape(stated: _Model) -> ModelShape:
+    """Raises ValueError for a size that is missing or cannot be."""
+    if stated.shape is not None:
+        shape = named_shape(stated.shape, {})
+        return replace(shape, layers=stated.layers or shape.layers)
+    for key in ("layers", "hidden"):
+        if getattr(stated, key) is None:
+            raise ValueError(f"model.{key}: is missing and nothing stands for it")
+    hidden = stated.hidden or 0
+    heads = stated.heads or max(1, hidden // 128)
+    if hidden < heads:
+        raise ValueError(f"model.heads = {heads}: must not exceed model.hidden = {hidden}")
+    is_gpt = stated.ffn_kind == "gelu"
+    positions = stated.positional or ("learned" if is_gpt else "rope")
+    tied = is_gpt if stated.tied_embeddings is None else stated.tied_embeddings
+    return ModelShape(
+        name=stated.name,
+        layers=stated.layers or 0,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=min(heads, stated.kv_heads or heads),
+        head_dim=stated.head_dim or hidden // heads,
+        ffn_hidden=stated.ffn_hidden or 4 * hidden,
+        vocab=stated.vocab,
+        feed_forward=stated.ffn_kind,
+        positions=positions,
+        position_rows=stated.seq_len if positions == "learned" else 0,
+        tied_embeddings=tied,
+        biases=is_gpt,
+        layer_norm=stated.ffn_kind != "swiglu",
+        embedding_norm=positions == "alibi",
     )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite, log1p
+from math import exp, isfinite, log, log1p
 from statistics import mean, median
 from typing import Any
 
+from parallel3d.planner.hardware.framework import STACKS
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.parameters import reported_flops_per_token, total_parameters
 from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, Figure
-from parallel3d.planner.published.cases import CaseFile, Measurement, PublishedCase
+from parallel3d.planner.published.cases import CaseFile, PublishedCase
 from parallel3d.planner.time.step import step_cost
+
+_PRIOR_SOURCES = 10  # the weight of a quality of 1, in sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +41,9 @@ class ScoredCase:
 
     id: str
     source: str
-    framework: str  # that it was priced as
+    stack: str  # that it was priced as
     predicted: Prediction
-    measured: Measurement
+    measured: Mapping[str, Any]  # what the source states
     error_pct: float | None
     errors_pct: dict[str, float]  # by "throughput" and "memory"
     spread: ErrorModel | None  # of what is predicted; None where none is recorded
@@ -150,10 +153,39 @@ def score(
     )
 
 
+def left_out(file: CaseFile, plain: Score) -> CaseFile:
+    """Returns the cases with the quality of their stack as the other sources show it. `plain` is
+    the score of the file."""
+    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in plain.cases:
+        if "throughput" in one.errors_pct and not one.apart:
+            error = log1p(one.errors_pct["throughput"] / 100)
+            errors[one.stack, one.source].append(error + log(STACKS[one.stack].quality))
+    found = []
+    for case in file.cases:
+        others = []
+        for (stack, source), group in errors.items():
+            if stack == case.stack and source != case.source:
+                others.append(group)
+        framework = replace(case.run.framework, quality=stack_quality(others))
+        found.append(replace(case, run=replace(case.run, framework=framework)))
+    return replace(file, cases=tuple(found))
+
+
+def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
+    """Returns the seconds of a stack over those of the mechanisms: by the median of the sources'
+    median errors (logarithms of the predicted speed over the measured one), drawn towards 1 as if
+    ten more sources had no error."""
+    count = len(errors_by_source)
+    if not count:
+        return 1.0
+    return exp(median(map(median, errors_by_source)) * count / (count + _PRIOR_SOURCES))
+
+
 def _fit(counted: Sequence[ScoredCase]) -> Fit:
     """Returns how many of the runs that fit, and that ran out of memory, are predicted so."""
-    ran = [one.predicted.fits for one in counted if one.measured.status == "ok"]
-    failed = [not one.predicted.fits for one in counted if one.measured.status == "oom"]
+    ran = [one.predicted.fits for one in counted if one.measured["status"] == "ok"]
+    failed = [not one.predicted.fits for one in counted if one.measured["status"] == "oom"]
     told = [*ran, *failed]
     if not told:
         return Fit(cases=0)
@@ -175,21 +207,20 @@ def _score_case(
             raise ValueError(f"{name} = {value}")
     measured = case.measured
     errors: dict[str, float] = {}
-    if measured.metric is not None:
-        value = getattr(predicted, measured.metric)
-        said = getattr(measured, measured.metric)
-        ratio = value / said
-        if measured.metric == "step_time_s":
-            ratio = said / value
+    if case.speed is not None:
+        metric, said = case.speed
+        ratio = getattr(predicted, metric) / said
+        if metric == "step_time_s":
+            ratio = 1 / ratio
         errors["throughput"] = 100 * (ratio - 1)
     if measured.memory_gib is not None:
         errors["memory"] = 100 * (predicted.memory_gib / measured.memory_gib - 1)
     return ScoredCase(
         id=case.id,
         source=case.source,
-        framework=case.run.framework.name,
+        stack=case.stack,
         predicted=predicted,
-        measured=measured,
+        measured=measured.model_dump(),
         error_pct=errors.get("throughput", errors.get("memory")),
         errors_pct=errors,
         spread=spread,
@@ -204,10 +235,9 @@ def predict_case(case: PublishedCase) -> Prediction:
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
     memory_bytes = worst.total
-    kind = case.measured.memory_kind
-    if kind is not None:
+    if case.measured.memory_gib is not None:
         by_name = {"worst": worst, "first": ranks[0], "last": ranks[-1]}
-        memory_bytes = by_name[case.memory_rank].of_kind(kind)
+        memory_bytes = by_name[case.measured.memory_rank].of_kind(case.measured.memory_kind)
     return prediction(
         case,
         parameters=total_parameters(run.shape),
@@ -224,7 +254,9 @@ def prediction(
     a FLOP."""
     run = case.run
     tokens_per_s_per_gpu = run.tokens_per_step / (step_time_s * run.layout.world_size)
-    flops = tokens_per_s_per_gpu * reported_flops_per_token(run.shape, run.seq_len, case.definition)
+    flops = tokens_per_s_per_gpu * reported_flops_per_token(
+        run.shape, run.seq_len, case.measured.flops
+    )
     return Prediction(
         parameters=parameters,
         fits=fits,

@@ -122,7 +122,10 @@ def scales_text(scales: Scales) -> str:
     """Returns what measured runs correct, and by how much; empty if nothing was measured."""
     said = []
     if scales.timed:
-        slower = f"arithmetic takes {scales.arithmetic:.2f} and the network {scales.network:.2f}"
+        slower = (
+            f"arithmetic takes {scales.arithmetic:.2f}, links in a node {scales.node:.2f} and the "
+            f"network {scales.network:.2f}"
+        )
         said.append(f"{slower} times as long as predicted")
     if scales.weighed:
         said.append(f"memory beside states is {scales.memory:.2f} times what is counted")

@@ -29,6 +29,15 @@ _SOFTMAX_BACKWARD = 14.0
 # Per element of [tokens x experts of a token, hidden], each way: rows put in the order of their
 # experts, and back.
 _PERMUTE = 10.0
+# Speed of batched matmuls around a softmax, of the best; with heads that are no multiple of 8 the
+# tensor cores get no 16-byte loads.
+_BATCHED, _BATCHED_UNALIGNED = 0.5, 0.25
+# Share of adding a weight's gradient to that of earlier microbatches that the matmul does not hide,
+# and the two speeds above: set on the runs of tools/cases.
+_ACCUMULATE = 0.4
+_LAUNCHES = 60  # kernels of one block's forward pass
+_EXPERT_LAUNCHES = 60  # more of them in an MoE layer: router, order of the experts, all-to-all
+_LOSS_PASSES = 10.0  # bytes read and written per logit, forward and backward
 # each expert's rows begin a tile of their own, where all experts of a rank are one product
 _TILE_ROWS = 128
 
@@ -164,11 +173,13 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
         weight_s += product.weight_s(kernels) + _accumulate_s(run, kernels, product.weights)
     attention_s, attention_back_s = _attention(run, kernels)
     moved, moved_back = elementwise_bytes(run, dense=dense)
+    if kernels.process is None:
+        moved *= run.framework.elementwise
+        moved_back *= run.framework.elementwise
     rest_s = memory_bound_s(kernels, moved, launches=8)
     rest_back_s = memory_bound_s(kernels, moved_back, launches=12)
     forward = products_s + attention_s + rest_s
     backward = products_back_s + weight_s + attention_back_s + rest_back_s
-    framework = run.framework
     layout = run.layout
     again = {
         "full": forward,
@@ -177,10 +188,12 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
         "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
     }.get(layout.recompute, 0.0)
-    count = framework.launches
-    if run.shape.experts is not None and not dense:
-        count += framework.expert_launches
-    launches = count * kernels.device.launch_s
+    launches = 0.0
+    if kernels.process is None:
+        count = _LAUNCHES
+        if run.shape.experts is not None and not dense:
+            count += _EXPERT_LAUNCHES
+        launches = count * kernels.device.launch_s
     return BlockTimes(
         forward_s=max(forward, launches),
         backward_s=max(backward, 2 * launches - again),
@@ -191,15 +204,9 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
 
 def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
     """Returns the seconds to add a microbatch's gradient to that of earlier ones."""
-    framework = run.framework
-    if run.layout.microbatches == 1 and not framework.fused_weight_gradient:
-        return 0.0
     if kernels.process is not None:
         return weights * kernels.process.gradient_s
-    bytes_ = 2 * framework.gradient_bytes
-    if framework.fused_weight_gradient:
-        bytes_ *= framework.accumulate
-    return weights * bytes_ / kernels.memory_rate
+    return weights * 2 * run.framework.gradient_bytes * _ACCUMULATE / kernels.memory_rate
 
 
 def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
@@ -224,8 +231,7 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
             return (1 - windowed) * full_s + windowed * window_s
 
         return seconds(False), seconds(True)
-    # batched products of few columns; without tensor cores
-    speed = 0.5 if d % 8 == 0 else framework.unaligned_attention
+    speed = _BATCHED if d % 8 == 0 else _BATCHED_UNALIGNED
     scores = batch_heads * queries * run.seq_len
     rate = kernels.device.peak(kernels.half) * kernels.device.matmul_efficiency * speed
     product_s = 4.0 * scores * d / rate
@@ -247,7 +253,7 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
     if layout.sequence_parallel:
         outside /= layout.tp
     dropped = 1.0 if framework.dropout else 0.0
-    norms = framework.norm_passes * shape.block_norms / 2
+    norms = shape.block_norms / 2
     forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD + dropped * _DROPOUT_FORWARD)
     backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD + dropped * _DROPOUT_BACKWARD)
     inner = t * shape.ffn_hidden / layout.tp
@@ -266,7 +272,7 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
         rotated = t * (shape.query_hidden + shape.kv_hidden) / layout.tp
         forward += rotated * _ROPE
         backward += rotated * _ROPE
-    scale = framework.elementwise * run.item_bytes / 2
+    scale = run.item_bytes / 2
     return forward * scale, backward * scale
 
 
@@ -281,7 +287,9 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     weight = matmul_s(kernels, vocab, h, t)
     weight += _accumulate_s(run, kernels, vocab * h)
     back = matmul_s(kernels, t, h, vocab)
-    loss = memory_bound_s(kernels, t * run.loss_vocab * run.framework.loss_passes / 2, launches=4)
+    loss = 0.0  # which a calibrated host has measured apart
+    if kernels.process is None:
+        loss = memory_bound_s(kernels, t * run.rank_vocab * _LOSS_PASSES / 2, launches=4)
     return product + loss, back + weight + loss
 
 

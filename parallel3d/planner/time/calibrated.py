@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.hardware.calibration import Calibration
-from parallel3d.planner.hardware.framework import MEASURED_PARALLEL3D
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.time.block import (
@@ -30,7 +27,7 @@ class CalibratedHost:
 
     def __init__(self, run: PlannedRun, measured: Calibration) -> None:
         layout = run.layout
-        self.run = replace(run, framework=MEASURED_PARALLEL3D)
+        self.run = run
         self.measured = measured
         on_host = min(layout.world_size, run.cluster.gpus_per_node)
         cores = measured.cores or on_host
@@ -69,7 +66,7 @@ class CalibratedHost:
             tp_backward += share * tp_forward
         head_forward, head_backward = head_times(run, kernels)
         embedding_forward, embedding_backward = embedding_times(run, kernels)
-        loss = process.logit_s * run.tokens * run.loss_vocab / 2
+        loss = process.logit_s * run.tokens * run.rank_vocab / 2
         end = (process.overhead.microbatch + self.tp.microbatch + self.dp.microbatch) / 2
         end_forward = _FORWARD * end
         end_backward = (1 - _FORWARD) * end

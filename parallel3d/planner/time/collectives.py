@@ -16,6 +16,11 @@ from parallel3d.planner.hardware.cluster import Cluster, Group
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 
+# Nodes over which a ring keeps half of the bandwidth between neighbours: stragglers, and rings that
+# meet in the network's upper tiers. Set on the runs of tools/cases, of 1 to 2,048 GPUs.
+_HALF_SPEED_NODES = 256
+_HIDDEN = 0.5  # share of a step's one reduction or gather beside compute; set on the same runs
+
 
 def ring_bandwidth(cluster: Cluster, group: Group) -> float:
     """Bytes per second through the slowest link that the group crosses."""
@@ -31,6 +36,8 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     hops_across = (group.nodes - 1) * cluster.network.latency_s
     hops = hops_inside + hops_across
     share = (group.size - 1) / group.size
+    if group.nodes > 1:
+        share *= 1 + group.nodes / _HALF_SPEED_NODES
     return share * whole_bytes / ring_bandwidth(cluster, group) + hops
 
 
@@ -64,7 +71,7 @@ def experts_exchange_s(run: PlannedRun) -> float:
         return within_s
     away = 1 - 1 / group.nodes  # the share of what is sent evenly that goes to other nodes
     copies = experts.per_token * away
-    if run.framework.sends_once_a_node:
+    if experts.most_groups is not None:  # a token goes to each of its nodes once
         copies = experts.nodes_of_token(group.nodes) * away
     port = cluster.network.sustained / _spread(cluster, group.span)
     bandwidth = min(cluster.node.sustained, port)
@@ -88,19 +95,13 @@ def _spread(cluster: Cluster, nodes: int) -> float:
     return 1.0
 
 
-def reduced_once_s(run: PlannedRun, part: StageSlice, backward_s: float) -> float:
-    """Seconds that show where parameters are whole on each rank (ZeRO-0 and ZeRO-1): one reduction
-    a step, and with a sharded optimizer one gather of what it wrote. `part`: what a rank has of the
-    model; `backward_s`: of a rank's last microbatch, beside which some send."""
-    framework = run.framework
+def reduced_once_s(run: PlannedRun, part: StageSlice) -> float:
+    """Returns the exposed seconds of data parallelism with unsharded parameters (ZeRO-0 to ZeRO-2):
+    one reduction a step, and with a sharded optimizer one gather of what it wrote. `part`: what a
+    rank has of the model."""
     shards = run.layout.optimizer_shards
     gather_s, reduce_s = _unit_s(run, part, shards)
-    shown = reduce_s
-    if framework.sends_in_last_backward:
-        shown = max(0.1 * reduce_s, reduce_s - backward_s)
-    reduce_shown = shown * (1 - framework.gradients_hidden)
-    gather_shown = gather_s * (1 - framework.gathers_hidden)
-    return reduce_shown + gather_shown
+    return (reduce_s + gather_s) * (1 - _HIDDEN)
 
 
 def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -> float:
@@ -108,7 +109,6 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
     next one's parameters are gathered and the last one's gradients reduced; what takes longer than
     the compute shows. The first gather and the last reduction always do. `forward`, `backward`:
     seconds of a block; `ends_s`: of embedding and head in both."""
-    framework = run.framework
     layout = run.layout
     block = StageSlice(layers=1, embedding=False, head=False)
     gather_s, reduce_s = _unit_s(run, block, layout.parameter_shards)
@@ -122,13 +122,8 @@ def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -
         if layout.pp == 1 or layout.gather_cadence == "microbatch":
             regathers = 1.0
     both = regathers * gather_s + reduce_s
-    gathered = run.block_parameters
-    if layout.expert_shards(layout.parameter_shards) > 1:
-        gathered += run.stage_experts(block)
-    moved = gathered * ((1 + regathers) * framework.gather_bytes + framework.reduce_bytes)
     forward_slow = max(0.0, gather_s - forward)
-    contention_s = framework.contention * moved / run.cluster.node.sustained
-    backward_slow = max(0.0, both - backward) + contention_s
+    backward_slow = max(0.0, both - backward)
     ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
     each = layers * (forward_slow + backward_slow) + ends_slow
     return rounds * each + reduce_s + ends_reduce_s / 2
@@ -166,5 +161,8 @@ def _split_s(
     inner = run.group(shards, stride)
     outer = run.group(ranks // shards, stride * shards)
     gather_s = all_gather_s(cluster, inner, parameters * framework.gather_bytes)
-    reduce_s = all_gather_s(cluster, inner, gradients)
-    return gather_s, reduce_s + all_reduce_s(cluster, outer, gradients / shards)
+    scatter_s = all_gather_s(cluster, inner, gradients)
+    replicas_s = all_reduce_s(cluster, outer, gradients / shards)
+    if inner.nodes == 1 and shards > 1:  # two streams: links in the node, and the network
+        return gather_s, max(scatter_s, replicas_s)
+    return gather_s, scatter_s + replicas_s

@@ -27,7 +27,11 @@ _TILES = (
 _TAIL = 0.5
 # k of a tile at which its prologue and epilogue take as long as its inner loop would lose
 _DEPTH = 128
-_FLOAT8 = 0.76  # casts, transposes and amax around each product, and the power limit
+_FLOAT8 = 0.9  # casts, transposes and amax around each matmul, and the power limit
+# Share of the device's figure, which is of the best kernel on long sequences. The second is a
+# further share on Hopper, whose figure is of FlashAttention-3 (arXiv 2407.08608). Both are set on
+# the runs of tools/cases.
+_ATTENTION, _HOPPER_ATTENTION = 0.7, 0.7
 # slow-down where a row is no multiple of 8 elements and tensor cores get no 16-byte loads (ibid.)
 _UNALIGNED = 2.2
 
@@ -38,7 +42,6 @@ class Kernels:
 
     device: Device
     precision: str
-    attention_speed: float = 1.0
     process: OneProcess | None = None  # its own curves, where it was calibrated
 
     @property
@@ -125,7 +128,9 @@ def flash_attention_s(
             backward
         ].at(keys, head_dim)
     key = "backward" if backward else "forward"
-    sustained = kernels.device.attention_flops[key] * kernels.attention_speed
+    sustained = kernels.device.attention_flops[key] * _ATTENTION
+    if kernels.device.family == "hopper":
+        sustained *= _HOPPER_ATTENTION
     # The diagonal's tiles are half wasted and short rows fill the pipeline badly (ibid., figures 4
     # to 6); heads of 64 spend a larger share on the softmax.
     length = keys / (keys + (420.0 if backward else 300.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from math import ceil, inf, log2
+from math import ceil, inf
 
 from parallel3d.planner.hardware.cluster import Scales
 from parallel3d.planner.hardware.units import ROUNDED
@@ -35,17 +35,13 @@ from parallel3d.timeline.simulate import StageTimes
 
 # published schedules, and whether they double the memory
 ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}
-# A step waits for its slowest rank, and the more nodes the slower that is (docs/planner.md,
-# "Networks and scale").
-STRAGGLING = 0.005  # of the step, for each doubling of the nodes
-# The layers' collectives on ranks of several nodes reach this share of the rings' speed that larger
-# transfers have (docs/planner.md, "Networks and scale").
-TP_ACROSS_NODES = 0.5
+# The layers' collectives reach this share of the speed that larger transfers have: copies around
+# each, and ranks that wait for each other. The second: on ranks of several nodes, beside the first.
+_TP_SPEED, _TP_ACROSS_NODES = 0.7, 0.3
 # Bytes per second between a GPU and its CPU, what PCIe 4.0 x16 sustains, and a GPU's share of the
 # CPU's memory bandwidth: 8 GPUs beside two sockets of 200 GB/s.
 HOST_LINK = 25e9
 HOST_MEMORY = 50e9
-STEP_OVERHEAD_S = 0.02  # data, logging, loss scale, norms' host round trips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +114,8 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     block = micro.block
     slowdown = 1.0
     if host is None:
-        data_s, optimizer_s, overhead_s = _once_s(run, pipeline)
+        data_s, optimizer_s = _once_s(run, pipeline)
+        overhead_s = 0.0
     else:
         data_s, optimizer_s, overhead_s = host.once_s(part)
         slowdown = host.slowdown
@@ -149,8 +146,8 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
         ep=(part.layers - part.dense) * each * block.ep,
     )
     if host is None:
-        waits = STRAGGLING * log2(_nodes(run))
-        parts = replace(parts, overhead=parts.overhead + waits * parts.total)
+        quality = run.framework.quality
+        parts = TimeParts(**{kind: quality * seconds for kind, seconds in vars(parts).items()})
     else:
         parts = _scaled(parts, run.cluster.scales)
     tokens = run.tokens_per_step / parts.total / layout.world_size
@@ -165,12 +162,13 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
 
 
 def _scaled(parts: TimeParts, scales: Scales) -> TimeParts:
-    """Returns the parts of a step on a calibrated host as runs there have corrected them."""
+    """Returns the parts of a step on a calibrated host, which is one node, as runs there have
+    corrected them."""
     found = {}
     for kind, seconds in vars(parts).items():
         scale = scales.arithmetic
         if kind in ("tp", "cp", "pp_p2p", "dp", "ep"):
-            scale = scales.network
+            scale = scales.node
         found[kind] = seconds * scale
     return TimeParts(**found)
 
@@ -181,7 +179,7 @@ def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
     ranks for itself."""
     if _calibrated_host(run) is not None:
         return 0.0
-    return _pipeline(run, None, exact=False, known=known).seconds + STEP_OVERHEAD_S
+    return run.framework.quality * _pipeline(run, None, exact=False, known=known).seconds
 
 
 def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
@@ -198,7 +196,7 @@ def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
     work += shape.first_dense * sum(micro.dense_s)
     work += sum(micro.head_s) + sum(micro.embedding_s)
     rounds = run.layout.microbatches + (pp - 1) / turns
-    return ROUNDED * rounds * work / pp + STEP_OVERHEAD_S
+    return run.framework.quality * ROUNDED * rounds * work / pp
 
 
 def _nodes(run: PlannedRun) -> int:
@@ -238,7 +236,7 @@ def _pipeline(
         # al. 2021, arXiv 2104.04473, section 4.1).
         bytes_ = run.tokens * run.shape.hidden * run.item_bytes / layout.tp
         send = send_s(run.cluster, bytes_, nodes=_nodes(run))
-        blocked = send * (1 - run.framework.p2p_hidden)
+        blocked = send
     times = _stage_times(run, micro, blocked + action)
 
     def numel(part: StageSlice) -> int:
@@ -282,16 +280,7 @@ def _known_microbatch(run: PlannedRun, known: CostCache) -> MicrobatchTimes:
 
 
 def _kernels(run: PlannedRun) -> Kernels:
-    """Returns the device as the framework's kernels use it."""
-    framework = run.framework
-    attention = framework.attention_speed
-    if run.cluster.device.family == "hopper":
-        attention *= framework.hopper_attention
-    return Kernels(
-        device=run.cluster.device,
-        precision=run.precision,
-        attention_speed=attention,
-    )
+    return Kernels(device=run.cluster.device, precision=run.precision)
 
 
 def _microbatch(run: PlannedRun) -> MicrobatchTimes:
@@ -307,10 +296,10 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
         one = 2 * all_gather_s(run.cluster, group, size)
     else:
         one = all_reduce_s(run.cluster, group, size)
-    speed = run.framework.tp_speed
+    speed = _TP_SPEED
     if group.nodes > 1:
-        speed *= TP_ACROSS_NODES
-    tp = 2 * one * (1 - run.framework.tp_hidden) / speed
+        speed *= _TP_ACROSS_NODES
+    tp = 2 * one / speed
     dense_tp = tp
     experts = run.shape.experts
     # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
@@ -321,7 +310,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             neighbours = run.group(layout.expert_tp, 1)
             within = 2 * all_gather_s(run.cluster, neighbours, rows)
-            tp += within * (1 - run.framework.tp_hidden) / run.framework.tp_speed
+            tp += within / _TP_SPEED
     # Keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889).
     kv_hidden = max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
     bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * kv_hidden
@@ -330,7 +319,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     # Nobody reads the output of a block that is recomputed, and its last collective is sent all the
     # same.
     repeated = {"full": 1.0, "every_n": 1 / layout.recompute_every}
-    ep = 2 * experts_exchange_s(run) * (1 - run.framework.expert_hidden)
+    ep = 2 * experts_exchange_s(run)
     ep_again = ep * repeated.get(layout.recompute, 0.0)
     repeated["op"] = 0.5
     tp_again = tp * repeated.get(layout.recompute, 0.0)
@@ -378,9 +367,8 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
     return [made[stage] for stage in run.stages]
 
 
-def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
-    """Returns the seconds of the data dimension, of the optimizer and of the host that come once a
-    step."""
+def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float]:
+    """Returns the seconds of the data dimension and of the optimizer that come once a step."""
     micro = pipeline.micro
     layout = run.layout
     forward = micro.forward.total - micro.forward.cp
@@ -389,8 +377,7 @@ def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
         ends_s = sum(micro.head_s) + sum(micro.embedding_s)
         data = sharded_s(run, forward, backward, ends_s)
     else:
-        last = backward * max(part.layers for part in run.stages)
-        data = reduced_once_s(run, pipeline.most, last)
+        data = reduced_once_s(run, pipeline.most)
     optimizer = _optimizer_s(run, pipeline.most)
     if run.optimizer.muon is not None:
         optimizer += _muon_s(run, run.optimizer.muon)
@@ -400,7 +387,7 @@ def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float, float]:
         numel = run.shape.vocab * run.shape.hidden / layout.tp
         half_bytes = numel * run.framework.reduce_bytes / 2
         optimizer += 2 * send_s(run.cluster, half_bytes, nodes=_nodes(run))
-    return data, optimizer, STEP_OVERHEAD_S
+    return data, optimizer
 
 
 def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
@@ -425,7 +412,7 @@ def _optimizer_s(run: PlannedRun, most: StageSlice) -> float:
     def split(shards: int) -> float:
         return parameters / shards + experts / layout.expert_shards(shards)
 
-    bytes_ = split(layout.optimizer_shards) * 30.0 * framework.elementwise
+    bytes_ = split(layout.optimizer_shards) * 30.0
     bytes_ += split(layout.gradient_shards) * 3 * framework.gradient_bytes
     return memory_bound_s(_kernels(run), bytes_, launches=40)
 
