@@ -1,16 +1,14 @@
-"""Scales of a cluster from runs that were made on it: what these took, over what is predicted of
-them.
+"""Scales of a cluster from runs that were made on it: what these took, over what is predicted.
 
-The time of a step is one number, and two are asked: the scale of arithmetic and that of the
-network. A run that sends little tells of arithmetic alone, and runs that send more or less tell the
-two apart. The logarithms of both are found by least squares with weights, among them the weights of
-1 before any run, and once more from where that has led, because overlap makes a step not quite
-linear.
+One run moves every prediction alike, so the order of layouts stays. Two or more tell the devices'
+own work, the links in a node and the network apart. The logarithms of the scales are found by least
+squares with weights, among them the weights of 1 before any run, and several times from where that
+has led, because overlap makes a step not quite linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -20,12 +18,13 @@ from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.step import step_cost
 
-# Weights of a scale of 1 and of a run: one over the variance of a logarithm (docs/planner.md,
-# "Anchored by a run").
-_ARITHMETIC = 0.15**-2
-_NETWORK = 0.5**-2
-_MEMORY = 0.15**-2
-_RUN = 0.1**-2
+Logs = Sequence[float]
+# Standard deviations of logarithms before any run, and of a run (docs/planner.md, "Anchored by a
+# run"): devices, links in a node, network; all of them alike; memory.
+_EACH = [0.15, 0.3, 0.5]
+_ALIKE = [0.2]
+_MEMORY = [0.15]
+_RUN = 0.1
 _ROUNDS = 4
 _STEP = 0.02  # the difference that a slope is taken over
 
@@ -43,65 +42,55 @@ class MeasuredRun:
 
 def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
     """Returns the scales that the runs of one cluster show together."""
-    timed = [(each.run, each.step_time_s) for each in runs if each.step_time_s is not None]
+    timed = [each for each in runs if each.step_time_s is not None]
     weighed = [each for each in runs if each.memory_bytes is not None]
-    arithmetic, network = _time_scales(timed)
+    steps = [log(each.step_time_s or 1) for each in timed]
+    peaks = [log(each.memory_bytes or 1) for each in weighed]
+    deviations = _ALIKE if len(timed) < 2 else _EACH
+    logs = _fit(lambda x: [_log_time(each, x) for each in timed], steps, deviations)
+    devices, node, network = logs * (3 // len(logs))
+    memory = _fit(lambda x: [_log_memory(each, x) for each in weighed], peaks, _MEMORY)
     return Scales(
-        arithmetic=arithmetic,
-        network=network,
-        memory=_memory_scale(weighed),
-        timed=tuple(run.framework.name for run, _ in timed),
+        arithmetic=exp(devices),
+        node=exp(node),
+        network=exp(network),
+        memory=exp(memory[0]),
+        timed=tuple(each.run.framework.name for each in timed),
         weighed=tuple(each.run.framework.name for each in weighed),
     )
 
 
-def _time_scales(timed: Sequence[tuple[PlannedRun, float]]) -> tuple[float, float]:
-    """Returns the scales of arithmetic and of the network, by the normal equations of two
-    unknowns."""
-    x = y = 0.0  # their logarithms
-    for _ in range(_ROUNDS):
-        xx = _ARITHMETIC
-        xy = 0.0
-        yy = _NETWORK
-        sum_x = 0.0
-        sum_y = 0.0
-        for run, step_time_s in timed:
-            here = _log_time(run, x, y)
-            slope_x = (_log_time(run, x + _STEP, y) - here) / _STEP
-            slope_y = (_log_time(run, x, y + _STEP) - here) / _STEP
-            off = log(step_time_s) - here + slope_x * x + slope_y * y
-            xx += _RUN * slope_x**2
-            xy += _RUN * slope_x * slope_y
-            yy += _RUN * slope_y**2
-            sum_x += _RUN * slope_x * off
-            sum_y += _RUN * slope_y * off
-        determinant = xx * yy - xy**2
-        x = (yy * sum_x - xy * sum_y) / determinant
-        y = (xx * sum_y - xy * sum_x) / determinant
-    return exp(x), exp(y)
+def _fit(
+    predict: Callable[[Logs], list[float]], measured: list[float], deviations: list[float]
+) -> list[float]:
+    """Returns the logarithms of scales for which the predictions come nearest to what was measured
+    (logarithms, too)."""
+    import numpy as np
+
+    count = len(deviations)
+    x = np.zeros(count)
+    prior = np.diag(1 / np.square(deviations))
+    for _ in range(_ROUNDS if measured else 0):
+        here = np.array(predict(x.tolist()))
+        columns = []
+        for axis in np.eye(count):
+            there = np.array(predict((x + _STEP * axis).tolist()))
+            columns.append((there - here) / _STEP / _RUN)
+        jacobian = np.stack(columns, axis=1)
+        off = (np.array(measured) - here) / _RUN + jacobian @ x
+        x = np.linalg.solve(prior + jacobian.T @ jacobian, jacobian.T @ off)
+    found: list[float] = x.tolist()
+    return found
 
 
-def _log_time(run: PlannedRun, arithmetic: float, network: float) -> float:
-    scales = Scales(arithmetic=exp(arithmetic), network=exp(network))
-    scaled = replace(run, cluster=with_scales(run.cluster, scales))
+def _log_time(each: MeasuredRun, logs: Logs) -> float:
+    devices, node, network = [*logs] * (3 // len(logs))
+    scales = Scales(arithmetic=exp(devices), node=exp(node), network=exp(network))
+    scaled = replace(each.run, cluster=with_scales(each.run.cluster, scales))
     return log(step_cost(scaled).step_time_s)
 
 
-def _memory_scale(weighed: Sequence[MeasuredRun]) -> float:
-    x = 0.0
-    for _ in range(_ROUNDS):
-        xx = _MEMORY
-        sum_x = 0.0
-        for each in weighed:
-            here = _log_memory(each, x)
-            slope = (_log_memory(each, x + _STEP) - here) / _STEP
-            xx += _RUN * slope**2
-            sum_x += _RUN * slope * (log(each.memory_bytes or 1) - here + slope * x)
-        x = sum_x / xx
-    return exp(x)
-
-
-def _log_memory(each: MeasuredRun, memory: float) -> float:
-    cluster = with_scales(each.run.cluster, Scales(memory=exp(memory)))
+def _log_memory(each: MeasuredRun, logs: Logs) -> float:
+    cluster = with_scales(each.run.cluster, Scales(memory=exp(logs[0])))
     fullest = worst_rank(replace(each.run, cluster=cluster))
     return log(fullest.of_kind(each.memory_kind))
