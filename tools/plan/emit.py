@@ -29,6 +29,7 @@ from parallel3d.planner.report.text import memory_text, si, time_text
 from parallel3d.planner.search.request import Strategy
 from parallel3d.tools.cli_output import check_free, write_output
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher
+from parallel3d.tools.plan.framework_command import framework_command
 from parallel3d.tools.plan.inputs import ParsedRequest
 
 _TRIAL_STEPS = 100  # where no token budget is given
@@ -63,13 +64,15 @@ def launch_file(options: argparse.Namespace) -> Path | None:
 def emit(
     options: argparse.Namespace, asked: ParsedRequest, plan: Plan, launch: Path | None
 ) -> Iterator[str]:
-    """Writes the best layout's recipe and its launcher, and yields what to type next. Raises
-    ConfigError for a model that the trainer does not have, and for devices that a launcher cannot
-    divide into nodes."""
+    """Writes the best layout's recipe and its launcher, and yields what to type next: another
+    framework's command if it was asked for. Raises ConfigError for a model that the trainer does
+    not have, and for devices that a launcher cannot divide into nodes."""
     best = plan.best
     path = options.emit_recipe
     if best is None:
         return
+    if options.emit_command:
+        yield framework_command(best, asked.model, _steps(plan))
     if path is None:
         if asked.model.recipe is not None and plan.request.framework.is_parallel3d:
             yield _override_command(
@@ -98,13 +101,12 @@ def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str
     config = asked.model.config
     if not q.framework.is_parallel3d:
         raise ConfigError(
-            f"--emit-recipe: the plan is for {q.framework.name}; leave out --framework"
+            f"--emit-recipe: the plan is for {q.framework.name}; leave out --framework, or "
+            "take --emit-command"
         )
     own = replace(best.parallel, sharding=None)
     parallel = own if own.strategy == best.parallel.strategy else best.parallel
-    steps = _TRIAL_STEPS
-    if plan.tokens is not None:
-        steps = ceil(plan.tokens / (q.global_batch_size * q.seq_len))
+    steps = _steps(plan)
     evaluated = TrainConfig.eval_sequences if base is None else base.train.eval_sequences
     slice_ = parallel.dp * parallel.microbatch_size
     planned: dict[str, Any] = {
@@ -141,6 +143,12 @@ def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str
         checkpoint=CheckpointConfig(every=every),
         run_dir=f"runs/{run}",
     )
+
+
+def _steps(plan: Plan) -> int:
+    if plan.tokens is None:
+        return _TRIAL_STEPS
+    return ceil(plan.tokens / (plan.request.global_batch_size * plan.request.seq_len))
 
 
 def _lines(recipe: Recipe, asked: ParsedRequest, plan: Plan, best: Strategy) -> Iterator[str]:

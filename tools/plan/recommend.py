@@ -53,7 +53,9 @@ def answer(options: argparse.Namespace) -> Reply:
             yield from ("", *explained(plan.best, whole=True))
 
     return Reply(
-        page=lines, tree=lambda: to_json(plan), status=NOTHING_FITS if plan.best is None else 0
+        page=lines,
+        tree=lambda: {**to_json(plan), "next": plan.commands},
+        status=NOTHING_FITS if plan.best is None else 0,
     )
 
 

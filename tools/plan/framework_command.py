@@ -1,0 +1,97 @@
+"""Writes the command that trains a plan's best layout with another framework. framework_command.toml
+has the options of each framework, and says which sources they were checked against."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.model.parameters import total_parameters
+from parallel3d.planner.search.request import Strategy
+from parallel3d.tools.plan.models import Model
+
+FRAMEWORKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+def framework_command(best: Strategy, model: Model, steps: int) -> str:
+    """Returns the command that trains so many steps, below a comment. Raises ConfigError for what
+    the framework's options cannot express."""
+    name = best.request.framework.name
+    if name not in FRAMEWORKS:
+        known = " or ".join(FRAMEWORKS)
+        raise ConfigError(
+            f"--emit-command: the plan is for {name}; try --framework {known}, or for parallel3d "
+            "--emit-recipe plan.yaml"
+        )
+    framework = FRAMEWORKS[name]
+    values = {**_values(best, model), "steps": steps}
+    lines = framework["options"].splitlines()
+    for key, words in framework["choices"].items():
+        value = str(values[key])
+        if value not in words:
+            told = f"the options of {name} can only express {', '.join(words)}"
+            raise ConfigError(f"--emit-command: {key} = {value}: {told}")
+        lines += words[value].splitlines()
+    return framework["note"] + " \\\n    ".join(_words(lines, values))
+
+
+def _words(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields each option with its value. True stands for a flag; None and False leave it out."""
+    for line in lines:
+        option, _, value = line.format(**values).partition(" ")
+        if value in ("", "True"):
+            yield option
+        elif value not in ("None", "False"):
+            yield f"{option} {shlex.quote(value)}"
+
+
+def _values(best: Strategy, model: Model) -> dict[str, Any]:
+    """Returns the fields of the request, the shape and the layout, and what follows from them."""
+    q = best.request
+    shape = q.shape
+    layout = best.run.layout
+    per_node = min(q.gpus, q.cluster.gpus_per_node)
+    experts = shape.experts
+    config = model.config
+    scaling = config.rope_scaling if config else None
+    has_bias = experts is not None and experts.router_bias
+    layers = [stage.layers for stage in best.run.stages]
+    depth = max(layers)
+    is_even = depth == min(layers)
+    cut = "|".join(f"t*{count}" for count in layers)
+    known = FRAMEWORKS["torchtitan"]["configurations"]
+    configuration = known.get(str(total_parameters(shape)), "MODULE FUNCTION")
+    return {
+        **vars(q),
+        **vars(shape),
+        **vars(layout),
+        "per_node": per_node,
+        "nodes": q.gpus // per_node,
+        "gpus_beyond_nodes": q.gpus % per_node,
+        "configuration": configuration.split(),
+        "rotary_base": int(config.rope_theta) if config else "ROTARY_BASE",
+        "scaling": scaling,
+        "rope_scaling": scaling and scaling.type,
+        "sliding_window": shape.attended(q.seq_len) < q.seq_len,
+        "is_grouped": shape.kv_heads < shape.heads,
+        "has_latent": shape.latent is not None,
+        "has_experts": experts is not None,
+        "router_bias": has_bias,
+        "aux_loss": None if has_bias else 0.01,
+        "shared_hidden": experts and (experts.shared_hidden or None),
+        "sparse_layers": shape.layers - shape.first_dense,
+        "depth": depth,
+        "is_even": is_even,
+        "cut": f"E{cut}L",
+        "uneven_stages": 0 if is_even else layout.virtual_stages,
+        "recomputed": ceil(depth / layout.recompute_every),
+        "tied_in_pipeline": shape.tied_embeddings and layout.pp > 1,
+        "ep_across_replicas": layout.dp_shard * layout.cp * layout.tp % layout.ep > 0,
+        "rank_tokens": layout.microbatch_size * q.seq_len,
+        "step_tokens": q.global_batch_size * q.seq_len,
+    }
