@@ -187,3 +187,60 @@ def test_no_output_replaces_a_file_or_is_written_without_the_others(
     assert plan.main(shlex.split(words)) == 2
     assert capsys.readouterr().err.startswith("error: --")
     assert [path.read_text() for path in Path().iterdir()] == ["mine"]
+
+
+def command(arguments: str, capsys: Said) -> dict[str, str]:
+    """Returns the options of another framework's command, with their values."""
+    assert plan.main(shlex.split(f"{arguments} --gpu h100 --emit-command --json")) == 0
+    (text,) = json.loads(capsys.readouterr().out)["next"]
+    lines = [shlex.split(line.removesuffix("\\")) for line in text.splitlines()[1:]]
+    return {words[0]: " ".join(words[1:]) for words in lines}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            "--model mixtral-8x7b --fix tp=2,pp=2,cp=2 virtual_stages=4 ep=8 recompute=none",
+            {
+                "--num-virtual-stages-per-pipeline-rank": "4",
+                "--num-query-groups": "8",
+                "--moe-layer-freq": "([0]*0+[1]*32)",
+                "--expert-model-parallel-size": "8",
+                "--swiglu": "",
+            },
+        ),
+        (
+            "--model deepseek-v3 --fix tp=1,cp=1,pp=4,virtual_stages=1 recompute_every=2",
+            {
+                "--pipeline-model-parallel-layout": "Et*15|t*16|t*15|t*15L",
+                "--q-lora-rank": "1536",
+                "--moe-layer-freq": "([0]*3+[1]*58)",
+                "--moe-router-score-function": "sigmoid",
+                "--recompute-num-layers": "8",
+            },
+        ),
+    ],
+)
+def test_the_command_of_megatron_core_has_the_layout_and_the_shape(
+    arguments: str, expected: dict[str, str], capsys: Said
+) -> None:
+    rest = "--gpus 256 --gpu-memory 900GB --seq-len 4096 --global-batch 1024"
+    told = command(f"{arguments} {rest} --framework megatron-core", capsys)
+    assert expected.items() <= told.items()
+    assert int(told["--nnodes"]) * int(told["--nproc-per-node"]) == 256
+    assert "--group-query-attention" not in told or "--multi-latent-attention" not in told
+
+
+def test_the_command_of_torchtitan_changes_the_configuration_of_the_same_shape(
+    capsys: Said,
+) -> None:
+    rest = "--gpus 16 --seq-len 8192 --global-batch 64 --framework torchtitan"
+    told = command(f"--model llama3-8b {rest} --fix pp=2,tp=1,cp=1 vpp=2 recompute=full", capsys)
+    assert told["--config"] == "llama3_8b"
+    assert told["--parallelism.pipeline_parallel_layers_per_stage"] == "8"
+    microbatches = int(told["--parallelism.num_pp_microbatches"])
+    tokens = int(told["--training.num_tokens_per_microbatch_per_dp_rank"])
+    assert 8 * microbatches * tokens == 64 * 8192
+    assert [*told][-1] == "activation-checkpoint:full"
+    assert command(f"--model llama1-7b {rest} --fix recompute=none", capsys)["--module"] == "MODULE"

@@ -138,6 +138,12 @@ BAD_INPUTS = [
     (f"--model factor.json {ON}", "factor.json: rope_scaling.factor = big: must be a number"),
     (f"--model folder {ON}", "--model folder: a folder without a config.json"),
     (f"{ASKED} --emit-launch slurm", "--emit-launch: is about a recipe; add --emit-recipe"),
+    (f"{ASKED} --emit-command", "or for parallel3d --emit-recipe plan.yaml"),
+    (f"{ASKED} --emit-command --framework nemo", "try --framework megatron-core or torchtitan"),
+    (
+        f"{ASKED} --emit-command --framework torchtitan --fix recompute_every=2",
+        "torchtitan has no options for recompute = every_n; try --fix recompute=full",
+    ),
     (
         f"{ASKED} --emit-recipe x.yaml --emit-launch pbs",
         "--emit-launch pbs: must be one of torchrun, slurm",

@@ -1,5 +1,7 @@
-"""Writes the command that trains a plan's best layout with another framework. framework_command.toml
-has the options of each framework, and says which sources they were checked against."""
+"""Writes the command that trains a plan's best layout with another framework.
+
+framework_command.toml has the options of each framework, and says which sources they were checked
+against."""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def framework_command(best: Strategy, model: Model, steps: int) -> str:
     for key, words in framework["choices"].items():
         value = str(values[key])
         if value not in words:
-            told = f"the options of {name} can only express {', '.join(words)}"
-            raise ConfigError(f"--emit-command: {key} = {value}: {told}")
+            told = f"{name} has no options for {key} = {value}"
+            raise ConfigError(f"--emit-command: {told}; {words['else']}")
         lines += words[value].splitlines()
     return framework["note"] + " \\\n    ".join(_words(lines, values))
 
