@@ -3,67 +3,104 @@ user's own file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from math import ceil, gcd, inf
+from math import ceil, gcd
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import yaml
 
+from parallel3d.config.ranges import in_range
+from parallel3d.config.recipe import Count, NonNegative, Positive
+from parallel3d.config.schema import read
 from parallel3d.config.yaml_text import PlainLoader, read_short, shown
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.calibration import Calibration, calibration_from_tree
 from parallel3d.planner.hardware.units import GIB
 
-# What a number of a hardware file must be, in the file's unit: the most, and how an error says it.
-_RULES = {
-    "positive": (inf, "a number above 0; parallel3d-plan hardware h100 shows usual figures"),
-    "latency": (inf, "a number, at least 0; try 3"),
-    "share": (1.0, "a share above 0 and at most 1; try 0.8"),
-    "count": (inf, "a whole number from 1 on; try 8"),
-}
-
-
-class _Key(NamedTuple):
-    """A number of a hardware file: the field that it fills, its unit, and its rule."""
-
-    field: str
-    unit: float = 1.0
-    rule: str = "positive"
-    is_optional: bool = False
-
-
-_LINK = {
-    "gb_per_s": _Key("bandwidth", 1e9),
-    "latency_us": _Key("latency_s", 1e-6, "latency"),
-    "efficiency": _Key("efficiency", rule="share"),
-}
-_NUMBERS: dict[str, dict[str, _Key]] = {
-    "device": {
-        "memory_gib": _Key("memory_bytes", GIB),
-        "memory_gb_per_s": _Key("memory_bandwidth", 1e9),
-        "processors": _Key("processors", rule="count"),
-        "matmul_efficiency": _Key("matmul_efficiency", rule="share"),
-        "memory_efficiency": _Key("memory_efficiency", rule="share"),
-        "kernel_s": _Key("kernel_s", is_optional=True),
-        "launch_s": _Key("launch_s", is_optional=True),
-        "price_per_hour": _Key("price_per_hour", is_optional=True),
-    },
-    "node": {"gpus": _Key("gpus_per_node", rule="count"), **_LINK},
-    "network": {
-        **_LINK,
-        "oversubscription": _Key("oversubscription", is_optional=True),
-        "whole_nodes": _Key("whole_nodes", rule="count", is_optional=True),
-    },
-}
 _LARGEST_BYTES = 4 << 20
-# the rates of a device by name, with those that must be there
-_RATES = {"peak_tflops": ("bf16",), "attention_tflops": ("forward", "backward")}
-_DEVICE_KEYS = ("name", "family", "cuda_names", *_RATES, "price_from")
 _PRICE_KEYS = ("price_per_hour", "price_from")
-_TOP_KEYS = (*_NUMBERS, "measured", *_PRICE_KEYS)
+Share = Annotated[float, in_range(gt=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakKeys:
+    """TFLOP/s by precision, dense."""
+
+    bf16: Positive
+    fp16: Positive | None = None
+    fp32: Positive | None = None
+    fp8: Positive | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKeys:
+    """TFLOP/s of a fused causal kernel with heads of 128 on long sequences."""
+
+    forward: Positive
+    backward: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKeys:
+    """The section `device` of a hardware file (docs/planner.md says what each key means)."""
+
+    peak_tflops: PeakKeys
+    attention_tflops: AttentionKeys
+    memory_gib: Positive
+    memory_gb_per_s: Positive
+    processors: Count
+    matmul_efficiency: Share
+    memory_efficiency: Share
+    name: str | None = None
+    family: str = ""
+    cuda_names: tuple[str, ...] = ()
+    kernel_s: Positive = 2.0e-6
+    launch_s: Positive = 6.0e-6
+    price_per_hour: Positive | None = None
+    price_from: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkKeys:
+    """The section of a link."""
+
+    gb_per_s: Positive
+    latency_us: NonNegative
+    efficiency: Share
+
+    @property
+    def link(self) -> Link:
+        return Link(
+            bandwidth=self.gb_per_s * 1e9,
+            latency_s=self.latency_us * 1e-6,
+            efficiency=self.efficiency,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeKeys(LinkKeys):
+    gpus: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkKeys(LinkKeys):
+    oversubscription: Positive = 1.0
+    whole_nodes: Count = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareKeys:
+    """A hardware file."""
+
+    # for pydantic; it holds for all sections
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
+    device: DeviceKeys
+    node: NodeKeys
+    network: NetworkKeys
+    measured: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +230,12 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
             raise ConfigError(
                 f"hardware {path}: device = {shown(device)}: is a cluster's file; name a device's"
             )
-        price = {key: tree.get(key) for key in _PRICE_KEYS}
+        price = {key: tree.pop(key, None) for key in _PRICE_KEYS}
         tree = {
+            **tree,
             "device": {**below.get("device", {}), **price},
-            "node": {**below.get("node", {}), **tree.get("node", {})},
-            "network": {**below.get("network", {}), **tree.get("network", {})},
+            "node": {**below.get("node", {}), **(tree.get("node") or {})},
+            "network": {**below.get("network", {}), **(tree.get("network") or {})},
         }
     cluster = cluster_from_tree(tree, path.stem, where=str(path))
     return replace(cluster, device_file=device_file.stem)
@@ -225,7 +263,7 @@ def _path(name: str, folders: list[Path]) -> Path:
     return known[name.lower()]
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
     where = f"hardware {path}"
     try:
         text = read_short(path, "a hardware file has some kB", _LARGEST_BYTES).decode()
@@ -236,99 +274,59 @@ def _load(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as problem:
         said = " ".join(str(problem).split())
         raise ConfigError(f"{where}: cannot be read ({said})") from problem
-    if not isinstance(tree, Mapping):
+    if not isinstance(tree, dict):
         raise ConfigError(f"{where}: must hold the sections device, node and network")
-    _check_keys(tree, _TOP_KEYS, f"{where}: ")
-    for section, numbers in _NUMBERS.items():
-        own = tree.get(section, {})
-        keys = tuple(numbers)
-        if section == "device" and isinstance(own, str):
-            continue
-        if not isinstance(own, Mapping):
-            raise ConfigError(f"{where}: {section}: must hold keys, such as {keys[0]}")
-        more = _DEVICE_KEYS if section == "device" else ()
-        _check_keys(own, (*more, *keys), f"{where}: {section}.")
     return tree
 
 
-def _check_keys(given: Iterable[str], keys: tuple[str, ...], where: str) -> None:
-    for key in given:
-        if key not in keys:
-            advice = f"known are {', '.join(keys)}"
-            near = get_close_matches(str(key), keys, n=1)
-            if near:
-                advice = f"did you mean {near[0]}?"
-            raise ConfigError(f"{where}{shown(key)}: unknown key; {advice}")
-
-
 def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") -> Cluster:
-    """Builds a cluster from the keys of a device's file (docs/planner.md says what each means).
-    `where` is what an error calls the file. Raises ConfigError for the first key that misses or
-    holds no number."""
+    """Builds a cluster from the keys of a device's file. `where` is what an error calls the file.
+    Raises ConfigError for the first key that is missing, unknown or out of its range."""
     where = f"hardware {where or name}: "
-    found: dict[str, dict[str, Any]] = {}
-    for section, keys in _NUMBERS.items():
-        given = tree.get(section, {})
-        found[section] = {
-            key.field: _number(given, name, key, f"{where}{section}.")
-            for name, key in keys.items()
-            if not (key.is_optional and given.get(name) is None)
-        }
-    own = tree["device"]
-    rates = {key: _rates(own, key, f"{where}device.") for key in _RATES}
-    if not isinstance(cuda_names := own.get("cuda_names", []), list):
-        said = f"device.cuda_names = {shown(cuda_names)}"
-        raise ConfigError(f"{where}{said}: must be a list, such as [NVIDIA H100 PCIe]")
+    keys: HardwareKeys | None
+    keys, errors = read(HardwareKeys, tree)
+    if keys is None:
+        raise ConfigError(f"{where}{errors[0]} (parallel3d-plan hardware h100 shows a whole file)")
     try:
         measured = None
-        if "measured" in tree:
-            measured = calibration_from_tree(tree["measured"])
+        if keys.measured is not None:
+            measured = calibration_from_tree(keys.measured)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         why = f"must be as parallel3d-plan calibrate writes it ({problem})"
         raise ConfigError(f"{where}measured: {why}") from problem
-    links: dict[str, Any] = {}
-    for section in ("node", "network"):
-        own_link = {key.field: found[section].pop(key.field) for key in _LINK.values()}
-        links[section] = Link(**own_link)
+    own = keys.device
     device = Device(
-        name=str(own.get("name", name)),
-        peak_flops=rates["peak_tflops"],
-        attention_flops=rates["attention_tflops"],
-        family=str(own.get("family", "")),
-        cuda_names=tuple(map(str, cuda_names)),
-        price_from=str(own.get("price_from") or ""),
-        **found.pop("device"),
+        name=own.name or name,
+        peak_flops=_rates(own.peak_tflops),
+        attention_flops=_rates(own.attention_tflops),
+        memory_bytes=own.memory_gib * GIB,
+        memory_bandwidth=own.memory_gb_per_s * 1e9,
+        processors=own.processors,
+        matmul_efficiency=own.matmul_efficiency,
+        memory_efficiency=own.memory_efficiency,
+        kernel_s=own.kernel_s,
+        launch_s=own.launch_s,
+        price_per_hour=own.price_per_hour,
+        price_from=own.price_from or "",
+        family=own.family,
+        cuda_names=own.cuda_names,
     )
-    sizes = {**found["node"], **found["network"]}
-    return Cluster(name=name, device=device, device_file=name, measured=measured, **links, **sizes)
+    return Cluster(
+        name=name,
+        device=device,
+        device_file=name,
+        gpus_per_node=keys.node.gpus,
+        node=keys.node.link,
+        network=keys.network.link,
+        oversubscription=keys.network.oversubscription,
+        whole_nodes=keys.network.whole_nodes,
+        measured=measured,
+    )
 
 
-def _number(tree: Mapping[str, Any], name: str, key: _Key, where: str) -> float:
-    """Returns a number of a section in the planner's unit."""
-    if tree.get(name) is None:
-        shows = "parallel3d-plan hardware h100 shows a whole file"
-        raise ConfigError(f"{where}{name}: required and not given; {shows}")
-    most, rule = _RULES[key.rule]
-    try:
-        number = float(tree[name])
-    except (TypeError, ValueError, OverflowError):
-        number = -1.0
-    is_enough = number > 0 or (number == 0 and key.rule == "latency")
-    is_whole = key.rule != "count" or number % 1 == 0
-    if not (is_enough and number <= most and number < inf and is_whole):
-        raise ConfigError(f"{where}{name} = {shown(tree[name])}: must be {rule}")
-    if key.rule == "count":
-        return int(number)
-    return number * key.unit
-
-
-def _rates(own: Mapping[str, Any], key: str, where: str) -> dict[str, float]:
+def _rates(keys: PeakKeys | AttentionKeys) -> dict[str, float]:
     """Returns operations per second by name."""
-    given = own.get(key)
-    if not isinstance(given, Mapping) or not {*_RATES[key]} <= {*given}:
-        needed = f"must hold a number for {' and '.join(_RATES[key])}"
-        raise ConfigError(f"{where}{key} = {shown(given)}: {needed}, such as {{bf16: 989.4}}")
-    return {name: _number(given, name, _Key(key, 1e12), f"{where}{key}.") for name in given}
+    return {name: 1e12 * rate for name, rate in vars(keys).items() if rate is not None}
 
 
 def with_links(
