@@ -57,7 +57,10 @@ BAD_INPUTS = [
     ),
     (f"--model llama3-8b --hardware open.yaml {BATCH}", "hardware open.yaml:2: not valid YAML"),
     (f"--model llama3-8b --cluster nowhere.yaml {BATCH}", "hardware h9000: unknown; did you mean"),
-    (f"--model llama3-8b --hardware share.yaml {BATCH}", "node.efficiency = 50: must be at most 1; try 1"),
+    (
+        f"--model llama3-8b --hardware share.yaml {BATCH}",
+        "efficiency = 50: must be at most 1; try 1",
+    ),
     ("--model llama3-8b --gpu h100 --gpus 0", "--gpus: '0' must be a whole number from 1 on"),
     ("--model llama3-8b --gpu h100", "--gpus, --seq-len, --global-batch: required; try --gpus 64"),
     (f"--model gpt2 {ON}", "--seq-len 4096: gpt2 has 1024 positions; try --seq-len 1024"),

@@ -21,11 +21,14 @@ from parallel3d.planner.model.parameters import (
     total_parameters,
 )
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
-from parallel3d.planner.published.cases import read_cases
+from parallel3d.planner.model.uncertainty import error_model_of
+from parallel3d.planner.published.cases import read_case, read_cases
 from parallel3d.planner.published.score import score
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.request import Fixed, PlanRequest
+from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
+from parallel3d.tools.plan.score import recorded_accuracy
 
 CASES = Path(__file__).parents[1] / "tools/cases/mixtures.json"
 # all parameters, and those that a token meets: of the models' files, and as their papers round them
@@ -233,3 +236,24 @@ def test_published_runs_of_mixtures_come_out_as_the_page_says() -> None:
         if each.id.startswith("grok1-64L") and "bf16" in each.id
     ]
     assert max(at_scale) < 9
+
+
+def test_the_published_run_of_deepseek_v3_lies_in_its_range() -> None:
+    """14.8T tokens in 2.664M hours of H800 with pp 16, ep 64, ZeRO-1 and float8, of each block only
+    norms and projections recomputed (arXiv 2412.19437, table 1, sections 3.1 and 3.2.3)."""
+    tree = {
+        "stack": "fused",
+        "model": {"shape": "deepseek-v3", "seq_len": 4096},
+        "hardware": {"gpu": "h800", "gpus": 2048},
+        "parallel": {"pp": 16, "ep": 64, "zero_stage": 1},
+        "train": {
+            "global_batch_sequences": 15360,
+            "precision": "fp8",
+            "activation_recompute": "selective",
+        },
+    }
+    run = read_case("deepseek", tree, [HARDWARE]).run
+    around = error_model_of(run, recorded_accuracy()).around(
+        "throughput", step_cost(run).tokens_per_s_per_gpu
+    )
+    assert around.low < 14.8e12 / (2.664e6 * 3600) < around.high < 2.5 * around.low

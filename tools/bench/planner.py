@@ -19,10 +19,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.published.cases import CaseFile, read_cases
+from parallel3d.planner.published.cases import CaseFile
 from parallel3d.planner.published.score import Score, score
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.bench.report import Options, ResultRow, chosen, row_of
+from parallel3d.tools.plan.score import read_all
 
 if TYPE_CHECKING:
     from parallel3d.tools.bench.peers.calculon import Calculon
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     Peer = Calculon | LlmAnalysis
 
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
+FILES = (CASES, CASES.with_name("elsewhere25.json"))
 ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"
 BAR = 1.0  # ours / peer: to be the better one
 
@@ -90,7 +92,7 @@ def bench_planner(options: Options) -> list[ResultRow]:
     }
     wanted = {name: names[name] for name in chosen(names, options)}
     peers = {who: _peer(who) for who, _ in wanted.values()}
-    file = read_cases(CASES, [HARDWARE])
+    file = read_all(FILES, [HARDWARE])
     every = score(counted(file))
     scores = {who: both_scores(who, peer, file) for who, peer in peers.items()}
     return [

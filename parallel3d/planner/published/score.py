@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp, isfinite, log, log1p
 from statistics import mean, median
@@ -140,16 +140,17 @@ def score(
         elif one.id not in duplicates:
             counted.append(one)
             of_source[one.source].append(one)
-    every = _errors(one.error_pct for one in counted)
+    sizes = [abs(one.error_pct) for one in counted if one.error_pct is not None]
     return Score(
         cases=tuple(scored),
         skipped=tuple(skipped),
-        median_abs_error_pct=every.median,
-        worst_abs_error_pct=every.worst,
-        **_both(counted),
+        median_abs_error_pct=median(sizes) if sizes else None,
+        worst_abs_error_pct=max(sizes, default=None),
+        throughput=_errors(counted, "throughput"),
+        memory=_errors(counted, "memory"),
         fit=_fit(counted),
-        by_source={name: _both(group) for name, group in of_source.items()},
-        apart={name: _both(group) for name, group in of_reason.items()},
+        by_source={name: _totals(group) for name, group in of_source.items()},
+        apart={name: _totals(group) for name, group in of_reason.items()},
     )
 
 
@@ -268,35 +269,27 @@ def prediction(
     )
 
 
-def _both(group: Sequence[ScoredCase]) -> dict[str, Errors]:
-    found: dict[str, Errors] = {}
-    for name in FIGURES:
-        errors = _errors(one.errors_pct.get(name) for one in group)
-        found[name] = replace(errors, covered=_covered(group, name))
-    return found
+def _totals(group: Sequence[ScoredCase]) -> dict[str, Errors]:
+    return {figure: _errors(group, figure) for figure in FIGURES}
 
 
-def _covered(group: Sequence[ScoredCase], figure: Figure) -> float | None:
+def _errors(group: Sequence[ScoredCase], figure: Figure) -> Errors:
+    of = [one for one in group if figure in one.errors_pct]
+    if not of:
+        return Errors(cases=0)
+    signed = [one.errors_pct[figure] for one in of]
+    sizes = sorted(map(abs, signed))
+    last = len(sizes) - 1
     inside = []
-    for one in group:
-        if one.spread is not None and figure in one.errors_pct:
+    for one in of:
+        if one.spread is not None:
             error = abs(log1p(one.errors_pct[figure] / 100))
             inside.append(error <= getattr(one.spread, figure))
-    if not inside:
-        return None
-    return 100 * mean(inside)
-
-
-def _errors(signed: Iterable[float | None]) -> Errors:
-    errors = [error for error in signed if error is not None]
-    if not errors:
-        return Errors(cases=0)
-    sizes = sorted(map(abs, errors))
-    last = len(errors) - 1
     return Errors(
         cases=len(sizes),
         median=median(sizes),
         p90=sizes[int(0.9 * last + 0.5)],
         worst=sizes[-1],
-        bias=median(errors),
+        bias=median(signed),
+        covered=100 * mean(inside) if inside else None,
     )
