@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, inf, sqrt
+from math import ceil, sqrt
+from typing import TypeVar
 
 from parallel3d.planner.hardware.calibration import OneProcess
 from parallel3d.planner.hardware.cluster import Device
 
-# Output tiles that cuBLAS and CUTLASS offer, with the share of the best tile's speed that each
-# reaches: a smaller tile reads its operands more often (NVIDIA, "Matrix multiplication background",
-# section "Tiling efficiency").
-_TILES = (
-    (256, 128, 1.0),
-    (128, 256, 1.0),
-    (128, 128, 0.92),
-    (256, 64, 0.88),
-    (64, 256, 0.88),
-    (128, 64, 0.78),
-    (64, 128, 0.78),
-    (64, 64, 0.60),
-)
+# Rows and columns of the output tile that cuBLAS and CUTLASS prefer (NVIDIA, "Matrix multiplication
+# background"). Smaller tiles made no run's prediction better.
+_TILE = (256, 128)
+Measured = TypeVar("Measured")
 # share of a last, partly filled wave of tiles that split-k and the next kernel's prologue do not
 # hide
 _TAIL = 0.5
@@ -69,33 +62,28 @@ def _matmul_s(
     kernel_s: float,
     itemsize: float,
 ) -> float:
-    per_processor = flops / processors
-    best = inf
-    for rows, columns, speed in _TILES:
-        waves = ceil(m / rows) * ceil(n / columns) / processors
-        waves += (ceil(waves) - waves) * _TAIL
-        tile_s = 2.0 * rows * columns * (k + _DEPTH) / (per_processor * speed)
-        best = min(best, waves * tile_s)
+    rows, columns = _TILE
+    waves = ceil(m / rows) * ceil(n / columns) / processors
+    waves += (ceil(waves) - waves) * _TAIL
+    compute_s = waves * 2.0 * rows * columns * (k + _DEPTH) * processors / flops
     memory_s = itemsize * (m * k + k * n + m * n) / memory_rate
     if n % 8 or k % 8:
-        best *= _UNALIGNED
-    return max(best, memory_s) + kernel_s
+        compute_s *= _UNALIGNED
+    return max(compute_s, memory_s) + kernel_s
+
+
+def _measured(by_precision: Mapping[str, Measured], precision: str) -> Measured:
+    """Returns what was measured in this precision, or in the first one that was."""
+    return by_precision.get(precision, next(iter(by_precision.values())))
 
 
 def matmul_s(kernels: Kernels, m: int, n: int, k: int) -> float:
-    """Seconds of [m, k] x [k, n]: the best tile's waves over the processors, never faster than
-    memory."""
+    """Seconds of [m, k] x [k, n]: waves of tiles over the processors, never faster than memory."""
     device = kernels.device
     precision = kernels.precision
     if kernels.process is not None:
-        measured = kernels.process.matmul  # in this precision, or in the first one that was
-        return (
-            2.0
-            * m
-            * n
-            * k
-            / measured.get(precision, next(iter(measured.values()))).at(sqrt(m * n), k)
-        )
+        rates = _measured(kernels.process.matmul, precision)
+        return 2.0 * m * n * k / rates.at(sqrt(m * n), k)
     flops = device.peak(precision) * device.matmul_efficiency
     flops *= _FLOAT8 if precision == "fp8" else 1.0
     item_bytes = {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
@@ -123,10 +111,8 @@ def flash_attention_s(
     for 2 backward."""
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5
     if kernels.process is not None:
-        measured = kernels.process.attention
-        return products / measured.get(kernels.precision, next(iter(measured.values())))[
-            backward
-        ].at(keys, head_dim)
+        rates = _measured(kernels.process.attention, kernels.precision)[backward]
+        return products / rates.at(keys, head_dim)
     key = "backward" if backward else "forward"
     sustained = kernels.device.attention_flops[key] * _ATTENTION
     if kernels.device.family == "hopper":

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
-from parallel3d.planner.hardware.cluster import Scales
 from parallel3d.planner.hardware.units import ROUNDED
 from parallel3d.planner.model.muon import MuonCosts, busiest_shapes, muon_matrices
 from parallel3d.planner.model.parameters import hidden_tables, model_flops_per_token
@@ -62,6 +61,14 @@ class TimeParts:
     @property
     def total(self) -> float:
         return float(sum(vars(self).values()))
+
+    def scaled(self, devices: float, links: float) -> TimeParts:
+        """Returns the parts with their own work, and what ranks send, so many times as long."""
+        found = {}
+        for cause, seconds in vars(self).items():
+            is_sent = cause in ("tp", "cp", "pp_p2p", "dp", "ep")
+            found[cause] = seconds * (links if is_sent else devices)
+        return TimeParts(**found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +154,10 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     )
     if host is None:
         quality = run.framework.quality
-        parts = TimeParts(**{kind: quality * seconds for kind, seconds in vars(parts).items()})
-    else:
-        parts = _scaled(parts, run.cluster.scales)
+        parts = parts.scaled(quality, quality)
+    else:  # one node, as runs there have corrected it
+        scales = run.cluster.scales
+        parts = parts.scaled(scales.arithmetic, scales.node)
     tokens = run.tokens_per_step / parts.total / layout.world_size
     flops = tokens * model_flops_per_token(run.shape, run.seq_len)
     return Cost(
@@ -159,18 +167,6 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
         model_flops_per_gpu=flops,
         mfu=flops / run.cluster.device.peak(run.precision),
     )
-
-
-def _scaled(parts: TimeParts, scales: Scales) -> TimeParts:
-    """Returns the parts of a step on a calibrated host, which is one node, as runs there have
-    corrected them."""
-    found = {}
-    for kind, seconds in vars(parts).items():
-        scale = scales.arithmetic
-        if kind in ("tp", "cp", "pp_p2p", "dp", "ep"):
-            scale = scales.node
-        found[kind] = seconds * scale
-    return TimeParts(**found)
 
 
 def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
