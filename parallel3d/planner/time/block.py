@@ -16,7 +16,6 @@ from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_
 # residual additions.
 _NORM_FORWARD, _NORM_BACKWARD = 8.0, 16.0  # both
 _OUTSIDE_FORWARD, _OUTSIDE_BACKWARD = 12.0, 16.0  # both
-_DROPOUT_FORWARD, _DROPOUT_BACKWARD = 6.0, 6.0  # masks and a second pass, for both residuals
 _ROPE = 8.0  # per element of q and k, each way
 _GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # per element of [tokens, ffn]
 _SWIGLU_FORWARD = 6.0
@@ -176,8 +175,8 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
     if kernels.process is None:
         moved *= run.framework.elementwise
         moved_back *= run.framework.elementwise
-    rest_s = memory_bound_s(kernels, moved, launches=8)
-    rest_back_s = memory_bound_s(kernels, moved_back, launches=12)
+    rest_s = memory_bound_s(kernels, moved)
+    rest_back_s = memory_bound_s(kernels, moved_back)
     forward = products_s + attention_s + rest_s
     backward = products_back_s + weight_s + attention_back_s + rest_back_s
     layout = run.layout
@@ -247,15 +246,13 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
     backward."""
     shape = run.shape
     layout = run.layout
-    framework = run.framework
     t = run.tokens
     outside: float = t * shape.hidden
     if layout.sequence_parallel:
         outside /= layout.tp
-    dropped = 1.0 if framework.dropout else 0.0
     norms = shape.block_norms / 2
-    forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD + dropped * _DROPOUT_FORWARD)
-    backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD + dropped * _DROPOUT_BACKWARD)
+    forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD)
+    backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD)
     inner = t * shape.ffn_hidden / layout.tp
     if (experts := shape.experts) is not None and not dense:
         rows = run.routed_rows
@@ -289,7 +286,7 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     back = matmul_s(kernels, t, h, vocab)
     loss = 0.0  # which a calibrated host has measured apart
     if kernels.process is None:
-        loss = memory_bound_s(kernels, t * run.rank_vocab * _LOSS_PASSES / 2, launches=4)
+        loss = memory_bound_s(kernels, t * run.rank_vocab * _LOSS_PASSES / 2)
     return product + loss, back + weight + loss
 
 
@@ -297,6 +294,6 @@ def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     """Returns the look-up's seconds: forward it reads and writes rows, backward it adds gradients
     into float32."""
     rows = run.tokens * run.shape.hidden
-    forward = memory_bound_s(kernels, rows * 6.0, launches=3)
-    backward = memory_bound_s(kernels, rows * 12.0, launches=4)
+    forward = memory_bound_s(kernels, rows * 6.0)
+    backward = memory_bound_s(kernels, rows * 12.0)
     return forward, backward

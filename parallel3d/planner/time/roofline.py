@@ -92,10 +92,8 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int) -> float:
     )
 
 
-def memory_bound_s(kernels: Kernels, traffic_bytes: float, *, launches: int = 1) -> float:
-    if kernels.process is not None:
-        return traffic_bytes * kernels.process.byte_s
-    return traffic_bytes / kernels.memory_rate + launches * kernels.device.kernel_s
+def memory_bound_s(kernels: Kernels, traffic_bytes: float) -> float:
+    return traffic_bytes / kernels.memory_rate
 
 
 def flash_attention_s(

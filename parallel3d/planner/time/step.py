@@ -410,7 +410,7 @@ def _optimizer_s(run: PlannedRun, most: StageSlice) -> float:
 
     bytes_ = split(layout.optimizer_shards) * 30.0
     bytes_ += split(layout.gradient_shards) * 3 * framework.gradient_bytes
-    return memory_bound_s(_kernels(run), bytes_, launches=40)
+    return memory_bound_s(_kernels(run), bytes_)
 
 
 def _muon_s(run: PlannedRun, muon: MuonCosts) -> float:
