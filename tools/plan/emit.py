@@ -40,6 +40,11 @@ def launch_file(options: argparse.Namespace) -> Path | None:
     """Returns where a launcher is written: as the user said, or beside the recipe. Raises
     ConfigError for what can be refused before the search is made."""
     file = None
+    if _priced_only(options) and (options.emit_recipe or options.verify):
+        raise ConfigError(
+            "--precision fp8, --optimizer-bits 8: are priced only, because this project's trainer "
+            "has neither; leave out --emit-recipe and --verify"
+        )
     check_free("--emit-recipe", options.emit_recipe)
     if options.emit_recipe is None and options.emit_launch is not None:
         raise ConfigError("--emit-launch: is about a recipe; add --emit-recipe plan.yaml")
@@ -61,6 +66,11 @@ def launch_file(options: argparse.Namespace) -> Path | None:
     return file
 
 
+def _priced_only(options: argparse.Namespace) -> bool:
+    """Whether the options ask for what the trainer does not have."""
+    return options.precision == "fp8" or options.optimizer_bits == 8
+
+
 def emit(
     options: argparse.Namespace, asked: ParsedRequest, plan: Plan, launch: Path | None
 ) -> Iterator[str]:
@@ -74,7 +84,8 @@ def emit(
     if options.emit_command:
         yield framework_command(best, asked.model, _steps(plan))
     if path is None:
-        if asked.model.recipe is not None and plan.request.framework.is_parallel3d:
+        is_trained = plan.request.framework.is_parallel3d and not _priced_only(options)
+        if asked.model.recipe is not None and is_trained:
             yield _override_command(
                 asked, asked.model.recipe, recipe_of_plan(asked, plan, best, run="plan")
             )
@@ -119,7 +130,9 @@ def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str
         planned["steps"] = base.train.steps if plan.tokens is None else steps
         train = replace(base.train, **planned)
         model = replace(base.model, vocab=q.shape.vocab)
-        return replace(base, model=model, train=train, parallel=parallel)
+        state_dtype = asked.state_dtype or base.optimizer.state_dtype
+        optimizer = replace(base.optimizer, state_dtype=state_dtype)
+        return replace(base, model=model, train=train, parallel=parallel, optimizer=optimizer)
     if config is None:
         lacks = f" ({q.shape.lacks_module})" if q.shape.lacks_module else ""
         known = "only for Llamas and GPTs; drop it"
@@ -139,7 +152,9 @@ def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str
         model=replace(config, vocab=q.shape.vocab),
         train=TrainConfig(steps=steps, eval_every=every, **planned),
         parallel=parallel,
-        optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps or 0),
+        optimizer=OptimizerConfig(
+            lr=lr, warmup_steps=warmup_steps or 0, state_dtype=asked.state_dtype
+        ),
         checkpoint=CheckpointConfig(every=every),
         run_dir=f"runs/{run}",
     )
@@ -257,7 +272,7 @@ def _override_command(asked: ParsedRequest, mine: Recipe, planned: Recipe) -> st
     if alike.strategy == planned.parallel.strategy:
         planned = replace(planned, parallel=alike)
     overrides = []
-    for section in ("model", "parallel", "train"):
+    for section in ("model", "parallel", "train", "optimizer"):
         before = asdict(getattr(mine, section))
         for key, value in asdict(getattr(planned, section)).items():
             if value != before[key]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from parallel3d.config.recipe import ParallelConfig, TrainConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.schema import range_errors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster, with_links
@@ -17,8 +17,9 @@ from parallel3d.planner.hardware.framework import (
     FrameworkProfile,
     in_precision,
     named_framework,
+    with_states,
 )
-from parallel3d.planner.model.training import OptimizerMemory, notes, optimizer_memory
+from parallel3d.planner.model.training import notes, optimizer_memory
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.request import Fixed, PlanRequest
@@ -29,6 +30,12 @@ from parallel3d.tools.plan.measured import anchored
 from parallel3d.tools.plan.models import Model, find_model
 
 _RISK = 0.05  # the chance of not fitting that a plan takes by default
+_STATE_DTYPES: dict[int | None, Literal["fp32", "bf16"]] = {32: "fp32", 16: "bf16"}
+# a model that is not a recipe is trained as a recipe says that leaves everything open
+_USUAL = Recipe(
+    model=ModelConfig(layers=1, hidden=8, heads=1, vocab=8, ffn_hidden=8),
+    train=TrainConfig(steps=1, seq_len=1, global_batch_size=1),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,7 @@ class ParsedRequest:
 
     request: PlanRequest
     model: Model
+    state_dtype: Literal["fp32", "bf16"] | None = None  # of --optimizer-bits
 
     def note_lines(self) -> list[str]:
         """Returns what the model's file says and a plan does not count, as lines of a page."""
@@ -82,6 +90,9 @@ def read_request(
         changes |= {"price_per_hour": options.price, "price_from": ""}
     cluster = replace(cluster, device=replace(cluster.device, **changes))
     precision = options.precision or (train.precision if train else "bf16")
+    if precision == "fp8" and precision not in cluster.device.peak_flops:
+        rule = f"{cluster.device.name} has no float8 matmuls; try --precision bf16"
+        raise ConfigError(f"--precision fp8: {rule}")
     framework = _framework(options, cluster, precision, compiled=bool(train and train.compile))
     if (experts := model.shape.experts) is not None and "ep" not in framework.axes:
         what = f"a mixture of {experts.count} experts, {experts.per_token} of them for a token"
@@ -97,7 +108,9 @@ def read_request(
         precision=precision,
         framework=framework,
         fixed=fixed or Fixed(),
-        training=optimizer_memory(model.recipe) if model.recipe else OptimizerMemory(),
+        training=optimizer_memory(
+            model.recipe or _USUAL, precision=precision, state_bits=options.optimizer_bits
+        ),
     )
     request, measured = anchored(request, options)
     request = _with_memory_limit(request, options)
@@ -107,7 +120,11 @@ def read_request(
             f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of "
             "config.json"
         )
-    return ParsedRequest(request=request, model=replace(model, notes=(*model.notes, *more)))
+    return ParsedRequest(
+        request=request,
+        model=replace(model, notes=(*model.notes, *more)),
+        state_dtype=_STATE_DTYPES.get(options.optimizer_bits),
+    )
 
 
 def _check_sizes(gpus: int, seq_len: int, batch: int) -> None:
@@ -160,9 +177,11 @@ def _framework(
     if options.framework == PARALLEL3D.name:  # which needs no table read
         framework = COMPILED_PARALLEL3D if compiled else PARALLEL3D
     else:
-        framework = in_precision(
-            named_framework(known_name("framework", options.framework)), precision
-        )
+        named = named_framework(known_name("framework", options.framework))
+        in_bf16 = precision == "bf16_pure"
+        framework = with_states(in_precision(named, precision), None, pure_bf16=in_bf16)
+        if options.optimizer_bits is not None:  # of AdamW's two states
+            framework = with_states(framework, options.optimizer_bits / 4, pure_bf16=False)
     said = {"fragmentation": options.fragmentation, "context_bytes": options.context_memory}
     said = {field: value for field, value in said.items() if value is not None}
     if cluster.device.is_cpu and said:

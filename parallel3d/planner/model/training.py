@@ -34,11 +34,16 @@ def master_bytes(precision: str) -> int:
     return 4
 
 
-def optimizer_memory(recipe: Recipe) -> OptimizerMemory:
-    """Reads it from a recipe; `unmodeled_settings` says what it leaves out."""
+def optimizer_memory(
+    recipe: Recipe, *, precision: str | None = None, state_bits: int | None = None
+) -> OptimizerMemory:
+    """Reads it from a recipe, trained in another precision or with other bits of a number of the
+    optimizer's states; `unmodeled_settings` says what it leaves out."""
     optimizer = recipe.optimizer.resolved
-    master = master_bytes(recipe.train.precision)
+    master = master_bytes(precision or recipe.train.precision)
     width = {None: master, "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
+    if state_bits is not None:
+        width = state_bits // 8
     muon = None
     states = 2
     step_bytes = 0.0  # torch's AdamW steps in place
