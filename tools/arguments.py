@@ -223,4 +223,5 @@ PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that a table of opt
         "chance": chance,
     },
     **{"time": amount("a time"), "days": amount("days", zero=False)},
+    **{"hours": amount("hours", zero=False), "seconds": amount("seconds", zero=False)},
 }

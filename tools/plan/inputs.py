@@ -22,6 +22,7 @@ from parallel3d.planner.hardware.framework import (
 from parallel3d.planner.model.training import notes, optimizer_memory
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.report.text import wrapped
+from parallel3d.planner.search.goodput import Failures
 from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.aliases.lookup import known_name
@@ -108,6 +109,7 @@ def read_request(
         precision=precision,
         framework=framework,
         fixed=fixed or Fixed(),
+        failures=_failures(options),
         training=optimizer_memory(
             model.recipe or _USUAL, precision=precision, state_bits=options.optimizer_bits
         ),
@@ -125,6 +127,18 @@ def read_request(
         model=replace(model, notes=(*model.notes, *more)),
         state_dtype=_STATE_DTYPES.get(options.optimizer_bits),
     )
+
+
+def _failures(options: argparse.Namespace) -> Failures | None:
+    """Returns the failures that the options tell of. Raises ConfigError without --mtbf."""
+    values = {name: vars(options).get(name) for name in Failures._fields}
+    said = {name: value for name, value in values.items() if value is not None}
+    if not said:
+        return None
+    if "mtbf_hours" not in said:
+        rule = "required with --checkpoint-time, --checkpoint-interval and --restart-time"
+        raise ConfigError(f"--mtbf: {rule}; try --mtbf 50000")
+    return Failures(**said)
 
 
 def _check_sizes(gpus: int, seq_len: int, batch: int) -> None:

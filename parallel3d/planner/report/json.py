@@ -178,6 +178,7 @@ def strategy_tree(found: Strategy, length: RunLength | None, spread: ErrorModel)
         "tflops_per_gpu": cost.model_flops_per_gpu / 1e12,
         "mfu": cost.mfu,
         "run": run_length,
+        "goodput": found.goodput and found.goodput._asdict(),
         "ranges": ranges,
         "chance_to_fit": spread.chance_to_fit(
             found.memory.total, request.cluster.device.memory_bytes

@@ -17,6 +17,7 @@ from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun, from_config
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.training import OptimizerMemory
+from parallel3d.planner.search.goodput import Failures, Goodput
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.shard_sizes import divisors
@@ -65,6 +66,7 @@ class PlanRequest:
     training: OptimizerMemory = OptimizerMemory()
     memory_fraction: float = 0.95
     risk: float | None = None
+    failures: Failures | None = None
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
 
     def axes_beside(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
@@ -153,11 +155,19 @@ class Strategy:
     def cost(self) -> Cost:
         return step_cost(self.run)
 
+    @property
+    def goodput(self) -> Goodput | None:
+        """The share of the time that trains; None if the request says nothing about failures."""
+        failures = self.request.failures
+        return failures and failures.goodput(self.parallel.world_size)
+
     def length(self, tokens: float) -> RunLength:
-        """Returns how long a run of so many tokens is."""
+        """Returns how long a run of so many tokens is, with what failures cost."""
         gpus = self.parallel.world_size
         hourly = self.request.cluster.device.price_per_hour
         hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600
+        if self.goodput is not None:
+            hours /= self.goodput.share
         price = None if hourly is None else hours * gpus * hourly
         return RunLength(days=hours / 24, gpu_hours=hours * gpus, price=price)
 
