@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.cluster import Cluster, load_cluster
+from parallel3d.planner.hardware.cluster import Cluster, load_cluster, with_links
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.report.json import hardware_tree
 from parallel3d.tools.aliases.lookup import known_name
@@ -44,11 +46,22 @@ def file_of(name: str) -> str:
 
 
 def asked_cluster(options: argparse.Namespace) -> Cluster:
-    """Returns the cluster of --gpu or --hardware. Raises ConfigError where not one of the two is
-    given."""
+    """Returns the cluster of --gpu or --hardware, with the links, memory and price that the user
+    says. Raises ConfigError where not one of the two is given."""
     if bool(options.gpu) == bool(options.hardware):
         raise ConfigError("--gpu, --hardware: required is one of the two; try --gpu h100")
-    return find_cluster(options.hardware or options.gpu)
+    cluster = with_links(
+        find_cluster(options.hardware or options.gpu),
+        network_gb_per_s=options.network_gb_per_s and options.network_gb_per_s / 1e9,
+        node_gb_per_s=options.node_gb_per_s and options.node_gb_per_s / 1e9,
+        gpus_per_node=options.gpus_per_node,
+    )
+    changes: dict[str, Any] = {}
+    if options.gpu_memory is not None:
+        changes["memory_bytes"] = options.gpu_memory
+    if options.price is not None:
+        changes |= {"price_per_hour": options.price, "price_from": ""}
+    return replace(cluster, device=replace(cluster.device, **changes))
 
 
 def find_cluster(name: str) -> Cluster:

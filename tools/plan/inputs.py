@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.schema import range_errors
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.cluster import Cluster, with_links
+from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.framework import (
     COMPILED_PARALLEL3D,
     PARALLEL3D,
@@ -78,18 +78,7 @@ def read_request(
         raise ConfigError(
             f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}"
         )
-    cluster = with_links(
-        asked_cluster(options),
-        network_gb_per_s=options.network_gb_per_s and options.network_gb_per_s / 1e9,
-        node_gb_per_s=options.node_gb_per_s and options.node_gb_per_s / 1e9,
-        gpus_per_node=options.gpus_per_node,
-    )
-    changes: dict[str, Any] = {}
-    if options.gpu_memory is not None:
-        changes["memory_bytes"] = options.gpu_memory
-    if options.price is not None:
-        changes |= {"price_per_hour": options.price, "price_from": ""}
-    cluster = replace(cluster, device=replace(cluster.device, **changes))
+    cluster = asked_cluster(options)
     precision = options.precision or (train.precision if train else "bf16")
     if precision == "fp8" and precision not in cluster.device.peak_flops:
         rule = f"{cluster.device.name} has no float8 matmuls; try --precision bf16"

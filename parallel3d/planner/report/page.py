@@ -144,7 +144,7 @@ def _advice(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "exactly", "--verify runs layout 1's fullest rank dry and prints its exact memory"
         yield "time", f"{best.cost.step_time_s:.3g} s a step: {time_text(best.cost.parts)}"
         yield "run", _run(plan, best)
-        if best.goodput is not None:
+        if best.goodput:
             saves = f"saves every {best.goodput.interval_s / 60:.3g} min"
             yield "goodput", f"{best.goodput.share:.1%} of the time trains if the job {saves}"
         yield "range", _ranges(plan, best)

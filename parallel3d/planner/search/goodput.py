@@ -1,5 +1,5 @@
-"""The share of a run's time that trains, although devices fail: the rest saves checkpoints, restarts
-and repeats lost work. Failures come at random, at one rate (Daly 2006, doi
+"""The share of a run's time that trains, although devices fail: the rest saves checkpoints,
+restarts and repeats lost work. Failures come at random, at one rate (Daly 2006, doi
 10.1016/j.future.2004.11.016)."""
 
 from __future__ import annotations

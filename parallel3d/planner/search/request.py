@@ -166,7 +166,7 @@ class Strategy:
         gpus = self.parallel.world_size
         hourly = self.request.cluster.device.price_per_hour
         hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600
-        if self.goodput is not None:
+        if self.goodput:
             hours /= self.goodput.share
         price = None if hourly is None else hours * gpus * hourly
         return RunLength(days=hours / 24, gpu_hours=hours * gpus, price=price)
