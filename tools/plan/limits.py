@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from math import prod
+from dataclasses import replace
+from math import inf, prod
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
@@ -36,10 +37,12 @@ from parallel3d.planner.search.size_limits import (
 )
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
+from parallel3d.tools.plan.hardware import file_of
 from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.plan.score import recorded_accuracy
 
+Row = tuple[PlanRequest, Strategy | str]  # a size on a device, and its best layout or why not
 _NONE = {"cluster": "no number of devices holds one sequence"}  # else nothing fits
 
 
@@ -144,93 +147,107 @@ def _limit_tree(name: str, found: Strategy) -> dict[str, object]:
 
 
 def sweep_answer(options: argparse.Namespace) -> Reply:
-    """Plans for each size, and chooses the cheapest within --max-days where that is given."""
-    if options.max_days is not None and options.tokens is None:
-        raise ConfigError(f"--max-days {options.max_days:g}: of how many tokens? add --tokens 1T")
-    asked = read_request(
-        options, gpus=max(options.gpus), fixed=read_fixed(options), asks="--gpus 64-512"
-    )
-    found = sweep(asked.request, options.gpus)
+    """Plans for each size on each device of --gpu, and chooses the cheapest within --max-days where
+    that is given."""
+    max_days = vars(options).get("max_days")
+    if max_days is not None and options.tokens is None:
+        raise ConfigError(f"--max-days {max_days:g}: of how many tokens? add --tokens 1T")
+    sizes = options.gpus if isinstance(options.gpus, tuple) else ()
+    devices = [name and file_of(name) for name in (options.gpu or "").split(",")]
+    rows: list[Row] = []
+    for device in devices:
+        on_device = argparse.Namespace(**{**vars(options), "gpu": device})
+        asked = read_request(
+            on_device,
+            gpus=max(sizes, default=options.gpus),
+            fixed=read_fixed(options),
+            asks="--gpus 64-512",
+        )
+        request = asked.request
+        for gpus, best in sweep(request, sizes or [request.gpus]).items():
+            rows.append((replace(request, gpus=gpus), best))
     chosen = None
-    fitting = [*_strategies(found)]
-    if options.max_days is not None:
-        fitting = [best for best in fitting if best.length(options.tokens).days <= options.max_days]
-        chosen = min(fitting, key=lambda best: best.length(options.tokens).gpu_hours, default=None)
+    fitting = [found for _, found in rows if isinstance(found, Strategy)]
+    if max_days is not None:
+        fitting = [best for best in fitting if best.length(options.tokens).days <= max_days]
+        chosen = min(fitting, key=lambda best: _cost(best, options.tokens), default=None)
+    rows.sort(key=_rank)
     return Reply(
-        page=lambda: [*_sizes_page(asked.request, options, found, chosen), *asked.note_lines()],
-        tree=lambda: _sizes_tree(asked, options, found, chosen),
+        page=lambda: [*_sizes_page(rows, options.tokens, max_days, chosen), *asked.note_lines()],
+        tree=lambda: _sizes_tree(asked, options, rows, chosen),
         status=0 if fitting else NOTHING_FITS,
     )
 
 
+def _rank(row: Row) -> tuple[int, float]:
+    """The fewest devices first, the fastest ones first."""
+    request, found = row
+    return request.gpus, 0.0 if isinstance(found, str) else -found.cost.tokens_per_s_per_gpu
+
+
+def _cost(found: Strategy, tokens: float) -> tuple[float, float]:
+    length = found.length(tokens)
+    return length.price or inf, length.gpu_hours
+
+
 def _sizes_page(
-    request: PlanRequest,
-    options: argparse.Namespace,
-    sizes: dict[int, Strategy | str],
-    chosen: Strategy | None,
+    rows: list[Row], tokens: float | None, max_days: float | None, chosen: Strategy | None
 ) -> Iterator[str]:
-    usable = request.usable_bytes
-    fitting = [*_strategies(sizes)]
-    yield from header(request, has_size=False)
+    yield from dict.fromkeys(
+        line for request, _ in rows for line in header(request, has_size=False)
+    )
     yield ""
-    axes = shown_axes([each.parallel for each in fitting])
-    head = f"   gpus{layout_head(axes)}{f'GiB of {usable / GIB:.1f}':>16}      tok/s/gpu  scaling"
-    yield head + ("   days  price" if options.tokens is not None else " step s")
-    for gpus, found in sizes.items():
-        start = f"{'>' if found is chosen else ' '}{gpus:>6}"
+    width = max(len(request.cluster.name) for request, _ in rows)
+    axes = shown_axes([found.parallel for _, found in rows if isinstance(found, Strategy)])
+    head = f"{'device':<{width}}   gpus{layout_head(axes)}    GiB tok/s/gpu  range    MFU"
+    yield head + (" step s $/1M tok" if tokens is None else "   days    price")
+    for request, found in rows:
+        mark = ">" if found is chosen else " "
+        start = f"{mark}{request.cluster.name:<{width}}{request.gpus:>6}"
         if isinstance(found, str):
-            first, *more = wrapped("", f"{'':>4}{found}")
+            first, *more = wrapped("", f"{'':>{width}}{found}")
             yield from (f"{start}{first[len(start) :]}", *more)
             continue
-        total = found.memory.total
-        speed = found.cost.tokens_per_s_per_gpu
-        scaling = speed / fitting[0].cost.tokens_per_s_per_gpu
-        line = f"{start}{layout_columns(found.parallel, axes)}{gib(total):>6} {bar(total / usable)}"
-        line += f"{speed:>10,.0f}{scaling:>9.0%}"
-        if options.tokens is None:
-            yield f"{line}{found.cost.step_time_s:>7.3g}"
-        else:
-            length = found.length(options.tokens)
-            yield f"{line}{days_column(length.days)}{money(length.price):>7}"
+        spread = error_model_of(found.run, recorded_accuracy())
+        off = f"+-{spread.throughput:.0%}"
+        line = f"{start}{layout_columns(found.parallel, axes)}{gib(found.memory.total):>7}"
+        line += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{off:>7}{found.cost.mfu:>7.1%}"
+        length = found.length(tokens or 1e6)
+        time = f"{found.cost.step_time_s:>7.3g}" if tokens is None else days_column(length.days)
+        yield f"{line}{time}{money(length.price):>9}"
     yield ""
-    if options.max_days is not None and chosen is None:
-        yield from wrapped("in time", f"none is done within {options.max_days:g} days")
+    if max_days is not None and chosen is None:
+        yield from wrapped("in time", f"none is done within {max_days:g} days")
     if chosen is not None:
-        length = chosen.length(options.tokens)
-        told = f"{chosen.request.gpus} devices: {length.days:.3g} days"
-        hours = f"{length.gpu_hours:,.0f} GPU-hours, the fewest within {options.max_days:g} days"
+        length = chosen.length(tokens)
+        told = f"{chosen.request.gpus} x {chosen.request.cluster.name}: {length.days:.3g} days"
+        hours = f"{length.gpu_hours:,.0f} GPU-hours, the cheapest within {max_days:g} days"
         yield from wrapped("in time", f"{told}, {hours}; {_speed_text(chosen)}")
         yield from wrapped("layout", layout_text(chosen.parallel))
     yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
 
 
-def _strategies(sizes: dict[int, Strategy | str]) -> Iterator[Strategy]:
-    yield from (found for found in sizes.values() if isinstance(found, Strategy))
-
-
 def _sizes_tree(
-    asked: ParsedRequest,
-    options: argparse.Namespace,
-    sizes: dict[int, Strategy | str],
-    chosen: Strategy | None,
+    asked: ParsedRequest, options: argparse.Namespace, rows: list[Row], chosen: Strategy | None
 ) -> object:
-    said = request_tree(asked.request)
-    rows = []
+    said = request_tree(rows[0][0])
+    sizes = []
     tokens = options.tokens
     del said["gpus"]
-    for gpus, found in sizes.items():
-        row: dict[str, object] = {"gpus": gpus, "strategy": None, "none": None}
+    for request, found in rows:
+        row: dict[str, object] = {"device": request.cluster.name, "gpus": request.gpus}
+        row |= {"strategy": None, "none": None}
         if isinstance(found, str):
             row["none"] = found
         else:
             length = None if tokens is None else found.length(tokens)
             spread = error_model_of(found.run, recorded_accuracy())
             row["strategy"] = strategy_tree(found, length, spread)
-        rows.append(row)
+        sizes.append(row)
     tree = {
         "schema": "parallel3d.sweep/1",
-        "input": {**said, "tokens": tokens, "max_days": options.max_days},
-        "sizes": rows,
+        "input": {**said, "tokens": tokens, "max_days": vars(options).get("max_days")},
+        "sizes": sizes,
         "chosen": chosen and chosen.request.gpus,
         "notes": asked.model.notes,
     }

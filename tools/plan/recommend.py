@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parallel3d.config.rules import validate
+from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
 from parallel3d.planner.report.page import Plan, page
@@ -25,6 +26,7 @@ from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
+from parallel3d.tools.plan.limits import sweep_answer
 from parallel3d.tools.plan.memory import explained
 from parallel3d.tools.plan.score import recorded_accuracy
 
@@ -43,6 +45,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def answer(options: argparse.Namespace) -> Reply:
+    """Plans for a device, or compares several."""
+    if "," in (options.gpu or ""):
+        if options.emit_recipe or options.verify or options.why:
+            raise ConfigError("--emit-recipe, --verify, --why: are for one device; try --gpu h100")
+        return sweep_answer(options)
     plan = make_plan(options)
 
     def lines() -> Iterator[str]:
