@@ -96,7 +96,10 @@ BAD_INPUTS = [
         f"--model mixtral-8x7b --framework nemo --fix ep=3 {ON}",
         "ep = 3: must divide mixtral-8x7b's 8 experts; try",
     ),
-    (f"--model mixtral-8x7b {ON}", "2 of them for a token, and parallel3d trains none; try"),
+    (
+        f"--model mixtral-8x7b {ON}",
+        "2 of them for a token, and parallel3d trains none, because it has no expert parallelism yet; try",
+    ),
     (
         f"{ASKED} --fix dp=8",
         "--fix dp=8: the data ranks are those that tp and pp leave; fix dp_shard",

@@ -55,14 +55,9 @@ def launch_file(options: argparse.Namespace) -> Path | None:
             known = ", ".join(LAUNCHERS)
             raise ConfigError(f"--emit-launch {words}: must be one of {known}, then a file or none")
         file = Path(said[0]) if said else options.emit_recipe.with_name(LAUNCHERS[kind][0])
-    outputs = {"emit-recipe": options.emit_recipe, "emit-launch": file}
-    named = set()
-    for option, path in outputs.items():
-        check_free(f"--{option}", path)
-        if path is not None and path.resolve() in named:
-            raise ConfigError(f"{path.name}: named for two outputs; rename one")
-        if path is not None:
-            named.add(path.resolve())
+    check_free("--emit-launch", file)
+    if file is not None and file.resolve() == options.emit_recipe.resolve():
+        raise ConfigError(f"{file.name}: named for two outputs; rename one")
     return file
 
 

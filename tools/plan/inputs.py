@@ -4,10 +4,11 @@ key=value."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recompute, TrainConfig
 from parallel3d.config.schema import range_errors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster
@@ -19,11 +20,12 @@ from parallel3d.planner.hardware.framework import (
     named_framework,
     with_states,
 )
+from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.model.training import notes, optimizer_memory
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.goodput import Failures
-from parallel3d.planner.search.request import Fixed, PlanRequest
+from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
@@ -86,9 +88,9 @@ def read_request(
     framework = _framework(options, cluster, precision, compiled=bool(train and train.compile))
     if (experts := model.shape.experts) is not None and "ep" not in framework.axes:
         what = f"a mixture of {experts.count} experts, {experts.per_token} of them for a token"
+        lacks = f"and {framework.name} trains none, because it has no expert parallelism yet"
         tries = "try --framework megatron-core, which prices it for that framework"
-        whose = f"and {framework.name} trains none"
-        raise ConfigError(f"--model {model.shape.name}: {what}, {whose}; {tries}")
+        raise ConfigError(f"--model {model.shape.name}: {what}, {lacks}; {tries}")
     request = PlanRequest(
         shape=model.shape,
         cluster=cluster,
@@ -105,7 +107,7 @@ def read_request(
     )
     request, measured = anchored(request, options)
     request = _with_memory_limit(request, options)
-    more = [*measured, *(notes(model.recipe) if model.recipe else ())]
+    more = [*measured, *(notes(model.recipe) if model.recipe else ()), *_context_note(request)]
     if model.longest is not None and seq_len > model.longest:
         more.append(
             f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of "
@@ -116,6 +118,25 @@ def read_request(
         model=replace(model, notes=(*model.notes, *more)),
         state_dtype=_STATE_DTYPES.get(options.optimizer_bits),
     )
+
+
+def sequence_bytes(request: PlanRequest, recompute: Recompute) -> float:
+    """Returns the bytes of the activations of one sequence on one device."""
+    alone = replace(request, gpus=1, global_batch_size=1)
+    return Strategy(alone, ParallelConfig(recompute=recompute)).memory.activations
+
+
+def _context_note(request: PlanRequest) -> Iterator[str]:
+    """Yields a note if a sequence is too long for tp in a node and no recompute."""
+    node = request.cluster.gpus_per_node
+    if request.framework.is_parallel3d and request.gpus > node:
+        kept = sequence_bytes(request, "none") / node
+        if kept > request.usable_bytes:
+            yield (
+                f"a sequence keeps {kept / GIB:.0f} GiB on each of {node} tp ranks without "
+                "recompute: context parallelism would divide it, which this project does not have "
+                "yet; --framework megatron-core prices it"
+            )
 
 
 def _failures(options: argparse.Namespace) -> Failures | None:
