@@ -22,19 +22,14 @@ VERBOSE = ("-v", "--verbose")
 _MOST_SIZES = 32  # sizes of a cluster that are tried at once
 _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SHARES = {"": 1.0, "%": 0.01}
 _BYTES = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "tib": 2.0**40, "tb": 1e12}
 # The case of a rate's unit counts: GB/s are bytes, Gb/s bits. A bare number and gb/s are what the
 # options' names say.
 _RATES = {
     **{"": 1e9, "gb/s": 1e9, "GB/s": 1e9, "GBps": 1e9, "GB/s/gpu": 1e9, "TB/s": 1e12, "MB/s": 1e6},
-    **{
-        "Gbps": 1e9 / 8,
-        "gbps": 1e9 / 8,
-        "Gb/s": 1e9 / 8,
-        "Gbit/s": 1e9 / 8,
-        "Tbps": 1e12 / 8,
-        "Tb/s": 1e12 / 8,
-    },
+    **dict.fromkeys(("Gbps", "gbps", "Gb/s", "Gbit/s"), 1e9 / 8),
+    **dict.fromkeys(("Tbps", "Tb/s"), 1e12 / 8),
 }
 _NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(.*)")
 
@@ -167,12 +162,8 @@ def dollars(text: str) -> float:
 
 def fraction(text: str) -> float:
     """Parses a share above 0 and at most 1: 0.9 or 90%."""
-    found = _with_unit(text, {"": 1.0, "%": 0.01}, "a share above 0 and at most 1, such as 0.92")
-    if found > 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a share above 0 and at most 1, such as 0.92"
-        )
-    return found
+    what = "a share above 0 and at most 1, such as 0.92"
+    return _with_unit(text, _SHARES, what, below=1 + 1e-9)
 
 
 def share(text: str) -> float:
@@ -184,44 +175,35 @@ def share(text: str) -> float:
 
 def chance(text: str) -> float:
     """Parses a chance above 0 and below 1: 0.05 or 5%."""
-    what = "a chance above 0 and below 1, such as 0.05"
-    found = _with_unit(text, {"": 1.0, "%": 0.01}, what)
-    if found >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be {what}")
-    return found
+    return _with_unit(text, _SHARES, "a chance above 0 and below 1, such as 0.05", below=1.0)
 
 
 def _with_unit(
-    text: str, units: dict[str, float], what: str, *, said: str | None = None, any_case: bool = True
+    text: str,
+    units: dict[str, float],
+    what: str,
+    *,
+    said: str | None = None,
+    any_case: bool = True,
+    below: float = math.inf,
 ) -> float:
-    """Parses a positive number followed by one of `units`. `what` describes it, and `said` quotes
-    it, in the error."""
+    """Parses a number above 0 and `below`, followed by one of `units`. `what` describes it, and
+    `said` quotes it, in the error."""
     found = _NUMBER.fullmatch(text.strip())
     unit = found[2].strip() if found else ""
     unit = unit.lower() if any_case else unit
     number = float(re.sub("[_,]", "", found[1])) if found else math.nan
-    if unit not in units or not 0 < number < math.inf:
+    if not 0 < number * units.get(unit, math.nan) < below:
         raise argparse.ArgumentTypeError(f"{said or text!r} must be {what}")
     return number * units[unit]
 
 
+_BY_NAME: tuple[Callable[[str], Any], ...] = (
+    *(new_path, int, whole, sizes, tokens, memory_bytes, bytes_per_s),
+    *(dollars, fraction, share, chance),
+)
 PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that a table of options has for them
-    **{
-        "path": Path,
-        "new_path": new_path,
-        "int": int,
-        "whole": whole,
-        "sizes": sizes,
-        "tokens": tokens,
-        "memory_bytes": memory_bytes,
-    },
-    **{
-        "bytes_per_s": bytes_per_s,
-        "dollars": dollars,
-        "fraction": fraction,
-        "share": share,
-        "chance": chance,
-    },
-    **{"time": amount("a time"), "days": amount("days", zero=False)},
+    **{parser.__name__: parser for parser in _BY_NAME},
+    **{"path": Path, "time": amount("a time"), "days": amount("days", zero=False)},
     **{"hours": amount("hours", zero=False), "seconds": amount("seconds", zero=False)},
 }

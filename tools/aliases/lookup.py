@@ -48,26 +48,11 @@ def find_name(kind: Kind, text: str) -> str | None:
 
 
 def known_name(kind: Kind, text: str) -> str:
-    """Returns the project's own name, as `find_name` does. Raises ConfigError for an unknown
-    one."""
+    """Returns the project's own name, as `find_name` does. Raises ConfigError for an unknown one,
+    which offers the nearest, or the option that the name belongs to."""
     found = find_name(kind, text)
-    if found is None:
-        raise unknown_name(kind, text)
-    return found
-
-
-def known_names(kind: Kind) -> Collection[str]:
-    """Returns all names of a kind."""
-    if kind == "model":
-        return [*shape_names(shape_cards()), *shipped_recipes()]
-    if kind == "framework":
-        return FRAMEWORKS
-    return sorted(path.stem for path in HARDWARE.glob("*.yaml"))
-
-
-def unknown_name(kind: Kind, text: str) -> ConfigError:
-    """Returns the error for a name that `find_name` does not find, which offers the nearest, or the
-    option that the name belongs to."""
+    if found is not None:
+        return found
     place = f"hardware {text}" if kind == "hardware" else f"{_OPTIONS[kind]} {text}"
     table = _by_plain_name(kind)
     close = [table[each] for each in get_close_matches(_plain(text), table, n=6, cutoff=0.55)]
@@ -80,7 +65,16 @@ def unknown_name(kind: Kind, text: str) -> ConfigError:
         "model": "or give its config.json",
         "framework": "or take unknown, a typical framework",
     }
-    return ConfigError(f"{place}: unknown; {told} {others.get(kind, '')}".rstrip())
+    raise ConfigError(f"{place}: unknown; {told} {others.get(kind, '')}".rstrip())
+
+
+def known_names(kind: Kind) -> Collection[str]:
+    """Returns all names of a kind."""
+    if kind == "model":
+        return [*shape_names(shape_cards()), *shipped_recipes()]
+    if kind == "framework":
+        return FRAMEWORKS
+    return sorted(path.stem for path in HARDWARE.glob("*.yaml"))
 
 
 @cache

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Collection, Iterator
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from parallel3d.planner.search.request import Strategy
 from parallel3d.tools.cli_output import check_free, write_output
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher
 from parallel3d.tools.plan.framework_command import framework_command
-from parallel3d.tools.plan.inputs import ParsedRequest
+from parallel3d.tools.plan.inputs import USUAL, ParsedRequest
 
 _TRIAL_STEPS = 100  # where no token budget is given
 _COMMENT_COLUMN = 36
@@ -191,32 +191,20 @@ def _differing(recipe: Recipe, also: Collection[str]) -> dict[str, Any]:
     data.source."""
     cards = shape_cards()
     name = recipe.model.name
-    found: dict[str, Any] = {}
-    for section in fields(recipe):
-        value: Any = getattr(recipe, section.name)
-        if not is_dataclass(value) or isinstance(value, type):
-            found[section.name] = value
-            continue
-        usual = _defaults(value)
-        if section.name == "model" and name in cards:
-            usual = {**asdict(card_config(name, cards[name])), "name": None}
-        found[section.name] = {
-            key: each
-            for key, each in asdict(value).items()
-            if f"{section.name}.{key}" in also or key not in usual or each != usual[key]
-        }
-    return {section: value for section, value in found.items() if value not in ({}, None)}
-
-
-def _defaults(section: Any) -> dict[str, Any]:
-    """Returns the default of each key that has one."""
-    usual = {}
-    for key in fields(section):
-        if key.default_factory is not MISSING:
-            usual[key.name] = key.default_factory()
-        elif key.default is not MISSING:
-            usual[key.name] = key.default
-    return usual
+    usual = asdict(USUAL)
+    if name in cards:
+        usual["model"] = {**asdict(card_config(name, cards[name])), "name": None}
+    found = {}
+    for section, value in asdict(recipe).items():
+        if isinstance(value, dict):
+            value = {
+                key: each
+                for key, each in value.items()
+                if f"{section}.{key}" in also or each != usual[section][key]
+            }
+        if value not in ({}, None):
+            found[section] = value
+    return found
 
 
 def _comments(asked: ParsedRequest, plan: Plan, best: Strategy) -> dict[str, str]:

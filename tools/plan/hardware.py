@@ -33,11 +33,6 @@ def answer(options: argparse.Namespace) -> Reply:
     )
 
 
-def device_files() -> list[str]:
-    """Returns the names of the shipped files that describe a device."""
-    return [name for name, cluster in _shipped().items() if cluster.device_file == name]
-
-
 def file_of(name: str) -> str:
     """Returns the name of the file that a person's name for a device or a cluster stands for; a
     path stays as it is. Raises ConfigError for a name that nobody knows."""
@@ -72,8 +67,12 @@ def find_cluster(name: str) -> Cluster:
 
 def larger_devices(needed_bytes: float) -> list[str]:
     """Returns the shipped devices whose memory holds `needed_bytes`, the smallest first."""
-    found = [(find_cluster(name).device.memory_bytes, name) for name in device_files()]
-    return [name for bytes_, name in sorted(found) if bytes_ >= needed_bytes]
+    found = []
+    for name, cluster in _shipped().items():
+        bytes_ = cluster.device.memory_bytes
+        if cluster.device_file == name and bytes_ >= needed_bytes:
+            found.append((bytes_, name))
+    return [name for _, name in sorted(found)]
 
 
 def _files() -> dict[str, Path]:
@@ -85,26 +84,15 @@ def _shipped() -> dict[str, Cluster]:
 
 
 def _list(shipped: dict[str, Cluster]) -> Iterator[str]:
-    """Yields the table of devices and the table of clusters."""
+    """Yields a line for each device in its usual nodes, and for each cluster."""
     runs = recorded_accuracy()["runs_by_hardware"]
-    links = "node  node GB/s  network GB/s"
-    yield f"{'name':<19}bf16 TFLOP/s    GiB  memory GB/s  {links}  scored runs"
+    memory = "bf16 TFLOP/s    GiB  memory GB/s"
+    yield f"{'name':<19}{'device':<16}{memory}  node  node GB/s  network GB/s  runs"
     for name, cluster in shipped.items():
         device = cluster.device
-        if cluster.device_file == name:
-            figures = f"{device.peak('bf16') / 1e12:>13,.5g}{device.memory_bytes / GIB:>7,.0f}"
-            speed = f"{device.memory_bandwidth / 1e9:>13,.0f}{_links(cluster)}"
-            yield f"{name:<18}{figures}{speed}{runs.get(name, '-'):>13}"
+        figures = f"{device.peak('bf16') / 1e12:>12,.5g}{device.memory_bytes / GIB:>7,.0f}"
+        speed = f"{device.memory_bandwidth / 1e9:>13,.0f}{cluster.gpus_per_node:>6}"
+        links = f"{cluster.node.bandwidth / 1e9:>11,.5g}{cluster.network.bandwidth / 1e9:>14,.5g}"
+        yield f"{name:<19}{cluster.device_file:<16}{figures}{speed}{links}{runs.get(name, '-'):>6}"
     yield ""
-    yield f"{'cluster':<19}{'device':<14}{links}"
-    for name, cluster in shipped.items():
-        if cluster.device_file != name:
-            yield f"{name:<19}{cluster.device_file:<12}{_links(cluster)}"
-    yield ""
-    yield "scored runs: published runs that predictions were compared with; '-': data sheets only"
-
-
-def _links(cluster: Cluster) -> str:
-    node = cluster.node.bandwidth / 1e9
-    network = cluster.network.bandwidth / 1e9
-    return f"{cluster.gpus_per_node:>6}{node:>11,.5g}{network:>14,.5g}"
+    yield "runs: published runs that predictions were compared with; '-': data sheets only"

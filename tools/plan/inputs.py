@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recompute, TrainConfig
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.config.schema import range_errors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster
@@ -21,11 +21,12 @@ from parallel3d.planner.hardware.framework import (
     with_states,
 )
 from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.model.training import notes, optimizer_memory
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.report.text import wrapped
 from parallel3d.planner.search.goodput import Failures
-from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
+from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
@@ -34,10 +35,10 @@ from parallel3d.tools.plan.models import Model, find_model
 
 _RISK = 0.05  # the chance of not fitting that a plan takes by default
 _STATE_DTYPES: dict[int | None, Literal["fp32", "bf16"]] = {32: "fp32", 16: "bf16"}
-# a model that is not a recipe is trained as a recipe says that leaves everything open
-_USUAL = Recipe(
-    model=ModelConfig(layers=1, hidden=8, heads=1, vocab=8, ffn_hidden=8),
-    train=TrainConfig(steps=1, seq_len=1, global_batch_size=1),
+# a recipe that leaves everything open, with zeros for what it cannot leave out
+USUAL = Recipe(
+    model=ModelConfig(layers=0, hidden=0, heads=0, ffn_hidden=0, vocab=0),
+    train=TrainConfig(steps=0, global_batch_size=0, seq_len=0),
 )
 
 
@@ -102,7 +103,7 @@ def read_request(
         fixed=fixed or Fixed(),
         failures=_failures(options),
         training=optimizer_memory(
-            model.recipe or _USUAL, precision=precision, state_bits=options.optimizer_bits
+            model.recipe or USUAL, precision=precision, state_bits=options.optimizer_bits
         ),
     )
     request, measured = anchored(request, options)
@@ -120,17 +121,26 @@ def read_request(
     )
 
 
-def sequence_bytes(request: PlanRequest, recompute: Recompute) -> float:
-    """Returns the bytes of the activations of one sequence on one device."""
+def usual_request(options: argparse.Namespace, *, gpus: int) -> PlanRequest:
+    """Returns the request of options of which only the model has to be given."""
+    usual = {"gpu": None if options.hardware else "h100", "seq_len": 4096, "global_batch": gpus}
+    said = {name: value for name, value in vars(options).items() if value is not None}
+    filled = argparse.Namespace(**{**vars(options), **usual, **said})
+    return read_request(filled, gpus=gpus).request
+
+
+def sequence_bytes(request: PlanRequest) -> float:
+    """Returns the activations of one sequence, without recompute, on one device."""
     alone = replace(request, gpus=1, global_batch_size=1)
-    return Strategy(alone, ParallelConfig(recompute=recompute)).memory.activations
+    state = RankState(alone.planned_run(ParallelConfig()), 0)
+    return state.kept_by_stage(*state.slices[0], "none", 1)
 
 
 def _context_note(request: PlanRequest) -> Iterator[str]:
     """Yields a note if a sequence is too long for tp in a node and no recompute."""
     node = request.cluster.gpus_per_node
     if request.framework.is_parallel3d and request.gpus > node:
-        kept = sequence_bytes(request, "none") / node
+        kept = sequence_bytes(request) / node
         if kept > request.usable_bytes:
             yield (
                 f"a sequence keeps {kept / GIB:.0f} GiB on each of {node} tp ranks without "

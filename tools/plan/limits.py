@@ -106,17 +106,15 @@ def _page(
         held = f"{gib(total)} GiB of {request.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
         yield from wrapped("", f"{held}  {layout_text(found.parallel)}")
         kind = "the best layout" if name == "cluster" else "a layout that fits"
-        yield from wrapped("", f"{kind}: {_speed_text(found)}, MFU {found.cost.mfu:.1%}")
+        speed = f"{three_digits(found.cost.tokens_per_s_per_gpu)} tokens/s a device ({_off(found)})"
+        yield from wrapped("", f"{kind}: {speed}, MFU {found.cost.mfu:.1%}")
     yield from asked.note_lines()
     yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
 
 
-def _speed_text(found: Strategy) -> str:
-    speed = found.cost.tokens_per_s_per_gpu
-    around = error_model_of(found.run, recorded_accuracy()).around("throughput", speed)
-    low = three_digits(around.low)
-    high = three_digits(around.high)
-    return f"{three_digits(speed)} tokens/s a device ({low} to {high}, 8 in 10)"
+def _off(found: Strategy) -> str:
+    """How far off the speed may be, in 8 of 10 cases."""
+    return f"+-{error_model_of(found.run, recorded_accuracy()).throughput:.0%}"
 
 
 def _tree(
@@ -205,13 +203,10 @@ def _sizes_page(
         mark = ">" if found is chosen else " "
         start = f"{mark}{request.cluster.name:<{width}}{request.gpus:>6}"
         if isinstance(found, str):
-            first, *more = wrapped("", f"{'':>{width}}{found}")
-            yield from (f"{start}{first[len(start) :]}", *more)
+            yield from wrapped(f"{start}  ", found)
             continue
-        spread = error_model_of(found.run, recorded_accuracy())
-        off = f"+-{spread.throughput:.0%}"
         line = f"{start}{layout_columns(found.parallel, axes)}{gib(found.memory.total):>7}"
-        line += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{off:>7}{found.cost.mfu:>7.1%}"
+        line += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{_off(found):>7}{found.cost.mfu:>7.1%}"
         length = found.length(tokens or 1e6)
         time = f"{found.cost.step_time_s:>7.3g}" if tokens is None else days_column(length.days)
         yield f"{line}{time}{money(length.price):>9}"
@@ -222,7 +217,7 @@ def _sizes_page(
         length = chosen.length(tokens)
         told = f"{chosen.request.gpus} x {chosen.request.cluster.name}: {length.days:.3g} days"
         hours = f"{length.gpu_hours:,.0f} GPU-hours, the cheapest within {max_days:g} days"
-        yield from wrapped("in time", f"{told}, {hours}; {_speed_text(chosen)}")
+        yield from wrapped("in time", f"{told}, {hours}")
         yield from wrapped("layout", layout_text(chosen.parallel))
     yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
 

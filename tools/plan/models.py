@@ -190,7 +190,8 @@ def _show(shape: ModelShape) -> Iterator[str]:
     experts = shape.experts
     yield f"{shape.name}: {total:,} parameters ({si(total)})"
     ends = rank_numel(shape, (replace(whole_model(shape), layers=0, dense=0),), 1)
-    rows = [("embedding, last norm and head", ends), ("each layer", _layer_parameters(shape))]
+    layer = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
+    rows = [("embedding, last norm and head", ends), ("each layer", layer)]
     if experts is not None:
         rows.append(("a token meets", active_parameters(shape)))
         rows.append(("all experts", expert_numel(shape, (whole_model(shape),))))
@@ -206,8 +207,3 @@ def _show(shape: ModelShape) -> Iterator[str]:
     yield from textwrap.wrap(", ".join(said), WIDTH)
     flops = model_flops_per_token(shape, 4096)
     yield f"model FLOPs of a token at sequences of 4096, forward and backward: {flops / 1e9:,.1f} G"
-
-
-def _layer_parameters(shape: ModelShape) -> int:
-    """Counts the parameters of a layer, a mixture's experts not among them."""
-    return rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
