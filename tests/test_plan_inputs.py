@@ -98,7 +98,7 @@ BAD_INPUTS = [
     ),
     (
         f"--model mixtral-8x7b {ON}",
-        "2 of them for a token, and parallel3d trains none, because it has no expert parallelism yet; try",
+        "trains none, because it has no expert parallelism yet; try --framework",
     ),
     (
         f"{ASKED} --fix dp=8",
@@ -157,7 +157,7 @@ BAD_INPUTS = [
     (f"{ASKED} --framework megatrn", "--framework megatrn: unknown; did you mean megatron-core"),
     (f"{ASKED} --emit-recipe x.sh --emit-launch torchrun x.sh", "x.sh: named for two outputs"),
     (
-        "memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8",
+        "memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8 --framework unknown",
         "--layout: required; try --layout tp=8",
     ),
     ("verify", "RECIPE: required; try parallel3d-plan verify quickstart"),

@@ -10,8 +10,12 @@ from typing import Any
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules import refuse
+from parallel3d.config.sharding_strategies import ShardingName
+from parallel3d.planner.hardware.framework import PARALLEL3D
 from parallel3d.planner.hardware.units import GIB, rounded
+from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.memory.ranks import memory_by_rank
+from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.uncertainty import LEVEL, error_model_of
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
 from parallel3d.planner.report.page import header, how_sure
@@ -23,13 +27,20 @@ from parallel3d.planner.report.text import (
     telling_ranks,
     wrapped,
 )
-from parallel3d.planner.search.request import Strategy
+from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.space import layout_errors
 from parallel3d.tools.aliases.layout import read_parallel
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
-from parallel3d.tools.plan.inputs import ParsedRequest, read_request
+from parallel3d.tools.plan.inputs import ParsedRequest, read_request, sequence_bytes, usual_request
+from parallel3d.tools.plan.models import find_model
 from parallel3d.tools.plan.score import recorded_accuracy
 
+_STRATEGIES: dict[ShardingName, str] = {
+    "NO_SHARD": "DDP",
+    "SHARD_OPTIMIZER": "ZeRO-1",
+    "SHARD_GRAD_OP": "ZeRO-2",
+    "FULL_SHARD": "ZeRO-3",
+}
 _MOST_RANKS = 8  # shown one by one; of more, those that differ
 
 
@@ -48,12 +59,58 @@ def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
 
 
 def answer(options: argparse.Namespace) -> Reply:
+    """Prints the memory of --layout or a recipe's layout, or of a model's states without one."""
+    is_own = options.framework == PARALLEL3D.name
+    if is_own and not options.layout and find_model(options).recipe is None:
+        request = usual_request(options, gpus=1)
+        tree = _states_tree(request, options.gpus)
+        return Reply(page=lambda: _states_page(request, tree), tree=lambda: rounded(tree))
     asked, found = asked_layout(options)
     return Reply(
         page=lambda: [*_page(found, whole=options.explain), *asked.note_lines()],
         tree=lambda: {**_tree(found), "notes": asked.model.notes},
         status=0 if found.memory.total <= found.request.usable_bytes else NOTHING_FITS,
     )
+
+
+def _states_tree(request: PlanRequest, sizes: tuple[int, ...]) -> dict[str, Any]:
+    rows = {}
+    for name in _STRATEGIES:
+        rows[name] = {gpus: sum(_states(request, name, gpus)) / GIB for gpus in sizes}
+    states = _states(request, "NO_SHARD", 1)
+    return {
+        "schema": "parallel3d.states/1",
+        "bytes_per_parameter": [bytes_ / total_parameters(request.shape) for bytes_ in states],
+        "gib_per_gpu": rows,
+        "activations_gib": sequence_bytes(request) / GIB,
+    }
+
+
+def _states(request: PlanRequest, sharding: ShardingName, gpus: int) -> tuple[float, float, float]:
+    """Returns the bytes of weights, gradients and optimizer states on each of so many GPUs, with
+    the weights that stay gathered between a forward and a backward pass."""
+    on_all = replace(request, gpus=gpus, global_batch_size=gpus)
+    run = on_all.planned_run(ParallelConfig(dp_shard=gpus, sharding=sharding))
+    rank = RankState(run, 0)
+    weights, gradients, optimizer = rank.at_rest
+    (stage,) = rank.stages
+    if not rank.frees_forward:
+        weights += stage.gathered
+    return weights, gradients + stage.reduced_gradients, optimizer
+
+
+def _states_page(request: PlanRequest, tree: dict[str, Any]) -> Iterator[str]:
+    yield from header(request, has_size=False)
+    weights, gradients, optimizer = tree["bytes_per_parameter"]
+    each = f"weights {weights:.3g}, gradients {gradients:.3g}, optimizer states {optimizer:.3g}"
+    yield f"bytes     of a parameter: {each}; {weights + gradients + optimizer:.3g} in all"
+    yield f"sequence  {tree['activations_gib']:.1f} GiB of activations without recompute"
+    yield ""
+    heads = "".join(f"{gpus:>10}" for gpus in tree["gib_per_gpu"]["NO_SHARD"])
+    yield f"{'GiB of states, by GPUs':<26}{heads}"
+    for name, row in tree["gib_per_gpu"].items():
+        cells = "".join(f"{held:>10.2f}" for held in row.values())
+        yield f"{name:<17}{_STRATEGIES[name]:<9}{cells}"
 
 
 def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
