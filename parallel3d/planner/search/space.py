@@ -104,7 +104,11 @@ def _families_of(request: PlanRequest, tp: int, pp: int) -> Iterator[ParallelCon
     for cp, ep in request.axes_beside(tp, pp):
         dp = request.gpus // (tp * pp * cp)
         plain = ParallelConfig(
-            pp=pp, dp_shard=dp, tp=tp, sequence_parallel=sequence_parallel and tp > 1
+            pp=pp,
+            dp_shard=dp,
+            tp=tp,
+            sequence_parallel=sequence_parallel and tp > 1,
+            offload=bool(fixed.offload),
         )
         if next(layout_errors(request, plain), None) is not None:
             continue
@@ -194,7 +198,6 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
     dp_shard, or the optimizer over all, unless dp_shard is fixed."""
     fixed = request.fixed
     dp = family.dp_shard
-    family = varied(family, offload=bool(fixed.offload))
     for shards in divisors(dp):
         replicas = dp // shards
         if not (_allowed(shards, fixed.dp_shard) and _allowed(replicas, fixed.dp_replicate)):
