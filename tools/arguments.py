@@ -19,7 +19,7 @@ from parallel3d.errors import ConfigError
 HARDWARE = Path(__file__).parent / "hardware"
 
 VERBOSE = ("-v", "--verbose")
-_MOST_SIZES = 32  # sizes of a cluster that are tried at once
+_MOST_SIZES = 32  # doublings of a cluster
 _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SHARES = {"": 1.0, "%": 0.01}
@@ -113,26 +113,16 @@ def sizes(text: str) -> tuple[int, ...]:
             raise argparse.ArgumentTypeError(
                 f"{text!r} must begin with the smaller number, such as 64-1024"
             )
-    if len(numbers) > _MOST_SIZES:
-        raise argparse.ArgumentTypeError(
-            f"{len(numbers)} sizes: at most {_MOST_SIZES} are tried at once"
-        )
     return tuple(numbers)
 
 
 def amount(what: str, *, zero: bool = True) -> Callable[[str], float]:
     """Returns the parser of a finite number that is not below zero; `what` names the number in its
     error."""
+    least = "at least 0" if zero else "above 0"
 
     def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
-            least = "at least 0" if zero else "above 0"
-            raise argparse.ArgumentTypeError(f"{text!r} must be {what}, {least} and finite")
-        return number
+        return _with_unit(text, {"": 1.0}, f"{what}, {least} and finite", zero=zero)
 
     return parse
 
@@ -168,9 +158,7 @@ def fraction(text: str) -> float:
 
 def share(text: str) -> float:
     """Parses a share from 0 to 1, both included: 0.04 or 4%."""
-    if text.strip() in ("0", "0.0", "0%"):
-        return 0.0
-    return fraction(text)
+    return _with_unit(text, _SHARES, "a share from 0 to 1, such as 0.04", below=1 + 1e-9, zero=True)
 
 
 def chance(text: str) -> float:
@@ -186,16 +174,18 @@ def _with_unit(
     said: str | None = None,
     any_case: bool = True,
     below: float = math.inf,
+    zero: bool = False,
 ) -> float:
-    """Parses a number above 0 and `below`, followed by one of `units`. `what` describes it, and
-    `said` quotes it, in the error."""
+    """Parses a number above 0 (or `zero`) and `below`, followed by one of `units`. `what` describes
+    it, and `said` quotes it, in the error."""
     found = _NUMBER.fullmatch(text.strip())
     unit = found[2].strip() if found else ""
     unit = unit.lower() if any_case else unit
     number = float(re.sub("[_,]", "", found[1])) if found else math.nan
-    if not 0 < number * units.get(unit, math.nan) < below:
+    value = number * units.get(unit, math.nan)
+    if not 0 <= value < below or (value == 0 and not zero):
         raise argparse.ArgumentTypeError(f"{said or text!r} must be {what}")
-    return number * units[unit]
+    return value
 
 
 _BY_NAME: tuple[Callable[[str], Any], ...] = (

@@ -33,7 +33,6 @@ from parallel3d.tools.plan.framework_command import framework_command
 from parallel3d.tools.plan.inputs import USUAL, ParsedRequest
 
 _TRIAL_STEPS = 100  # where no token budget is given
-_COMMENT_COLUMN = 36
 
 
 def launch_file(options: argparse.Namespace) -> Path | None:
@@ -174,7 +173,7 @@ def _lines(recipe: Recipe, asked: ParsedRequest, plan: Plan, best: Strategy) -> 
     yield f"#   step    {cost.step_time_s:.3g} s: {time_text(cost.parts)}"
     yield f"#   speed   {cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {cost.mfu:.1%}"
     yield f"#   memory  GiB on pipeline rank {best.memory.rank}: {memory_text(best.memory)}"
-    comments = _comments(asked, plan, best)
+    comments = _comments(asked, plan)
     section = ""
     for line in dump_yaml(_differing(recipe, comments)).splitlines():
         key = line.partition(":")[0]
@@ -182,7 +181,7 @@ def _lines(recipe: Recipe, asked: ParsedRequest, plan: Plan, best: Strategy) -> 
             section = key
             yield ""
         comment = comments.get(f"{section}.{key.strip()}")
-        yield f"{line:<{_COMMENT_COLUMN}}# {comment}" if comment else line
+        yield f"{line:<36}# {comment}" if comment else line
 
 
 def _differing(recipe: Recipe, also: Collection[str]) -> dict[str, Any]:
@@ -207,15 +206,11 @@ def _differing(recipe: Recipe, also: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def _comments(asked: ParsedRequest, plan: Plan, best: Strategy) -> dict[str, str]:
+def _comments(asked: ParsedRequest, plan: Plan) -> dict[str, str]:
     """Returns a comment for each key that has one."""
     q = plan.request
-    parts = best.cost.parts
     tokens = f"{si(q.global_batch_size * q.seq_len)} tokens"
     found = {"train.global_batch_size": f"sequences: {tokens}"}
-    for key, seconds in (("tp", parts.tp), ("pp", parts.pp_bubble), ("dp_shard", parts.dp)):
-        if getattr(best.parallel, key) > 1:
-            found[f"parallel.{key}"] = f"costs {seconds / parts.total:.1%} of a step"
     if asked.model.recipe is None:
         if plan.tokens is None:
             found["train.steps"] = f"a trial: a step is {tokens}"

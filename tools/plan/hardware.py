@@ -67,12 +67,12 @@ def find_cluster(name: str) -> Cluster:
 
 def larger_devices(needed_bytes: float) -> list[str]:
     """Returns the shipped devices whose memory holds `needed_bytes`, the smallest first."""
-    found = []
-    for name, cluster in _shipped().items():
-        bytes_ = cluster.device.memory_bytes
-        if cluster.device_file == name and bytes_ >= needed_bytes:
-            found.append((bytes_, name))
-    return [name for _, name in sorted(found)]
+    devices = [
+        (cluster.device.memory_bytes, name)
+        for name, cluster in _shipped().items()
+        if cluster.device_file == name
+    ]
+    return [name for bytes_, name in sorted(devices) if bytes_ >= needed_bytes]
 
 
 def _files() -> dict[str, Path]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from parallel3d.config.schema import range_errors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.framework import (
@@ -75,7 +74,6 @@ def read_request(
         needed = {asks.partition(" ")[0]: devices, "--seq-len": seq_len, "--global-batch": batch}
         missing = ", ".join(name for name, value in needed.items() if value is None)
         raise ConfigError(f"{missing}: required; try {asks} --seq-len 4096 --global-batch 1024")
-    _check_sizes(devices, seq_len, batch)
     if model.shape.positions == "learned" and seq_len > model.shape.position_rows:
         rows = model.shape.position_rows
         raise ConfigError(
@@ -121,9 +119,9 @@ def read_request(
     )
 
 
-def usual_request(options: argparse.Namespace, *, gpus: int) -> PlanRequest:
+def usual_request(options: argparse.Namespace, *, gpus: int | None) -> PlanRequest:
     """Returns the request of options of which only the model has to be given."""
-    usual = {"gpu": None if options.hardware else "h100", "seq_len": 4096, "global_batch": gpus}
+    usual = {"gpu": None if options.hardware else "h100", "seq_len": 4096, "global_batch": 1}
     said = {name: value for name, value in vars(options).items() if value is not None}
     filled = argparse.Namespace(**{**vars(options), **usual, **said})
     return read_request(filled, gpus=gpus).request
@@ -150,27 +148,10 @@ def _context_note(request: PlanRequest) -> Iterator[str]:
 
 
 def _failures(options: argparse.Namespace) -> Failures | None:
-    """Returns the failures that the options tell of. Raises ConfigError without --mtbf."""
-    values = {name: vars(options).get(name) for name in Failures._fields}
-    said = {name: value for name, value in values.items() if value is not None}
-    if not said:
-        return None
-    if "mtbf_hours" not in said:
-        rule = "required with --checkpoint-time, --checkpoint-interval and --restart-time"
-        raise ConfigError(f"--mtbf: {rule}; try --mtbf 50000")
-    return Failures(**said)
-
-
-def _check_sizes(gpus: int, seq_len: int, batch: int) -> None:
-    """Raises ConfigError for a number that no recipe takes either."""
-    options = {"dp_shard": "--gpus", "seq_len": "--seq-len", "global_batch_size": "--global-batch"}
-    for section in (
-        ParallelConfig(dp_shard=gpus),
-        TrainConfig(steps=1, seq_len=seq_len, global_batch_size=batch),
-    ):
-        for line in range_errors(section):
-            key, _, rest = line.partition(" = ")
-            raise ConfigError(f"{options[key]} {rest}")
+    """Returns what the options say about failures; None if they say nothing."""
+    names = Failures._fields
+    said = {name: value for name, value in vars(options).items() if name in names and value}
+    return Failures(**said) if said else None
 
 
 def read_fixed(options: argparse.Namespace) -> Fixed:

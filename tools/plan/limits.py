@@ -43,7 +43,6 @@ from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.plan.score import recorded_accuracy
 
 Row = tuple[PlanRequest, Strategy | str]  # a size on a device, and its best layout or why not
-_NONE = {"cluster": "no number of devices holds one sequence"}  # else nothing fits
 
 
 def answer(options: argparse.Namespace) -> Reply:
@@ -98,7 +97,9 @@ def _page(
     for name, found in limits.items():
         if found is None:
             nothing = f"nothing fits on {request.gpus} devices"
-            yield from wrapped(name, _NONE.get(name, nothing))
+            if name == "cluster":
+                nothing = "no number of devices holds one sequence"
+            yield from wrapped(name, nothing)
             continue
         yield from wrapped(name, _told(name, found.request))
         total = found.memory.total
@@ -168,7 +169,9 @@ def sweep_answer(options: argparse.Namespace) -> Reply:
     fitting = [found for _, found in rows if isinstance(found, Strategy)]
     if max_days is not None:
         fitting = [best for best in fitting if best.length(options.tokens).days <= max_days]
-        chosen = min(fitting, key=lambda best: _cost(best, options.tokens), default=None)
+        runs = [best.length(options.tokens) for best in fitting]
+        costs = [(run.price or inf, run.gpu_hours) for run in runs]
+        chosen = fitting[costs.index(min(costs))] if costs else None
     rows.sort(key=_rank)
     return Reply(
         page=lambda: [*_sizes_page(rows, options.tokens, max_days, chosen), *asked.note_lines()],
@@ -181,11 +184,6 @@ def _rank(row: Row) -> tuple[int, float]:
     """The fewest devices first, the fastest ones first."""
     request, found = row
     return request.gpus, 0.0 if isinstance(found, str) else -found.cost.tokens_per_s_per_gpu
-
-
-def _cost(found: Strategy, tokens: float) -> tuple[float, float]:
-    length = found.length(tokens)
-    return length.price or inf, length.gpu_hours
 
 
 def _sizes_page(

@@ -11,7 +11,6 @@ from typing import Any
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules import refuse
 from parallel3d.config.sharding_strategies import ShardingName
-from parallel3d.planner.hardware.framework import PARALLEL3D
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.memory.ranks import memory_by_rank
@@ -60,7 +59,7 @@ def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
 
 def answer(options: argparse.Namespace) -> Reply:
     """Prints the memory of --layout or a recipe's layout, or of a model's states without one."""
-    is_own = options.framework == PARALLEL3D.name
+    is_own = options.framework == "parallel3d"
     if is_own and not options.layout and find_model(options).recipe is None:
         request = usual_request(options, gpus=1)
         tree = _states_tree(request, options.gpus)
@@ -153,9 +152,8 @@ def _cell(bytes_: float) -> str:
 
 def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
     request = found.request
-    parallel = found.parallel
     yield from header(request)
-    yield f"layout    {layout_text(parallel)}"
+    yield f"layout    {layout_text(found.parallel)}"
     yield ""
     yield from explained(found, whole=whole)
     yield ""
@@ -167,9 +165,8 @@ def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
     else:
         yield f"fits: {total / usable:.0%} of {limit}"
     around = error_model_of(found.run, recorded_accuracy()).around("memory", total)
-    low = gib(around.low)
-    high = gib(around.high)
-    yield from wrapped("range", f"{low} to {high} GiB; {10 * LEVEL:.0f} in 10")
+    between = f"{gib(around.low)} to {gib(around.high)} GiB"
+    yield from wrapped("range", f"{between}; {10 * LEVEL:.0f} in 10")
     yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
 
 

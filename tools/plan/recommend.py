@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -53,9 +52,7 @@ def answer(options: argparse.Namespace) -> Reply:
     plan = make_plan(options)
 
     def lines() -> Iterator[str]:
-        has_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        has_bold = has_bold and os.environ.get("TERM") != "dumb"
-        yield from page(plan, bold=_bold if has_bold else str).splitlines()
+        yield from page(plan, bold=_bold if sys.stdout.isatty() else str).splitlines()
         if options.explain and plan.best is not None:
             yield from ("", *explained(plan.best, whole=True))
 
