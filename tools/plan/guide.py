@@ -1,0 +1,58 @@
+"""`parallel3d-plan guide`: which strategy to take on which cluster for which size of model, and the
+cell of the table that applies."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from parallel3d.config.recipe import ParallelConfig
+from parallel3d.planner.search.request import PlanRequest, Strategy
+from parallel3d.tools.cli_output import Reply
+from parallel3d.tools.plan.inputs import usual_request
+
+Cell = tuple[str, str]  # a cluster and a size of the model, as guide.toml calls them
+_MANY = 4096  # GPUs that share the states, so that hardly anything but a layer is left
+_FAST_NODE = 100e9  # bytes per second of a device
+_FAST_NETWORK = 20e9
+
+
+def answer(options: argparse.Namespace) -> Reply:
+    """Prints the table, and marks the cell of a model and a cluster."""
+    guide = tomllib.loads(Path(__file__).with_name("guide.toml").read_text())
+    cell = None
+    if options.model or options.layers:
+        cell = find_cell(usual_request(options, gpus=options.gpus))
+    return Reply(
+        page=lambda: [*_lines(guide["clusters"], cell), guide["ask"]],
+        tree=lambda: {"schema": "parallel3d.guide/1", "cell": cell, **guide},
+    )
+
+
+def find_cell(request: PlanRequest) -> Cell:
+    """Returns the cell that applies to a request."""
+    cluster = request.cluster
+    place = "many nodes, slow links"
+    if request.gpus == 1:
+        place = "one GPU"
+    elif request.gpus <= cluster.gpus_per_node:
+        place = f"one node, {'fast' if cluster.node.bandwidth >= _FAST_NODE else 'slow'} links"
+    elif cluster.network.bandwidth >= _FAST_NETWORK:
+        place = "many nodes, fast links"
+    for gpus, size in ((1, "the model fits"), (_MANY, "only a layer fits")):
+        layout = ParallelConfig(dp_shard=gpus, recompute="full")
+        shared = replace(request, gpus=gpus, global_batch_size=gpus)
+        if Strategy(shared, layout).memory.total <= request.usable_bytes:
+            return place, size
+    return place, "no layer fits"
+
+
+def _lines(clusters: dict[str, dict[str, list[str]]], cell: Cell | None) -> Iterator[str]:
+    for place, sizes in clusters.items():
+        yield place
+        for size, (strategy, flags) in sizes.items():
+            mark = ">" if (place, size) == cell else " "
+            yield f"{mark} {size:<19}{strategy:<44}{flags}"
