@@ -49,7 +49,8 @@ def emit(arguments: str, capsys: Said) -> Recipe:
         SMALL,
         f"{SMALL} --tokens 300B --fix dp_replicate=4,tp=2",
         "--model llama1-7b --gpu h100 --gpus 16 --seq-len 2048 --global-batch 128 --fix pp=2,vpp=4",
-        "--model quickstart --gpu cpu --gpus 4",
+        "--model quickstart --gpu cpu --gpus 4 --optimizer-bits 16",
+        f"{SMALL} --precision bf16_pure --optimizer-bits 32",
     ],
 )
 def test_the_trainer_takes_an_emitted_recipe_as_it_is(arguments: str, capsys: Said) -> None:

@@ -38,6 +38,19 @@ ASKED = f"--model llama3-8b {ON}"
 BATCH = "--gpus 8 --seq-len 512 --global-batch 8"
 
 BAD_INPUTS = [
+    (f"{ASKED} --precision fp7", "--precision: invalid choice: 'fp7' (choose from"),
+    (f"{ASKED} --precision fp8 --verify", "--precision fp8, --optimizer-bits 8: are priced only"),
+    (f"{ASKED} --optimizer-bits 8 --emit-recipe x.yaml", "--optimizer-bits 8: are priced only"),
+    (
+        f"--model llama3-8b --gpu a100 {BATCH} --precision fp8",
+        "--precision fp8: A100-80GB-SXM has no float8 matmuls; try --precision bf16",
+    ),
+    (f"{ASKED} --mtbf -3", "--mtbf: '-3' must be hours, above 0 and finite"),
+    (f"--model llama3-8b --gpu h100,zorg {BATCH}", "hardware zorg: unknown"),
+    (
+        f"--model llama3-8b --gpu h100,a100 {BATCH} --emit-recipe x.yaml",
+        "--emit-recipe, --verify, --why: are for one device; try --gpu h100",
+    ),
     (ON, "--model: required; try --model llama3-8b"),
     (f"--model llama3-9b {ON}", "--model llama3-9b: unknown; did you mean llama3-8b"),
     (f"--model llama3-8b --gpu h1000 {BATCH}", "hardware h1000: unknown; did you mean h100-80gb"),

@@ -245,3 +245,16 @@ def test_a_winner_that_the_dry_run_refuses_gives_its_place_to_the_next(
     runs.clear()
     assert run(f"{VERIFIED} --verify") == 0
     assert "it does not fit, the next is" in capsys.readouterr().out
+
+
+def test_a_plan_says_when_context_parallelism_would_be_needed(capsys: Said) -> None:
+    asked = "--model llama3-8b --gpu h100 --gpus 64 --global-batch 64"
+    assert plan_json(f"{asked} --seq-len 32768", capsys)["notes"] == []
+    (note,) = plan_json(f"{asked} --seq-len 131072", capsys)["notes"]
+    assert "context parallelism" in note
+
+
+def test_offload_fits_a_model_on_one_gpu(capsys: Said) -> None:
+    asked = "--model llama3-8b --gpu h100 --gpus 1 --seq-len 4096 --global-batch 64"
+    best = plan_json(f"{asked} --fix offload=true", capsys)["strategies"][0]
+    assert best["memory_gib"]["optimizer"] == 0

@@ -36,6 +36,13 @@ def test_the_cheapest_that_is_done_in_time_is_chosen(capsys: Said) -> None:
     assert plan_json(f"{asked} --max-days {0.99 * days[64]}", capsys, status=3)["chosen"] is None
 
 
+def test_devices_are_compared_and_the_fastest_is_first(capsys: Said) -> None:
+    asked = "--model llama3-8b --seq-len 4096 --global-batch 64 --gpus 8"
+    sizes = plan_json(f"{asked} --gpu a100,l4,h100", capsys)["sizes"]
+    assert [size["device"] for size in sizes] == ["h100-80gb", "a100-80gb", "l4"]
+    assert sizes == plan_json(f"sweep {asked} --gpu h100-80gb,a100,l4", capsys)["sizes"]
+
+
 @pytest.mark.parametrize(
     "said, rule",
     [

@@ -211,7 +211,7 @@ def _sizes_page(
     yield ""
     if max_days is not None and chosen is None:
         yield from wrapped("in time", f"none is done within {max_days:g} days")
-    if chosen is not None:
+    if chosen is not None and tokens is not None:
         length = chosen.length(tokens)
         told = f"{chosen.request.gpus} x {chosen.request.cluster.name}: {length.days:.3g} days"
         hours = f"{length.gpu_hours:,.0f} GPU-hours, the cheapest within {max_days:g} days"
