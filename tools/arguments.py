@@ -31,7 +31,7 @@ _RATES = {
     **dict.fromkeys(("Gbps", "gbps", "Gb/s", "Gbit/s"), 1e9 / 8),
     **dict.fromkeys(("Tbps", "Tb/s"), 1e12 / 8),
 }
-_NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(.*)")
+_NUMBER = re.compile(r"((?:[0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(.*)")
 
 
 class Parser(argparse.ArgumentParser):

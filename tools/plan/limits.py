@@ -107,8 +107,9 @@ def _page(
         held = f"{gib(total)} GiB of {request.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
         yield from wrapped("", f"{held}  {layout_text(found.parallel)}")
         kind = "the best layout" if name == "cluster" else "a layout that fits"
-        speed = f"{three_digits(found.cost.tokens_per_s_per_gpu)} tokens/s a device ({_off(found)})"
-        yield from wrapped("", f"{kind}: {speed}, MFU {found.cost.mfu:.1%}")
+        speed = f"{three_digits(found.cost.tokens_per_s_per_gpu)} tokens/s a device"
+        off = f"({_off(found)}, 8 in 10)"
+        yield from wrapped("", f"{kind}: {speed} {off}, MFU {found.cost.mfu:.1%}")
     yield from asked.note_lines()
     yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
 
