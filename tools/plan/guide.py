@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.plan.inputs import usual_request
 
-Cell = tuple[str, str]  # a cluster and a size of the model, as guide.toml calls them
 _MANY = 4096  # GPUs that share the states, so that hardly anything but a layer is left
 _FAST_NODE = 100e9  # bytes per second of a device
 _FAST_NETWORK = 20e9
@@ -26,14 +24,20 @@ def answer(options: argparse.Namespace) -> Reply:
     cell = None
     if options.model or options.layers:
         cell = find_cell(usual_request(options, gpus=options.gpus))
+    lines = []
+    for place, sizes in guide["clusters"].items():
+        lines.append(place)
+        for size, (strategy, flags) in sizes.items():
+            mark = ">" if (place, size) == cell else " "
+            lines.append(f"{mark} {size:<19}{strategy:<44}{flags}".rstrip())
     return Reply(
-        page=lambda: [*_lines(guide["clusters"], cell), guide["ask"]],
+        page=lambda: [*lines, guide["ask"]],
         tree=lambda: {"schema": "parallel3d.guide/1", "cell": cell, **guide},
     )
 
 
-def find_cell(request: PlanRequest) -> Cell:
-    """Returns the cell that applies to a request."""
+def find_cell(request: PlanRequest) -> tuple[str, str]:
+    """Returns the cluster and the size of the model of a request, as guide.toml calls them."""
     cluster = request.cluster
     place = "many nodes, slow links"
     if request.gpus == 1:
@@ -48,11 +52,3 @@ def find_cell(request: PlanRequest) -> Cell:
         if Strategy(shared, layout).memory.total <= request.usable_bytes:
             return place, size
     return place, "no layer fits"
-
-
-def _lines(clusters: dict[str, dict[str, list[str]]], cell: Cell | None) -> Iterator[str]:
-    for place, sizes in clusters.items():
-        yield place
-        for size, (strategy, flags) in sizes.items():
-            mark = ">" if (place, size) == cell else " "
-            yield f"{mark} {size:<19}{strategy:<44}{flags}"
