@@ -179,6 +179,7 @@ def _with_memory_limit(request: PlanRequest, options: argparse.Namespace) -> Pla
     spread = memory_spread(
         request.framework,
         is_mixture=request.shape.experts is not None,
+        is_float8=request.precision == "fp8",
         is_anchored=request.framework.name in request.cluster.scales.weighed,
     )
     return replace(request, memory_fraction=min(1.0, round(safe_share(spread, risk), 3)), risk=risk)
@@ -189,14 +190,13 @@ def _framework(
 ) -> FrameworkProfile:
     """Returns the framework, with what the user knows of the allocator and of CUDA's own memory on
     that machine."""
-    if options.framework == PARALLEL3D.name:  # which needs no table read
+    framework = named_framework(known_name("framework", options.framework))
+    if framework.is_parallel3d:
         framework = COMPILED_PARALLEL3D if compiled else PARALLEL3D
     else:
-        named = named_framework(known_name("framework", options.framework))
-        in_bf16 = precision == "bf16_pure"
-        framework = with_states(in_precision(named, precision), None, pure_bf16=in_bf16)
+        framework = in_precision(framework, precision)
         if options.optimizer_bits is not None:  # of AdamW's two states
-            framework = with_states(framework, options.optimizer_bits / 4, pure_bf16=False)
+            framework = with_states(framework, options.optimizer_bits / 4)
     said = {"fragmentation": options.fragmentation, "context_bytes": options.context_memory}
     said = {field: value for field, value in said.items() if value is not None}
     if cluster.device.is_cpu and said:
