@@ -103,11 +103,11 @@ BAD_INPUTS = [
     ),
     (
         f"{ASKED} --fix cp=8",
-        "cp = 8: context parallelism is not among the axes of parallel3d",
+        "cp = 8: is not an axis of parallel3d",
     ),
     (
         f"--model mixtral-8x7b --framework nemo --fix ep=3 {ON}",
-        "ep = 3: must divide mixtral-8x7b's 8 experts; try",
+        "ep = 3: must divide the experts (8); try",
     ),
     (
         f"--model mixtral-8x7b {ON}",

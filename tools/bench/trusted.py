@@ -26,11 +26,11 @@ from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.published.cases import PublishedCase, read_cases
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.request import Fixed, PlanRequest
-from parallel3d.planner.search.ties import settle_ties
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.bench.planner import CASES
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
+from parallel3d.tools.plan.score import recorded_accuracy
 
 FIRST = 5
 RISK = 0.05  # the usual risk of a plan that it does not fit
@@ -132,6 +132,7 @@ def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest
         framework=framework,
         fixed=fixed,
         memory_fraction=min(1.0, round(safe_share(spread, RISK), 3)),
+        recorded=recorded_accuracy(),
     )
 
 
@@ -147,7 +148,7 @@ def _states_recompute(case: PublishedCase) -> bool:
 def verdict(case: PublishedCase, framework: FrameworkProfile) -> Verdict:
     """Plans the job of a run for a framework, and looks for the layout of the run in the plan."""
     layout = case.run.layout
-    strategies = settle_ties(search(question_of(case, framework), top=FIRST)).strategies
+    strategies = search(question_of(case, framework), top=FIRST).strategies
     found = [(s.parallel.tp, s.parallel.pp, other_axes(s.parallel)[0]) for s in strategies]
     published = (layout.tp, layout.pp, layout.cp)
     place = found.index(published) + 1 if published in found else None

@@ -89,7 +89,7 @@ def emit(
     lines = _lines(recipe, asked, plan, best)
     write_output("--emit-recipe", path, "".join(f"{line}\n" for line in lines))
     if recipe.data == DataConfig():
-        yield f"# set data: in {path} to your corpus; its stand-in is Python's own source"
+        yield f"# set data: in {path}; its stand-in is Python's own source"
     if launch is None:
         yield f"parallel3d-train {shlex.quote(str(path))} --print-config"
     else:
@@ -236,7 +236,7 @@ def _write_launcher(
         kind=kind, recipe=recipe, said=(str(path),), per_node=per_node, file=written.name
     )
     write_output("--emit-launch", written, launcher.text())
-    notes = {"k8s": "    # with your image and claim in it; the recipe is in it, too"}
+    notes = {"k8s": "    # after its image and claim are set"}
     if launcher.nodes > 1:
         notes["torchrun"] = "    # on every node"
     return f"{launcher.start} {shlex.quote(str(written))}{notes.get(kind, '')}"

@@ -31,6 +31,7 @@ from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.measured import anchored
 from parallel3d.tools.plan.models import Model, find_model
+from parallel3d.tools.plan.score import recorded_accuracy
 
 _RISK = 0.05  # the chance of not fitting that a plan takes by default
 _STATE_DTYPES: dict[int | None, Literal["fp32", "bf16"]] = {32: "fp32", 16: "bf16"}
@@ -103,6 +104,7 @@ def read_request(
         training=optimizer_memory(
             model.recipe or USUAL, precision=precision, state_bits=options.optimizer_bits
         ),
+        recorded=recorded_accuracy(),
     )
     request, measured = anchored(request, options)
     request = _with_memory_limit(request, options)

@@ -14,12 +14,12 @@ from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
-from parallel3d.planner.report.page import Plan, page
-from parallel3d.planner.search.fastest import compare, fastest, search
+from parallel3d.planner.report.page import Plan, explanation, page
+from parallel3d.planner.search.fastest import compare, one_that_fits, search
+from parallel3d.planner.search.neighbours import find_neighbours
 from parallel3d.planner.search.request import Fixed, PlanRequest, PlanResult, Rejected, Strategy
 from parallel3d.planner.search.size_limits import remedies
 from parallel3d.planner.search.space import check_fixed
-from parallel3d.planner.search.ties import settle_ties
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
@@ -53,6 +53,8 @@ def answer(options: argparse.Namespace) -> Reply:
 
     def lines() -> Iterator[str]:
         yield from page(plan, bold=_bold if sys.stdout.isatty() else str).splitlines()
+        if options.explain:
+            yield from ("", *explanation(plan))
         if options.explain and plan.best is not None:
             yield from ("", *explained(plan.best, whole=True))
 
@@ -76,10 +78,9 @@ def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
     gc.disable()
     try:
         found = search(request, objective=options.objective, top=options.top or _TOP)
+        neighbours = find_neighbours(request, found.least_s)
     finally:
         gc.enable()
-    if options.objective == "throughput":
-        found = settle_ties(found)
     seconds = time.perf_counter() - start
     if options.why:
         why = " ".join(options.why), compare(request, Fixed(**read_layout(options.why, "--why")))
@@ -91,6 +92,7 @@ def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
         top=options.top,
         tokens=options.tokens,
         why=why,
+        neighbours=neighbours,
         remedies=() if found.strategies else tuple(_remedies(request, found)),
         accuracy=recorded_accuracy(),
         notes=asked.model.notes,
@@ -101,10 +103,9 @@ def _remedies(request: PlanRequest, answer: PlanResult) -> Iterator[str]:
     """Yields what would fit: fewer constraints first, then more devices, shorter sequences, larger
     devices."""
     fixed = request.fixed
-    if fixed.recompute not in (None, "full") and fastest(
-        replace(request, fixed=replace(fixed, recompute="full"))
-    ):
-        yield f"recompute=full in the place of {fixed.recompute}"
+    full = replace(request, fixed=replace(fixed, recompute="full", recompute_every=None))
+    if fixed.recompute not in (None, "full") and one_that_fits(full) is not None:
+        yield f"recompute=full instead of {fixed.recompute}"
     yield from remedies(request)
     needed = (answer.rejected[0].short_bytes + request.usable_bytes) / request.memory_fraction
     if larger := larger_devices(needed):
@@ -112,9 +113,9 @@ def _remedies(request: PlanRequest, answer: PlanResult) -> Iterator[str]:
 
 
 def _verified(asked: ParsedRequest, plan: Plan) -> Plan:
-    """Trains the fullest rank of each layout dry until one fits: that one is the best, those before
-    it are rejected. Fragmentation and CUDA's own memory are those of the estimate. Raises
-    ConfigError for a model that the trainer does not have."""
+    """Trains the rank with the highest peak of each layout dry until one fits: that one is the
+    best, those before it are rejected. Fragmentation and CUDA's own memory are those of the
+    estimate. Raises ConfigError for a model that the trainer does not have."""
     from parallel3d.tools.verify.dry_run import dry_run  # torch, which only --verify needs
 
     tried: list[tuple[Strategy, float]] = []

@@ -15,6 +15,7 @@ from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.uncertainty import ErrorModel
 from parallel3d.planner.report.page import Plan, reasons
 from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
+from parallel3d.planner.search.neighbours import Neighbour
 from parallel3d.planner.search.request import PlanRequest, Rejected, RunLength, Strategy
 
 
@@ -36,6 +37,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "advice": {
             "reasons": list(reasons(best)) if best else [],
             "remedies": plan.remedies,
+            "least_days": plan.least_days,
+        },
+        "neighbours": {
+            key: found and _neighbour(plan, found) for key, found in plan.neighbours.items()
         },
         "notes": plan.notes,
         "why": None,
@@ -74,7 +79,17 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _strategy(plan: Plan, found: Strategy) -> dict[str, Any]:
-    return strategy_tree(found, plan.length(found), plan.spread(found))
+    return strategy_tree(found, plan.length(found), found.errors)
+
+
+def _neighbour(plan: Plan, found: Neighbour) -> dict[str, Any]:
+    request = found.strategy.request
+    return {
+        "gpus": request.gpus,
+        "global_batch_size": request.global_batch_size,
+        "gain_pct": 100 * found.gain,
+        "strategy": _strategy(plan, found.strategy),
+    }
 
 
 def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
@@ -151,7 +166,7 @@ def request_tree(request: PlanRequest) -> dict[str, Any]:
 
 
 def strategy_tree(found: Strategy, length: RunLength | None, spread: ErrorModel) -> dict[str, Any]:
-    """A strategy, with how long the run takes where its tokens are known, and the range of each
+    """A strategy, with how long the run takes if its tokens are known, and the range of each
     figure."""
     request = found.request
     parallel = found.parallel

@@ -1,5 +1,5 @@
-"""How a plan's figures are written: bars, layouts, memory by kind, time by cause, amounts, and
-lines of a page."""
+"""Texts of a plan's figures: bars, layouts, memory by kind, time by cause, amounts, lines of a
+report."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import FrameworkLayout, other_axes
 from parallel3d.planner.time.step import TimeParts
 
-WIDTH = 100
+WIDTH = 80
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))
 TIME_KINDS = tuple(f.name for f in fields(TimeParts))
 _BAR = 8  # characters
-_LEAST_SHOWN = 0.002  # of a step
 
 
 def bar(share: float) -> str:
     """Draws how full a device is: [########--]."""
-    full = min(_BAR, max(0, round(share * _BAR)))
+    full = min(_BAR, round(share * _BAR))
     return f"[{'#' * full}{'-' * (_BAR - full)}]"
 
 
@@ -40,12 +39,8 @@ def layout_text(parallel: ParallelConfig) -> str:
 def shown_axes(layouts: Iterable[ParallelConfig]) -> tuple[str, ...]:
     """Returns which axes of other frameworks any of these layouts uses."""
     sizes = [other_axes(parallel) for parallel in layouts]
-    shown = []
-    if any(cp > 1 for cp, _ in sizes):
-        shown.append("cp")
-    if any(ep > 1 for _, ep in sizes):
-        shown.append("ep")
-    return tuple(shown)
+    most = [max(of_axis) for of_axis in zip(*sizes, strict=True)]
+    return tuple(axis for axis, size in zip(("cp", "ep"), most, strict=False) if size > 1)
 
 
 def layout_columns(parallel: ParallelConfig, axes: Sequence[str]) -> str:
@@ -70,26 +65,29 @@ def layout_head(axes: Sequence[str]) -> str:
 
 
 def telling_ranks(ranks: Sequence[RankMemory], most: int) -> list[RankMemory]:
-    """All pipeline ranks, or of more than `most` those that may differ: the ends, the middle, the
-    fullest."""
+    """Returns all pipeline ranks, or if there are more than `most` those that may differ: the first
+    and the last ones, the middle, the one with the highest peak."""
+    if len(ranks) <= most:
+        return [*ranks]
     last = len(ranks) - 1
     worst = max(ranks, key=lambda memory: memory.total)
-    kept = {0, 1, last // 2, last - 1, last, worst.rank}
-    return [memory for memory in ranks if last < most or memory.rank in kept]
+    return [ranks[rank] for rank in sorted({0, 1, last // 2, last - 1, last, worst.rank})]
 
 
 def memory_text(memory: RankMemory) -> str:
     total = memory.total
-    shown = [
-        f"{kind} {gib(bytes_, of=total)}"
-        for bytes_, kind in _largest_first(memory, MEMORY_KINDS)
-        if bytes_ >= 0.02 * total
-    ]
-    return f"{', '.join(shown)}; {gib(total)} in all"
+    kinds = _largest_first(memory, MEMORY_KINDS, 0.05 * total)
+    return ", ".join(f"{kind} {gib(getattr(memory, kind), of=total)}" for kind in kinds)
 
 
-def _largest_first(figures: object, kinds: Sequence[str]) -> list[tuple[float, str]]:
-    return sorted(((getattr(figures, kind), kind) for kind in kinds), reverse=True)
+def time_text(parts: TimeParts) -> str:
+    kinds = _largest_first(parts, TIME_KINDS, 0.02 * parts.total)
+    return ", ".join(f"{kind} {getattr(parts, kind) / parts.total:.1%}" for kind in kinds)
+
+
+def _largest_first(figures: object, kinds: Sequence[str], least: float) -> list[str]:
+    shown = [kind for kind in kinds if getattr(figures, kind) >= least]
+    return sorted(shown, key=lambda kind: getattr(figures, kind), reverse=True)
 
 
 def gib(bytes_: float, *, of: float | None = None) -> str:
@@ -98,15 +96,6 @@ def gib(bytes_: float, *, of: float | None = None) -> str:
     if (of or bytes_) >= GIB:
         return f"{bytes_ / GIB:.1f}"
     return f"{bytes_ / GIB:.2g}"
-
-
-def time_text(parts: TimeParts) -> str:
-    shown = []
-    for seconds, kind in _largest_first(parts, TIME_KINDS):
-        share = seconds / parts.total
-        if share >= _LEAST_SHOWN:
-            shown.append(f"{kind} {share:.1%}")
-    return ", ".join(shown)
 
 
 def si(number: float) -> str:
@@ -133,10 +122,9 @@ def scales_text(scales: Scales) -> str:
 
 
 def links_text(cluster: Cluster) -> str:
-    """What a device has of both kinds of links."""
-    node = cluster.node.bandwidth / 1e9
-    network = cluster.network.bandwidth / 1e9
-    return f"{node:g} GB/s within, {network:g} GB/s between nodes"
+    """Returns the bandwidth of a device's links of both kinds."""
+    node = f"{cluster.node.bandwidth / 1e9:g} GB/s in nodes of {cluster.gpus_per_node}"
+    return f"{node}, {cluster.network.bandwidth / 1e9:g} GB/s between them"
 
 
 def days_column(days: float) -> str:
@@ -151,10 +139,15 @@ def money(dollars: float | None) -> str:
     return f"${si(dollars)}"
 
 
-def wrapped(name: str, text: str) -> list[str]:
-    """A line of the page, its name in the margin; what is longer goes on below it."""
-    line = f"{name:<10}{text}"
-    margin = " " * 10
-    return textwrap.wrap(
-        line, WIDTH, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+def wrapped(name: str, text: str, end: str = "") -> list[str]:
+    """Returns lines of the report, the name in the margin of the first. All lines but the last end
+    with `end`: a backslash in a command."""
+    lines = textwrap.wrap(
+        text,
+        WIDTH - len(end),
+        initial_indent=f"{name:<10}",
+        subsequent_indent=" " * 10,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return [line + end for line in lines[:-1]] + lines[-1:]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import gcd, lcm
+from typing import Any
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
@@ -17,12 +18,13 @@ from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun, from_config
 from parallel3d.planner.model.shapes import ModelShape
 from parallel3d.planner.model.training import OptimizerMemory
+from parallel3d.planner.model.uncertainty import ErrorModel, error_model_of
 from parallel3d.planner.search.goodput import Failures, Goodput
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.schedules.registry import ScheduleName
 from parallel3d.shard_sizes import divisors
 
-_SHORTEST_PART = 4096  # tokens of a sequence that a search leaves to each rank of cp
+_SHORTEST_PART = 4096  # tokens of a sequence that each rank of cp has at least, unless cp is fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Fixed:
     schedule: ScheduleName | None = None
     microbatch_size: int | None = None
     recompute: Recompute | None = None
-    recompute_every: int | None = None  # every_n: one block of so many is recomputed
+    recompute_every: int | None = None  # every_n: one of N blocks is recomputed
     sequence_parallel: bool | None = None
     sharding: ShardingName | None = None
     gather: Cadence | None = None
@@ -48,11 +50,18 @@ class Fixed:
     max_tp: int | None = None
     max_pp: int | None = None
 
+    def allows(self, **choice: object) -> bool:
+        """Returns whether these keys of a layout may have these values."""
+        return all(getattr(self, key) in (None, value) for key, value in choice.items())
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be trained, on what. `memory_fraction`: how full a device may be predicted to get;
-    where a `risk` of not fitting was asked for, it is what that leaves."""
+    """What is to be trained, and on which devices.
+
+    `memory_fraction` is how full a device may be predicted to get. If the user asked for a `risk`
+    of not fitting, it follows from that risk. `recorded` has the errors on published runs (the
+    content of accuracy.json), which decide ties. Without it all ranges are equal."""
 
     shape: ModelShape
     cluster: Cluster
@@ -62,32 +71,32 @@ class PlanRequest:
     precision: str = "bf16"
     framework: FrameworkProfile = PARALLEL3D
     fixed: Fixed = Fixed()
-    # what parallel3d keeps beside parameters and gradients
+    # what parallel3d keeps in addition to parameters and gradients
     training: OptimizerMemory = OptimizerMemory()
     memory_fraction: float = 0.95
     risk: float | None = None
     failures: Failures | None = None
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
+    recorded: Mapping[str, Any] = field(default_factory=dict)
 
-    def axes_beside(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
-        """Returns each cp and ep that the framework may have beside this tp and pp: only (1, 1) if
-        it has neither. A part of a sequence is not shorter than `_SHORTEST_PART`, unless cp is
-        fixed."""
+    def other_axes(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
+        """Returns each cp and ep that the framework may have with this tp and pp: only (1, 1) if it
+        has neither axis."""
         left = self.gpus // (tp * pp)
         axes = self.framework.axes
         experts = self.shape.experts
         cps = [1]
         eps = [1]
         if "cp" in axes:
-            even = [cp for cp in divisors(left) if self.seq_len % (2 * cp) == 0]
-            cps += [cp for cp in even if cp > 1 and self.seq_len >= cp * _SHORTEST_PART]
-            if self.fixed.cp is not None:
-                cps = [cp for cp in even if cp == self.fixed.cp]
+            longest = self.seq_len // _SHORTEST_PART
+            most = self.fixed.cp or max(1, longest)
+            cps = [cp for cp in divisors(left) if cp == 1 or self.seq_len % (2 * cp) == 0]
+            cps = [cp for cp in cps if cp <= most]
         if "ep" in axes and experts is not None:
-            eps = [
-                ep for ep in divisors(gcd(experts.count, tp * left)) if self.fixed.ep in (None, ep)
-            ]
-        return product(cps, eps)
+            eps = divisors(gcd(experts.count, tp * left))
+        for cp, ep in product(cps, eps):
+            if self.fixed.allows(cp=cp, ep=ep):
+                yield cp, ep
 
     @property
     def memory_rule(self) -> str:
@@ -127,7 +136,7 @@ def _padded(shape: ModelShape, step: int) -> ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """How long a token budget takes, and what it costs where the hardware file has a price."""
+    """How long a token budget takes, and what it costs if the hardware file has a price."""
 
     days: float
     gpu_hours: float
@@ -148,7 +157,7 @@ class Strategy:
 
     @cached_property
     def memory(self) -> RankMemory:
-        """What the fullest pipeline rank holds."""
+        """Memory of the pipeline rank with the highest peak."""
         return worst_rank(self.run)
 
     @cached_property
@@ -160,6 +169,11 @@ class Strategy:
         """The share of the time that trains; None if the request says nothing about failures."""
         failures = self.request.failures
         return failures and failures.goodput(self.parallel.world_size)
+
+    @cached_property
+    def errors(self) -> ErrorModel:
+        """How far off the figures may be. The request needs its `recorded` errors for it."""
+        return error_model_of(self.run, self.request.recorded)
 
     def length(self, tokens: float) -> RunLength:
         """Returns how long a run of so many tokens is, with what failures cost."""
@@ -174,7 +188,7 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A layout that does not fit, the leanest of its tp and pp, and by how much."""
+    """The layout with the lowest memory of its tp and pp, if it does not fit, and by how much."""
 
     parallel: ParallelConfig
     reason: str
@@ -183,10 +197,12 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """`strategies`, best first; tp x pp that do not fit are in `rejected`, nearest to fitting
-    first. `checked`: the layouts whose memory was computed; all others are
-    slower, or hold too much by a lower bound."""
+    """The `strategies` come best first. The tp x pp that do not fit are in `rejected`, the nearest
+    to fitting first. `checked` counts the layouts whose memory was computed: all others are slower,
+    or a lower bound of their memory is too high. `least_s` is the time of the fastest layout by the
+    closed form."""
 
     strategies: tuple[Strategy, ...]
     rejected: tuple[Rejected, ...]
     checked: int
+    least_s: float

@@ -1,50 +1,58 @@
-"""Layouts whose speeds differ by less than the planner can tell: the one that is safer to run goes
-first."""
+"""Layouts whose predicted speeds differ by less than the planner can tell: the safer and simpler
+one comes first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
-from parallel3d.planner.search.request import PlanResult, Strategy
+from parallel3d.planner.model.planned_run import other_axes
+from parallel3d.planner.search.request import PlanRequest, Strategy
+from parallel3d.planner.search.tp_pp_search import Candidate
 
-# Two layouts of one job share most of what a prediction has wrong, yet not all: this share of their
-# speed is unsure.
-TIE = 0.02
-
-
-def tied(strategies: Sequence[Strategy]) -> int:
-    """Returns how many of the first strategies are as fast as the fastest of all, as far as can be
-    told."""
-    least = (1 - TIE) * max(map(_speed, strategies), default=0.0)
-    for index, each in enumerate(strategies):
-        if _speed(each) < least:
-            return index
-    return len(strategies)
+# Of pairs of published layouts predicted within 5% of each other, a quarter or more is in the wrong
+# order (docs/planner.md).
+TIE = 0.05
+_WIDER = 1.25  # a range that is so many times as wide as the narrowest counts as wider
 
 
-def settle_ties(answer: PlanResult) -> PlanResult:
-    """Returns an answer, fastest first, with its tied layouts in another order."""
-    return replace(answer, strategies=(*settled(answer.strategies),))
+def slowest_tied_s(fastest_s: float) -> float:
+    """Returns the seconds up to which a step ties with the fastest."""
+    return fastest_s / (1 - TIE)
 
 
-def settled(strategies: Sequence[Strategy]) -> list[Strategy]:
-    """Returns layouts, fastest first, with those that are tied in another order: less memory (in
-    tenths of a device) first, then tp within a node, then the simpler schedule."""
-    equal = tied(strategies)
-    safest_first = sorted(strategies[:equal], key=_risks)
-    return [*safest_first, *strategies[equal:]]
+def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Returns candidates in the order of time, but those that are tied with the fastest in the
+    order of preference: the narrower range, fewer axes that divide the model (full recompute counts
+    as one), no hybrid sharding, tp within a node, no recompute, fewer stages, sharding within a
+    node, then time."""
+    by_time = sorted(candidates, key=lambda each: each.step_time_s)
+    if not by_time:
+        return []
+    most_s = slowest_tied_s(by_time[0].step_time_s)
+    tied = [each for each in by_time if each.step_time_s <= most_s]
+    widths = {each: _width(request, each) for each in tied}
+    narrow = _WIDER * min(widths.values())
+    node = request.cluster.gpus_per_node
+
+    def preference(candidate: Candidate) -> tuple[float, ...]:
+        parallel = candidate.parallel
+        passes = 2 if parallel.recompute == "full" else 1
+        means = (parallel.tp, parallel.pp, *other_axes(parallel), passes)
+        return (
+            widths[candidate] > narrow,
+            len([size for size in means if size > 1]),
+            1 < parallel.dp_replicate < parallel.dp,
+            parallel.tp > node,
+            parallel.recompute != "none",
+            parallel.stages,
+            parallel.tp * parallel.dp_shard > node,
+            candidate.step_time_s,
+        )
+
+    return sorted(tied, key=preference) + by_time[len(tied) :]
 
 
-def _risks(found: Strategy) -> tuple[float, ...]:
-    parallel = found.parallel
-    node = found.request.cluster.gpus_per_node
-    tenths = round(10 * found.memory.total / found.request.usable_bytes)
-    tp_across_nodes = 0
-    if parallel.tp > node:
-        tp_across_nodes = parallel.tp
-    return tenths, tp_across_nodes, parallel.stages, -_speed(found)
-
-
-def _speed(found: Strategy) -> float:
-    return found.cost.tokens_per_s_per_gpu
+def _width(request: PlanRequest, candidate: Candidate) -> float:
+    if not request.recorded:
+        return 0.0
+    return Strategy(request, candidate.parallel).errors.throughput

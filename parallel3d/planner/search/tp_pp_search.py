@@ -98,12 +98,6 @@ class TpPpSearch:
         self._states: dict[object, tuple[MemoryFloor, ...]] = {}
 
     @property
-    def has_layouts(self) -> bool:
-        if not self._recompute_choices:
-            return False
-        return any(any(self._ways(family)) for family in self._families)
-
-    @property
     def least_s(self) -> float:
         """Seconds of a step that none of the layouts that wait goes below."""
         return self._heap[0].least_s
@@ -123,15 +117,11 @@ class TpPpSearch:
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
         """Yields the layouts that fit in the order of time, each use of the data ranks with the
         least recompute that fits, and none that takes longer than `within_s`."""
-        equally_fast: list[Candidate] = []
         while self._heap:
             least_s, _, families, layout, recompute = heappop(self._heap)
             if least_s > within_s:
                 self.is_cut_short = True
                 break
-            if equally_fast and least_s > equally_fast[0].step_time_s:
-                yield from sorted(equally_fast, key=lambda each: each.bytes)
-                equally_fast = []
             for family in families:
                 if recompute is None:
                     self._push_family(family, self._recompute_choices[0])
@@ -140,10 +130,9 @@ class TpPpSearch:
                 else:
                     bytes_ = self._layout_bytes(family, layout, recompute)
                     if bytes_ <= self._request.usable_bytes:
-                        equally_fast.append(Candidate(layout, least_s, bytes_))
+                        yield Candidate(layout, least_s, bytes_)
                     else:
                         self._push_leaner(family, layout, recompute)
-        yield from sorted(equally_fast, key=lambda each: each.bytes)
 
     def _push(
         self,

@@ -1,0 +1,70 @@
+"""The nearest number of devices, and the nearest global batch, that suit a job much better than
+those of the request. With a batch of 512 sequences, 124 devices need 31 pipeline stages, and 128
+devices none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import inf
+
+from parallel3d.planner.search.fastest import fastest_by_closed_form
+from parallel3d.planner.search.request import PlanRequest, Strategy
+from parallel3d.planner.search.ties import TIE
+
+_MOST = 3  # other numbers of devices, and other batches, that are tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """The fastest layout of another request. `gain` is what it has in tokens/s of a device over the
+    fastest layout of the request, as a share, by the closed form."""
+
+    strategy: Strategy
+    gain: float
+
+
+def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour | None]:
+    """Finds the nearest number of `gpus` and the nearest `global_batch_size` that gain more than 5%
+    over the fastest layout of the request, which takes `step_s` by the closed form."""
+    gpus = request.gpus
+    batch = request.global_batch_size
+    node = request.cluster.gpus_per_node
+    unit = node & -node  # a rack of 72 is used in eights
+    plain = request
+    if request.fixed.dp_shard is None:  # hybrid sharding would take half of the time
+        replicas = request.fixed.dp_replicate or 1
+        plain = replace(request, fixed=replace(request.fixed, dp_replicate=replicas))
+    sizes = [replace(plain, gpus=each) for each in _near_numbers(gpus, unit)]
+    batches = [replace(plain, global_batch_size=each) for each in _near_numbers(batch, gpus)]
+    sequence_s = 0.0 if step_s == inf else step_s * gpus / batch  # nothing gains if nothing fits
+    return {
+        "gpus": _first_gain(sizes, sequence_s),
+        "global_batch_size": _first_gain(batches, sequence_s),
+    }
+
+
+def _near_numbers(number: int, unit: int) -> list[int]:
+    """Returns other numbers, at most a third larger or smaller, the nearest first: multiples of a
+    unit or of a large power of 2."""
+    found = set()
+    for step in (unit, *(2**power for power in range(number.bit_length()))):
+        below = number // step * step
+        found |= {below - step, below, below + step}
+    near = [each for each in found - {number} if 2 * number <= 3 * each <= 4 * number]
+    near.sort(key=lambda each: (each % unit == 0, each & -each), reverse=True)
+    return sorted(near[:_MOST], key=lambda each: abs(each - number))
+
+
+def _first_gain(requests: Iterable[PlanRequest], sequence_s: float) -> Neighbour | None:
+    """Returns the first request that gains about as much as the best, over the seconds that a
+    device takes for a sequence."""
+    found = []
+    for other in requests:
+        as_slow_s = sequence_s * other.global_batch_size / other.gpus
+        best = fastest_by_closed_form(other, within_s=as_slow_s / (1 + TIE))
+        if best is not None:
+            gain = as_slow_s / best.step_time_s - 1
+            found.append(Neighbour(strategy=Strategy(other, best.parallel), gain=gain))
+    most = max((each.gain for each in found), default=0.0)
+    return next((each for each in found if each.gain >= most - TIE), None)
