@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from parallel3d.config.recipe import Recompute
 from parallel3d.config.yaml_text import read_short
@@ -36,14 +36,27 @@ from parallel3d.planner.model.planned_run import PlannedRun, RunLayout, other_ga
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 from parallel3d.schedules.registry import ScheduleName
 
-Count = Annotated[int, Field(ge=1)]
+
+def _first_number(value: Any) -> Any:
+    """Returns the number of a text such as "about 128000"."""
+    found = re.search(r"\d+", value) if isinstance(value, str) else None
+    return int(found[0]) if found else value
+
+
+Count = Annotated[int, BeforeValidator(_first_number), Field(ge=1)]
 Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _WORDS: dict[str, dict[str, str]] = {
     "ffn_kind": {"geglu": "geglu", "glu": "swiglu", "relu": "relu2", "gelu": "gelu"},
     "positional": {"learned": "learned", "alibi": "alibi", "ro": "rope", "none": "none"},
-    "precision": {"fp8": "fp8", "pure": "bf16_pure", "true": "bf16_pure", "bf16": "bf16"}
-    | {"fp16": "fp16", "fp32": "fp32"},
+    "precision": {
+        "fp8": "fp8",
+        "float8": "fp8",
+        "pure": "bf16_pure",
+        "true": "bf16_pure",
+        "bf16": "bf16",
+    }
+    | {"fp16": "fp16", "16": "bf16", "fp32": "fp32"},
     "activation_recompute": {"none": "none", "select": "selective", "full": "full"}
     | {"op": "op", "every_n": "every_n", "layer": "every_n"},
     "schedule": {"gpipe": "gpipe", "afab": "gpipe", "zb-1p": "zb-1p", "zb-2p": "zb-2p"}
@@ -55,9 +68,15 @@ _WORDS: dict[str, dict[str, str]] = {
     "memory_rank": {"last rank": "last", "rank 0": "first", "first": "first", "last": "last"}
     | {"": "worst"},
 }
+# where other collections have such a text
+_NOTES = {
+    "flops": "tflops_definition",
+    "memory_kind": "memory_note",
+    "memory_rank": "memory_note",
+}
 # the stack of a case that does not state it, by its framework and a device before Hopper
-_OLD_STACK = re.compile("megatron|neox|zero-bubble|deepspeed zero|oneflow")
-_FUSED = re.compile(r"core|nemo|bridge|megascale|transformer engine|flagscale|primus|llm\.c")
+_OLD_STACK = re.compile("megatron-(lm|deepspeed)$|nemo megatron|neox|zero-bubble|^deepspeed zero")
+_FUSED = re.compile("megatron|core|nemo|bridge|megascale|flagscale|primus|llm.c")
 _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
     ("none", 2),
     ("every_n", 4),
@@ -109,7 +128,7 @@ class _Parallel(_Section):
     fsdp: bool = False
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     optimizer_shard: Annotated[int, Field(ge=0)] | None = None
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None  # None: of all stacks but the old one
 
 
 class _Train(_Section):
@@ -123,6 +142,7 @@ class _Train(_Section):
     gradient_bytes: Figure | None = None
     state_bytes: Annotated[float, Field(ge=0)] = 8.0
     compile: bool = False
+    fp8: bool = False
 
 
 class Measurement(_Section):
@@ -134,16 +154,10 @@ class Measurement(_Section):
     samples_per_s_per_gpu: Figure | None = None
     tflops_per_gpu: Figure | None = None
     mfu_pct: Figure | None = None
-    flops: FlopsDefinition = Field(
-        "model", validation_alias=AliasChoices("flops", "tflops_definition")
-    )
+    flops: FlopsDefinition = "model"
     peak_memory_gib: Figure | None = None
-    memory_kind: MemoryKind = Field(
-        "reserved", validation_alias=AliasChoices("memory_kind", "memory_note")
-    )
-    memory_rank: Literal["worst", "first", "last"] = Field(
-        "worst", validation_alias=AliasChoices("memory_rank", "memory_note")
-    )
+    memory_kind: MemoryKind = "reserved"
+    memory_rank: Literal["worst", "first", "last"] = "worst"
 
     def speed(self, seq_len: int) -> tuple[str, float] | None:
         """Returns the figure of the speed that is compared, with its name in a prediction; None
@@ -247,26 +261,27 @@ class _Case:
         self.train = self._section("train", _Train)
         self.measured = self._section("measured", Measurement)
         self.cluster = _cluster(self.hardware, hardware)
+        self.precision = "fp8" if self.train.fp8 else self.train.precision
+        self.framework = self._framework()
 
     def _section(self, name: str, kind: type[_Kind]) -> _Kind:
         """Reads a section. Raises ValueError that names the first wrong key, its value and its
         rule."""
         stated = self.tree.get(name) or {}
-        given = {key: value for key, value in stated.items() if value is not None}
         inferred = self.tree.get("inferred") or {}
-        for key, field in kind.model_fields.items():
-            keys = [key]
-            if isinstance(alias := field.validation_alias, AliasChoices):
-                keys = [str(each) for each in alias.choices]
-            is_stated = any(each in given for each in keys)
-            if not is_stated and inferred.get(key) is not None:
-                given[key] = inferred[key]
-                self.filled.append(f"{name}.{key} (inferred)")
-            elif not is_stated and kind is not Measurement:
-                self.filled.append(f"{name}.{key} (default)")
-            for each in keys:
-                if key in _WORDS and isinstance(given.get(each), str):
-                    given[each] = _first_word(_WORDS[key], given[each])
+        if not isinstance(stated, Mapping) or not isinstance(inferred, Mapping):
+            raise ValueError(f"{name}: must hold keys and values")
+        given: dict[str, Any] = {}
+        for key in kind.model_fields:
+            values = {
+                "": stated.get(key, stated.get(_NOTES.get(key))),
+                "inferred": inferred.get(key),
+            }
+            origin = next((each for each, value in values.items() if value is not None), "default")
+            if origin:
+                self.filled.append(f"{name}.{key} ({origin})")
+            if origin in values:
+                given[key] = _first_word(key, values[origin])
         try:
             return kind.model_validate(given)
         except ValidationError as error:
@@ -304,9 +319,9 @@ class _Case:
             shape=shape,
             cluster=self.cluster,
             layout=self._layout(shape),
-            framework=self._framework(),
+            framework=self.framework,
             seq_len=self.model.seq_len,
-            precision=self.train.precision,
+            precision=self.precision,
         )
         if self.train.activation_recompute is not None:
             return run
@@ -321,20 +336,21 @@ class _Case:
     def _framework(self) -> FrameworkProfile:
         train = self.train
         name = str(self.tree.get("framework")).lower()
-        is_old = self.cluster.device.family != "hopper" and _OLD_STACK.search(name)
+        is_gpt = self.model.ffn_kind == "gelu" and self.cluster.device.family != "hopper"
+        is_old = is_gpt and _OLD_STACK.search(name)
         stack = self.tree.get("stack")
         if stack is None and train.compile:
             stack = "compiled"
         elif stack is None and "maxtext" in name:
             stack = "jax"
-        elif stack is None and (_FUSED.search(name) or "megatron" in name):
-            stack = "softmax" if is_old and not _FUSED.search(name) else "fused"
+        elif stack is None and is_old:
+            stack = "softmax"
         elif stack is None:
-            stack = "softmax" if is_old else "eager"
+            stack = "fused" if _FUSED.search(name) else "eager"
         if stack not in STACKS:
             raise ValueError(f"stack = {stack}: must be one of {', '.join(STACKS)}")
         framework = with_states(STACKS[stack], train.state_bytes)
-        framework = in_precision(framework, train.precision)
+        framework = in_precision(framework, self.precision)
         if train.attention is not None:
             framework = replace(framework, attention=train.attention)
         if train.dropout is not None:
@@ -371,6 +387,9 @@ class _Case:
         schedule = parallel.schedule
         if schedule.startswith("interleaved") or virtual > 1:
             schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
+        is_split = parallel.sequence_parallel
+        if is_split is None:
+            is_split = self.framework.attention == "flash"
         usual_batch = dp * train.micro_batch * (8 if pp > 1 else 1)
         batch = train.global_batch_sequences or usual_batch
         microbatches = max(1, round(batch / (dp * train.micro_batch)))
@@ -391,26 +410,31 @@ class _Case:
             parameter_shards=shards if zero >= 3 else 1,
             gradient_shards=shards if zero >= 2 else 1,
             optimizer_shards=shards,
-            sequence_parallel=parallel.sequence_parallel,
+            sequence_parallel=is_split,
             recompute=cast(Recompute, train.activation_recompute or "none"),
             recompute_every=train.recompute_every,
         )
 
 
-def _first_word(words: Mapping[str, str], text: str) -> str:
-    if text in words.values():
-        return text
-    return next((value for word, value in words.items() if word in text.lower()), text)
+def _first_word(key: str, value: Any) -> Any:
+    """Returns the value of a choice that a text means; any other value as it is."""
+    words = _WORDS.get(key, {})
+    if not isinstance(value, str) or value in words.values():
+        return value
+    return next((meant for word, meant in words.items() if word in value.lower()), value)
 
 
 def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
     """Returns the nodes of a device. Raises ConfigError if no hardware file is of it."""
-    name = re.sub(r"[ _-]*(nvidia|amd|sxm\d?|oam)[ _-]*", "", stated.gpu.lower()).replace(" ", "-")
+    name = re.sub(
+        r"[ _-]*(nvidia|amd|sxm\d?|oam)[ _-]*", "", stated.gpu.lower().partition("(")[0].strip()
+    )
+    name = name.replace(" ", "-")
     files = {path.stem for folder in folders for path in folder.glob("*.yaml")}
-    if name not in files:
-        name = re.sub(r"-\d+gb$", "", name)
-    if name not in files and f"{name}-80gb" in files:
-        name = f"{name}-80gb"
+    short = re.sub(r"-\d+gb$", "", name)
+    longer = [each for each in sorted(files) if each.startswith(f"{name}-")]
+    names = [name, f"{name}-80gb", *longer, short, f"{short}-80gb"]
+    name = next((each for each in names if each in files), name)
     cluster = with_links(
         load_cluster(name, folders),
         network_gb_per_s=stated.network_gb_per_s,
