@@ -19,19 +19,19 @@ from parallel3d.tools.plan.command import main
 from parallel3d.tools.verify.command import Verified, verify
 
 LLAMA = ModelConfig(
-    layers=4,
-    hidden=2048,
-    heads=16,
+    layers=12,
+    hidden=4096,
+    heads=32,
     kv_heads=8,
-    ffn_hidden=5632,
+    ffn_hidden=11264,
     vocab=32003,
 )
 GPT = ModelConfig(
     architecture="gpt",
-    layers=3,
-    hidden=2048,
-    heads=16,
-    ffn_hidden=8192,
+    layers=12,
+    hidden=4096,
+    heads=32,
+    ffn_hidden=16384,
     vocab=50257,
     max_positions=2048,
 )
@@ -43,23 +43,26 @@ LARGE = ParallelConfig(
     tp=8,
     sequence_parallel=True,
 )
-MIDDLE = ParallelConfig(pp=3, dp_shard=8)
-LOOPED = ParallelConfig(pp=2, dp_shard=8, virtual_stages=2)
-ZERO_1 = ParallelConfig(
-    pp=2,
-    dp_shard=64,
+EACH = ParallelConfig(
+    dp_shard=8,
     tp=2,
-    sharding="SHARD_OPTIMIZER",
-    sequence_parallel=True,
+    gather="microbatch",
+    reduce="microbatch",
 )
+LOOPED = ParallelConfig(
+    pp=2,
+    dp_shard=8,
+    virtual_stages=2,
+    schedule="looped_bfs",
+)
+# model, layout, precision, microbatches, pipeline rank
 LAYOUTS = {
-    "sharded, the first of a pipeline": (LLAMA, LARGE, "bf16", 4, 0),
-    "sharded, the last, recomputed": (
+    "sharded and recomputed": (
         LLAMA,
-        replace(LARGE, recompute="full", microbatch_size=2),
+        replace(LARGE, pp=1, recompute="full", microbatch_size=2),
         "bf16",
-        4,
-        1,
+        2,
+        0,
     ),
     "optimizer sharded": (
         GPT,
@@ -68,55 +71,40 @@ LAYOUTS = {
         4,
         0,
     ),
-    "zero bubble": (LLAMA, replace(LARGE, schedule="zb_h1", sequence_parallel=False), "bf16", 3, 0),
-    "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1, 0),
-    "gathered and reduced for each microbatch": (
+    "zero bubble": (
         LLAMA,
-        ParallelConfig(
-            dp_shard=8,
-            tp=2,
-            gather="microbatch",
-            reduce="microbatch",
-        ),
+        replace(LARGE, schedule="zb_h1", microbatch_size=2),
         "bf16",
         3,
         0,
     ),
-    "parameters on the CPU": (LLAMA, replace(LARGE, offload=True), "bf16", 4, 0),
+    "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1, 0),
+    "gathered and reduced for each microbatch": (LLAMA, EACH, "bf16", 3, 0),
     "on one GPU, parameters on the CPU": (GPT, ParallelConfig(offload=True), "bf16", 2, 0),
-    "one stage after the other": (LLAMA, replace(LOOPED, schedule="looped_bfs"), "bf16", 4, 0),
-    "second halves on the whole sequence": (
-        replace(LLAMA, vocab=128256),
-        ParallelConfig(
-            pp=2,
-            dp_shard=32,
-            tp=8,
-            schedule="zb_h1",
-            microbatch_size=2,
-            sequence_parallel=True,
-        ),
+    "one stage after the other": (
+        LLAMA,
+        LOOPED,
+        "bf16",
+        4,
+        0,
+    ),
+    "dropout": (
+        replace(GPT, dropout=0.1),
+        ParallelConfig(dp_shard=8, tp=2),
         "bf16",
         2,
         0,
     ),
-    "dropout": (replace(GPT, dropout=0.1), ParallelConfig(dp_shard=8, tp=2), "bf16", 2, 0),
+    "attention's dropout": (
+        replace(GPT, attention_dropout=0.1),
+        ParallelConfig(dp_shard=8, tp=8, recompute="selective"),
+        "bf16",
+        2,
+        0,
+    ),
     "keys repeated for each query head": (
-        replace(LLAMA, kv_heads=2),
+        LLAMA,
         ParallelConfig(dp_shard=8, microbatch_size=4),
-        "fp32",
-        2,
-        0,
-    ),
-    "a window": (
-        replace(LLAMA, window=512),
-        ParallelConfig(dp_shard=8, microbatch_size=4),
-        "bf16",
-        2,
-        0,
-    ),
-    "heads that no fused kernel takes": (
-        replace(LLAMA, hidden=2000, heads=40, kv_heads=8),
-        ParallelConfig(dp_shard=8, tp=8),
         "fp32",
         2,
         0,
@@ -142,8 +130,8 @@ def _recipe(
 
 
 def assert_safe(found: Verified) -> None:
-    """The model is never more than 3% below the dry run, and at most 15% above it."""
-    assert -0.03 < found.difference < 0.15
+    """The model is at most 3% below the dry run, and here at most 8% above it."""
+    assert -0.03 < found.difference < 0.08
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -203,7 +191,7 @@ def test_a_second_world_in_one_process_has_groups_of_its_own() -> None:
         (
             "bf16_pure",
             OptimizerConfig(name="sgd"),
-            512,
+            None,
             ParallelConfig(dp_shard=4, sharding="NO_SHARD"),
         ),
     ],
@@ -211,8 +199,8 @@ def test_a_second_world_in_one_process_has_groups_of_its_own() -> None:
 def test_precisions_and_optimizers_are_priced(
     precision: str, optimizer: OptimizerConfig, chunk: int | None, parallel: ParallelConfig
 ) -> None:
-    recipe = _recipe(replace(LLAMA, layers=1), parallel, precision, 1)
-    train = replace(recipe.train, seq_len=512, loss_chunk_tokens=chunk)
+    recipe = _recipe(LLAMA, parallel, precision, 1)
+    train = replace(recipe.train, loss_chunk_tokens=chunk)
     found = verify(replace(recipe, optimizer=optimizer, train=train), 0)
     assert_safe(found)
     kinds = {kind: (model, dry) for kind, model, dry in found.rows()}
@@ -325,6 +313,6 @@ def test_the_last_of_sixteen_thousand_ranks_owns_nothing_and_is_run_in_seconds()
         seq_len=1024,
         precision="bf16",
     )
-    found = verify(Recipe(model=replace(LLAMA, layers=1), parallel=parallel, train=train), 16_383)
+    found = verify(Recipe(model=LLAMA, parallel=parallel, train=train), 16_383)
     assert_safe(found)
     assert found.parameters == found.dry.parameter_count == 0

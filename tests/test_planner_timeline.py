@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +10,8 @@ from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_ba
 from parallel3d.schedules.build import (
     build_schedule,
     live_microbatches,
-    live_with_all_gradients,
 )
 from parallel3d.schedules.registry import ScheduleName
-from parallel3d.schedules.schedule import Kind
 from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 
 EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
@@ -67,46 +63,6 @@ def test_live_microbatches_are_those_of_the_schedule(
         for rank in range(pp)
     ]
     assert told == list(schedule.peak_live_microbatches)
-
-
-@pytest.mark.parametrize(
-    "name, virtual",
-    [
-        ("gpipe", 1),
-        ("1f1b", 1),
-        ("interleaved_1f1b", 2),
-    ],
-)
-@settings(deadline=None)
-@given(pp=st.integers(2, 6), microbatches=st.integers(1, 30))
-def test_amid_a_step_as_many_are_alive_as_the_schedule_has(
-    name: ScheduleName, virtual: int, pp: int, microbatches: int
-) -> None:
-    """When every stage of a rank has had a backward, and none its last."""
-    schedule = build_schedule(
-        name,
-        pp=pp,
-        microbatches=microbatches,
-        virtual_stages=virtual,
-    )
-    for rank, actions in enumerate(schedule.ranks):
-        alive = 0
-        backwards = Counter[int]()
-        found = []
-        for stage, kind, _ in actions:
-            if len(backwards) == virtual and max(backwards.values()) < microbatches:
-                found.append(alive)
-            alive += 1 if kind is Kind.FORWARD else -1
-            if kind is Kind.BACKWARD:
-                backwards[stage] += 1
-        told = live_with_all_gradients(
-            name,
-            pp=pp,
-            rank=rank,
-            microbatches=microbatches,
-            virtual_stages=virtual,
-        )
-        assert told == max(found, default=None)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 12, 64])

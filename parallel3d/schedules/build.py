@@ -9,10 +9,9 @@ No torch here.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import takewhile
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedules.classic import Actions, group_sizes, groups
+from parallel3d.schedules.classic import Actions, groups
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Action, Kind, Schedule, peak_live
 
@@ -104,35 +103,3 @@ def live_microbatches(
         return min(warm_up + 1, microbatches * virtual_stages)
     few = min(microbatches, 4 * pp)
     return peak_live(traits.builder(pp, rank, few, virtual_stages))
-
-
-@lru_cache(maxsize=1024)
-def first_forwards(
-    name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
-) -> int:
-    """Returns how many forwards a rank begins with, before any backward: more microbatches than 4
-    pp change nothing."""
-    few = min(microbatches, 4 * pp)
-    actions = schedule_traits(name).builder(pp, rank, few, virtual_stages)
-    return sum(1 for _ in takewhile(lambda action: action.kind is Kind.FORWARD, actions))
-
-
-def live_with_all_gradients(
-    name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
-) -> int | None:
-    """The most forwards that a rank has alive once each of its stages has had a backward and none
-    its last one: all gradients of the rank are in memory then and none is reduced. None where no
-    such moment comes or is known."""
-    traits, (first, _) = schedule_traits(name), group_sizes(pp, microbatches)
-    if microbatches == 1 or (
-        virtual_stages > 1 and (first == microbatches or traits.holds_whole_batch)
-    ):
-        return None
-    # the first group's, down to the first one of the first stage
-    backwards = (virtual_stages - 1) * first + 1
-    left = microbatches * virtual_stages - backwards
-    if traits.holds_whole_batch:
-        return left
-    if traits.warm_up is None:
-        return None
-    return min(traits.warm_up(pp, rank, microbatches, virtual_stages) + 1, left)

@@ -20,7 +20,7 @@ from parallel3d.planner.hardware.framework import (
     with_states,
 )
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.memory.rank_state import RankState
+from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.training import notes, optimizer_memory
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.report.text import wrapped
@@ -132,8 +132,7 @@ def usual_request(options: argparse.Namespace, *, gpus: int | None) -> PlanReque
 def sequence_bytes(request: PlanRequest) -> float:
     """Returns the activations of one sequence, without recompute, on one device."""
     alone = replace(request, gpus=1, global_batch_size=1)
-    state = RankState(alone.planned_run(ParallelConfig()), 0)
-    return state.kept_by_stage(*state.slices[0], "none", 1)
+    return worst_rank(alone.planned_run(ParallelConfig())).activations
 
 
 def _context_note(request: PlanRequest) -> Iterator[str]:

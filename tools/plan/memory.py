@@ -12,8 +12,8 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.rules import refuse
 from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.planner.hardware.units import GIB, rounded
-from parallel3d.planner.memory.rank_state import RankState
 from parallel3d.planner.memory.ranks import memory_by_rank
+from parallel3d.planner.memory.states import RankStates
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.uncertainty import LEVEL, error_model_of
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
@@ -90,12 +90,14 @@ def _states(request: PlanRequest, sharding: ShardingName, gpus: int) -> tuple[fl
     the weights that stay gathered between a forward and a backward pass."""
     on_all = replace(request, gpus=gpus, global_batch_size=gpus)
     run = on_all.planned_run(ParallelConfig(dp_shard=gpus, sharding=sharding))
-    rank = RankState(run, 0)
-    weights, gradients, optimizer = rank.at_rest
-    (stage,) = rank.stages
-    if not rank.frees_forward:
-        weights += stage.gathered
-    return weights, gradients + stage.reduced_gradients, optimizer
+    states = RankStates(run, 0)
+    weights, gradients, optimizer = states.static_bytes
+    if states.is_sharded:
+        (unit,) = states.units
+        gradients += states.reduced * unit.padded
+        if not states.frees_forward:
+            weights += states.item * unit.padded
+    return weights, gradients, optimizer
 
 
 def _states_page(request: PlanRequest, tree: dict[str, Any]) -> Iterator[str]:

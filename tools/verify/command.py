@@ -14,7 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
-from parallel3d.planner.memory.ranks import parallel3d_memory, worst_rank
+from parallel3d.planner.memory.ranks import rank_memory, worst_rank
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.training import unmodeled_settings
@@ -103,7 +103,7 @@ def verify(recipe: Recipe, rank: int) -> Verified:
         shards=run.layout.optimizer_shards,
         at=(place.tp, place.dp_shard),
     )
-    return Verified(recipe, rank, parallel3d_memory(run, place.pp), dry, count)
+    return Verified(recipe, rank, rank_memory(run, place.pp), dry, count)
 
 
 def run_of_recipe(recipe: Recipe) -> PlannedRun:

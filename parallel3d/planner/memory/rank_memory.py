@@ -22,8 +22,8 @@ class RankMemory:
     logits: float
     buffers: float  # parameters gathered and gradients on their way (FSDP), received activations
     temporary: float  # a block under recompute, the optimizer's temporaries
-    fragmentation: float  # reserved by the allocator and not allocated
-    context: float  # CUDA, cuBLAS and NCCL, outside the allocator
+    fragmentation: float = 0.0  # reserved by the allocator and not allocated
+    context: float = 0.0  # CUDA, cuBLAS and NCCL, outside the allocator
     moment: str = ""  # of a step, at which a parallel3d run holds so much
 
     @property

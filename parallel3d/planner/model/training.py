@@ -16,8 +16,6 @@ class OptimizerMemory:
     AdamW beside float32 masters."""
 
     state_bytes: float = 8.0  # bytes of a parameter's optimizer states
-    # bytes that a step makes for each number of the parameter that it is at
-    step_bytes: float = 0.0
     # Muon's matrices of blocks; those bytes are of all other parameters then
     muon: MuonCosts | None = None
     has_dropout: bool = False  # dropout between the layers
@@ -46,12 +44,8 @@ def optimizer_memory(
         width = state_bits // 8
     muon = None
     states = 2
-    step_bytes = 0.0  # torch's AdamW steps in place
     if optimizer.name == "sgd":
         states = int(bool(optimizer.momentum))
-        step_bytes = 4.0  # torch's SGD makes the change
-    if width != master:  # stepped in float32 (`optimizers.low_precision`): tensors are widened
-        step_bytes += 8.0
     if optimizer.name == "muon":
         assert optimizer.ns_steps is not None
         muon = MuonCosts(
@@ -61,7 +55,6 @@ def optimizer_memory(
         )
     return OptimizerMemory(
         state_bytes=float(width * states),
-        step_bytes=step_bytes,
         muon=muon,
         has_dropout=recipe.model.dropout > 0,
         has_attention_dropout=recipe.model.attention_dropout > 0,

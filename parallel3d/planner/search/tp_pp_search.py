@@ -18,10 +18,9 @@ from math import inf
 from typing import NamedTuple
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.planner.memory.floor import MemoryFloor, RunFloors, floor_bytes
-from parallel3d.planner.memory.ranks import quick_worst_bytes
-from parallel3d.planner.model.planned_run import PlannedRun, other_axes, varied
-from parallel3d.planner.model.shapes import StageSlice
+from parallel3d.planner.memory.estimate import RankEstimate
+from parallel3d.planner.memory.ranks import worst_rank
+from parallel3d.planner.model.planned_run import other_axes, varied
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.search.space import (
     RecomputeChoice,
@@ -56,9 +55,7 @@ class _Family:
     parallel: ParallelConfig
     known: CostCache
     first: set[RecomputeChoice] = field(default_factory=set)
-    held: dict[RecomputeChoice, tuple[MemoryFloor, ...]] = field(default_factory=dict)
-    ends: tuple[StageSlice, ...] = ()  # what the first and the last rank have of the model
-    floors: RunFloors | None = None
+    activations: dict[RecomputeChoice, float] = field(default_factory=dict)  # bytes at least
     # what its layouts hold, by their use of the data ranks and recompute
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
@@ -95,7 +92,7 @@ class TpPpSearch:
         self._families = [_Family(parallel, CostCache(blocks)) for parallel in families]
         self._recompute_choices = recompute_choices(request, pp)
         self._pushed = count()
-        self._states: dict[object, tuple[MemoryFloor, ...]] = {}
+        self._states: dict[object, float] = {}
 
     @property
     def least_s(self) -> float:
@@ -209,17 +206,13 @@ class TpPpSearch:
                 if self._floor(family, way, kind) > most:
                     continue
                 parallel = kind.of(way)
-                bytes_ = self._bytes(parallel, enough=most)
+                bytes_ = self._layout_bytes(family, way, kind)
                 if bytes_ < most or (found is None and bytes_ == most):
                     found = Candidate(parallel, inf, bytes_)
                     most = bytes_
                     if is_any:
                         return found
         return found
-
-    @cached_property
-    def _any_run(self) -> PlannedRun:
-        return self._request.planned_run(self._families[0].parallel)
 
     def _ways(self, family: _Family) -> Iterator[ParallelConfig]:
         """Yields every use of a family's data ranks."""
@@ -228,19 +221,14 @@ class TpPpSearch:
             if (leaner := per_microbatch_variant(self._request, way)) is not None:
                 yield leaner
 
-    def _bytes(self, parallel: ParallelConfig, *, enough: float) -> float:
-        """Returns what a layout holds, or more than `enough`."""
-        self.checked += 1
-        return quick_worst_bytes(self._request.planned_run(parallel), enough=enough)
-
     def _layout_bytes(
         self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
     ) -> float:
-        """Returns the bytes of a layout with this recompute, or more than a device has where it has
-        that."""
+        """Returns the bytes of a layout with this recompute."""
         key = (parallel.dp_shard, parallel.sharding, parallel.gather), kind
         if key not in family.bytes:
-            family.bytes[key] = self._bytes(kind.of(parallel), enough=self._request.usable_bytes)
+            self.checked += 1
+            family.bytes[key] = worst_rank(self._request.planned_run(kind.of(parallel))).total
         return family.bytes[key]
 
     def _least_work_s(self, group: list[_Family]) -> float:
@@ -259,33 +247,26 @@ class TpPpSearch:
         framework, whose memory is known sooner than its time, what it holds."""
         if not self._request.framework.is_parallel3d:
             return self._layout_bytes(family, way, kind)
-        data = (way.strategy, way.dp_shard, way.gather, way.reduce)
-        is_one = way.dp * way.microbatch_size == self._request.global_batch_size
-        work = self._work(family, kind)
-        # States are those of all stages of a rank together, whatever their number, where none is
-        # reduced for itself.
-        traits = schedule_traits(way.schedule)
-        alike = (traits.splits_backward, way.virtual_stages if way.reduce == "microbatch" else 0)
-        key = (alike, family.ends, data, is_one, other_axes(way))
+        key = (way.schedule, way.virtual_stages, way.strategy, way.dp_shard, way.gather)
         if key not in self._states:
-            self._states[key] = RunFloors(self._request.planned_run(way)).states
-        return floor_bytes(self._any_run, self._states[key], work)
+            run = self._request.planned_run(way)
+            self._states[key], _ = RankEstimate(run, 0).least_bytes
+        return self._states[key] + self._activations(family, kind)
 
     def _family_floor(self, family: _Family, kind: RecomputeChoice) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
         if not self._request.framework.is_parallel3d:
             return 0.0
-        least = self._work(family, kind)
-        return floor_bytes(self._any_run, least, least)
+        return self._floor(family, _leanest(family.parallel), kind)
 
-    def _work(self, family: _Family, kind: RecomputeChoice) -> tuple[MemoryFloor, ...]:
-        """What a family holds at least with everything split over all of its data ranks."""
-        if family.floors is None:
-            parallel = family.parallel
-            split = varied(parallel, dp_shard=parallel.dp, dp_replicate=1, sharding="FULL_SHARD")
-            run = self._request.planned_run(split)
-            family.ends = (run.ranks[0], run.ranks[-1])
-            family.floors = RunFloors(run)
-        if kind not in family.held:
-            family.held[kind] = family.floors.work(*kind)
-        return family.held[kind]
+    def _activations(self, family: _Family, kind: RecomputeChoice) -> float:
+        if kind not in family.activations:
+            run = self._request.planned_run(kind.of(_leanest(family.parallel)))
+            _, family.activations[kind] = RankEstimate(run, 0).least_bytes
+        return family.activations[kind]
+
+
+def _leanest(parallel: ParallelConfig) -> ParallelConfig:
+    """Returns the layout with everything split over all of its data ranks."""
+    strategy = {"sharding": "FULL_SHARD", "gather": "microbatch"}
+    return varied(parallel, dp_shard=parallel.dp, dp_replicate=1, **strategy)

@@ -1,0 +1,171 @@
+"""The memory of a pipeline rank of this project's own framework at its peak: before or after a
+backward, or in the optimizer's step.
+
+      static bytes          parameters, optimizer states and full gradients, by strategy (`states`)
+    + activations           microbatches that wait (`live`) x what a stage saves of one
+    + gradients             of the stages that have some
+    + unsharded parameters  of the stages with microbatches that wait
+    + temporaries           of the first operators of a backward if it begins (the loss, or the last
+                            block), of the last ones if it ends (the first block, the embedding)
+    + messages              between stages, and copies of gradients that are sent
+
+It errs on the safe side: temporaries come beside all that waits.
+"""
+
+from __future__ import annotations
+
+from operator import mul
+
+from parallel3d.planner.memory.live import COMPLETE, Backward, fullest_backwards
+from parallel3d.planner.memory.rank_memory import RankMemory
+from parallel3d.planner.memory.states import RankStates, Unit
+from parallel3d.planner.memory.temporaries import microbatch_bytes
+from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.schedules.schedule import SENDS_KEPT, Kind
+
+
+class RankEstimate:
+    """The bytes of one pipeline rank."""
+
+    def __init__(self, run: PlannedRun, rank: int) -> None:
+        layout = run.layout
+        self.run = run
+        self.rank = rank
+        self.states = states = RankStates(run, rank)
+        self.microbatch = microbatch_bytes(run)
+        self.block = states.item * states.block.padded * states.is_sharded  # unsharded
+        self._backwards = fullest_backwards(
+            layout.schedule,
+            layout.pp,
+            rank,
+            layout.microbatches,
+            layout.virtual_stages,
+        )
+        self._each: list[float] = []
+        # Which of a stage's blocks are recomputed depends on the number of its first one.
+        for stage, (_, first) in enumerate(run.stages_of(rank)):
+            self._each += self._bytes(stage, first)
+
+    def _bytes(self, stage: int, first: int) -> tuple[float, ...]:
+        """Returns a stage's bytes in the order of the numbers of `Backward`: activations of a
+        microbatch and what is left of them between the halves of a backward, unsharded parameters,
+        gradients before and after the last backward."""
+        states = self.states
+        microbatch = self.microbatch
+        part = states.parts[stage]
+        unit = states.units[stage]
+        end = states.ends[stage]
+        every = self.run.layout.recompute_every
+        again = len(range(-first % every, part.layers, every))  # blocks that are recomputed
+        head = microbatch.saved_by_head * part.head
+        unsharded = unit.padded * states.is_sharded
+        if states.frees_forward:  # all but what the loss needs
+            unsharded = end.padded * part.head
+        unreduced = 0.0
+        if states.reduces_each:  # those of the last unit may be on their way
+            last = max(end.padded, states.block.padded)
+            unreduced = states.master / states.shards * unit.padded + states.reduce * last
+        elif states.is_sharded:
+            unreduced = max(states.reduce, states.master) * unit.numel
+        return (
+            again * microbatch.kept + (part.layers - again) * microbatch.saved + head,
+            part.layers * microbatch.halved + head,
+            states.item * unsharded,
+            unreduced,
+            states.reduced * unit.padded,
+        )
+
+    def _by_kind(self, counts: tuple[int, ...]) -> list[float]:
+        return [sum(map(mul, counts[at::5], self._each[at::5])) for at in range(5)]
+
+    @property
+    def least_bytes(self) -> tuple[float, float]:
+        """Returns bytes of states and of activations when most microbatches wait: those depend on
+        how data ranks share the states, these on what is recomputed."""
+        fullest = max(self._backwards, key=lambda each: each.waiting)
+        saved, halved, unsharded, *_ = self._by_kind(fullest.before)
+        scale = self.run.cluster.scales.memory
+        return sum(self.states.static_bytes) + scale * unsharded, scale * (saved + halved)
+
+    def peak(self) -> RankMemory:
+        """Returns the rank's memory when it is largest."""
+        states = self.states
+        run = self.run
+        complete = COMPLETE * len(states.parts)
+        moments = [(complete, max(states.muon_step_bytes, states.buckets), "optimizer's step")]
+        for backward in self._backwards:
+            first, last = self._temporaries(backward)
+            moments += [(backward.before, first, "backward"), (backward.after, last, "backward")]
+        counts, work, moment = max(moments, key=lambda at: sum(map(mul, at[0], self._each)) + at[1])
+        saved, halved, unsharded, unreduced, reduced = self._by_kind(counts)
+        logits = counts[-5] * self.microbatch.logits * states.parts[-1].head
+        parameters, gradients, optimizer = states.static_bytes
+        saved += halved - logits
+        if run.layout.pp > 1:
+            messages = 2 * min(SENDS_KEPT, run.layout.microbatches)
+            unsharded += messages * self.microbatch.hidden
+        at_work = saved + logits + unsharded + work
+        framework = run.framework
+        return RankMemory(
+            rank=self.rank,
+            parameters=parameters,
+            gradients=gradients + unreduced + reduced,
+            optimizer=optimizer,
+            activations=saved,
+            logits=logits,
+            buffers=unsharded,
+            temporary=work,
+            fragmentation=0.0
+            if run.on_cpu
+            else framework.fragmentation * at_work + framework.cache_bytes,
+            context=0.0 if run.on_cpu else framework.context_bytes,
+            moment=moment,
+        )
+
+    def _temporaries(self, backward: Backward) -> tuple[float, float]:
+        """Returns the temporaries of the first operators of a backward, those of the loss, the head
+        and the last block, and of the last ones, those of the first block and the embedding."""
+        states = self.states
+        microbatch = self.microbatch
+        part = states.parts[backward.stage]
+        sent = self._sent(backward, states.block)
+        end = states.ends[backward.stage]
+        end_sent = self._sent(backward, end)
+        end_made = states.item * end.numel * states.is_sharded
+        if backward.kind is Kind.WEIGHT:
+            made = 0  # by all blocks at once
+            if states.is_sharded and backward.has_gradients and states.item < states.master:
+                made = states.item * states.units[backward.stage].numel
+            return microbatch.embedding, max(made, sent, end_sent)
+        block = microbatch.saved + microbatch.backward
+        last = max(block, sent)
+        if backward.kind is Kind.INPUT:
+            last -= microbatch.halved / 2
+        freed = self.block
+        if states.frees_forward:
+            freed = 0
+            block += 2 * self.block
+        # Gradients of the other blocks are sent, which may take the place of unreduced ones.
+        others = 1 - 1 / max(part.layers, 1)
+        if states.is_sharded:
+            others = not backward.has_gradients or states.reduces_each
+        after_one = block + sent * others - microbatch.kept - freed
+        forward = self.block + max(microbatch.saved, self.block)  # the next one is gathered
+        first = max(forward, block, after_one) - microbatch.kept
+        if part.head:
+            if part.embedding and self.run.shape.tied_embeddings:
+                first += end_made
+            loss = microbatch.loss + self.block - freed
+            first = max(loss, max(first, end_sent) - microbatch.logits)
+        if part.embedding:
+            last = max(last, microbatch.embedding, end_made + end_sent)
+        return first, last
+
+    def _sent(self, backward: Backward, unit: Unit) -> float:
+        """Bytes of a unit's gradients that are sent and that arrive, or of buckets."""
+        states = self.states
+        if not backward.is_last and not states.reduces_each:
+            return 0.0
+        if states.is_sharded:
+            return (states.reduce + states.reduced) * unit.padded
+        return states.buckets

@@ -1,0 +1,116 @@
+"""Bytes of parameters, gradients and optimizer states of a pipeline rank, by strategy.
+
+The rank has P parameters, p = P / s of them on one of s data shards. A number takes e bytes in
+matmuls, m in the optimizer's copy and r on its way to other ranks, and has k bytes of states:
+
+                  one data rank, NO_SHARD, SHARD_OPTIMIZER     sharded
+    parameters    e P, and m P / s if e < m                    m p
+    gradients     m P                                          r P until they are reduced, then m p
+    optimizer     k P / s                                      k p
+    unsharded     -                                            e P of a stage, or of a few units
+
+With `parallel.offload`, sharded states are on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+from parallel3d.config.sharding_strategies import REPLICATED, frees_after_forward
+from parallel3d.planner.model.muon import muon_matrices, muon_step_bytes
+from parallel3d.planner.model.parameters import rank_numel
+from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.planner.model.shapes import StageSlice
+from parallel3d.planner.model.training import master_bytes
+
+_BLOCK = StageSlice(layers=1, embedding=False, head=False)
+
+
+class Unit(NamedTuple):
+    """Numbers of parameters, and those of all data ranks' shards, which are padded."""
+
+    numel: int
+    padded: int
+
+
+class RankStates:
+    """The states of one pipeline rank, and the bytes of a number in each."""
+
+    def __init__(self, run: PlannedRun, rank: int) -> None:
+        layout = run.layout
+        self.run = run
+        self.layout = layout
+        self.item = int(run.item_bytes)
+        self.master = master_bytes(run.precision)
+        is_split = layout.dp > 1 or layout.offload
+        self.is_sharded = is_split and layout.strategy not in REPLICATED
+        self.shards = 1 if layout.strategy == "NO_SHARD" else layout.dp_shard
+        self.reduces_each = self.is_sharded and layout.reduce == "microbatch"
+        self.frees_forward = self.is_sharded and frees_after_forward(
+            layout.strategy, layout.gather_cadence
+        )
+        self.reduce = layout.reduce_bytes
+        # bytes of a number's gradient after the last backward pass of its stage
+        self.reduced = self.master / self.shards
+        if layout.dp > layout.dp_shard and self.reduce != self.master:
+            self.reduced += self.reduce / self.shards  # the sum over replicas is kept too
+        if run.offloads or not self.is_sharded:
+            self.reduced = 0.0
+        self.block = self.unit(_BLOCK)
+        self.parts = [part for part, _ in run.stages_of(rank)]
+        self.units = [self.unit(part) for part in self.parts]
+        self.ends = []  # the embedding or the head, one of them if a stage has both
+        for part in self.parts:
+            has_table = part.embedding and (run.shape.tied_embeddings or not part.head)
+            self.ends.append(self.unit(replace(part, layers=0, embedding=has_table)))
+        self.matrices = muon_matrices(run.shape, layout.tp, self.shards) * run.ranks[rank].layers
+
+    def unit(self, part: StageSlice) -> Unit:
+        """Counts the parameters of a part of the model."""
+        shape = self.run.shape
+        tp = self.layout.tp
+        shard = rank_numel(shape, (part,), tp, shards=self.shards)
+        return Unit(rank_numel(shape, (part,), tp), shard * self.shards)
+
+    @property
+    def static_bytes(self) -> tuple[float, float, float]:
+        """Parameters, gradients and optimizer states that are there throughout a step."""
+        if self.run.offloads:
+            return 0.0, 0.0, 0.0
+        numel = sum(unit.numel for unit in self.units)
+        shard = sum(unit.padded for unit in self.units) / self.shards
+        optimizer = self.run.optimizer
+        states = optimizer.state_bytes * shard
+        if optimizer.muon is not None:
+            hidden = sum(matrix.own for matrix in self.matrices)
+            states -= (optimizer.state_bytes - optimizer.muon.state_bytes) * hidden
+        masters = self.master * shard
+        if self.is_sharded:
+            return masters, 0.0, states
+        if self.item == self.master:  # matmuls take them as they are
+            masters = 0.0
+        return self.item * numel + masters, self.master * numel, states
+
+    @property
+    def muon_step_bytes(self) -> float:
+        """What Muon makes for itself in a step; other optimizers step one tensor at a time."""
+        muon = self.run.optimizer.muon
+        if muon is None:
+            return 0.0
+        ranks = self.layout.dp * self.layout.tp
+        return muon_step_bytes(self.matrices, ranks=ranks, item_bytes=muon.item_bytes)
+
+    @cached_property
+    def buckets(self) -> float:
+        """Copies of full gradients that are sent: two buckets of each stage."""
+        is_copied = self.shards > 1 or self.reduce != self.master
+        if self.is_sharded or self.layout.dp == 1 or not is_copied:
+            return 0.0
+        bucket = max(self.run.bucket_bytes / self.master, self.block.numel)
+        sent = 0.0
+        for unit, end in zip(self.units, self.ends, strict=True):
+            share = min((bucket + max(bucket, end.numel)) / unit.numel, 1)
+            sent += share * unit.padded
+        return self.reduce * (1 + (self.shards > 1) / self.shards) * sent

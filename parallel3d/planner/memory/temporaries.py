@@ -1,0 +1,111 @@
+"""What one microbatch takes on a tp rank: the bytes that a block and the head save for the backward
+pass, and the temporaries of the largest operators.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from parallel3d.config.attention_kernels import (
+    AttentionCall,
+    AttentionDevice,
+    attention_kernel,
+)
+from parallel3d.config.recipe import Recompute
+from parallel3d.planner.memory.activations import BlockActivations
+from parallel3d.planner.model.parameters import block_tables, vocabulary_rows
+from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.training.loss_chunks import tokens_at_a_time
+
+
+class MicrobatchBytes:
+    """Bytes of one microbatch. `chunk`: tokens whose logits exist at a time; None: all."""
+
+    def __init__(
+        self,
+        block: BlockActivations,
+        recompute: Recompute,
+        chunk: int | None,
+    ) -> None:
+        shape = block.shape
+        item = block.item_bytes
+        tp = block.tp
+        tokens = block.batch * block.seq
+        full = item * tokens * shape.hidden
+        ffn = item * tokens * shape.ffn_hidden // tp
+        inputs = shape.feed_forward_inputs
+        scores = tokens * block.seq * shape.heads // tp
+
+        # A block saves `saved`, or `kept` if it is recomputed, and passes on `hidden`. Inputs and
+        # output gradients of its matmuls wait between the halves of a backward pass.
+        self.saved = block.bytes()
+        self.kept = block.bytes("full" if recompute == "every_n" else recompute)
+        self.hidden = item * block.outside * shape.hidden
+        self.halved = block.bytes("selective") + 4 * (full - self.hidden) - (inputs - 1) * ffn
+        # The gradient of a column-parallel matmul's input. With sequence parallelism it is full
+        # before it is summed over tp, and so is the input, which is gathered again.
+        input_gradient = self.hidden
+        if block.sequence_parallel and tp > 1:
+            input_gradient += 3 * full
+        norm = block.outside * block.norm_bytes(shape.hidden)
+        up, down = (item * table.numel for table in block_tables(shape, tp)[3:5])
+        self.backward = self.hidden + max(
+            full + inputs * ffn + down,
+            input_gradient + scores * block.attention.forward_bytes - inputs * ffn + up + down,
+            16 * self.hidden * block.dropout,  # a mask is drawn from 24 bytes for each number
+        )
+        # The last norm and the head save their inputs and the logits.
+        rows = vocabulary_rows(shape, tp)
+        logits = (chunk or tokens) * rows
+        table = item * rows * shape.hidden
+        self.logits = 0 if chunk else item * logits
+        self.saved_by_head = norm + full + self.logits
+        self.embedding = 5 * full + table  # rows are summed in float32
+        # The softmax is in float32. In chunks, so are logits and the head's gradient.
+        self.loss = max(4 * logits, input_gradient + table)
+        if chunk:
+            self.loss = max(full + 6 * logits, input_gradient) + 4 * rows * shape.hidden
+
+
+# Compute capabilities by the family of a hardware file; any other GPU is taken for an A100, as all
+# later ones keep as much of attention.
+_CAPABILITIES = {"volta": (7, 0), "hopper": (9, 0)}
+
+
+def microbatch_bytes(run: PlannedRun) -> MicrobatchBytes:
+    """Returns the bytes of a planned run's microbatch; windows are taken for whole sequences."""
+    layout = run.layout
+    shape = run.shape
+    device = run.cluster.device
+    call = AttentionCall(
+        item_bytes=int(run.item_bytes),
+        is_bf16=run.precision.startswith("bf16"),
+        head_dim=shape.head_dim,
+        is_grouped=max(shape.kv_heads // layout.tp, 1) != shape.heads // layout.tp,
+        has_documents=run.optimizer.has_documents,
+        has_dropout=run.optimizer.has_attention_dropout,
+    )
+    kind = "cpu" if run.on_cpu else "cuda"
+    on = AttentionDevice(kind, capability=_CAPABILITIES.get(device.family, (8, 0)))
+    block = BlockActivations(
+        shape=shape,
+        batch=layout.microbatch_size,
+        seq=run.seq_len,
+        item_bytes=int(run.item_bytes),
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        fused_norm=not run.on_cpu,
+        dropout=run.optimizer.has_dropout,
+        attention=attention_kernel(call, on),
+    )
+    chunk = tokens_at_a_time(
+        run.optimizer.loss_chunk_tokens,
+        tokens=run.tokens,
+        vocab=shape.vocab,
+        tp=layout.tp,
+        gpu_bytes=device.gpu_bytes,
+    )
+    return _microbatch_bytes(block, layout.recompute, chunk)
+
+
+_microbatch_bytes = lru_cache(maxsize=4096)(MicrobatchBytes)
