@@ -351,13 +351,9 @@ class _Case:
             raise ValueError(f"stack = {stack}: must be one of {', '.join(STACKS)}")
         framework = with_states(STACKS[stack], train.state_bytes)
         framework = in_precision(framework, self.precision)
-        if train.attention is not None:
-            framework = replace(framework, attention=train.attention)
-        if train.dropout is not None:
-            framework = replace(framework, dropout=train.dropout)
-        if train.gradient_bytes is not None:
-            framework = replace(framework, gradient_bytes=train.gradient_bytes)
-        return framework
+        stated = {name: getattr(train, name) for name in ("attention", "dropout", "gradient_bytes")}
+        changes = {name: value for name, value in stated.items() if value is not None}
+        return replace(framework, **changes)
 
     def _layout(self, shape: ModelShape) -> RunLayout:
         """Raises ValueError for sizes that do not divide each other."""
