@@ -3,7 +3,7 @@ a `PlannedRun`.
 
 A field that a case leaves open is taken from its section `inferred`, then from the default here;
 `filled` says which were. Rows of other collections have words instead of the values of a choice:
-the first word of `_WORDS` that is in the text counts.
+the first word of words.yaml that is in the text counts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from parallel3d.config.recipe import Recompute
@@ -46,28 +47,9 @@ def _first_number(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_first_number), Field(ge=1)]
 Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_WORDS: dict[str, dict[str, str]] = {
-    "ffn_kind": {"geglu": "geglu", "glu": "swiglu", "relu": "relu2", "gelu": "gelu"},
-    "positional": {"learned": "learned", "alibi": "alibi", "ro": "rope", "none": "none"},
-    "precision": {
-        "fp8": "fp8",
-        "float8": "fp8",
-        "pure": "bf16_pure",
-        "true": "bf16_pure",
-        "bf16": "bf16",
-    }
-    | {"fp16": "fp16", "16": "bf16", "fp32": "fp32"},
-    "activation_recompute": {"none": "none", "select": "selective", "full": "full"}
-    | {"op": "op", "every_n": "every_n", "layer": "every_n"},
-    "schedule": {"gpipe": "gpipe", "afab": "gpipe", "zb-1p": "zb-1p", "zb-2p": "zb-2p"}
-    | {"interleaved": "interleaved_1f1b", "": "1f1b"},
-    "flops": {"causal": "causal", "no recompute": "model", "8 x 12": "blocks_recompute"}
-    | {"recompute": "megatron_recompute", "6n": "palm", "": "model"},
-    "memory_kind": {"nvidia-smi": "device", "reserved": "reserved", "allocated": "allocated"}
-    | {"": "reserved"},
-    "memory_rank": {"last rank": "last", "rank 0": "first", "first": "first", "last": "last"}
-    | {"": "worst"},
-}
+_WORDS: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("words.yaml").read_text()
+)
 # where other collections have such a text
 _NOTES = {
     "flops": "tflops_definition",
