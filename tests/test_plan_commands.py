@@ -137,7 +137,7 @@ def test_hardware_lists_every_file_and_shows_one_with_its_sources(capsys: Said) 
 def test_a_clusters_file_is_its_devices_but_for_its_links(tmp_path: Path, capsys: Said) -> None:
     cluster = find_cluster("jean-zay-a100")
     device = find_cluster("a100-80gb")
-    assert cluster.device == replace(device.device, price_per_hour=None, price_from="")
+    assert cluster.device == replace(device.device, price_per_hour=None, price_from=None)
     assert cluster.gpus_per_node == device.gpus_per_node
     assert cluster.network.bandwidth == 6.25e9
     assert cluster.network.latency_s == device.network.latency_s

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import total_parameters
@@ -73,8 +72,3 @@ def test_the_planner_prices_the_stages_that_the_trainer_cuts(model: str) -> None
         trained = balanced_cut(30, stages, config.part_costs(512))
         assert list(_cut_by_cost(from_config(config), stages, 512)) == trained
     assert trained[-1] < trained[1], "the head takes blocks from the last stage"
-
-
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="llama3-8b"):
-        named_shape("llama-3-8b", shape_cards())

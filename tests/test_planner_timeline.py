@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
+from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s
 from parallel3d.schedules.build import (
     build_schedule,
     live_microbatches,
@@ -63,20 +63,3 @@ def test_live_microbatches_are_those_of_the_schedule(
         for rank in range(pp)
     ]
     assert told == list(schedule.peak_live_microbatches)
-
-
-@pytest.mark.parametrize("microbatches", [1, 3, 8, 12, 64])
-def test_a_published_zero_bubble_run_is_never_faster_than_its_last_stage_allows(
-    microbatches: int,
-) -> None:
-    """There are 8 stages with F = B = W = 1; where microbatches are few our own schedule with split
-    backwards agrees."""
-    times = [EVEN] * 8
-    way = 7 * 2 + microbatches * 2 + 1
-    ours = pipeline_s("zb_h1", 8, microbatches, times, 0.0)
-    for double in (False, True):
-        form = split_backward_s(8, microbatches, times, 0.0, weight_s=1.0, double=double)
-        assert form == max(3 * microbatches + (0 if double else 7), way)
-        assert ours >= way
-    if microbatches <= 3:
-        assert ours == way

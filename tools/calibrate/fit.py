@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parallel3d.planner.hardware.calibration import Overhead, one_process_from_tree
+from parallel3d.config.schema import adapter
+from parallel3d.planner.hardware.calibration import OneProcess, Overhead
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.framework import PARALLEL3D
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
@@ -187,7 +188,7 @@ def _kernels(run: PlannedRun, process: Tree) -> Kernels:
     return Kernels(
         device=run.cluster.device,
         precision=run.precision,
-        process=one_process_from_tree(process),
+        process=adapter(OneProcess).validate_python(process),
     )
 
 

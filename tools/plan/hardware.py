@@ -53,9 +53,9 @@ def asked_cluster(options: argparse.Namespace) -> Cluster:
     )
     changes: dict[str, Any] = {}
     if options.gpu_memory is not None:
-        changes["memory_bytes"] = options.gpu_memory
+        changes["memory_gib"] = options.gpu_memory / GIB
     if options.price is not None:
-        changes |= {"price_per_hour": options.price, "price_from": ""}
+        changes |= {"price_per_hour": options.price, "price_from": None}
     return replace(cluster, device=replace(cluster.device, **changes))
 
 

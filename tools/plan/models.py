@@ -194,7 +194,7 @@ def _show(shape: ModelShape) -> Iterator[str]:
     rows = [("embedding, last norm and head", ends), ("each layer", layer)]
     if experts is not None:
         rows.append(("a token meets", active_parameters(shape)))
-        rows.append(("all experts", expert_numel(shape, (whole_model(shape),))))
+        rows.append(("all experts", expert_numel(shape, whole_model(shape))))
     for label, count in rows:
         yield f"  {label:<30}{count:>18,}"
     said = []

@@ -9,53 +9,56 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, log
-from typing import Any
+from operator import itemgetter
+
+# [size, seconds], the sizes rising, and [side, depth, operations per second]
+Points = tuple[tuple[float, float], ...]
+Rows = tuple[tuple[float, float, float], ...]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Seconds by size, a straight line in logarithms between neighbouring points; beyond the ends
-    the rate stays."""
-
-    points: tuple[tuple[float, float], ...]
-
-    def at(self, size: float) -> float:
-        if size <= 0:
-            return 0.0
-        sizes, seconds = zip(*self.points, strict=True)
-        if not sizes[0] <= size < sizes[-1]:
-            end = 0 if size < sizes[0] else -1
-            return float(seconds[end] * size / sizes[end])
-        at, share = _place(sizes, size)
-        before = log(seconds[at])
-        after = log(seconds[at + 1])
-        return exp((1 - share) * before + share * after)
+def seconds_at(points: Points, size: float) -> float:
+    """Returns the seconds of this size; beyond the ends the rate stays."""
+    if size <= 0:
+        return 0.0
+    smallest, _ = points[0]
+    largest, _ = points[-1]
+    inside = min(max(size, smallest), largest)
+    return _between(points, inside) * size / inside
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Operations per second of [side, depth] x [depth, side], bilinear in logarithms; beyond the
-    edge as at it."""
+def beyond_smallest_s(points: Points, size: float) -> float:
+    """Returns what this size takes beyond the smallest one."""
+    _, least_s = points[0]
+    return max(0.0, seconds_at(points, size) - least_s)
 
-    sides: tuple[float, ...]
-    depths: tuple[float, ...]
-    rates: tuple[tuple[float, ...], ...]  # by side, then by depth
 
-    def at(self, side: float, depth: float) -> float:
-        i, u = _place(self.sides, side)
-        j, v = _place(self.depths, depth)
-        corners = (
-            (i, j, (1 - u) * (1 - v)),
-            (i + 1, j, u * (1 - v)),
-            (i, j + 1, (1 - u) * v),
-            (i + 1, j + 1, u * v),
-        )
-        log_rate = 0.0
-        for at_side, at_depth, weight in corners:
-            if weight:
-                log_rate += weight * log(self.rates[at_side][at_depth])
-        return exp(log_rate)
+def rate_at(rows: Rows, side: float, depth: float) -> float:
+    """Returns the operations per second of [side, depth] x [depth, side]; beyond the edge as at
+    it."""
+    rates = [(each, _between(points, depth)) for each, points in _by_side(rows).items()]
+    return _between(rates, side)
+
+
+@lru_cache(maxsize=64)
+def _by_side(rows: Rows) -> dict[float, list[tuple[float, float]]]:
+    table: dict[float, list[tuple[float, float]]] = {}
+    for side, depth, rate in sorted(rows):
+        table.setdefault(side, []).append((depth, rate))
+    return table
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Returns the value at this place, on a straight line in logarithms between neighbouring
+    points; beyond the ends that of the end."""
+    after = bisect_right(points, at, key=itemgetter(0))
+    low, first = points[max(0, after - 1)]
+    high, second = points[min(after, len(points) - 1)]
+    if low == high:
+        return first
+    share = log(at / low) / log(high / low)
+    return exp((1 - share) * log(first) + share * log(second))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +83,19 @@ NO_OVERHEAD = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionRates:
+    """A causal kernel, by keys and head dim."""
+
+    forward: Rows
+    backward: Rows
+
+
+@dataclass(frozen=True, kw_only=True)
 class OneProcess:
     """What one process takes alone, with so many threads (or a GPU)."""
 
-    matmul: Mapping[str, Grid]  # by precision
-    # by precision: a causal one, by keys and head dim, forward and backward
-    attention: Mapping[str, tuple[Grid, Grid]]
+    matmul: Mapping[str, Rows]  # by precision
+    attention: Mapping[str, AttentionRates]  # by precision
     # seconds per byte of a block's other operators, were each group of them one kernel
     byte_s: float
     gradient_s: float  # seconds to add a weight's gradient to that of earlier microbatches
@@ -102,9 +112,9 @@ class ManyRanks:
 
     contention: float  # how much longer equal work takes than the cores' share alone explains
     action_s: float  # seconds that each action of a pipeline takes beside its work
-    transfer: Curve  # a message between two stages, by bytes
+    transfer: Points  # a message between two stages, by bytes
     axes: Mapping[str, Overhead]  # what an axis of this size adds
-    collectives: Mapping[str, Curve]  # the tp layers' by kind: seconds by bytes of the whole tensor
+    collectives: Mapping[str, Points]  # the tp layers' by kind, by bytes of the whole tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,67 +157,8 @@ class Calibration:
         if size == 1 or not self.ranks:
             return 0.0
         near = _nearest(self.ranks, size)
-        curve = self.ranks[near].collectives[kind]
-        _, least_s = curve.points[0]
-        beyond_s = max(0.0, curve.at(bytes_) - least_s)
+        beyond_s = beyond_smallest_s(self.ranks[near].collectives[kind], bytes_)
         return beyond_s * log(size) / log(near)
-
-
-def calibration_from_tree(tree: Mapping[str, Any]) -> Calibration:
-    """Reads a hardware file's section `measured`. Raises KeyError, TypeError or ValueError where it
-    lacks something."""
-    return Calibration(
-        cores=int(tree["cores"]),
-        synchronous=bool(tree["synchronous"]),
-        processes={int(n): one_process_from_tree(each) for n, each in tree["processes"].items()},
-        ranks={int(n): _many_ranks(each) for n, each in (tree.get("ranks") or {}).items()},
-    )
-
-
-def _many_ranks(tree: Mapping[str, Any]) -> ManyRanks:
-    return ManyRanks(
-        contention=float(tree["contention"]),
-        action_s=float(tree["action_s"]),
-        transfer=_curve(tree["transfer"]),
-        axes={axis: Overhead(**added) for axis, added in tree["axes"].items()},
-        collectives={kind: _curve(points) for kind, points in tree["collectives"].items()},
-    )
-
-
-def one_process_from_tree(tree: Mapping[str, Any]) -> OneProcess:
-    attention = {}
-    for precision, ways in tree["attention"].items():
-        attention[precision] = _grid(ways["forward"]), _grid(ways["backward"])
-    return OneProcess(
-        matmul={precision: _grid(rows) for precision, rows in tree["matmul"].items()},
-        attention=attention,
-        byte_s=float(tree["byte_s"]),
-        gradient_s=float(tree["gradient_s"]),
-        logit_s=float(tree["logit_s"]),
-        overhead=Overhead(**tree["overhead"]),
-        recompute=dict(tree["recompute"]),
-    )
-
-
-def _curve(points: Sequence[Sequence[float]]) -> Curve:
-    """Reads pairs of [size, seconds]. Raises ValueError where sizes do not rise."""
-    pairs = [(float(size), max(float(seconds), 1e-9)) for size, seconds in points]
-    sizes = [size for size, _ in pairs]
-    if not pairs or sizes != sorted(set(sizes)):
-        raise ValueError("a curve of [size, seconds] whose sizes rise")
-    return Curve(tuple(pairs))
-
-
-def _grid(rows: Sequence[Sequence[float]]) -> Grid:
-    """Reads rows of [side, depth, operations per second]. Raises KeyError where one of the pairs is
-    missing."""
-    rates = {(float(side), float(depth)): float(rate) for side, depth, rate in rows}
-    sides = sorted({side for side, _ in rates})
-    depths = sorted({depth for _, depth in rates})
-    table = []
-    for side in sides:
-        table.append(tuple(rates[side, depth] for depth in depths))
-    return Grid(tuple(sides), tuple(depths), tuple(table))
 
 
 def _nearest(measured: Collection[int], wanted: int) -> int:
@@ -215,14 +166,3 @@ def _nearest(measured: Collection[int], wanted: int) -> int:
     there is none."""
     fewer = [number for number in measured if number <= wanted]
     return max(fewer, default=min(measured))
-
-
-def _place(values: Sequence[float], value: float) -> tuple[int, float]:
-    """Returns the interval that a value lies in, and how far into it the value lies."""
-    if len(values) == 1 or value <= values[0]:
-        return 0, 0.0
-    if value >= values[-1]:
-        return len(values) - 2, 1.0
-    at = bisect_right(values, value) - 1
-    interval = log(values[at + 1] / values[at])
-    return at, log(value / values[at]) / interval

@@ -8,25 +8,26 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import ceil, gcd
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
 
 from parallel3d.config.ranges import in_range
 from parallel3d.config.recipe import Count, NonNegative, Positive
-from parallel3d.config.schema import read
+from parallel3d.config.schema import adapter, read
 from parallel3d.config.yaml_text import PlainLoader, read_short, shown
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.calibration import Calibration, calibration_from_tree
+from parallel3d.planner.hardware.calibration import Calibration
 from parallel3d.planner.hardware.units import GIB
 
 _LARGEST_BYTES = 4 << 20
 _PRICE_KEYS = ("price_per_hour", "price_from")
 Share = Annotated[float, in_range(gt=0, le=1)]
+AnyLink = TypeVar("AnyLink", bound="Link")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeakKeys:
+class Peaks:
     """TFLOP/s by precision, dense."""
 
     bf16: Positive
@@ -36,71 +37,11 @@ class PeakKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionKeys:
-    """TFLOP/s of a fused causal kernel with heads of 128 on long sequences."""
+class AttentionPeaks:
+    """TFLOP/s that a fused causal kernel sustains, with heads of 128 on long sequences."""
 
     forward: Positive
     backward: Positive
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceKeys:
-    """The section `device` of a hardware file (docs/planner.md says what each key means)."""
-
-    peak_tflops: PeakKeys
-    attention_tflops: AttentionKeys
-    memory_gib: Positive
-    memory_gb_per_s: Positive
-    processors: Count
-    matmul_efficiency: Share
-    memory_efficiency: Share
-    name: str | None = None
-    family: str = ""
-    cuda_names: tuple[str, ...] = ()
-    kernel_s: Positive = 2.0e-6
-    launch_s: Positive = 6.0e-6
-    price_per_hour: Positive | None = None
-    price_from: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkKeys:
-    """The section of a link."""
-
-    gb_per_s: Positive
-    latency_us: NonNegative
-    efficiency: Share
-
-    @property
-    def link(self) -> Link:
-        return Link(
-            bandwidth=self.gb_per_s * 1e9,
-            latency_s=self.latency_us * 1e-6,
-            efficiency=self.efficiency,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeKeys(LinkKeys):
-    gpus: Count
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkKeys(LinkKeys):
-    oversubscription: Positive = 1.0
-    whole_nodes: Count = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class HardwareKeys:
-    """A hardware file."""
-
-    # for pydantic; it holds for all sections
-    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
-    device: DeviceKeys
-    node: NodeKeys
-    network: NetworkKeys
-    measured: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,25 +49,33 @@ class Device:
     """One accelerator: peaks from the vendor's data sheet, efficiencies measured (each file says
     where)."""
 
-    name: str
-    peak_flops: Mapping[str, float]  # by precision, dense, per second
-    memory_bytes: float  # what a process can have
-    memory_bandwidth: float  # bytes per second
-    processors: int  # SMs or CUs: tiles that run at once
-    matmul_efficiency: float  # share of the peak that a large matrix product sustains
-    memory_efficiency: float  # share of the bandwidth that a streaming kernel sustains
-    # sustained by a fused kernel: forward and backward, long sequences
-    attention_flops: Mapping[str, float]
-    kernel_s: float = 2.0e-6  # start and drain of one kernel
-    launch_s: float = 6.0e-6  # host time to launch one
-    price_per_hour: float | None = None  # US dollars
-    price_from: str = ""  # whose list says so, and of which date
+    peak_tflops: Peaks
+    attention_tflops: AttentionPeaks
+    memory_gib: Positive  # what a process can have
+    memory_gb_per_s: Positive
+    processors: Count  # SMs or CUs: tiles that run at once
+    matmul_efficiency: Share  # of the peak that a large matrix product sustains
+    memory_efficiency: Share  # of the bandwidth that a streaming kernel sustains
+    name: str = ""
     family: str = ""  # the architecture; software that is older than a family runs slower on it
     cuda_names: tuple[str, ...] = ()  # the device as CUDA calls it
+    kernel_s: Positive = 2.0e-6  # start and drain of one kernel
+    launch_s: Positive = 6.0e-6  # host time to launch one
+    price_per_hour: Positive | None = None  # US dollars
+    price_from: str | None = None  # whose list says so, and of which date
 
     @property
     def is_cpu(self) -> bool:
         return self.name.lower().startswith("cpu")
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gib * GIB
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.memory_gb_per_s * 1e9
 
     @property
     def gpu_bytes(self) -> float | None:
@@ -135,22 +84,61 @@ class Device:
             return None
         return self.memory_bytes
 
+    @property
+    def peak_flops(self) -> dict[str, float]:
+        """Operations per second by precision."""
+        peaks = vars(self.peak_tflops).items()
+        return {precision: 1e12 * rate for precision, rate in peaks if rate is not None}
+
     def peak(self, precision: str) -> float:
-        return self.peak_flops.get(precision, self.peak_flops["bf16"])
+        peaks = self.peak_flops
+        return peaks.get(precision, peaks["bf16"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a link gives a collective between neighbours of a ring: bytes per second and direction,
-    seconds per hop."""
+    """What a link gives a collective between neighbours of a ring, in each direction."""
 
-    bandwidth: float
-    latency_s: float
-    efficiency: float
+    gb_per_s: Positive
+    latency_us: NonNegative  # of a hop
+    efficiency: Share
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.gb_per_s * 1e9
+
+    @property
+    def latency_s(self) -> float:
+        return self.latency_us * 1e-6
 
     @property
     def sustained(self) -> float:
         return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLink(Link):
+    gpus: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network(Link):
+    """What each device has of its node's network. Its bandwidth is divided by `oversubscription`
+    across more than `whole_nodes`."""
+
+    oversubscription: Positive = 1.0
+    whole_nodes: Count = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareFile:
+    # for pydantic; it holds for all sections
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
+    device: Device
+    node: NodeLink
+    network: Network
+    measured: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,19 +158,19 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal devices. `network` is what each device has of its node's network."""
+    """Nodes of equal devices."""
 
     name: str
     device: Device
-    gpus_per_node: int
-    node: Link
-    network: Link
-    oversubscription: float = 1.0  # what the network's upper tiers divide its bandwidth by
-    whole_nodes: int = 32  # the most nodes whose network is not oversubscribed
-    device_file: str = ""  # the name of the file that its device is from
-    measured: Calibration | None = None  # by `parallel3d-plan calibrate`, on one such node
-    # which its devices and links have already, and its memory has when a rank's is counted
-    scales: Scales = Scales()
+    node: NodeLink
+    network: Network
+    device_file: str = ""  # the name of the file that describes the device
+    scales: Scales = Scales()  # by which `with_scales` has slowed it down
+    measured: Calibration | None = None  # what `calibrate` measured
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.node.gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,50 +271,27 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
     """Builds a cluster from the keys of a device's file. `where` is what an error calls the file.
     Raises ConfigError for the first key that is missing, unknown or out of its range."""
     where = f"hardware {where or name}: "
-    keys: HardwareKeys | None
-    keys, errors = read(HardwareKeys, tree)
+    keys: HardwareFile | None
+    keys, errors = read(HardwareFile, tree)
     if keys is None:
         raise ConfigError(f"{where}{errors[0]} (parallel3d-plan hardware h100 shows a whole file)")
-    try:
-        measured = None
-        if keys.measured is not None:
-            measured = calibration_from_tree(keys.measured)
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        why = f"must be as parallel3d-plan calibrate writes it ({problem})"
-        raise ConfigError(f"{where}measured: {why}") from problem
-    own = keys.device
-    device = Device(
-        name=own.name or name,
-        peak_flops=_rates(own.peak_tflops),
-        attention_flops=_rates(own.attention_tflops),
-        memory_bytes=own.memory_gib * GIB,
-        memory_bandwidth=own.memory_gb_per_s * 1e9,
-        processors=own.processors,
-        matmul_efficiency=own.matmul_efficiency,
-        memory_efficiency=own.memory_efficiency,
-        kernel_s=own.kernel_s,
-        launch_s=own.launch_s,
-        price_per_hour=own.price_per_hour,
-        price_from=own.price_from or "",
-        family=own.family,
-        cuda_names=own.cuda_names,
-    )
+    measured = None
+    if keys.measured is not None:
+        try:
+            measured = adapter(Calibration).validate_python(keys.measured)
+        except ValueError as problem:
+            why = " ".join(str(problem).split())
+            raise ConfigError(
+                f"{where}measured: must be as parallel3d-plan calibrate writes it ({why})"
+            ) from problem
     return Cluster(
         name=name,
-        device=device,
+        device=replace(keys.device, name=keys.device.name or name),
         device_file=name,
-        gpus_per_node=keys.node.gpus,
-        node=keys.node.link,
-        network=keys.network.link,
-        oversubscription=keys.network.oversubscription,
-        whole_nodes=keys.network.whole_nodes,
+        node=keys.node,
+        network=keys.network,
         measured=measured,
     )
-
-
-def _rates(keys: PeakKeys | AttentionKeys) -> dict[str, float]:
-    """Returns operations per second by name."""
-    return {name: 1e12 * rate for name, rate in vars(keys).items() if rate is not None}
 
 
 def with_links(
@@ -338,31 +303,37 @@ def with_links(
 ) -> Cluster:
     """Returns the same devices behind other links or in nodes of another size; None leaves what it
     stands for."""
-    said = ((cluster.network, network_gb_per_s), (cluster.node, node_gb_per_s))
-    network, node = (
-        link if speed is None else replace(link, bandwidth=speed * 1e9) for link, speed in said
-    )
-    return replace(
-        cluster, network=network, node=node, gpus_per_node=gpus_per_node or cluster.gpus_per_node
-    )
+    node = cluster.node
+    network = cluster.network
+    if network_gb_per_s is not None:
+        network = replace(network, gb_per_s=network_gb_per_s)
+    if node_gb_per_s is not None:
+        node = replace(node, gb_per_s=node_gb_per_s)
+    if gpus_per_node is not None:
+        node = replace(node, gpus=gpus_per_node)
+    return replace(cluster, network=network, node=node)
 
 
 def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
     """Returns the cluster with everything that it does as much slower as the scales say: the rates
     that are sustained, the seconds that a kernel, a launch or a message takes."""
-    arithmetic = scales.arithmetic
+    device = cluster.device
+    slower = scales.arithmetic
+    attention = device.attention_tflops
     device = replace(
-        cluster.device,
-        matmul_efficiency=cluster.device.matmul_efficiency / arithmetic,
-        memory_efficiency=cluster.device.memory_efficiency / arithmetic,
-        attention_flops={
-            way: rate / arithmetic for way, rate in cluster.device.attention_flops.items()
-        },
-        kernel_s=cluster.device.kernel_s * arithmetic,
-        launch_s=cluster.device.launch_s * arithmetic,
+        device,
+        matmul_efficiency=device.matmul_efficiency / slower,
+        memory_efficiency=device.memory_efficiency / slower,
+        attention_tflops=AttentionPeaks(
+            forward=attention.forward / slower, backward=attention.backward / slower
+        ),
+        kernel_s=device.kernel_s * slower,
+        launch_s=device.launch_s * slower,
     )
-    node, between = (
-        replace(link, efficiency=link.efficiency / scale, latency_s=link.latency_s * scale)
-        for link, scale in ((cluster.node, scales.node), (cluster.network, scales.network))
-    )
-    return replace(cluster, device=device, node=node, network=between, scales=scales)
+    node = _slower(cluster.node, scales.node)
+    network = _slower(cluster.network, scales.network)
+    return replace(cluster, device=device, node=node, network=network, scales=scales)
+
+
+def _slower(link: AnyLink, scale: float) -> AnyLink:
+    return replace(link, efficiency=link.efficiency / scale, latency_us=link.latency_us * scale)

@@ -16,7 +16,6 @@ were set on the runs of tools/cases, all sources together (docs/planner.md, "Sta
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Literal
 
 from parallel3d.errors import ConfigError
@@ -129,13 +128,11 @@ FRAMEWORKS = {
 
 
 def named_framework(name: str) -> FrameworkProfile:
-    """Raises ConfigError with the nearest names, or all."""
-    if name in FRAMEWORKS:
-        return FRAMEWORKS[name]
-    advice = f"known are {', '.join(sorted(FRAMEWORKS))}"
-    if near := get_close_matches(name, FRAMEWORKS, n=3):
-        advice = f"did you mean {', '.join(near)}?"
-    raise ConfigError(f"--framework {name}: unknown; {advice}, or unknown for a typical framework")
+    """Raises ConfigError for a name that is not known."""
+    if name not in FRAMEWORKS:
+        known = ", ".join(sorted(FRAMEWORKS))
+        raise ConfigError(f"--framework {name}: unknown; known are {known}")
+    return FRAMEWORKS[name]
 
 
 def in_precision(framework: FrameworkProfile, precision: str) -> FrameworkProfile:

@@ -23,14 +23,6 @@ class Experts:
     # a token's experts are of so many groups at most, one on each node
     most_groups: int | None = None
 
-    def nodes_of_token(self, nodes: int) -> float:
-        """Returns on how many of so many nodes a token's experts lie on average, where they are
-        chosen evenly."""
-        met = nodes * (1 - (1 - 1 / nodes) ** self.per_token)
-        if self.most_groups is None:
-            return met
-        return min(met, self.most_groups)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:

@@ -4,13 +4,13 @@ cannot say is an error or a note."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.config.hugging_face import (
-    check_numbers,
+    check_model,
     sliding_window,
     whole_number,
     windowed_layers,
@@ -20,21 +20,51 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, from_config
 
-# which layers have experts, where that is all
-_DENSE_SWITCHES = {"decoder_sparse_step": 1, "moe_layer_freq": 1}
-_GEMMA = "Gemma's scaled embeddings, norms after each half of a block and GeGLU"
-# What transformers takes where a file leaves a key out.
+# which layers have experts, if a file says so: values that give them to all but the first ones
+_EXPERT_LAYERS: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "moe_layer_freq": 1,
+    "mlp_only_layers": [],
+}
+# what transformers takes for keys that a Gemma 3 leaves out
 _GEMMA3 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "vocab_size": 262208,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma2": {"head_dim": 256, "sliding_window": 4096},
-    "gemma3_text": {**_GEMMA3, "sliding_window": 4096},
-    "gemma": {"head_dim": 256},
+_GEMMAS: dict[str, Any] = {
+    "feed_forward": "geglu",
+    "block_norms": 4,
+    "lacks_module": "Gemma's scaled embeddings, norms after each half of a block and GeGLU",
 }
+_LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+# by `model_type`: what a shape has beside numbers and experts
+PLANNED_FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {"qkv_biases": True},
+    "qwen3_moe": {"qk_norm": True},
+    "olmoe": {"qk_norm_whole": True},
+    **dict.fromkeys(_LATENT_FAMILIES, {}),
+    "gemma": {"feed_forward": "geglu", "lacks_module": "Gemma's scaled embeddings and GeGLU"},
+    "gemma2": _GEMMAS,
+    "gemma3_text": {**_GEMMAS, "qk_norm": True},
+}
+
+
+class _Keys(NamedTuple):
+    """The numbers of a config.json. Those that are not whole are ConfigErrors."""
+
+    said: Mapping[str, Any]
+    path: Path
+
+    def number(self, key: str) -> int:
+        return whole_number(self.said, key, self.path)
+
+    def optional(self, key: str) -> int | None:
+        if self.said.get(key) is None:
+            return None
+        return self.number(key)
 
 
 def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShape | None:
@@ -44,50 +74,72 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     kind = str(said.get("model_type"))
     if kind not in PLANNED_FAMILIES:
         return None
-    said = {**_DEFAULTS.get(kind, {}), **said}
-
-    def number(key: str) -> int:
-        return whole_number(said, key, path)
-
-    def optional(key: str) -> int | None:
-        if said.get(key) is None:
-            return None
-        return number(key)
-
-    for key, usual in _DENSE_SWITCHES.items():
-        if said.get(key, usual) != usual:
+    if kind == "gemma3_text":
+        said = {**_GEMMA3, **said}
+    keys = _Keys(said, path)
+    for key, usual in _EXPERT_LAYERS.items():
+        if (said.get(key) or usual) != usual:
             raise ConfigError(
                 f"{path}: {key} = {said[key]}: must be {usual}, experts in every layer after the "
                 "first ones"
             )
-    if said.get("mlp_only_layers"):
-        raise ConfigError(
-            f"{path}: mlp_only_layers = {said['mlp_only_layers']}: must be empty: such layers are "
-            "not priced"
-        )
     plain = ModelConfig(
         name=name,
-        hidden=number("hidden_size"),
-        heads=number("num_attention_heads"),
-        layers=number("num_hidden_layers"),
-        kv_heads=optional("num_key_value_heads"),
-        head_dim=optional("head_dim"),
-        ffn_hidden=number("intermediate_size"),
-        vocab=number("vocab_size"),
+        hidden=keys.number("hidden_size"),
+        heads=keys.number("num_attention_heads"),
+        layers=keys.number("num_hidden_layers"),
+        kv_heads=keys.optional("num_key_value_heads"),
+        head_dim=keys.optional("head_dim"),
+        ffn_hidden=keys.number("intermediate_size"),
+        vocab=keys.number("vocab_size"),
         tied_embeddings=bool(said.get("tie_word_embeddings", kind.startswith("gemma"))),
     )
-    check_numbers(plain, str(path))
-    own: dict[str, Any] = PLANNED_FAMILIES[kind](said, number)
-    if (latent := own.get("latent")) is not None:
-        own |= {"head_dim": latent.plain + latent.turned, "kv_heads": plain.heads}
-    elif plain.heads % plain.key_value_heads:
-        raise ConfigError(
-            f"{path}: num_key_value_heads = {plain.kv_heads}: must divide num_attention_heads = "
-            f"{plain.heads}"
-        )
+    check_model(plain, str(path))
+    own = {**PLANNED_FAMILIES[kind], "experts": _experts(keys)}
+    if kind in _LATENT_FAMILIES:
+        latent = _latent(keys)
+        own |= {
+            "latent": latent,
+            "head_dim": latent.plain + latent.turned,
+            "kv_heads": plain.heads,
+        }
     layers = windowed_layers(said)
     window = sliding_window(said) if layers else None
     return replace(from_config(plain), window=window, windowed_layers=layers, **own)
+
+
+def _experts(keys: _Keys) -> Experts | None:
+    """Reads them under the names that Mixtral, Qwen and DeepSeek give them."""
+    count = None
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        count = count or keys.optional(key)
+    if count is None:
+        return None
+    hidden = keys.optional("moe_intermediate_size") or keys.number("intermediate_size")
+    gated = keys.optional("shared_expert_intermediate_size") or 0
+    groups = keys.optional("topk_group")
+    if groups == keys.optional("n_group"):  # a token may go to all of them
+        groups = None
+    return Experts(
+        count=count,
+        per_token=keys.number("num_experts_per_tok"),
+        hidden=hidden,
+        shared_hidden=gated + hidden * (keys.optional("n_shared_experts") or 0),
+        shared_gate=gated > 0,
+        router_bias=keys.said["model_type"] in ("deepseek_v3", "kimi_k2"),
+        dense_layers=keys.optional("first_k_dense_replace") or 0,
+        most_groups=groups,
+    )
+
+
+def _latent(keys: _Keys) -> LatentAttention:
+    return LatentAttention(
+        query_rank=keys.optional("q_lora_rank"),
+        key_value_rank=keys.number("kv_lora_rank"),
+        turned=keys.number("qk_rope_head_dim"),
+        plain=keys.number("qk_nope_head_dim"),
+        value=keys.number("v_head_dim"),
+    )
 
 
 def hf_config_notes(config: Mapping[str, Any]) -> Iterator[str]:
@@ -100,9 +152,6 @@ def hf_config_notes(config: Mapping[str, Any]) -> Iterator[str]:
             "num_nextn_predict_layers of config.json is left out: modules that predict more tokens "
             "are not counted"
         )
-    for key in ("attn_logit_softcapping", "clip_qkv"):
-        if said.get(key):
-            yield f"{key} of config.json is left out: attention takes as long as without it"
 
 
 def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
@@ -121,75 +170,3 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(part, Mapping):
         return {"model_type": f"{config.get('model_type')}_text", **part}
     return config
-
-
-Numbers = Callable[[str], int]
-
-
-def _routed(
-    count: str, hidden: str, **shape: Any
-) -> Callable[[Mapping[str, Any], Numbers], dict[str, Any]]:
-    """Returns the reader of a family whose config.json calls the number of experts, and the
-    features within one, so; `shape` is what its attention has."""
-
-    def read(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-        shared = said.get("shared_expert_intermediate_size")
-        experts = Experts(
-            count=number(count),
-            per_token=number("num_experts_per_tok"),
-            hidden=number(hidden),
-            shared_hidden=number("shared_expert_intermediate_size") if shared else 0,
-            shared_gate=bool(shared),
-        )
-        return {"experts": experts, **shape}
-
-    return read
-
-
-def _deepseek(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    each = number("moe_intermediate_size")
-    groups = said.get("topk_group")
-    experts = Experts(
-        count=number("n_routed_experts"),
-        per_token=number("num_experts_per_tok"),
-        hidden=each,
-        shared_hidden=each * int(said.get("n_shared_experts") or 0),
-        router_bias=said.get("topk_method", "noaux_tc") == "noaux_tc"
-        and said.get("model_type") != "deepseek_v2",
-        dense_layers=int(said.get("first_k_dense_replace") or 0),
-        most_groups=int(groups) if groups and int(said.get("n_group") or 1) > 1 else None,
-    )
-    latent = LatentAttention(
-        query_rank=None if said.get("q_lora_rank") is None else number("q_lora_rank"),
-        key_value_rank=number("kv_lora_rank"),
-        turned=number("qk_rope_head_dim"),
-        plain=number("qk_nope_head_dim"),
-        value=number("v_head_dim"),
-    )
-    return {"experts": experts, "latent": latent}
-
-
-def _gemma(said: Mapping[str, Any], number: Numbers) -> dict[str, Any]:
-    kind = str(said.get("model_type"))
-    norms = 2 if kind == "gemma" else 4
-    return {
-        "feed_forward": "geglu",
-        "block_norms": norms,
-        "qk_norm": kind == "gemma3_text",
-        "lacks_module": _GEMMA if norms == 4 else "Gemma's scaled embeddings and GeGLU",
-    }
-
-
-# by `model_type`
-PLANNED_FAMILIES: dict[str, Callable[[Mapping[str, Any], Numbers], dict[str, Any]]] = {
-    "mixtral": _routed("num_local_experts", "intermediate_size"),
-    "qwen2_moe": _routed("num_experts", "moe_intermediate_size", qkv_biases=True),
-    "qwen3_moe": _routed("num_experts", "moe_intermediate_size", qk_norm=True),
-    "olmoe": _routed("num_experts", "intermediate_size", qk_norm_whole=True),
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "kimi_k2": _deepseek,
-    "gemma": _gemma,
-    "gemma2": _gemma,
-    "gemma3_text": _gemma,
-}

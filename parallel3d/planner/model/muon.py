@@ -3,7 +3,6 @@ bytes that its step makes. A step makes most in one of its rounds of matrices.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -41,16 +40,11 @@ def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, 
     """Returns the matrices of a block in the order of their parameters; `shards` data ranks split a
     matrix's rows."""
     found: list[MuonMatrix] = []
-    for at, table in enumerate(hidden_tables(shape, tp)):
-        own = table.shard(shards) // table.times
-        if at in (2, 4):  # row-parallel: tp splits the columns
-            matrix = MuonMatrix((shape.hidden, table.columns * tp), shards * tp, own)
-        else:
-            ranks = tp
-            if at == 1 and shape.kv_heads % tp:
-                ranks = 1
-            matrix = MuonMatrix((table.rows * ranks, shape.hidden), shards * ranks, own)
-        found += [matrix] * table.times
+    for full, part in zip(hidden_tables(shape, 1), hidden_tables(shape, tp), strict=True):
+        ranks = full.numel // part.numel  # that tp splits it over
+        own = part.shard(shards) // part.times
+        matrix = MuonMatrix((full.rows, full.columns), shards * ranks, own)
+        found += [matrix] * full.times
     return tuple(found)
 
 
@@ -60,12 +54,13 @@ def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, item_bytes:
     matrix of each round. All of a rank's parts count as sent, and three float32 copies of the
     largest."""
     most = 0.0
-    for some, owned in _rounds_of_first(matrices, ranks):
+    for some in runs(matrices, lambda each: each.numel / each.parts, most=ROUND_ELEMENTS):
+        owners = owners_of([matrix.shape for matrix in some], ranks)
+        owned = [matrix for matrix, owner in zip(some, owners, strict=True) if owner == 0]
         sent = item_bytes * sum(matrix.own for matrix in some)
         wide = 12 * max(matrix.own for matrix in some)
         full = item_bytes * sum(matrix.numel for matrix in owned)
-        largest = max(matrix.numel + min(matrix.shape) ** 2 for matrix in owned)
-        iterating = 2 * item_bytes * largest
+        iterating = 2 * item_bytes * max(each.numel + min(each.shape) ** 2 for each in owned)
         if ranks == 1:
             most = max(most, sent + max(wide, iterating))
             continue
@@ -73,24 +68,5 @@ def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, item_bytes:
         results = item_bytes * sum(matrix.numel * ranks / matrix.parts for matrix in owned)
         exchanging = sent + max(sent, full)
         scattering = results + max(results, sent)
-        busiest = max(exchanging, iterating, scattering)
-        most = max(most, sent + wide, full + busiest)
+        most = max(most, sent + wide, full + max(exchanging, iterating, scattering))
     return most
-
-
-@lru_cache(maxsize=1024)
-def busiest_shapes(matrices: tuple[MuonMatrix, ...], *, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Returns the shapes of the matrices that the first rank of a stage makes orthogonal one after
-    the other. No rank is much busier."""
-    rounds = _rounds_of_first(matrices, ranks)
-    return tuple(matrix.shape for _, owned in rounds for matrix in owned)
-
-
-def _rounds_of_first(
-    matrices: tuple[MuonMatrix, ...], ranks: int
-) -> Iterator[tuple[list[MuonMatrix], list[MuonMatrix]]]:
-    """Yields the matrices of each round, and those of them that the first rank owns."""
-    for some in runs(matrices, lambda each: each.numel / each.parts, most=ROUND_ELEMENTS):
-        owners = owners_of([matrix.shape for matrix in some], ranks)
-        pairs = zip(some, owners, strict=True)
-        yield some, [matrix for matrix, owner in pairs if owner == 0]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from parallel3d.config.recipe import ModelConfig, RopeScaling
+from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.schema import adapter
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, from_config
 
 _TABLE = Path(__file__).with_name("named_shapes.yaml")
@@ -23,29 +22,20 @@ def shape_names(cards: Mapping[str, Path]) -> list[str]:
 
 
 def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
-    """Returns the shape of this name. Raises ConfigError with the nearest names."""
+    """Returns the shape of this name. Raises ConfigError for an unknown one."""
     if name in cards:
         return from_config(card_config(name, cards[name]))
     table = _load(_TABLE)
     if name not in table:
-        near = get_close_matches(name, [*cards, *table], n=3, cutoff=0.4)
-        advice = f"did you mean {', '.join(near)}?" if near else "see parallel3d-plan models"
-        raise ConfigError(f"model {name}: unknown; {advice}")
-    numbers = table[name]
-    if "experts" in numbers:
-        numbers["experts"] = Experts(**numbers["experts"])
-    if "latent" in numbers:
-        numbers["latent"] = LatentAttention(**numbers["latent"])
-    return ModelShape(name=name, **numbers)
+        raise ConfigError(f"model {name}: unknown; see parallel3d-plan models")
+    shape: ModelShape = adapter(ModelShape).validate_python({"name": name, **table[name]})
+    return shape
 
 
 def card_config(name: str, path: Path) -> ModelConfig:
     """Returns the model of a shape card."""
-    numbers = _load(path)
-    scaling = numbers.pop("rope_scaling", None)
-    return ModelConfig(
-        name=name, rope_scaling=None if scaling is None else RopeScaling(**scaling), **numbers
-    )
+    config: ModelConfig = adapter(ModelConfig).validate_python({"name": name, **_load(path)})
+    return config
 
 
 def _load(path: Path) -> dict[str, Any]:

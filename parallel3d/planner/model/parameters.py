@@ -62,7 +62,7 @@ def block_tables(
     if shape.qk_norm:
         rest.append(Table(shape.head_dim, times=2))
     if shape.qk_norm_whole:
-        rest += [Table(q // tp), Table(shape.kv_hidden // tp)]
+        rest += [Table(q // tp), Table(kv)]
     if shape.biases or shape.qkv_biases:
         rest += [Table(q // tp), Table(kv, times=2)]
     if shape.biases:
@@ -80,10 +80,9 @@ def _latent_tables(shape: ModelShape, latent: LatentAttention, tp: int) -> list[
     h = shape.hidden
     rank = latent.query_rank
     values = latent.key_value_rank
-    if rank is None:
-        queries = [Table(shape.query_hidden // tp, h)]
-    else:
-        queries = [Table(shape.query_hidden // tp, rank), Table(rank, h), Table(rank)]
+    queries = [Table(shape.query_hidden // tp, rank or h)]
+    if rank is not None:
+        queries += [Table(rank, h), Table(rank)]
     return [
         *queries,
         Table(values + latent.turned, h),
@@ -107,19 +106,35 @@ def _routed_tables(shape: ModelShape, experts: Experts, tp: int) -> list[Table]:
     return tables
 
 
-def expert_numel(shape: ModelShape, parts: Iterable[StageSlice]) -> int:
-    """Counts the parameters of all experts in some stages, shared ones not among them."""
+def expert_numel(shape: ModelShape, part: StageSlice) -> int:
+    """Counts the parameters of all experts in a stage, shared ones not among them."""
+    if shape.experts is None:
+        return 0
+    layers = part.layers - part.dense
+    return layers * shape.experts.count * _one_expert(shape, shape.experts)
+
+
+def _one_expert(shape: ModelShape, experts: Experts) -> int:
+    return (shape.feed_forward_inputs + 1) * shape.hidden * experts.hidden
+
+
+def hidden_tables(shape: ModelShape, tp: int, *, dense: bool = False) -> tuple[Table, ...]:
+    """Returns the matrices of a block on a tp rank, which Muon steps: q, k and v, o, then the
+    MLP's."""
+    return tuple(table for table in block_tables(shape, tp, dense=dense) if table.columns > 1)
+
+
+@lru_cache(maxsize=256)
+def block_weights(shape: ModelShape) -> float:
+    """Counts the weights of a block's matrices that a token is multiplied with; of a mixture the
+    mean of its layers."""
+    weights = sum(table.numel for table in hidden_tables(shape, 1))
     experts = shape.experts
     if experts is None:
-        return 0
-    each = (shape.feed_forward_inputs + 1) * shape.hidden * experts.hidden
-    return sum(part.layers - part.dense for part in parts) * experts.count * each
-
-
-def hidden_tables(shape: ModelShape, tp: int) -> tuple[Table, ...]:
-    """Returns the tables of a block that Muon steps, on a tp rank: q, k and v, o, then the
-    MLP's."""
-    return tuple(table for table in block_tables(shape, tp) if table.columns > 1)
+        return weights
+    weights += experts.per_token * _one_expert(shape, experts)
+    dense = sum(table.numel for table in hidden_tables(shape, 1, dense=True))
+    return weights + (dense - weights) * experts.dense_layers / shape.layers
 
 
 def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
@@ -159,22 +174,18 @@ def rank_numel(
 ) -> int:
     """Counts these stages' parameters on a rank, one of `shards` data ranks, a mixture's experts
     not among them; `at`: its place on tp and dp_shard."""
-
     tp_rank, dp_rank = at
 
-    def block(dense: bool) -> int:
-        tables = block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads, dense=dense)
+    def held(tables: Iterable[Table]) -> int:
         return sum(table.shard(shards, dp_rank) for table in tables)
 
+    block = held(block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads))
+    dense = held(block_tables(shape, tp, repeats_kv_heads=repeats_kv_heads, dense=True))
     numel = 0
     for part in parts:
-        ends = end_tables(shape, part, tp, tp_rank)
-        numel += sum(table.shard(shards, dp_rank) for table in ends)
-    dense = sum(part.dense for part in parts)
-    if dense:
-        numel += dense * block(True)
-    layers = sum(part.layers for part in parts)
-    return numel + (layers - dense) * block(False)
+        ends = held(end_tables(shape, part, tp, tp_rank))
+        numel += ends + (part.layers - part.dense) * block + part.dense * dense
+    return numel
 
 
 def whole_model(shape: ModelShape) -> StageSlice:
@@ -185,18 +196,17 @@ def whole_model(shape: ModelShape) -> StageSlice:
 def total_parameters(shape: ModelShape) -> int:
     """Counts the parameters of the whole model, a tied table once."""
     whole = whole_model(shape)
-    return rank_numel(shape, (whole,), 1) + expert_numel(shape, (whole,))
+    return rank_numel(shape, (whole,), 1) + expert_numel(shape, whole)
 
 
 def active_parameters(shape: ModelShape) -> int:
     """Counts the parameters that a token meets: all but those of the experts that the router does
     not choose."""
     experts = shape.experts
-    total = total_parameters(shape)
     if experts is None:
-        return total
-    each = expert_numel(shape, (whole_model(shape),)) // experts.count
-    return total - each * (experts.count - experts.per_token)
+        return total_parameters(shape)
+    idle = (shape.layers - experts.dense_layers) * (experts.count - experts.per_token)
+    return total_parameters(shape) - idle * _one_expert(shape, experts)
 
 
 def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
@@ -205,7 +215,7 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
         layers=shape.layers,
         hidden=shape.hidden,
         query_hidden=shape.attention_hidden,
-        weights_per_block=shape.block_weights,
+        weights_per_block=block_weights(shape),
         vocab=shape.vocab,
         seq_len=shape.attended(seq_len),
     )
@@ -214,7 +224,7 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
     """Returns the operations per token by another definition than the plan's own."""
     attention = 12 * shape.layers * shape.attention_hidden * shape.attended(seq_len)
-    blocks = shape.layers * shape.block_weights
+    blocks = shape.layers * block_weights(shape)
     head = shape.vocab * shape.hidden
     return {
         "model": model_flops_per_token(shape, seq_len),

@@ -10,7 +10,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.sharding_strategies import REPLICATED, Cadence, usual_bucket_mib
 from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
 from parallel3d.planner.hardware.framework import FrameworkProfile
-from parallel3d.planner.model.parameters import expert_numel, rank_numel
+from parallel3d.planner.model.parameters import block_weights, expert_numel, rank_numel
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.schedules.balance import PartCosts, balanced_cut, sizes_between
@@ -33,20 +33,14 @@ class FrameworkLayout(ParallelConfig):
         return self.pp * self.dp * self.cp * self.tp
 
 
-# The stages of each pipeline rank, each with the index of its first block in the whole model.
-StagesByRank = tuple[tuple[tuple[StageSlice, int], ...], ...]
 AnyLayout = TypeVar("AnyLayout", bound=ParallelConfig)
 
 
 def varied(layout: AnyLayout, **changes: Any) -> AnyLayout:
     """Returns a layout with other values of some fields, as `dataclasses.replace` does in ten times
     as long: a search makes a hundred thousand of them."""
-    return _with_fields(type(layout), vars(layout) | changes)
-
-
-def _with_fields(kind: type[AnyLayout], values: dict[str, Any]) -> AnyLayout:
-    made = object.__new__(kind)
-    vars(made).update(values)
+    made = object.__new__(type(layout))
+    vars(made).update(vars(layout) | changes)
     return made
 
 
@@ -154,7 +148,7 @@ class PlannedRun:
 
     def stage_experts(self, part: StageSlice) -> int:
         """Counts the parameters of the experts that a rank has of a slice of the model."""
-        return expert_numel(self.shape, (part,)) // (self.layout.ep * self.layout.expert_tp)
+        return expert_numel(self.shape, part) // (self.layout.ep * self.layout.expert_tp)
 
     @property
     def offloads(self) -> bool:
@@ -196,12 +190,11 @@ class PlannedRun:
     def _layers(self) -> tuple[int, ...]:
         """Layers of each stage: as its framework cuts them, this project's own by what they cost
         (`balance`)."""
-        framework = self.framework
         layers = self.shape.layers
         layout = self.layout
         if layout.stage_boundaries is not None:
             return tuple(sizes_between(layout.stage_boundaries, layers))
-        if framework.cuts_by_cost:
+        if self.framework.cuts_by_cost:
             return _cut_by_cost(self.shape, layout.stages, self.seq_len)
         return spread(layers, layout.stages)
 
@@ -210,27 +203,34 @@ class PlannedRun:
         """The slices of the model, in its order."""
         return _slices(self._layers, self.shape.first_dense)
 
-    def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
-        """Returns a pipeline rank's stages, each with the index of its first block in the whole
-        model."""
-        return self._by_rank[rank]
-
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:
         """What each pipeline rank holds: all of its stages together."""
-        return _together(self._by_rank)
+        return _together(self.stages, self.placement)
 
-    @cached_property
-    def _by_rank(self) -> StagesByRank:
-        return _by_rank(self._layers, self.placement, self.shape.first_dense)
+    def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
+        """Returns a pipeline rank's stages, each with the index of its first block in the whole
+        model."""
+        found = []
+        first = 0
+        for stage, holder in zip(self.stages, self.placement, strict=True):
+            if holder == rank:
+                found.append((stage, first))
+            first += stage.layers
+        return tuple(found)
+
+    @property
+    def schedule(self) -> ScheduleName:
+        """The pipeline's schedule; for published ones that `schedules/` does not have (zb-1p and
+        zb-2p) the one that is most like them."""
+        name = self.layout.schedule
+        return name if name in SCHEDULES else "zb_h1"
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage; published schedules that `pipeline/` does not have go
-        round and round."""
+        """The pipeline rank of each stage."""
         layout = self.layout
-        name: ScheduleName = layout.schedule if layout.schedule in SCHEDULES else "1f1b"
-        return placement(name, pp=layout.pp, virtual_stages=layout.virtual_stages)
+        return placement(self.schedule, pp=layout.pp, virtual_stages=layout.virtual_stages)
 
     def group(self, size: int, stride: int) -> Group:
         """Returns the group of so many ranks, `stride` apart: 1 over tp, tp over cp and the data
@@ -240,48 +240,30 @@ class PlannedRun:
 
 @lru_cache(maxsize=4096)
 def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
-    """Returns the stages; the first `dense` layers of the model are such."""
+    """Returns the stages; the first `dense` layers of the model have no experts."""
     last = len(layers) - 1
     stages = []
-    dense_left = dense
     for index, count in enumerate(layers):
-        own_dense = min(count, dense_left)
-        dense_left -= own_dense
+        own_dense = min(count, dense)
+        dense -= own_dense
         stage = StageSlice(layers=count, embedding=index == 0, head=index == last, dense=own_dense)
         stages.append(stage)
     return tuple(stages)
 
 
 @lru_cache(maxsize=4096)
-def _by_rank(layers: tuple[int, ...], holders: tuple[int, ...], dense: int) -> StagesByRank:
-    found: list[list[tuple[StageSlice, int]]] = [[] for _ in range(max(holders) + 1)]
-    first = 0
-    for part, holder in zip(_slices(layers, dense), holders, strict=True):
-        found[holder].append((part, first))
-        first += part.layers
-    return tuple(map(tuple, found))
-
-
-@lru_cache(maxsize=4096)
-def _together(by_rank: StagesByRank) -> tuple[StageSlice, ...]:
-    found = []
-    for stages in by_rank:
-        parts = [part for part, _ in stages]
-        together = StageSlice(
-            layers=sum(part.layers for part in parts),
-            embedding=any(part.embedding for part in parts),
-            head=any(part.head for part in parts),
-            dense=sum(part.dense for part in parts),
-        )
-        found.append(together)
-    return tuple(found)
+def _together(stages: tuple[StageSlice, ...], placement: tuple[int, ...]) -> tuple[StageSlice, ...]:
+    ranks = [StageSlice(layers=0, embedding=False, head=False)] * (max(placement) + 1)
+    for stage, rank in zip(stages, placement, strict=True):
+        ranks[rank] = ranks[rank].plus(stage)
+    return tuple(ranks)
 
 
 @lru_cache(maxsize=4096)
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
     """Cuts the layers as the trainer does, by `ModelConfig.part_costs`."""
     costs = PartCosts.of(
-        block_weights=shape.block_weights,
+        block_weights=block_weights(shape),
         hidden=shape.hidden,
         query_hidden=shape.query_hidden,
         vocab=shape.vocab,
@@ -294,11 +276,9 @@ def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...
 def spread(layers: int, stages: int) -> tuple[int, ...]:
     """Returns the layers of each stage: even, what is left over in the middle."""
     each, left = divmod(layers, stages)
-    middle_first = sorted(range(stages), key=lambda stage: abs(2 * stage - (stages - 1)))
-    counts = [each] * stages
-    for stage in middle_first[:left]:
-        counts[stage] += 1
-    return tuple(counts)
+    first = (stages - left) // 2
+    last = stages - left - first
+    return (each,) * first + (each + 1,) * left + (each,) * last
 
 
 def other_gather(pp: int, microbatches: int) -> Cadence:
@@ -317,9 +297,8 @@ def from_config(
     gather = parallel.gather_cadence
     if not framework.is_parallel3d:
         gather = parallel.gather or other_gather(parallel.pp, microbatches)
-    shards = 1
-    if parallel.strategy not in REPLICATED:
-        shards = parallel.dp_shard * cp
+    split = parallel.dp_shard * cp
+    shards = 1 if parallel.strategy in REPLICATED else split
     beyond = {
         "sharding": parallel.strategy,
         "prefetch": parallel.prefetch or 1,
@@ -328,9 +307,9 @@ def from_config(
         "microbatches": microbatches,
         "parameter_shards": shards,
         "gradient_shards": shards,
-        "optimizer_shards": 1 if parallel.strategy == "NO_SHARD" else parallel.dp_shard * cp,
+        "optimizer_shards": 1 if parallel.strategy == "NO_SHARD" else split,
     }
-    return _with_fields(RunLayout, vars(_USUAL) | vars(parallel) | beyond)
+    return varied(_USUAL, **(vars(parallel) | beyond))
 
 
 _USUAL = RunLayout()

@@ -93,34 +93,6 @@ class ModelShape:
         return share * attended_keys(seq_len, self.window) + (1 - share) * seq_len
 
     @property
-    def attention_weights(self) -> int:
-        """The weights of the matrices of a block's attention."""
-        latent = self.latent
-        h = self.hidden
-        if latent is None:
-            return 2 * h * (self.query_hidden + self.kv_hidden)
-        queries = self.query_hidden * h
-        if latent.query_rank is not None:
-            queries = (self.query_hidden + h) * latent.query_rank
-        keys = h * (latent.key_value_rank + latent.turned)
-        each_head = latent.key_value_rank * (latent.plain + latent.value) + h * latent.value
-        return queries + keys + self.heads * each_head
-
-    @property
-    def block_weights(self) -> float:
-        """The weights of one block's matrices which a token is multiplied with; of a mixture the
-        mean of its layers."""
-        matrices = (self.feed_forward_inputs + 1) * self.hidden
-        dense = self.ffn_hidden * matrices
-        experts = self.experts
-        if experts is None:
-            return self.attention_weights + dense
-        active = (experts.per_token * experts.hidden + experts.shared_hidden) * matrices
-        active += (experts.count + experts.shared_gate) * self.hidden
-        first = experts.dense_layers / self.layers
-        return self.attention_weights + first * dense + (1 - first) * active
-
-    @property
     def norm_vectors(self) -> int:
         """The parameters of one norm: its weight, and the bias of a LayerNorm."""
         if self.layer_norm:
@@ -136,6 +108,14 @@ class StageSlice:
     embedding: bool
     head: bool
     dense: int = 0  # layers of a mixture that have no experts
+
+    def plus(self, other: StageSlice) -> StageSlice:
+        return StageSlice(
+            layers=self.layers + other.layers,
+            embedding=self.embedding or other.embedding,
+            head=self.head or other.head,
+            dense=self.dense + other.dense,
+        )
 
 
 def from_config(config: ModelConfig) -> ModelShape:

@@ -22,10 +22,9 @@ SPEED = 0.15
 WIDE_SHARDING = 0.15  # for each doubling of the ranks that share a parameter, beyond 64
 DATA_SHEET = 0.2  # a device with fewer than so many published runs here:
 ENOUGH_RUNS = 3
-FLOAT8 = 0.2
+FLOAT8 = 0.2  # of speed, and of memory
 MOE = 0.25
 MEMORY = 0.2
-FLOAT8_MEMORY = 0.2
 # This project's own memory is counted from its own code (DESIGN.md: never 3% below).
 OWN_MEMORY = 0.07
 # The speed of a CPU that was not calibrated is known to an order of magnitude, and if a run there
@@ -71,26 +70,30 @@ def error_model_of(run: PlannedRun, recorded: Mapping[str, Any]) -> ErrorModel:
     framework = run.framework
     cluster = run.cluster
     is_calibrated = framework.is_parallel3d and cluster.measured is not None
-    is_any_cpu = cluster.device.is_cpu and not is_calibrated
-    causes = [CALIBRATED if is_calibrated else SPEED]
     runs = recorded["runs_by_hardware"].get(cluster.device_file, 0)
-    if runs < ENOUGH_RUNS and not is_calibrated:
-        causes.append(DATA_SHEET)
-    speed = ANY_CPU if is_any_cpu else hypot(*causes)
+    speed = SPEED
+    anchored = ANCHORED
+    if is_calibrated:
+        speed = CALIBRATED
+    elif cluster.device.is_cpu:
+        speed = ANY_CPU
+        anchored = ANCHORED_CPU
+    elif runs < ENOUGH_RUNS:
+        speed = hypot(SPEED, DATA_SHEET)
     if framework.name in cluster.scales.timed:
-        speed = min(speed, ANCHORED_CPU if is_any_cpu else ANCHORED)
+        speed = min(speed, anchored)
+    is_float8 = run.precision == "fp8"
+    is_mixture = run.shape.experts is not None
     more = [WIDE_SHARDING * max(0.0, log2(run.layout.parameter_shards / 64))]
-    if run.precision == "fp8":
+    if is_float8:
         more.append(FLOAT8)
-    is_moe = run.shape.experts is not None
-    if is_moe:
+    if is_mixture:
         more.append(MOE)
-    is_anchored = framework.name in cluster.scales.weighed
     memory = memory_spread(
         framework,
-        is_mixture=is_moe,
-        is_float8=run.precision == "fp8",
-        is_anchored=is_anchored,
+        is_mixture=is_mixture,
+        is_float8=is_float8,
+        is_anchored=framework.name in cluster.scales.weighed,
     )
     return ErrorModel(throughput=hypot(speed, *more), memory=memory)
 
@@ -108,7 +111,7 @@ def memory_spread(
     if framework.is_parallel3d and not is_mixture:
         width = OWN_MEMORY
     if is_float8:
-        width = hypot(width, FLOAT8_MEMORY)
+        width = hypot(width, FLOAT8)
     if is_anchored:
         return min(width, ANCHORED_MEMORY)
     return width

@@ -28,7 +28,6 @@ from parallel3d.planner.hardware.framework import (
     in_precision,
     with_states,
 )
-from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.named import named_shape
@@ -421,7 +420,7 @@ def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
     )
     if stated.memory_gib is None:
         return cluster
-    device = replace(cluster.device, memory_bytes=stated.memory_gib * GIB)
+    device = replace(cluster.device, memory_gib=stated.memory_gib)
     return replace(cluster, device=device)
 
 

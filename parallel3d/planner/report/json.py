@@ -124,8 +124,8 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
         "gpus_per_node": cluster.gpus_per_node,
         "node_gb_per_s": cluster.node.bandwidth / 1e9,
         "network_gb_per_s": cluster.network.bandwidth / 1e9,
-        "oversubscription": cluster.oversubscription,
-        "whole_nodes": cluster.whole_nodes,
+        "oversubscription": cluster.network.oversubscription,
+        "whole_nodes": cluster.network.whole_nodes,
         "price_per_hour": device.price_per_hour,
     }
 

@@ -12,7 +12,7 @@ from parallel3d.planner.hardware.cluster import Cluster, Scales
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.planned_run import FrameworkLayout, other_axes
-from parallel3d.planner.time.step import TimeParts
+from parallel3d.planner.time.block import TimeParts
 
 WIDTH = 80
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))

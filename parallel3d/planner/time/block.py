@@ -4,13 +4,13 @@ microbatch."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
 from parallel3d.config.flops import attended_keys
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s, memory_bound_s
+from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s
 
 # Bytes moved per element of [tokens, hidden] by what stands outside the tp region: two norms, two
 # residual additions.
@@ -52,14 +52,18 @@ class BlockTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockParts:
-    """Seconds of one block and one microbatch, by cause: in one direction, or in both."""
+class TimeParts:
+    """Seconds by cause: of a block and one microbatch in both directions, or of a step on the
+    busiest rank."""
 
     compute: float
     recompute: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
+    pp_bubble: float = 0.0
+    pp_p2p: float = 0.0
     dp: float = 0.0
+    optimizer: float = 0.0
     overhead: float = 0.0
     ep: float = 0.0
 
@@ -67,27 +71,27 @@ class BlockParts:
     def total(self) -> float:
         return float(sum(vars(self).values()))
 
+    def scaled(self, factor: float) -> TimeParts:
+        return TimeParts(**{cause: factor * seconds for cause, seconds in vars(self).items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchTimes:
-    """Seconds of one microbatch, forward and backward: of a block, and of the model's two ends."""
+    """Seconds of one microbatch: of a block, and forward and backward of the model's two ends."""
 
-    forward: BlockParts
-    backward: BlockParts
-    weight_s: float  # the part of a block's backward that only weights' gradients need
+    block: TimeParts
+    forward_s: float  # of the block
+    weight_s: float  # the part of its backward that only weights' gradients need
     head_s: tuple[float, float]
     embedding_s: tuple[float, float]
-    # what a mixture's layer without experts takes beyond one with them
-    dense_s: tuple[float, float] = (0.0, 0.0)
-    end_overhead_s: float = 0.0  # what the host adds to each end, included there
 
-    @cached_property
-    def block(self) -> BlockParts:
-        """A block's seconds in both directions."""
-        both_ways = {}
-        for cause, forward_s in vars(self.forward).items():
-            both_ways[cause] = forward_s + getattr(self.backward, cause)
-        return BlockParts(**both_ways)
+    @property
+    def backward_s(self) -> float:
+        return self.block.total - self.forward_s
+
+    @property
+    def ends_s(self) -> float:
+        return sum(self.head_s) + sum(self.embedding_s)
 
 
 class Product(NamedTuple):
@@ -123,9 +127,8 @@ class Product(NamedTuple):
         return self.experts * self.outputs * self.inputs
 
 
-def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
-    """Returns the products of a block; of a mixture those of a layer with experts, or those of a
-    `dense` one."""
+def products(run: PlannedRun) -> list[Product]:
+    """Returns the products of a block; of a mixture those of a layer with experts."""
     shape = run.shape
     layout = run.layout
     tp = layout.tp
@@ -146,7 +149,7 @@ def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
         found = [Product(local, narrow, h), queries, values, out]
     inputs = shape.feed_forward_inputs
     experts = shape.experts
-    if experts is None or dense:
+    if experts is None:
         return [
             *found,
             Product(t, inputs * shape.ffn_hidden // tp, h),
@@ -161,22 +164,22 @@ def products(run: PlannedRun, *, dense: bool = False) -> list[Product]:
     return [*found, Product(rows, inputs * each, h, here), Product(rows, h, each, here)]
 
 
-def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> BlockTimes:
-    """Returns the seconds of a block; of a mixture those of a layer with experts, or those of a
-    `dense` one."""
+def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
+    """Returns the seconds of a block. Of a mixture all layers count as those with experts: its
+    first layers without have as many operations by design."""
     # back: of the inputs' gradients; weight: of the weights'
     products_s = products_back_s = weight_s = 0.0
-    for product in products(run, dense=dense):
+    for product in products(run):
         products_s += product.forward_s(kernels)
         products_back_s += product.forward_s(kernels, turned=True)
         weight_s += product.weight_s(kernels) + _accumulate_s(run, kernels, product.weights)
     attention_s, attention_back_s = _attention(run, kernels)
-    moved, moved_back = elementwise_bytes(run, dense=dense)
+    moved, moved_back = elementwise_bytes(run)
     if kernels.process is None:
         moved *= run.framework.elementwise
         moved_back *= run.framework.elementwise
-    rest_s = memory_bound_s(kernels, moved)
-    rest_back_s = memory_bound_s(kernels, moved_back)
+    rest_s = moved / kernels.memory_rate
+    rest_back_s = moved_back / kernels.memory_rate
     forward = products_s + attention_s + rest_s
     backward = products_back_s + weight_s + attention_back_s + rest_back_s
     layout = run.layout
@@ -190,7 +193,7 @@ def block_times(run: PlannedRun, kernels: Kernels, *, dense: bool = False) -> Bl
     launches = 0.0
     if kernels.process is None:
         count = _LAUNCHES
-        if run.shape.experts is not None and not dense:
+        if run.shape.experts is not None:
             count += _EXPERT_LAUNCHES
         launches = count * kernels.device.launch_s
     return BlockTimes(
@@ -241,7 +244,7 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     return product_s + traffic * forward, 2 * product_s + traffic * backward
 
 
-def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, float]:
+def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
     """Bytes that norms, residuals, activations, rope and the order of experts move, forward and
     backward."""
     shape = run.shape
@@ -254,7 +257,7 @@ def elementwise_bytes(run: PlannedRun, *, dense: bool = False) -> tuple[float, f
     forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD)
     backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD)
     inner = t * shape.ffn_hidden / layout.tp
-    if (experts := shape.experts) is not None and not dense:
+    if (experts := shape.experts) is not None:
         rows = run.routed_rows
         inner = t * experts.shared_hidden / layout.tp + rows * experts.hidden / layout.expert_tp
         forward += _PERMUTE * rows * shape.hidden
@@ -286,7 +289,7 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     back = matmul_s(kernels, t, h, vocab)
     loss = 0.0  # which a calibrated host has measured apart
     if kernels.process is None:
-        loss = memory_bound_s(kernels, t * run.rank_vocab * _LOSS_PASSES / 2)
+        loss = t * run.rank_vocab * _LOSS_PASSES / 2 / kernels.memory_rate
     return product + loss, back + weight + loss
 
 
@@ -294,6 +297,6 @@ def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     """Returns the look-up's seconds: forward it reads and writes rows, backward it adds gradients
     into float32."""
     rows = run.tokens * run.shape.hidden
-    forward = memory_bound_s(kernels, rows * 6.0)
-    backward = memory_bound_s(kernels, rows * 12.0)
+    forward = rows * 6.0 / kernels.memory_rate
+    backward = rows * 12.0 / kernels.memory_rate
     return forward, backward

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 from parallel3d.config.sharding_strategies import REPLICATED
-from parallel3d.planner.hardware.calibration import Calibration
+from parallel3d.planner.hardware.calibration import Calibration, beyond_smallest_s
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.time.block import (
-    BlockParts,
     MicrobatchTimes,
+    TimeParts,
     block_times,
     embedding_times,
     head_times,
 )
-from parallel3d.planner.time.collectives import all_gather_s, all_reduce_s, send_s
+from parallel3d.planner.time.collectives import hidden_bytes, send_s, tp_exchange_s
 from parallel3d.planner.time.roofline import Kernels
 
 _FORWARD = 0.4  # the forward's share of what a block dispatches
@@ -22,8 +22,8 @@ _FORWARD = 0.4  # the forward's share of what a block dispatches
 
 class CalibratedHost:
     """The measurements that hold for a run. A CPU dispatches before each kernel and not beside it,
-    and ranks that are more than the cores share them: `at_once` pipeline ranks have a core for each
-    of their processes, and everything that all ranks do at once takes `slowdown` longer."""
+    and ranks that are more than the cores share them: `shared` ranks have one core, and everything
+    that all ranks do at once takes `slowdown` longer."""
 
     def __init__(self, run: PlannedRun, measured: Calibration) -> None:
         layout = run.layout
@@ -33,11 +33,11 @@ class CalibratedHost:
         cores = measured.cores or on_host
         self.process = measured.process(on_host)
         self.ranks = measured.together(on_host)
-        self.at_once = layout.pp * cores / on_host
+        self.shared = max(1.0, on_host / cores)
         self.contention = 1.0
         if self.ranks:
             self.contention = self.ranks.contention
-        self.slowdown = max(1.0, on_host / cores) * self.contention
+        self.slowdown = self.shared * self.contention
         # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
         shards = layout.optimizer_shards
         tp_axis = "tp_sequence" if layout.sequence_parallel else "tp"
@@ -64,6 +64,12 @@ class CalibratedHost:
         again = block.again_s + share * process.recompute.get(recompute, 0.0)
         if recompute == "full":
             tp_backward += share * tp_forward
+        dispatch = _FORWARD * process.overhead.block
+        dispatch_back = (1 - _FORWARD) * process.overhead.block
+        if not self.measured.synchronous:  # launched ahead: only what takes longer shows
+            dispatch = max(0.0, dispatch - block.forward_s)
+            dispatch_back = max(0.0, dispatch_back - block.backward_s - again)
+        added = _FORWARD * (self.tp.block + self.dp.block)
         head_forward, head_backward = head_times(run, kernels)
         embedding_forward, embedding_backward = embedding_times(run, kernels)
         loss = process.logit_s * run.tokens * run.rank_vocab / 2
@@ -71,24 +77,18 @@ class CalibratedHost:
         end_forward = _FORWARD * end
         end_backward = (1 - _FORWARD) * end
         return MicrobatchTimes(
-            forward=self._block_parts(_FORWARD, block.forward_s, 0.0, tp_forward),
-            backward=self._block_parts(1 - _FORWARD, block.backward_s, again, tp_backward),
+            block=TimeParts(
+                compute=block.forward_s + block.backward_s,
+                recompute=again,
+                tp=tp_forward + tp_backward + self.tp.block,
+                dp=self.dp.block,
+                overhead=dispatch + dispatch_back,
+            ),
+            forward_s=block.forward_s + dispatch + tp_forward + added,
             weight_s=block.weight_s,
             head_s=(head_forward + loss + end_forward, head_backward + loss + end_backward),
             embedding_s=(embedding_forward + end_forward, embedding_backward + end_backward),
-            end_overhead_s=process.overhead.microbatch / 2,
         )
-
-    def _block_parts(self, share: float, compute: float, again: float, tp: float) -> BlockParts:
-        """Adds to a block's kernels, in one direction, its `share` of what was measured beside
-        them."""
-        dispatch = share * self.process.overhead.block
-        # launched ahead: only what takes longer than the kernels shows
-        if not self.measured.synchronous:
-            dispatch = max(0.0, dispatch - compute - again)
-        tp = tp + share * self.tp.block
-        dp = share * self.dp.block
-        return BlockParts(compute=compute, recompute=again, tp=tp, dp=dp, overhead=dispatch)
 
     def _tp_s(self) -> tuple[float, float]:
         """The layers' collectives beyond their smallest messages: two each way, of which those of
@@ -97,12 +97,9 @@ class CalibratedHost:
         run = self.run
         layout = run.layout
         measured = self.measured
-        bytes_ = run.tokens * run.shape.hidden * run.item_bytes
-        group = run.group(layout.tp, 1)
-        if self.ranks is None or group.nodes > 1:
-            one = all_gather_s(run.cluster, group, bytes_) * 2
-            if not layout.sequence_parallel:
-                one = all_reduce_s(run.cluster, group, bytes_)
+        bytes_ = hidden_bytes(run)
+        if self.ranks is None or run.group(layout.tp, 1).nodes > 1:
+            one = tp_exchange_s(run)
             return 2 * one, 2 * one
         if not layout.sequence_parallel:
             one = measured.collective_s("all_reduce", layout.tp, bytes_)
@@ -118,16 +115,14 @@ class CalibratedHost:
         layout = run.layout
         if layout.pp == 1:
             return 0.0
-        bytes_ = run.tokens * run.shape.hidden * run.item_bytes
+        bytes_ = hidden_bytes(run)
         if layout.sequence_parallel:
             bytes_ /= layout.tp
         if self.ranks is None:
             return send_s(run.cluster, bytes_, nodes=1)
         if layout.world_size > run.cluster.gpus_per_node:
             return send_s(run.cluster, bytes_, nodes=2)
-        transfer = self.ranks.transfer
-        _, least_s = transfer.points[0]
-        return self.ranks.action_s + max(0.0, transfer.at(bytes_) - least_s)
+        return self.ranks.action_s + beyond_smallest_s(self.ranks.transfer, bytes_)
 
     def once_s(self, part: StageSlice) -> tuple[float, float, float]:
         """Returns a step's seconds of the data dimension, the optimizer and the host, on a rank

@@ -52,6 +52,20 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
     return min(ring, tree)
 
 
+def hidden_bytes(run: PlannedRun) -> float:
+    """Returns the bytes of a microbatch's hidden features."""
+    return run.tokens * run.shape.hidden * run.item_bytes
+
+
+def tp_exchange_s(run: PlannedRun) -> float:
+    """Returns the seconds of an all-reduce of the hidden features over tp, or of a reduce-scatter
+    and an all-gather."""
+    group = run.group(run.layout.tp, 1)
+    if run.layout.sequence_parallel:
+        return 2 * all_gather_s(run.cluster, group, hidden_bytes(run))
+    return all_reduce_s(run.cluster, group, hidden_bytes(run))
+
+
 def experts_exchange_s(run: PlannedRun) -> float:
     """Returns the seconds in which a microbatch's tokens go to the ranks of their experts, as they
     come back. In this all-to-all each rank sends to ranks of its own node, and at once to others
@@ -62,7 +76,7 @@ def experts_exchange_s(run: PlannedRun) -> float:
     if experts is None or layout.ep == 1:
         return 0.0
     group = run.group(layout.ep, layout.expert_tp)
-    bytes_ = run.tokens / layout.tp * run.shape.hidden * run.item_bytes
+    bytes_ = hidden_bytes(run) / layout.tp
     # What came from another node goes on within this one to those of its ranks that have the
     # experts.
     copies_within = experts.per_token * (1 - 1 / group.per_node)
@@ -70,12 +84,12 @@ def experts_exchange_s(run: PlannedRun) -> float:
     if group.nodes == 1:
         return within_s
     away = 1 - 1 / group.nodes  # the share of what is sent evenly that goes to other nodes
-    copies = experts.per_token * away
+    copies = experts.per_token
     if experts.most_groups is not None:  # a token goes to each of its nodes once
-        copies = experts.nodes_of_token(group.nodes) * away
+        copies = min(copies, experts.most_groups, group.nodes)
     port = cluster.network.sustained / _spread(cluster, group.span)
     bandwidth = min(cluster.node.sustained, port)
-    across_s = bytes_ * copies / bandwidth + group.nodes * cluster.network.latency_s
+    across_s = bytes_ * copies * away / bandwidth + group.nodes * cluster.network.latency_s
     return max(within_s, across_s)
 
 
@@ -90,8 +104,8 @@ def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
 def _spread(cluster: Cluster, nodes: int) -> float:
     """Returns what the network's upper tiers divide its bandwidth by where so many nodes share
     it."""
-    if nodes > cluster.whole_nodes:
-        return cluster.oversubscription
+    if nodes > cluster.network.whole_nodes:
+        return cluster.network.oversubscription
     return 1.0
 
 

@@ -3,9 +3,7 @@ No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from math import inf
 
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
@@ -26,23 +24,17 @@ def pipeline_s(
     microbatches: int,
     times: list[StageTimes],
     send_s: float = 0.0,
-    at_once: float = inf,
 ) -> float:
     """Returns the makespan of a step's microbatches, in seconds; `times` are the stages'. A
-    transfer between them takes `send_s`. Ranks that have work divide `at_once` ranks' worth of
-    processors evenly; where those are fewer than ranks, transfers are part of `times`. A long
-    schedule repeats itself and is extrapolated from two short ones."""
-    work = sum(t.forward + t.backward for t in times)
+    transfer between them takes `send_s`. A long schedule repeats itself and is extrapolated from
+    two short ones."""
     if pp == 1:
-        return microbatches * work / min(1.0, at_once)
+        return microbatches * sum(t.forward + t.backward for t in times)
     both = ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))
 
     def makespan(count: int) -> float:
-        _, alone = action_starts(_order(name, pp, count, len(times) // pp), both)
-        if pp <= at_once:
-            return alone
-        bubble = alone - count * work / pp
-        return max(alone, count * work / at_once + bubble * max(0.0, at_once - 1) / (pp - 1))
+        _, seconds = action_starts(_order(name, pp, count, len(times) // pp), both)
+        return seconds
 
     window = _WINDOW * pp
     if microbatches <= 3 * window:
@@ -64,12 +56,11 @@ def closed_form_s(
     microbatches: int,
     times: list[StageTimes],
     send_s: float = 0.0,
-    at_once: float = inf,
 ) -> float:
     """Adds the work of the slowest rank (where ranks have several stages, of the slowest in each
-    turn) and the bubble of an even pipeline, in seconds; ranks that share processors take no less
-    than all their work. The bubble is known for the classic schedules (Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2) and simulated once for others."""
+    turn) and the bubble of an even pipeline, in seconds. The bubble is known for the classic
+    schedules (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) and simulated once for
+    others."""
     virtual_stages = len(times) // pp
     stages_s = [stage.forward + stage.backward for stage in times]
     work = sum(stages_s)
@@ -79,8 +70,7 @@ def closed_form_s(
     else:
         bubble = _even_bubble(name, pp, min(microbatches, 2 * pp), virtual_stages) * work / pp
     in_turns = sum(max(stages_s[at : at + pp]) for at in range(0, len(times), pp))
-    alone = microbatches * in_turns + bubble + 2 * (pp - 1) * send_s
-    return max(alone, microbatches * work / at_once)
+    return microbatches * in_turns + bubble + 2 * (pp - 1) * send_s
 
 
 @lru_cache(maxsize=256)
@@ -90,26 +80,3 @@ def _even_bubble(name: ScheduleName, pp: int, microbatches: int, virtual_stages:
     each = 1 / (3 * virtual_stages)
     times = [StageTimes(forward=each, input=each, weight=each)] * (pp * virtual_stages)
     return pipeline_s(name, pp, microbatches, times) - microbatches
-
-
-def split_backward_s(
-    pp: int,
-    microbatches: int,
-    times: Sequence[StageTimes],
-    send_s: float,
-    *,
-    weight_s: float,
-    double: bool,
-) -> float:
-    """Estimates, in seconds, the published zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241,
-    table 2). With the weights' gradients computed apart the bubble is (p - 1)(F + B - W) in the
-    memory of 1F1B, and (p - 1)(F + B - 2 W) in twice that (`double`), never negative. With few
-    microbatches another bound is higher: the last stage runs every forward and every input's
-    gradient before the last of these starts its way back."""
-    per_rank = [t.forward + t.backward for t in times]
-    mean = sum(per_rank) / pp
-    saved = 3.0 if double else 2.0  # `mean` is F + B + W
-    bubble = max(0.0, (pp - 1) * (mean - saved * weight_s))
-    *others, last = [t.forward + t.input for t in times]
-    way = sum(others) + microbatches * last + times[0].weight
-    return max(microbatches * max(per_rank) + bubble, way) + 2 * (pp - 1) * send_s

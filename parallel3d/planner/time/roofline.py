@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil, sqrt
 from typing import TypeVar
 
-from parallel3d.planner.hardware.calibration import OneProcess
+from parallel3d.planner.hardware.calibration import OneProcess, rate_at
 from parallel3d.planner.hardware.cluster import Device
 
 # Rows and columns of the output tile that cuBLAS and CUTLASS prefer (NVIDIA, "Matrix multiplication
@@ -51,27 +50,6 @@ class Kernels:
         return self.device.memory_bandwidth * self.device.memory_efficiency
 
 
-@lru_cache(maxsize=65536)
-def _matmul_s(
-    m: int,
-    n: int,
-    k: int,
-    flops: float,
-    processors: int,
-    memory_rate: float,
-    kernel_s: float,
-    itemsize: float,
-) -> float:
-    rows, columns = _TILE
-    waves = ceil(m / rows) * ceil(n / columns) / processors
-    waves += (ceil(waves) - waves) * _TAIL
-    compute_s = waves * 2.0 * rows * columns * (k + _DEPTH) * processors / flops
-    memory_s = itemsize * (m * k + k * n + m * n) / memory_rate
-    if n % 8 or k % 8:
-        compute_s *= _UNALIGNED
-    return max(compute_s, memory_s) + kernel_s
-
-
 def _measured(by_precision: Mapping[str, Measured], precision: str) -> Measured:
     """Returns what was measured in this precision, or in the first one that was."""
     return by_precision.get(precision, next(iter(by_precision.values())))
@@ -83,17 +61,19 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int) -> float:
     precision = kernels.precision
     if kernels.process is not None:
         rates = _measured(kernels.process.matmul, precision)
-        return 2.0 * m * n * k / rates.at(sqrt(m * n), k)
+        return 2.0 * m * n * k / rate_at(rates, sqrt(m * n), k)
     flops = device.peak(precision) * device.matmul_efficiency
-    flops *= _FLOAT8 if precision == "fp8" else 1.0
+    if precision == "fp8":
+        flops *= _FLOAT8
+    if n % 8 or k % 8:
+        flops /= _UNALIGNED
+    rows, columns = _TILE
+    waves = ceil(m / rows) * ceil(n / columns) / device.processors
+    waves += (ceil(waves) - waves) * _TAIL
+    compute_s = waves * 2.0 * rows * columns * (k + _DEPTH) * device.processors / flops
     item_bytes = {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
-    return _matmul_s(
-        m, n, k, flops, device.processors, kernels.memory_rate, device.kernel_s, item_bytes
-    )
-
-
-def memory_bound_s(kernels: Kernels, traffic_bytes: float) -> float:
-    return traffic_bytes / kernels.memory_rate
+    memory_s = item_bytes * (m * k + k * n + m * n) / kernels.memory_rate
+    return max(compute_s, memory_s) + device.kernel_s
 
 
 def flash_attention_s(
@@ -109,10 +89,11 @@ def flash_attention_s(
     for 2 backward."""
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5
     if kernels.process is not None:
-        rates = _measured(kernels.process.attention, kernels.precision)[backward]
-        return products / rates.at(keys, head_dim)
-    key = "backward" if backward else "forward"
-    sustained = kernels.device.attention_flops[key] * _ATTENTION
+        rates = _measured(kernels.process.attention, kernels.precision)
+        rows = rates.backward if backward else rates.forward
+        return products / rate_at(rows, keys, head_dim)
+    best = kernels.device.attention_tflops
+    sustained = 1e12 * (best.backward if backward else best.forward) * _ATTENTION
     if kernels.device.family == "hopper":
         sustained *= _HOPPER_ATTENTION
     # The diagonal's tiles are half wasted and short rows fill the pipeline badly (ibid., figures 4

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
-from math import ceil, inf
+from math import ceil
 
 from parallel3d.planner.hardware.units import ROUNDED
-from parallel3d.planner.model.muon import MuonCosts, busiest_shapes, muon_matrices
+from parallel3d.planner.model.muon import MuonCosts
 from parallel3d.planner.model.parameters import hidden_tables, model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.model.training import master_bytes
 from parallel3d.planner.time.block import (
-    BlockParts,
     MicrobatchTimes,
+    TimeParts,
     block_times,
     embedding_times,
     head_times,
@@ -22,18 +21,17 @@ from parallel3d.planner.time.block import (
 from parallel3d.planner.time.calibrated import CalibratedHost
 from parallel3d.planner.time.collectives import (
     all_gather_s,
-    all_reduce_s,
     experts_exchange_s,
+    hidden_bytes,
     reduced_once_s,
     send_s,
     sharded_s,
+    tp_exchange_s,
 )
-from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s, split_backward_s
-from parallel3d.planner.time.roofline import Kernels, matmul_s, memory_bound_s
+from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s
+from parallel3d.planner.time.roofline import Kernels
 from parallel3d.timeline.simulate import StageTimes
 
-# published schedules, and whether they double the memory
-ZERO_BUBBLE = {"zb-1p": False, "zb-2p": True}
 # The layers' collectives reach this share of the speed that larger transfers have: copies around
 # each, and ranks that wait for each other. The second: on ranks of several nodes, beside the first.
 _TP_SPEED, _TP_ACROSS_NODES = 0.7, 0.3
@@ -41,34 +39,6 @@ _TP_SPEED, _TP_ACROSS_NODES = 0.7, 0.3
 # CPU's memory bandwidth: 8 GPUs beside two sockets of 200 GB/s.
 HOST_LINK = 25e9
 HOST_MEMORY = 50e9
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimeParts:
-    """Seconds of a step on the busiest rank, by cause; they add up to the step."""
-
-    compute: float
-    recompute: float
-    tp: float
-    cp: float
-    pp_bubble: float
-    pp_p2p: float
-    dp: float
-    optimizer: float
-    overhead: float
-    ep: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return float(sum(vars(self).values()))
-
-    def scaled(self, devices: float, links: float) -> TimeParts:
-        """Returns the parts with their own work, and what ranks send, so many times as long."""
-        found = {}
-        for cause, seconds in vars(self).items():
-            is_sent = cause in ("tp", "cp", "pp_p2p", "dp", "ep")
-            found[cause] = seconds * (links if is_sent else devices)
-        return TimeParts(**found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +54,13 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pipeline:
-    """What a step's microbatches take, whatever the data dimension adds."""
+    """Seconds of a step's microbatches, without the data dimension."""
 
     micro: MicrobatchTimes
-    rank_s: list[float]
-    send_s: float  # seconds of an activation on its way to the next stage
-    blocked_s: float  # what of that holds up the stage that sends
+    rank_s: list[float]  # each rank's work on one microbatch
+    send_s: float  # an activation on its way to the next stage
+    blocked_s: float  # an action of a stage, beside its work
     seconds: float
-    most: StageSlice  # what the rank with most parameters has of the model
 
 
 # one model's on one cluster, by all that they depend on
@@ -114,50 +83,34 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     host = _calibrated_host(run)
     layout = run.layout
     pipeline = _pipeline(run, host, exact=exact, known=known or CostCache())
-    micro = pipeline.micro
     rank_s = pipeline.rank_s
     busiest = rank_s.index(max(rank_s))
     part = run.ranks[busiest]
-    block = micro.block
-    slowdown = 1.0
+    work = layout.microbatches * rank_s[busiest]
     if host is None:
-        data_s, optimizer_s = _once_s(run, pipeline)
+        quality = run.framework.quality
+        data_s, optimizer_s = _once_s(run, pipeline.micro)
         overhead_s = 0.0
     else:
+        quality = run.cluster.scales.arithmetic
         data_s, optimizer_s, overhead_s = host.once_s(part)
-        slowdown = host.slowdown
+        work = min(pipeline.seconds, work * host.slowdown)
     if run.offloads:
         crossing_s, optimizer_s = _offload_s(run, part)
         data_s += crossing_s
-    work = min(pipeline.seconds, layout.microbatches * rank_s[busiest] * slowdown)
     each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
     p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
     travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
-    blocks = part.layers * each
-    end_overhead = each * micro.end_overhead_s * (part.embedding + part.head)
-    dense = part.dense * each  # a dense layer has no exchange
-    parts = TimeParts(
-        compute=work
-        - p2p
-        - end_overhead
-        - blocks * (block.total - block.compute)
-        + dense * block.ep,
-        recompute=blocks * block.recompute,
-        tp=blocks * block.tp,
-        cp=blocks * block.cp,
+    blocks = pipeline.micro.block.scaled(part.layers * each)
+    parts = replace(
+        blocks,
+        compute=blocks.compute + work - p2p - blocks.total,
         pp_bubble=pipeline.seconds - work - travel,
         pp_p2p=p2p + travel,
-        dp=blocks * block.dp + data_s,
+        dp=blocks.dp + data_s,
         optimizer=optimizer_s,
-        overhead=blocks * block.overhead + end_overhead + overhead_s,
-        ep=(part.layers - part.dense) * each * block.ep,
-    )
-    if host is None:
-        quality = run.framework.quality
-        parts = parts.scaled(quality, quality)
-    else:  # one node, as runs there have corrected it
-        scales = run.cluster.scales
-        parts = parts.scaled(scales.arithmetic, scales.node)
+        overhead=blocks.overhead + overhead_s,
+    ).scaled(quality)
     tokens = run.tokens_per_step / parts.total / layout.world_size
     flops = tokens * model_flops_per_token(run.shape, run.seq_len)
     return Cost(
@@ -188,9 +141,7 @@ def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
     micro = _known_microbatch(run, known)
     shape = run.shape
     pp = run.layout.pp
-    work = shape.layers * (micro.forward.total + micro.backward.total)
-    work += shape.first_dense * sum(micro.dense_s)
-    work += sum(micro.head_s) + sum(micro.embedding_s)
+    work = shape.layers * micro.block.total + micro.ends_s
     rounds = run.layout.microbatches + (pp - 1) / turns
     return run.framework.quality * ROUNDED * rounds * work / pp
 
@@ -212,55 +163,42 @@ def _pipeline(
     """Prices the microbatches of a step, or finds them in `known`, where no measurement depends on
     more than that."""
     layout = run.layout
+    pp = layout.pp
     recompute = layout.recompute, layout.recompute_every
+    send = 0.0
+    blocked = 0.0
     if host is not None:
         micro = host.microbatch()
+        blocked = host.action_s()
     elif recompute in known.pipelines:
         return known.pipelines[recompute]
     else:
         micro = _known_microbatch(run, known)
-    # An activation on its way to the next stage; what of that is not beside compute and holds up
-    # the stage that sends, in the steady state too; and what an action takes beside both.
-    send = 0.0
-    blocked = 0.0
-    action = run.framework.action_s
-    if host is not None:  # whose message is a part of the action
-        blocked = host.action_s()
-        action = 0.0
-    elif layout.pp > 1:
-        # With tp each rank sends its part, and without sequence parallelism gathers (Narayanan et
-        # al. 2021, arXiv 2104.04473, section 4.1).
-        bytes_ = run.tokens * run.shape.hidden * run.item_bytes / layout.tp
-        send = send_s(run.cluster, bytes_, nodes=_nodes(run))
-        blocked = send
-    times = _stage_times(run, micro, blocked + action)
-
-    def numel(part: StageSlice) -> int:
-        return run.stage_parameters(part) + run.stage_experts(part)
-
-    rank_s = [0.0] * layout.pp
+        if pp > 1:
+            # With tp each rank sends its part, and without sequence parallelism gathers (Narayanan
+            # et al. 2021, arXiv 2104.04473, section 4.1).
+            send = send_s(run.cluster, hidden_bytes(run) / layout.tp, nodes=_nodes(run))
+            blocked = send + run.framework.action_s
+    times = _stage_times(run, micro, blocked)
+    rank_s = [0.0] * pp
     for rank, stage in zip(run.placement, times, strict=True):
         rank_s[rank] += stage.forward + stage.backward
-    if layout.schedule in ZERO_BUBBLE:
-        weight_s = micro.weight_s * run.shape.layers / layout.pp
-        double = ZERO_BUBBLE[layout.schedule]
-        seconds = split_backward_s(
-            layout.pp, layout.microbatches, times, send, weight_s=weight_s, double=double
-        )
-    else:
-        form = pipeline_s if exact else closed_form_s
-        at_once = inf if host is None else host.at_once
-        seconds = form(layout.schedule, layout.pp, layout.microbatches, times, send, at_once)
+    form = pipeline_s if exact else closed_form_s
+    seconds = form(run.schedule, pp, layout.microbatches, times, send)
+    published: str = layout.schedule
+    if published == "zb-2p":
+        # Each microbatch that waits beside the pp of zb-1p hides one more weight gradient (Qi et
+        # al. 2023, arXiv 2401.10241, table 2).
+        beside = max(0, min(pp - 1, layout.microbatches - pp))
+        hidden_s = beside * times[0].weight
+        seconds = max(layout.microbatches * max(rank_s), seconds - hidden_s)
     if host is not None:
-        seconds *= host.contention
-    found = _Pipeline(
-        micro=micro,
-        rank_s=rank_s,
-        send_s=send,
-        blocked_s=blocked,
-        seconds=seconds,
-        most=max({*run.ranks}, key=numel),
-    )
+        # Ranks that share cores take no less than all their work, and a part of the bubble.
+        even_s = layout.microbatches * sum(rank_s) / pp
+        at_once = pp / host.shared
+        bubble_s = (seconds - even_s) * max(0.0, at_once - 1) / max(1, pp - 1)
+        seconds = host.contention * max(seconds, host.shared * even_s + bubble_s)
+    found = _Pipeline(micro=micro, rank_s=rank_s, send_s=send, blocked_s=blocked, seconds=seconds)
     if host is None:
         known.pipelines[recompute] = found
     return found
@@ -286,17 +224,9 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     # A block's tp traffic that shows, each way: two all-reduces, or as many reduce-scatters and
     # all-gathers. Sequence parallelism gathers the inputs once more for the weights' gradients,
     # beside other work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
-    size = run.tokens * run.shape.hidden * run.item_bytes
-    group = run.group(layout.tp, 1)
-    if layout.sequence_parallel:
-        one = 2 * all_gather_s(run.cluster, group, size)
-    else:
-        one = all_reduce_s(run.cluster, group, size)
-    speed = _TP_SPEED
-    if group.nodes > 1:
-        speed *= _TP_ACROSS_NODES
-    tp = 2 * one / speed
-    dense_tp = tp
+    tp = 2 * tp_exchange_s(run) / _TP_SPEED
+    if run.group(layout.tp, 1).nodes > 1:
+        tp /= _TP_ACROSS_NODES
     experts = run.shape.experts
     # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
     if experts is not None:
@@ -314,30 +244,18 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     cp = 0.5 * all_gather_s(run.cluster, ring, bytes_)
     # Nobody reads the output of a block that is recomputed, and its last collective is sent all the
     # same.
-    repeated = {"full": 1.0, "every_n": 1 / layout.recompute_every}
+    repeated = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}
+    again = repeated.get(layout.recompute, 0.0)
     ep = 2 * experts_exchange_s(run)
-    ep_again = ep * repeated.get(layout.recompute, 0.0)
-    repeated["op"] = 0.5
-    tp_again = tp * repeated.get(layout.recompute, 0.0)
-    forward = BlockParts(compute=block.forward_s, tp=tp, cp=cp, ep=ep)
-    backward = BlockParts(
-        compute=block.backward_s,
-        recompute=block.again_s,
-        tp=tp + tp_again,
-        cp=2 * cp,
-        ep=ep + ep_again,
-    )
-    dense_s = (0.0, 0.0)
-    if run.shape.first_dense:
-        dense = block_times(run, kernels, dense=True)
-        dense_s = (
-            dense.forward_s + dense_tp + cp - forward.total,
-            dense.backward_s + dense.again_s + dense_tp + 2 * cp - backward.total,
-        )
     return MicrobatchTimes(
-        forward=forward,
-        backward=backward,
-        dense_s=dense_s,
+        block=TimeParts(
+            compute=block.forward_s + block.backward_s,
+            recompute=block.again_s,
+            tp=(2 + again) * tp,
+            cp=3 * cp,
+            ep=(2 + again) * ep,
+        ),
+        forward_s=block.forward_s + tp + cp + ep,
         weight_s=block.weight_s,
         head_s=head_times(run, kernels),
         embedding_s=embedding_times(run, kernels),
@@ -345,13 +263,10 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
-    dense_forward_s, dense_backward_s = micro.dense_s
     made: dict[StageSlice, StageTimes] = {}  # stages in the middle are alike
-    for stage in run.stages:
-        if stage in made:
-            continue
-        forward = stage.layers * micro.forward.total + stage.dense * dense_forward_s + action_s
-        backward = stage.layers * micro.backward.total + stage.dense * dense_backward_s + action_s
+    for stage in {*run.stages}:
+        forward = stage.layers * micro.forward_s + action_s
+        backward = stage.layers * micro.backward_s + action_s
         if stage.embedding:
             forward += micro.embedding_s[0]
             backward += micro.embedding_s[1]
@@ -363,20 +278,18 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
     return [made[stage] for stage in run.stages]
 
 
-def _once_s(run: PlannedRun, pipeline: _Pipeline) -> tuple[float, float]:
-    """Returns the seconds of the data dimension and of the optimizer that come once a step."""
-    micro = pipeline.micro
+def _once_s(run: PlannedRun, micro: MicrobatchTimes) -> tuple[float, float]:
+    """Returns the seconds of the data dimension and of the optimizer that come once a step, on the
+    rank with most parameters."""
     layout = run.layout
-    forward = micro.forward.total - micro.forward.cp
-    backward = micro.backward.total - micro.backward.cp
+    part = max({*run.ranks}, key=run.stage_parameters)
     if layout.parameter_shards > 1:
-        ends_s = sum(micro.head_s) + sum(micro.embedding_s)
-        data = sharded_s(run, forward, backward, ends_s)
+        data = sharded_s(run, micro.forward_s, micro.backward_s, micro.ends_s)
     else:
-        data = reduced_once_s(run, pipeline.most)
-    optimizer = _optimizer_s(run, pipeline.most)
+        data = reduced_once_s(run, part)
+    optimizer = _optimizer_s(run, part)
     if run.optimizer.muon is not None:
-        optimizer += _muon_s(run, run.optimizer.muon)
+        optimizer += _muon_s(run, run.optimizer.muon, part)
     if run.shape.tied_embeddings and layout.pp > 1:
         # The two copies of the table, on the first and the last stage, sum their gradients: a ring
         # of two, each sends one half to be summed and then the other, summed.
@@ -397,38 +310,37 @@ def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
     return crossing_s, shard * 28.0 / HOST_MEMORY
 
 
-def _optimizer_s(run: PlannedRun, most: StageSlice) -> float:
+def _optimizer_s(run: PlannedRun, part: StageSlice) -> float:
     """AdamW reads weights, two moments and gradients, and writes all but the last, and the
     computing copy; before it the gradient norm reads every gradient, and clipping writes it."""
     framework = run.framework
     layout = run.layout
-    parameters = run.stage_parameters(most)
-    experts = run.stage_experts(most)
+    parameters = run.stage_parameters(part)
+    experts = run.stage_experts(part)
 
     def split(shards: int) -> float:
         return parameters / shards + experts / layout.expert_shards(shards)
 
     bytes_ = split(layout.optimizer_shards) * 30.0
     bytes_ += split(layout.gradient_shards) * 3 * framework.gradient_bytes
-    return memory_bound_s(_kernels(run), bytes_)
+    return bytes_ / _kernels(run).memory_rate
 
 
-def _muon_s(run: PlannedRun, muon: MuonCosts) -> float:
-    """Muon's iterations on the busiest ranks, each of three products, and its two all-to-alls of a
-    rank's part, through one port each (`optimizers.muon`)."""
+def _muon_s(run: PlannedRun, muon: MuonCosts, part: StageSlice) -> float:
+    """Muon's iterations, each of three products, of a stage's matrices, which its ranks divide, and
+    two all-to-alls of each rank's part (`optimizers.muon`)."""
+    device = run.cluster.device
     layout = run.layout
     ranks = layout.dp * layout.tp
-    shards = layout.optimizer_shards
-    blocks = max(part.layers for part in run.ranks)
-    kernels = replace(_kernels(run), precision="fp32" if muon.item_bytes == 4 else "bf16")
-    matrices = muon_matrices(run.shape, layout.tp, shards) * blocks
-    seconds = 0.0
-    for shape, count in Counter(busiest_shapes(matrices, ranks=ranks)).items():
-        short, long = sorted(shape)
-        for sizes in ((short, short, long), (short, short, short), (short, long, short)):
-            seconds += muon.iterations * count * matmul_s(kernels, *sizes)
-    tables = hidden_tables(run.shape, layout.tp)
-    own = sum(table.shard(shards) for table in tables)
-    sent = float(muon.item_bytes * blocks * own)
-    stage = run.group(ranks, 1)
-    return seconds + 2 * all_gather_s(run.cluster, stage, sent)
+    flops = 0.0
+    matrices = 0
+    for table in hidden_tables(run.shape, 1):
+        short, long = sorted((table.rows, table.columns))
+        flops += table.times * 2 * short * short * (2 * long + short)
+        matrices += part.layers * table.times
+    share = ceil(matrices / ranks) / matrices  # of the rank with most matrices
+    rate = device.peak("fp32" if muon.item_bytes == 4 else "bf16") * device.matmul_efficiency
+    own = sum(table.shard(layout.optimizer_shards) for table in hidden_tables(run.shape, layout.tp))
+    sent = float(muon.item_bytes * part.layers * own)
+    exchange_s = 2 * all_gather_s(run.cluster, run.group(ranks, 1), sent)
+    return share * muon.iterations * part.layers * flops / rate + exchange_s
