@@ -91,8 +91,8 @@ class RankEstimate:
         """Returns the rank's memory when it is largest."""
         states = self.states
         run = self.run
-        complete = COMPLETE * len(states.parts)
-        moments = [(complete, max(states.muon_step_bytes, states.buckets), "optimizer's step")]
+        step = max(states.muon_step_bytes, states.buckets)
+        moments = [(COMPLETE * len(states.parts), step, "optimizer's step")]
         for backward in self._backwards:
             first, last = self._temporaries(backward)
             moments += [(backward.before, first, "backward"), (backward.after, last, "backward")]

@@ -30,12 +30,15 @@ def worst_rank(run: PlannedRun) -> RankMemory:
 
 
 def _candidates(run: PlannedRun) -> Iterable[int]:
-    """The ranks that can be the fullest: of schedules whose first ranks hold most microbatches the
-    first two, the last, and the first of those with most layers."""
-    last = run.layout.pp - 1
-    traits = SCHEDULES.get(run.layout.schedule)
-    if run.layout.stage_boundaries is not None or traits is None or traits.splits_backward:
-        return range(last + 1)
+    """The ranks that can be the fullest: of schedules whose first ranks hold most microbatches, the
+    first two, the last, and the first of those with most layers. If one of several blocks is
+    recomputed, ranks with as many layers differ."""
+    layout = run.layout
+    traits = SCHEDULES.get(layout.schedule)
+    last = layout.pp - 1
+    is_uneven = layout.stage_boundaries or layout.recompute_every > 1
+    if is_uneven or traits is None or traits.splits_backward:
+        return range(layout.pp)
     layers = [part.layers for part in run.ranks]
     return {0, min(1, last), layers.index(max(layers)), last}
 

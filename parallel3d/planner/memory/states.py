@@ -44,8 +44,7 @@ class RankStates:
         self.layout = layout
         self.item = int(run.item_bytes)
         self.master = master_bytes(run.precision)
-        is_split = layout.dp > 1 or layout.offload
-        self.is_sharded = is_split and layout.strategy not in REPLICATED
+        self.is_sharded = (layout.dp > 1 or layout.offload) and layout.strategy not in REPLICATED
         self.shards = 1 if layout.strategy == "NO_SHARD" else layout.dp_shard
         self.reduces_each = self.is_sharded and layout.reduce == "microbatch"
         self.frees_forward = self.is_sharded and frees_after_forward(
