@@ -123,12 +123,12 @@ def question_of_recipe(recipe: Recipe) -> PlanRequest:
 def _page(found: Verified) -> Iterator[str]:
     recipe = found.recipe
     dry = found.dry
-    place = recipe.parallel.coordinates(found.rank)
     yield (
         f"recipe    {recipe.model.name or recipe.model.architecture}, "
         f"{layout_text(recipe.parallel)}"
     )
-    yield f"rank      {found.rank} of {recipe.parallel.world_size}: {place}"
+    parallel = recipe.parallel
+    yield (f"rank      {found.rank} of {parallel.world_size}: {parallel.coordinates(found.rank)}")
     said = (
         f"{dry.microbatches} of {recipe.microbatches} microbatches"
         if dry.microbatches < recipe.microbatches
@@ -156,20 +156,24 @@ def _page(found: Verified) -> Iterator[str]:
 
 
 def _tree(found: Verified) -> object:
-    tree = {
-        "schema": "parallel3d.verify/1",
-        "rank": found.rank,
-        "pipeline_rank": found.recipe.parallel.coordinates(found.rank).pp,
-        "world_size": found.recipe.parallel.world_size,
-        "microbatches": {"recipe": found.recipe.microbatches, "run": found.dry.microbatches},
-        "kinds": [
-            {"kind": kind, "model_gib": model / GIB, "dry_run_gib": run / GIB}
-            for kind, model, run in found.rows()
-        ],
-        "total_gib": {"model": found.model.allocated / GIB, "dry_run": found.dry.peak.total / GIB},
-        "difference_pct": 100 * found.difference,
-        "peak_at": {"model": found.model.moment, "dry_run": found.dry.at},
-        "seconds": found.dry.seconds,
-        "parameters": {"model": found.parameters, "dry_run": found.dry.parameter_count},
-    }
-    return rounded(tree)
+    return rounded(
+        {
+            "schema": "parallel3d.verify/1",
+            "rank": found.rank,
+            "pipeline_rank": found.recipe.parallel.coordinates(found.rank).pp,
+            "world_size": found.recipe.parallel.world_size,
+            "microbatches": {"recipe": found.recipe.microbatches, "run": found.dry.microbatches},
+            "kinds": [
+                {"kind": kind, "model_gib": model / GIB, "dry_run_gib": run / GIB}
+                for kind, model, run in found.rows()
+            ],
+            "total_gib": {
+                "model": found.model.allocated / GIB,
+                "dry_run": found.dry.peak.total / GIB,
+            },
+            "difference_pct": 100 * found.difference,
+            "peak_at": {"model": found.model.moment, "dry_run": found.dry.at},
+            "seconds": found.dry.seconds,
+            "parameters": {"model": found.parameters, "dry_run": found.dry.parameter_count},
+        }
+    )

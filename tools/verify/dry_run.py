@@ -10,6 +10,7 @@ because it keeps less, and attention is computed as the table of its kernels say
 
 from __future__ import annotations
 
+import gc
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -208,6 +209,7 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), at_rest[1])
         trainer.engine.publish()  # as the step before has left it
+        gc.collect()  # what the forward above has left in cycles
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))
         return DryRun(
