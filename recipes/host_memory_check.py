@@ -18,7 +18,7 @@ from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import optimizer_memory
-from parallel3d.planner.report.text import si
+from parallel3d.planner.report.page import si
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.tools.arguments import HARDWARE
 

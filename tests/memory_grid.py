@@ -28,7 +28,7 @@ from parallel3d.config.sharding_strategies import REPLICATED, Cadence, ShardingN
 from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
-from parallel3d.planner.report.text import layout_text
+from parallel3d.planner.report.page import layout_text
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.tools.verify.command import verify
 

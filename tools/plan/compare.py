@@ -26,12 +26,18 @@ from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.published.run_correction import MeasuredRun, scales_of
 from parallel3d.planner.report.json import memory_tree, scales_tree
-from parallel3d.planner.report.page import how_sure, three_digits
-from parallel3d.planner.report.text import TIME_KINDS, layout_text, scales_text, time_text, wrapped
+from parallel3d.planner.report.page import (
+    TIME_KINDS,
+    layout_text,
+    scales_text,
+    three_digits,
+    time_text,
+    wrapped,
+)
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.plan.hardware import asked_cluster
-from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.plan.score import how_sure
 from parallel3d.tools.verify.command import run_of_recipe
 
 _SAME_PEAK = 0.02
@@ -195,7 +201,7 @@ def _page(found: RunComparison, run_dir: Path) -> Iterator[str]:
     yield from wrapped("measured", f"{lines}; {spread}")
     yield from wrapped("time", f"as predicted: {time_text(found.cost.parts)}")
     yield from wrapped("scales", scales_text(found.scales))
-    yield from wrapped("how sure", how_sure(recorded_accuracy(), run))
+    yield from wrapped("how sure", how_sure(run))
 
 
 def _tree(found: RunComparison) -> object:

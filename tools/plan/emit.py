@@ -24,8 +24,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.report.page import Plan
-from parallel3d.planner.report.text import memory_text, si, time_text
+from parallel3d.planner.report.page import Plan, memory_text, si, time_text
 from parallel3d.planner.search.request import Strategy
 from parallel3d.tools.cli_output import check_free, write_output
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher

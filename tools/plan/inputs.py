@@ -23,7 +23,7 @@ from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.training import notes, optimizer_memory
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
-from parallel3d.planner.report.text import wrapped
+from parallel3d.planner.report.page import wrapped
 from parallel3d.planner.search.goodput import Failures
 from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.tools.aliases.layout import read_layout

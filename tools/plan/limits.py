@@ -12,22 +12,19 @@ from math import inf, prod
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.model.uncertainty import error_model_of
 from parallel3d.planner.report.json import model_tree, request_tree, strategy_tree
-from parallel3d.planner.report.page import header, how_sure, three_digits
-from parallel3d.planner.report.text import (
+from parallel3d.planner.report.page import (
     bar,
-    days_column,
     gib,
+    header,
     layout_columns,
-    layout_head,
     layout_text,
     money,
-    shown_axes,
     si,
+    three_digits,
     wrapped,
 )
-from parallel3d.planner.search.fastest import fastest, sweep
+from parallel3d.planner.search.fastest import search, sweep
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.size_limits import (
     largest_batch,
@@ -40,7 +37,7 @@ from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.hardware import file_of
 from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.models import all_named
-from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.plan.score import how_sure
 
 Row = tuple[PlanRequest, Strategy | str]  # a size on a device, and its best layout or why not
 
@@ -66,7 +63,7 @@ def _limits(request: PlanRequest, what: str) -> Iterator[tuple[str, Strategy | N
     cluster; None if there is no such request."""
     if what in ("all", "cluster"):
         found = smallest_cluster(request)
-        yield "cluster", None if found is None else fastest(found.request)[0]
+        yield "cluster", found and search(found.request).strategies[0]
     if what in ("all", "sequence"):
         yield "sequence", longest_sequence(request)
     if what in ("all", "batch"):
@@ -111,12 +108,12 @@ def _page(
         off = f"({_off(found)}, 8 in 10)"
         yield from wrapped("", f"{kind}: {speed} {off}, MFU {found.cost.mfu:.1%}")
     yield from asked.note_lines()
-    yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
+    yield from wrapped("how sure", how_sure(request))
 
 
 def _off(found: Strategy) -> str:
     """How far off the speed may be, in 8 of 10 cases."""
-    return f"+-{error_model_of(found.run, recorded_accuracy()).throughput:.0%}"
+    return f"+-{found.errors.throughput:.0%}"
 
 
 def _tree(
@@ -141,7 +138,7 @@ def _limit_tree(name: str, found: Strategy) -> dict[str, object]:
         "seq_len": q.seq_len,
         "global_batch_size": q.global_batch_size,
         "model": model_tree(q.shape),
-        "strategy": strategy_tree(found, None, error_model_of(found.run, recorded_accuracy())),
+        "strategy": strategy_tree(found),
         "told": _told(name, q),
     }
 
@@ -195,20 +192,22 @@ def _sizes_page(
     )
     yield ""
     width = max(len(request.cluster.name) for request, _ in rows)
-    axes = shown_axes([found.parallel for _, found in rows if isinstance(found, Strategy)])
-    head = f"{'device':<{width}}   gpus{layout_head(axes)}    GiB tok/s/gpu  range    MFU"
-    yield head + (" step s $/1M tok" if tokens is None else "   days    price")
+    fitting = [found.parallel for _, found in rows if isinstance(found, Strategy)]
+    columns = layout_columns(fitting)
+    yield f"{'device':<{width}}   gpus{next(columns)}    GiB tok/s/gpu  range    MFU" + (
+        " step s $/1M tok" if tokens is None else "   days    price"
+    )
     for request, found in rows:
         mark = ">" if found is chosen else " "
         start = f"{mark}{request.cluster.name:<{width}}{request.gpus:>6}"
         if isinstance(found, str):
             yield from wrapped(f"{start}  ", found)
             continue
-        line = f"{start}{layout_columns(found.parallel, axes)}{gib(found.memory.total):>7}"
+        line = f"{start}{next(columns)}{gib(found.memory.total):>7}"
         line += f"{found.cost.tokens_per_s_per_gpu:>10,.0f}{_off(found):>7}{found.cost.mfu:>7.1%}"
         length = found.length(tokens or 1e6)
-        time = f"{found.cost.step_time_s:>7.3g}" if tokens is None else days_column(length.days)
-        yield f"{line}{time}{money(length.price):>9}"
+        time = found.cost.step_time_s if tokens is None else length.days
+        yield f"{line}{three_digits(time):>7}{money(length.price):>9}"
     yield ""
     if max_days is not None and chosen is None:
         yield from wrapped("in time", f"none is done within {max_days:g} days")
@@ -218,7 +217,7 @@ def _sizes_page(
         hours = f"{length.gpu_hours:,.0f} GPU-hours, the cheapest within {max_days:g} days"
         yield from wrapped("in time", f"{told}, {hours}")
         yield from wrapped("layout", layout_text(chosen.parallel))
-    yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
+    yield from wrapped("how sure", how_sure(request))
 
 
 def _sizes_tree(
@@ -234,9 +233,7 @@ def _sizes_tree(
         if isinstance(found, str):
             row["none"] = found
         else:
-            length = None if tokens is None else found.length(tokens)
-            spread = error_model_of(found.run, recorded_accuracy())
-            row["strategy"] = strategy_tree(found, length, spread)
+            row["strategy"] = strategy_tree(found, tokens)
         sizes.append(row)
     tree = {
         "schema": "parallel3d.sweep/1",

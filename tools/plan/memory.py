@@ -15,15 +15,14 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.memory.states import RankStates
 from parallel3d.planner.model.parameters import total_parameters
-from parallel3d.planner.model.uncertainty import LEVEL, error_model_of
+from parallel3d.planner.model.uncertainty import LEVEL
 from parallel3d.planner.report.json import hardware_tree, memory_tree, model_tree, parallel_tree
-from parallel3d.planner.report.page import header, how_sure
-from parallel3d.planner.report.text import (
+from parallel3d.planner.report.page import (
     MEMORY_KINDS,
     bar,
     gib,
+    header,
     layout_text,
-    telling_ranks,
     wrapped,
 )
 from parallel3d.planner.search.request import PlanRequest, Strategy
@@ -32,7 +31,7 @@ from parallel3d.tools.aliases.layout import read_parallel
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.inputs import ParsedRequest, read_request, sequence_bytes, usual_request
 from parallel3d.tools.plan.models import find_model
-from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.plan.score import how_sure
 
 _STRATEGIES: dict[ShardingName, str] = {
     "NO_SHARD": "DDP",
@@ -121,7 +120,10 @@ def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
     usable_bytes = found.request.usable_bytes
     ranks = memory_by_rank(run)
     worst = found.memory
-    shown = telling_ranks(ranks, _MOST_RANKS)
+    shown = ranks
+    if len(ranks) > _MOST_RANKS:
+        last = len(ranks) - 1
+        shown = [ranks[rank] for rank in sorted({0, 1, last // 2, last - 1, last, worst.rank})]
     # The other kinds are in --explain and in the total.
     columns = [
         kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context")
@@ -161,22 +163,22 @@ def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
     yield ""
     usable = request.usable_bytes
     total = found.memory.total
-    limit = f"the {usable / GIB:.1f} GiB that {request.memory_rule} leaves"
+    limit = f"the {usable / GIB:.1f} GiB that --risk or --mem-fraction leaves"
     if total > usable:
         yield f"does not fit: {(total - usable) / GIB:.1f} GiB more than {limit}"
     else:
         yield f"fits: {total / usable:.0%} of {limit}"
-    around = error_model_of(found.run, recorded_accuracy()).around("memory", total)
+    around = found.errors.around("memory", total)
     between = f"{gib(around.low)} to {gib(around.high)} GiB"
     yield from wrapped("range", f"{between}; {10 * LEVEL:.0f} in 10")
-    yield from wrapped("how sure", how_sure(recorded_accuracy(), request))
+    yield from wrapped("how sure", how_sure(request))
 
 
 def _tree(found: Strategy) -> dict[str, Any]:
     request = found.request
     run = found.run
     worst = found.memory
-    spread = error_model_of(run, recorded_accuracy())
+    spread = found.errors
     ranks = [
         {
             "rank": memory.rank,

@@ -40,7 +40,7 @@ from parallel3d.planner.model.parameters import (
 )
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.planner.report.json import model_tree
-from parallel3d.planner.report.text import WIDTH, si
+from parallel3d.planner.report.page import WIDTH, si
 from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.cli_output import Reply

@@ -14,12 +14,11 @@ from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.report.json import to_json
-from parallel3d.planner.report.page import Plan, explanation, page
-from parallel3d.planner.search.fastest import compare, one_that_fits, search
+from parallel3d.planner.report.page import Plan, all_notes, labelled, page, reasons
+from parallel3d.planner.search.fastest import best_or_rule, one_that_fits, search
 from parallel3d.planner.search.neighbours import find_neighbours
 from parallel3d.planner.search.request import Fixed, PlanRequest, PlanResult, Rejected, Strategy
 from parallel3d.planner.search.size_limits import remedies
-from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
@@ -27,7 +26,7 @@ from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.limits import sweep_answer
 from parallel3d.tools.plan.memory import explained
-from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.plan.score import how_sure, recorded_accuracy
 
 _TOP = 10
 
@@ -36,7 +35,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
     """Plans, and writes the files that were asked for."""
     launch = launch_file(options)
     asked = read_request(options, gpus=options.gpus, fixed=read_fixed(options))
-    check_fixed(asked.request)
     plan = _plan(options, asked)
     if options.verify:
         plan = _verified(asked, plan)
@@ -52,9 +50,11 @@ def answer(options: argparse.Namespace) -> Reply:
     plan = make_plan(options)
 
     def lines() -> Iterator[str]:
-        yield from page(plan, bold=_bold if sys.stdout.isatty() else str).splitlines()
+        for line in page(plan).splitlines():
+            is_bold = line.startswith(">") and sys.stdout.isatty()
+            yield f"\033[1m{line}\033[0m" if is_bold else line
         if options.explain:
-            yield from ("", *explanation(plan))
+            yield from ("", *_explanation(plan))
         if options.explain and plan.best is not None:
             yield from ("", *explained(plan.best, whole=True))
 
@@ -65,8 +65,15 @@ def answer(options: argparse.Namespace) -> Reply:
     )
 
 
-def _bold(line: str) -> str:
-    return f"\033[1m{line}\033[0m"
+def _explanation(plan: Plan) -> Iterator[str]:
+    """Yields what led to the report: the search, the reasons, all notes, how sure it is."""
+    checked = f"the memory of {plan.result.checked:,} layouts, all others by bounds"
+    rows = [("searched", f"{checked}; ranked by {plan.objective}")]
+    if plan.best is not None:
+        rows += [("because", reason) for reason in reasons(plan.best)]
+    sure = how_sure(plan.request)
+    rows += [("note", note) for note in all_notes(plan)]
+    yield from labelled([*rows, ("how sure", sure)])
 
 
 def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
@@ -83,7 +90,8 @@ def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
         gc.enable()
     seconds = time.perf_counter() - start
     if options.why:
-        why = " ".join(options.why), compare(request, Fixed(**read_layout(options.why, "--why")))
+        wanted = replace(request, fixed=Fixed(**read_layout(options.why, "--why")))
+        why = " ".join(options.why), best_or_rule(wanted)
     return Plan(
         request=request,
         result=found,

@@ -18,7 +18,7 @@ from parallel3d.planner.memory.ranks import rank_memory, worst_rank
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.training import unmodeled_settings
-from parallel3d.planner.report.text import layout_text
+from parallel3d.planner.report.page import layout_text
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.recipes import find_recipe
 from parallel3d.recipes.host_memory_check import question_of

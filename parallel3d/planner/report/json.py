@@ -12,15 +12,27 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.model.uncertainty import ErrorModel
-from parallel3d.planner.report.page import Plan, reasons
-from parallel3d.planner.report.text import MEMORY_KINDS, TIME_KINDS, layout_text
-from parallel3d.planner.search.neighbours import Neighbour
-from parallel3d.planner.search.request import PlanRequest, Rejected, RunLength, Strategy
+from parallel3d.planner.report.page import MEMORY_KINDS, TIME_KINDS, Plan, layout_text, reasons
+from parallel3d.planner.search.request import PlanRequest, Rejected, Strategy
+
+_ASKED = (
+    "gpus",
+    "seq_len",
+    "global_batch_size",
+    "precision",
+    "memory_fraction",
+    "risk",
+    "schedules",
+)  # that a request and its JSON call alike
+_SPEEDS = (
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "mfu",
+)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    best = plan.best
+    result = plan.result
     tree = {
         "schema": "parallel3d.plan/1",
         "input": {
@@ -28,44 +40,22 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "objective": plan.objective,
             "tokens": plan.tokens,
         },
-        "strategies": [_strategy(plan, each) for each in plan.result.strategies],
-        "rejected": [rejected_tree(each, plan.request) for each in plan.result.rejected],
+        "strategies": [strategy_tree(each, plan.tokens) for each in result.strategies],
+        "rejected": [rejected_tree(each, plan.request) for each in result.rejected],
         "search": {
-            "checked": plan.result.checked,
+            "checked": result.checked,
             "seconds": plan.seconds,
         },
         "advice": {
-            "reasons": list(reasons(best)) if best else [],
+            "reasons": list(reasons(plan.best)) if plan.best else [],
             "remedies": plan.remedies,
             "least_days": plan.least_days,
         },
-        "neighbours": {
-            key: found and _neighbour(plan, found) for key, found in plan.neighbours.items()
-        },
+        "neighbours": {key: _neighbour(plan, key) for key in plan.neighbours},
         "notes": plan.notes,
-        "why": None,
+        "why": _why(plan),
         "accuracy": plan.accuracy,
-    }
-    if plan.why is not None:
-        asked, other = plan.why
-        found = None
-        nearest = None
-        refused = None
-        if isinstance(other, str):
-            refused = other
-        elif other.strategies:
-            found = other.strategies[0]
-        else:
-            nearest = other.rejected[0]
-        tree["why"] = {
-            "asked": asked,
-            "strategy": found and _strategy(plan, found),
-            "rejected": nearest and rejected_tree(nearest, plan.request),
-            "refused": refused,
-            "layout": found and layout_text(found.parallel),
-        }
-    if plan.verified:
-        tree["verified"] = [
+        "verified": [
             {
                 "parallel": parallel_tree(each.parallel),
                 "pipeline_rank": each.memory.rank,
@@ -74,38 +64,50 @@ def to_json(plan: Plan) -> dict[str, Any]:
                 "fits": bytes_ <= plan.request.usable_bytes,
             }
             for each, bytes_ in plan.verified
-        ]
+        ],
+    }
     return rounded(tree)
 
 
-def _strategy(plan: Plan, found: Strategy) -> dict[str, Any]:
-    return strategy_tree(found, plan.length(found), found.errors)
-
-
-def _neighbour(plan: Plan, found: Neighbour) -> dict[str, Any]:
+def _neighbour(plan: Plan, key: str) -> dict[str, Any] | None:
+    found = plan.neighbours[key]
+    if found is None:
+        return None
     request = found.strategy.request
     return {
         "gpus": request.gpus,
         "global_batch_size": request.global_batch_size,
         "gain_pct": 100 * found.gain,
-        "strategy": _strategy(plan, found.strategy),
+        "strategy": strategy_tree(found.strategy, plan.tokens),
     }
+
+
+def _why(plan: Plan) -> dict[str, Any] | None:
+    """Returns what --why asked, and one of three answers."""
+    if plan.why is None:
+        return None
+    asked, other = plan.why
+    tree: dict[str, Any] = dict.fromkeys(("strategy", "layout", "rejected", "refused"))
+    tree["asked"] = asked
+    if isinstance(other, str):
+        tree["refused"] = other
+    elif other.strategies:
+        found = other.strategies[0]
+        tree["strategy"] = strategy_tree(found, plan.tokens)
+        tree["layout"] = layout_text(found.parallel)
+    else:
+        tree["rejected"] = rejected_tree(other.rejected[0], plan.request)
+    return tree
 
 
 def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
     """Returns a recipe's `parallel` section, with the strategy of sharding spelt out."""
-    tree = asdict(replace(parallel, sharding=parallel.strategy))
-    if parallel.stage_boundaries is None:
-        del tree["stage_boundaries"]
-    return tree
+    return asdict(replace(parallel, sharding=parallel.strategy))
 
 
 def memory_tree(memory: RankMemory) -> dict[str, float]:
     """By kind in GiB; the kinds add up to the total."""
-    return {
-        "total": memory.total / GIB,
-        **{kind: getattr(memory, kind) / GIB for kind in MEMORY_KINDS},
-    }
+    return {kind: getattr(memory, kind) / GIB for kind in ("total", *MEMORY_KINDS)}
 
 
 def model_tree(shape: ModelShape) -> dict[str, Any]:
@@ -133,9 +135,7 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
 def scales_tree(scales: Scales) -> dict[str, Any] | None:
     """Returns what measured runs correct, None without any; `timed` and `weighed` name the
     framework of each run."""
-    if scales.timed or scales.weighed:
-        return asdict(scales)
-    return None
+    return asdict(scales) if scales.timed or scales.weighed else None
 
 
 def rejected_tree(rejected: Rejected, request: PlanRequest) -> dict[str, Any]:
@@ -150,52 +150,42 @@ def rejected_tree(rejected: Rejected, request: PlanRequest) -> dict[str, Any]:
 def request_tree(request: PlanRequest) -> dict[str, Any]:
     """What was asked, with defaults filled in."""
     return {
+        **{key: getattr(request, key) for key in _ASKED},
         "model": model_tree(request.shape),
         "hardware": hardware_tree(request.cluster),
-        "gpus": request.gpus,
-        "seq_len": request.seq_len,
-        "global_batch_size": request.global_batch_size,
-        "precision": request.precision,
-        "memory_fraction": request.memory_fraction,
-        "risk": request.risk,
         "anchored": scales_tree(request.cluster.scales),
         "usable_gib": request.usable_bytes / GIB,
-        "fixed": {key: value for key, value in asdict(request.fixed).items() if value is not None},
-        "schedules": request.schedules,
+        "fixed": {key: value for key, value in vars(request.fixed).items() if value is not None},
     }
 
 
-def strategy_tree(found: Strategy, length: RunLength | None, spread: ErrorModel) -> dict[str, Any]:
+def strategy_tree(found: Strategy, tokens: float | None = None) -> dict[str, Any]:
     """A strategy, with how long the run takes if its tokens are known, and the range of each
     figure."""
     request = found.request
-    parallel = found.parallel
+    memory = found.memory
     cost = found.cost
-    run_length = length and asdict(length)
-    speeds = {name: getattr(cost, name) for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu")}
-    ranges = {}
-    for name, value in {**speeds, **(run_length or {})}.items():
+    spread = found.errors
+    length = asdict(found.length(tokens)) if tokens else {}
+    speeds = {name: getattr(cost, name) for name in _SPEEDS}
+    ranges = {"memory_gib": asdict(spread.around("memory", memory.total / GIB))}
+    for name, value in (speeds | length).items():
         if value is not None:
             ranges[name] = asdict(spread.around("throughput", value))
-    ranges["memory_gib"] = asdict(spread.around("memory", found.memory.total / GIB))
     vocab = found.run.shape.vocab
     return {
-        "parallel": parallel_tree(parallel),
-        "gpus": parallel.world_size,
+        **speeds,
+        "parallel": parallel_tree(found.parallel),
+        "gpus": found.parallel.world_size,
         "microbatches": found.run.layout.microbatches,
         "padded_vocab": vocab if vocab != request.shape.vocab else None,
-        "fits": found.memory.total <= request.usable_bytes,
-        "memory_gib": memory_tree(found.memory),
-        "worst_rank": found.memory.rank,
-        "step_time_s": cost.step_time_s,
+        "fits": memory.total <= request.usable_bytes,
+        "memory_gib": memory_tree(memory),
+        "worst_rank": memory.rank,
         "time_s": {kind: getattr(cost.parts, kind) for kind in TIME_KINDS},
-        "tokens_per_s_per_gpu": cost.tokens_per_s_per_gpu,
         "tflops_per_gpu": cost.model_flops_per_gpu / 1e12,
-        "mfu": cost.mfu,
-        "run": run_length,
+        "run": length or None,
         "goodput": found.goodput and found.goodput._asdict(),
         "ranges": ranges,
-        "chance_to_fit": spread.chance_to_fit(
-            found.memory.total, request.cluster.device.memory_bytes
-        ),
+        "chance_to_fit": spread.chance_to_fit(memory.total, request.cluster.device.memory_bytes),
     }

@@ -1,45 +1,35 @@
-"""A plan as a report for people that is read in half a minute, and the explanation behind it.
-
-The report is plain ASCII, at most 22 lines of 80 columns. `bold` marks the winner on a terminal.
-Both are pure functions of a `Plan`, so they are tested as text.
+"""A plan as a report for people that is read in half a minute: plain ASCII, at most 22 lines of 80
+columns, a pure function of a `Plan`. Below it are the texts of figures that other pages share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from parallel3d.config.recipe import ParallelConfig
+from parallel3d.planner.hardware.cluster import Scales
 from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import (
     active_parameters,
     model_flops_per_token,
     total_parameters,
 )
-from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.uncertainty import LEVEL, Figure
-from parallel3d.planner.report.text import (
-    TIME_KINDS,
-    bar,
-    gib,
-    layout_columns,
-    layout_head,
-    layout_text,
-    links_text,
-    memory_text,
-    money,
-    scales_text,
-    shown_axes,
-    si,
-    time_text,
-    wrapped,
-)
+from parallel3d.planner.model.planned_run import FrameworkLayout
+from parallel3d.planner.model.uncertainty import Figure
 from parallel3d.planner.search.fastest import Objective
 from parallel3d.planner.search.neighbours import Neighbour
-from parallel3d.planner.search.request import PlanRequest, PlanResult, RunLength, Strategy
+from parallel3d.planner.search.request import PlanRequest, PlanResult, Strategy
 from parallel3d.planner.search.ties import TIE
+from parallel3d.planner.time.step import TimeParts
 
+WIDTH = 80
+MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))
+TIME_KINDS = tuple(f.name for f in fields(TimeParts))
+_BAR = 8  # characters
 _MOST_LINES = 22
 _MOST_REJECTED = 3
 _MOST_SHOWN = 4  # the winner and three rivals
@@ -51,17 +41,17 @@ class Plan:
 
     request: PlanRequest
     result: PlanResult
-    objective: Objective = "throughput"
-    seconds: float = 0.0
-    top: int | None = None  # lines of the table
-    tokens: float | None = None
+    objective: Objective
+    seconds: float
+    top: int | None  # lines of the table
+    tokens: float | None
     # what --why asked, with the result or the rule that it breaks
-    why: tuple[str, PlanResult | str] | None = None
-    remedies: tuple[str, ...] = ()
+    why: tuple[str, PlanResult | str] | None
+    remedies: tuple[str, ...]
     # what gains more than 5%, by the key of the request that it changes
-    neighbours: Mapping[str, Neighbour | None] = field(default_factory=dict)
+    neighbours: Mapping[str, Neighbour | None]
     accuracy: dict[str, Any]  # accuracy.json (docs/plan.md); errors in per cent
-    notes: tuple[str, ...] = ()  # on what the model's file says
+    notes: tuple[str, ...]  # on what the model's file says
     commands: tuple[str, ...] = ()  # what to type next
     # the layouts that --verify ran dry, with the bytes that a device needs by the dry run
     verified: tuple[tuple[Strategy, float], ...] = ()
@@ -71,38 +61,38 @@ class Plan:
 
     @property
     def best(self) -> Strategy | None:
-        if self.result.strategies:
-            return self.result.strategies[0]
-        return None
-
-    def length(self, found: Strategy) -> RunLength | None:
-        if self.tokens is None:
-            return None
-        return found.length(self.tokens)
+        return next(iter(self.result.strategies), None)
 
     @property
     def least_days(self) -> float | None:
         """Days that the tokens take at least, if matmuls ran all the time."""
         if self.tokens is None:
             return None
-        request = self.request
-        device = request.cluster.device
-        flops = model_flops_per_token(request.shape, request.seq_len) * self.tokens
-        rate = device.peak(request.precision) * device.matmul_efficiency * request.gpus
+        q = self.request
+        device = q.cluster.device
+        flops = model_flops_per_token(q.shape, q.seq_len) * self.tokens
+        rate = device.peak(q.precision) * device.matmul_efficiency * q.gpus
         return flops / rate / 86400
 
 
-def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
+def page(plan: Plan) -> str:
     """Returns the report, which ends with a newline. Notes without room are in the explanation."""
     best = plan.best
-    lines = [*header(plan.request), ""]
-    if best is not None:
-        lines += [*_table(plan, bold), ""]
-    rows = [*(_remedies(plan) if best is None else _summary(plan, best)), *_answers(plan)]
-    rows += [("note", note) for note in all_notes(plan)]
-    lines += _labelled(rows)
+    q = plan.request
+    lines = [*header(q), ""]
+    commands = plan.commands
+    if best is None:
+        rows = _remedies(plan)
+    else:
+        lines += [*_table(plan), ""]
+        rows = _summary(plan, best)
+        trains = q.framework.is_parallel3d and not q.shape.lacks_module
+        option = "--emit-recipe plan.yaml" if trains else "--explain"
+        commands = commands or (f"the same command with {option}",)
+    notes = [("note", note) for note in all_notes(plan)]
+    lines += labelled([*rows, *_answers(plan), *notes])
     end: list[str] = []
-    for command in plan.commands or _usual_next(plan):
+    for command in commands:
         is_script = "\n" in command
         end += [f"next      {command}"] if is_script else wrapped("next", command, " \\")
     room = _MOST_LINES - len(end)
@@ -111,27 +101,8 @@ def page(plan: Plan, *, bold: Callable[[str], str] = str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in (*lines, *end))
 
 
-def _usual_next(plan: Plan) -> Iterator[str]:
-    q = plan.request
-    if plan.best is not None:
-        is_own = q.framework.is_parallel3d and not q.shape.lacks_module
-        yield f"the same command with {'--emit-recipe plan.yaml' if is_own else '--explain'}"
-
-
-def explanation(plan: Plan) -> Iterator[str]:
-    """Yields what led to the report: the search, the reasons, all notes, how sure it is."""
-    checked = f"the memory of {plan.result.checked:,} layouts, all others by bounds"
-    rows = [("searched", f"{checked}; ranked by {plan.objective}")]
-    if plan.best is not None:
-        rows += [("because", reason) for reason in reasons(plan.best)]
-        rejected = plan.result.rejected[:_MOST_REJECTED]
-        rows += [("no room", f"{_sizes(each.parallel)} {each.reason}") for each in rejected]
-    rows += [("note", note) for note in all_notes(plan)]
-    rows.append(("how sure", how_sure(plan.accuracy, plan.request)))
-    yield from _labelled(rows)
-
-
-def _labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+def labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yields the lines of labels and texts."""
     for label, text in rows:
         yield from wrapped(label, text)
 
@@ -143,10 +114,13 @@ def header(q: PlanRequest, *, has_size: bool = True) -> Iterator[str]:
     cluster = q.cluster
     active = f", {si(active_parameters(shape))} active" if shape.experts else ""
     model = f"{shape.name}, {si(total_parameters(shape))} parameters{active}"
-    batch = f"{q.global_batch_size} x {q.seq_len} tokens"
-    yield from wrapped("model", f"{model}; {batch}, {q.precision}")
+    yield from wrapped(
+        "model", f"{model}; {q.global_batch_size} x {q.seq_len} tokens, {q.precision}"
+    )
     count = f"{q.gpus} x " if has_size else ""
-    yield from wrapped("hardware", f"{count}{cluster.device.name}; {links_text(cluster)}")
+    node = f"{cluster.node.bandwidth / 1e9:g} GB/s in nodes of {cluster.gpus_per_node}"
+    links = f"{node}, {cluster.network.bandwidth / 1e9:g} GB/s between them"
+    yield from wrapped("hardware", f"{count}{cluster.device.name}; {links}")
     corrected = scales_text(cluster.scales)
     if corrected:
         yield from wrapped("anchored", f"by measured runs: {corrected}")
@@ -157,33 +131,32 @@ def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
     memory = best.memory
     cost = best.cost
     parts = cost.parts
-    length = plan.length(best)
     usable = plan.request.usable_bytes
     yield "layout", layout_text(best.parallel)
     held = f"{bar(memory.total / usable)} {gib(memory.total)} of {usable / GIB:.1f} GiB"
     yield "memory", f"{held} on rank {memory.rank}: {memory_text(memory)}"
     yield "time", f"{cost.step_time_s:.3g} s a step: {time_text(parts)}"
     speed = cost.tokens_per_s_per_gpu
-    rate = f"{si(speed * best.parallel.world_size)} tokens/s"
-    rate += f", {three_digits(cost.model_flops_per_gpu / 1e12)} TFLOP/s/gpu"
+    total = si(speed * best.parallel.world_size)
+    rate = f"{total} tokens/s, {three_digits(cost.model_flops_per_gpu / 1e12)} TFLOP/s/gpu"
     ranges = [
         _between(best, "throughput", speed, "tok/s/gpu"),
         _between(best, "memory", memory.total / GIB, "GiB"),
     ]
-    if length is not None:
+    if plan.tokens is not None:
+        length = best.length(plan.tokens)
         rate += f"; {three_digits(length.days)} days, {si(length.gpu_hours)} GPU-hours"
-        rate += f", {money(length.price)}" if length.price is not None else ""
+        if length.price is not None:
+            rate += f", {money(length.price)}"
         ranges.append(_between(best, "throughput", length.days, "days"))
     yield "speed", rate
     if best.goodput:
-        saves = f"saves every {best.goodput.interval_s / 60:.3g} min"
-        yield "goodput", f"{best.goodput.share:.1%} of the time trains if the job {saves}"
-    yield "range", f"{', '.join(ranges)} ({10 * LEVEL:.0f} in 10)"
-    losses = {kind: getattr(parts, kind) for kind in TIME_KINDS if kind != "compute"}
-    largest = max(losses, key=lambda kind: losses[kind])
-    if losses[largest] < 0.03 * parts.total:
-        largest = "compute"
-    share = getattr(parts, largest) / parts.total
+        minutes = best.goodput.interval_s / 60
+        saves = f"if the job saves every {minutes:.3g} min"
+        yield "goodput", f"{best.goodput.share:.1%} of the time trains {saves}"
+    yield "range", f"{', '.join(ranges)} (8 in 10)"
+    losses = largest_first(parts, [kind for kind in TIME_KINDS if kind != "compute"], 0.03)
+    share, largest = (losses or largest_first(parts, ["compute"], 0))[0]
     left = f"{(usable - memory.total) / GIB:.1f} GiB are left"
     yield "limits", f"{largest} takes {share:.0%} of the time; {left}"
 
@@ -194,8 +167,8 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
     for each, bytes_ in plan.verified:
         fits = "fits" if bytes_ <= plan.request.usable_bytes else "does not fit"
         exact = f"{bytes_ / GIB:.1f} GiB by a dry run of the real code"
-        estimated = f"{each.memory.total / GIB:.1f} estimated"
-        yield "verified", f"{_sizes(each.parallel)} {fits}: {exact}, {estimated}"
+        estimated = each.memory.total / GIB
+        yield "verified", f"{_sizes(each.parallel)} {fits}: {exact}, {estimated:.1f} estimated"
     for other in plan.result.strategies[1:2]:
         gain = _gain(other, plan.result.strategies[0])
         if abs(gain) <= TIE:
@@ -207,10 +180,9 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
             size = getattr(other.request, key)
             asked = getattr(plan.request, key)
             gains = f"{neighbour.gain:+.0%} tok/s/gpu"
-            label = "batch"
             if key == "gpus":
-                label = "devices"
                 gains += f" ({(1 + neighbour.gain) * size / asked - 1:+.0%} in all)"
+            label = "devices" if key == "gpus" else "batch"
             yield label, f"{size} instead of {asked}: {gains}, {_sizes(other.parallel)}"
     if plan.why is not None:
         words, answer = plan.why
@@ -227,19 +199,21 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 def _remedies(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields what would fit if nothing does, and how long the tokens take at least."""
-    rejected = plan.result.rejected
-    usable = plan.request.usable_bytes
-    more = f"{rejected[0].short_bytes / usable:.0%} more"
-    yield "no layout", f"fits: {more} than the {usable / GIB:.1f} GiB of a device is needed"
-    for each in rejected[:_MOST_REJECTED]:
+    request = plan.request
+    usable = request.usable_bytes
+    more = plan.result.rejected[0].short_bytes / usable
+    yield (
+        "no layout",
+        f"fits: {more:.0%} more than the {usable / GIB:.1f} GiB of a device is needed",
+    )
+    for each in plan.result.rejected[:_MOST_REJECTED]:
         yield "nearest", f"{_sizes(each.parallel)}: {each.reason}"
     for remedy in plan.remedies or ("nothing that was tried: more devices, shorter sequences",):
         yield "would fit", remedy
-    if plan.least_days is not None:
-        days = plan.least_days
+    days = plan.least_days
+    if days is not None:
         time = f"{days:,.1f} days" if days < 730 else f"{days / 365.25:,.0f} years"
-        on = f"{plan.request.gpus} x {plan.request.cluster.device.name}"
-        yield "time", f"at least {time} on {on}, if all of it were matmuls"
+        yield "time", f"at least {time} on these devices, if all of it were matmuls"
 
 
 def all_notes(plan: Plan) -> Iterator[str]:
@@ -254,22 +228,6 @@ def all_notes(plan: Plan) -> Iterator[str]:
         yield "an order of magnitude: parallel3d-plan calibrate -o mine.yaml measures this CPU"
     if q.shape.experts is not None:
         yield "all experts are taken to get equally many tokens: uneven ones take longer"
-
-
-def how_sure(known: Mapping[str, Any], about: PlanRequest | PlannedRun) -> str:
-    """Returns the recorded errors on sources that nothing was set on."""
-    own = ""
-    if about.shape.experts is not None:
-        own = "mixtures were never fitted to a run (25 published ones: 13% off, most too fast); "
-    elif about.framework.is_parallel3d:
-        own = "parallel3d itself was never measured on a GPU; "
-    errors = known["blind"]
-    return (
-        f"{own}median error on published runs whose source was left out "
-        f"{errors['throughput_median']:.1f}% of speed "
-        f"(90% within {errors['throughput_p90']:.0f}%) and {errors['memory_median']:.1f}% of memory"
-        f" ({errors['memory_p90']:.0f}%); scored {known['date']}"
-    )
 
 
 def three_digits(value: float) -> str:
@@ -288,28 +246,24 @@ def reasons(best: Strategy) -> Iterator[str]:
     parallel = best.parallel
     if parallel.tp == parallel.pp == 1:
         yield f"the model fits at {gib(best.memory.total)} GiB a device without tp or pp"
-    if parallel.recompute != "none":
-        none = replace(parallel, recompute="none", recompute_every=None)
-        missing = replace(best, parallel=none).memory.total - best.request.usable_bytes
-        if missing > 0:
-            yield f"without recompute {missing / GIB:.1f} GiB are missing"
+    none = replace(parallel, recompute="none", recompute_every=None)
+    missing = replace(best, parallel=none).memory.total - best.request.usable_bytes
+    if missing > 0:
+        yield f"without recompute {missing / GIB:.1f} GiB are missing"
 
 
-def _table(plan: Plan, bold: Callable[[str], str]) -> Iterator[str]:
+def _table(plan: Plan) -> Iterator[str]:
     """Yields the best layouts, the winner marked."""
     found = plan.result.strategies[: plan.top or _MOST_SHOWN]
-    axes = shown_axes([each.parallel for each in found])
+    head, *rows = layout_columns([each.parallel for each in found])
     last = "step s" if plan.tokens is None else "days"
-    yield f" {layout_head(axes)}{'GiB':>7}{'tok/s/gpu':>11}{'MFU':>8}{last:>8}"
-    mark = ">"
-    for each in found:
+    yield f" {head}{'GiB':>7}{'tok/s/gpu':>11}{'MFU':>8}{last:>8}"
+    for index, each in enumerate(found):
         cost = each.cost
-        length = plan.length(each)
-        time = three_digits(cost.step_time_s if length is None else length.days)
-        line = f"{mark}{layout_columns(each.parallel, axes)}{gib(each.memory.total):>7}"
-        line += f"{cost.tokens_per_s_per_gpu:>11,.0f}{cost.mfu:>8.1%}{time:>8}"
-        yield bold(line) if mark == ">" else line
-        mark = " "
+        time = cost.step_time_s if plan.tokens is None else each.length(plan.tokens).days
+        line = f"{rows[index]}{gib(each.memory.total):>7}"
+        line += f"{cost.tokens_per_s_per_gpu:>11,.0f}{cost.mfu:>8.1%}{three_digits(time):>8}"
+        yield f" {line}" if index else f">{line}"
 
 
 def _why_not(other: PlanResult | str, best: Strategy | None) -> str:
@@ -318,10 +272,113 @@ def _why_not(other: PlanResult | str, best: Strategy | None) -> str:
     if not other.strategies:
         nearest = other.rejected[0]
         return f"does not fit: {_sizes(nearest.parallel)} {nearest.reason}"
+    found = other.strategies[0]
     if best is None:
         return "fits where what is fixed does not"
-    found = other.strategies[0]
     if found.parallel == best.parallel:
         return "it is the winner"
     held = f"{gib(found.memory.total)} GiB"
     return f"{_gain(found, best):+.1%} tokens/s, {held}; {time_text(found.cost.parts)}"
+
+
+def bar(share: float) -> str:
+    """Draws how full a device is: [########--]."""
+    full = min(_BAR, round(share * _BAR))
+    return f"[{'#' * full}{'-' * (_BAR - full)}]"
+
+
+def layout_text(parallel: ParallelConfig) -> str:
+    """A layout as overrides of a recipe would say it, without what is at its default."""
+    plain = asdict(FrameworkLayout())
+    said = []
+    for key, value in asdict(parallel).items():
+        if value != plain[key]:
+            said.append(f"{key}={'true' if value is True else value}")
+    return " ".join(said) or "one device, nothing parallel"
+
+
+def layout_columns(layouts: Sequence[ParallelConfig]) -> Iterator[str]:
+    """Yields the head of a table of layouts, and the columns of each: tp, pp, stages a rank, the
+    axes of other frameworks that any of them uses, data ranks (sharded x replicated), microbatch,
+    recompute."""
+    axes = []
+    for axis in ("cp", "ep"):
+        if any(vars(parallel).get(axis, 1) > 1 for parallel in layouts):
+            axes.append(axis)
+    yield f"  tp  pp  vs{''.join(f'  {axis}' for axis in axes)}  dp s x r  mb recompute"
+    for parallel in layouts:
+        more = "".join(f"{getattr(parallel, axis):>4}" for axis in axes)
+        recompute: str = parallel.recompute
+        if parallel.recompute_every:
+            recompute = f"every {parallel.recompute_every}"
+        sizes = f"{parallel.tp:>4}{parallel.pp:>4}{parallel.virtual_stages:>4}{more}"
+        data = f"{parallel.dp_shard} x {parallel.dp_replicate}"
+        yield f"{sizes} {data:>9}{parallel.microbatch_size:>4} {recompute:<9}"
+
+
+def memory_text(memory: RankMemory) -> str:
+    kinds = largest_first(memory, MEMORY_KINDS, 0.05)
+    return ", ".join(f"{kind} {gib(share * memory.total)}" for share, kind in kinds)
+
+
+def time_text(parts: TimeParts) -> str:
+    kinds = largest_first(parts, TIME_KINDS, 0.02)
+    return ", ".join(f"{kind} {share:.1%}" for share, kind in kinds)
+
+
+def largest_first(
+    figures: RankMemory | TimeParts, kinds: Sequence[str], least: float
+) -> list[tuple[float, str]]:
+    """Returns the shares of a total that are at least so large."""
+    shares = [(getattr(figures, kind) / figures.total, kind) for kind in kinds]
+    return sorted([each for each in shares if each[0] >= least], reverse=True)
+
+
+def gib(bytes_: float) -> str:
+    """74.7, and two digits of what is less than one."""
+    if bytes_ >= GIB:
+        return f"{bytes_ / GIB:.1f}"
+    return f"{bytes_ / GIB:.2g}"
+
+
+def si(number: float) -> str:
+    """8.03B: three digits and a letter."""
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit * 0.9995:
+            scaled = float(f"{number / limit:.3g}")
+            return f"{scaled:g}{letter}"
+    return f"{number:.3g}"
+
+
+def scales_text(scales: Scales) -> str:
+    """Returns what measured runs correct, and by how much; empty if nothing was measured."""
+    said = []
+    if scales.timed:
+        slower = (
+            f"arithmetic takes {scales.arithmetic:.2f}, links in a node {scales.node:.2f} and the "
+            f"network {scales.network:.2f}"
+        )
+        said.append(f"{slower} times as long as predicted")
+    if scales.weighed:
+        said.append(f"memory beside states is {scales.memory:.2f} times what is counted")
+    return ", ".join(said)
+
+
+def money(dollars: float | None) -> str:
+    if dollars is None:
+        return "-"
+    return f"${si(dollars)}"
+
+
+def wrapped(name: str, text: str, end: str = "") -> list[str]:
+    """Returns lines of the report, the name in the margin of the first. All lines but the last end
+    with `end`: a backslash in a command."""
+    lines = textwrap.wrap(
+        text,
+        WIDTH - len(end),
+        initial_indent=f"{name:<10}",
+        subsequent_indent=" " * 10,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line + end for line in lines[:-1]] + lines[-1:]

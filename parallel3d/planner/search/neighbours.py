@@ -4,7 +4,6 @@ devices none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -27,20 +26,15 @@ class Neighbour:
 def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour | None]:
     """Finds the nearest number of `gpus` and the nearest `global_batch_size` that gain more than 5%
     over the fastest layout of the request, which takes `step_s` by the closed form."""
-    gpus = request.gpus
-    batch = request.global_batch_size
     node = request.cluster.gpus_per_node
-    unit = node & -node  # a rack of 72 is used in eights
-    plain = request
-    if request.fixed.dp_shard is None:  # hybrid sharding would take half of the time
-        replicas = request.fixed.dp_replicate or 1
-        plain = replace(request, fixed=replace(request.fixed, dp_replicate=replicas))
-    sizes = [replace(plain, gpus=each) for each in _near_numbers(gpus, unit)]
-    batches = [replace(plain, global_batch_size=each) for each in _near_numbers(batch, gpus)]
-    sequence_s = 0.0 if step_s == inf else step_s * gpus / batch  # nothing gains if nothing fits
+    sequence_s = step_s * request.gpus / request.global_batch_size  # of a device
+    sizes = _near_numbers(request.gpus, node & -node)  # a rack of 72 is used in eights
+    batches = _near_numbers(request.global_batch_size, request.gpus)
+    on_others = [replace(request, gpus=each) for each in sizes]
+    with_others = [replace(request, global_batch_size=each) for each in batches]
     return {
-        "gpus": _first_gain(sizes, sequence_s),
-        "global_batch_size": _first_gain(batches, sequence_s),
+        "gpus": _first_gain(on_others, sequence_s),
+        "global_batch_size": _first_gain(with_others, sequence_s),
     }
 
 
@@ -53,18 +47,15 @@ def _near_numbers(number: int, unit: int) -> list[int]:
         found |= {below - step, below, below + step}
     near = [each for each in found - {number} if 2 * number <= 3 * each <= 4 * number]
     near.sort(key=lambda each: (each % unit == 0, each & -each), reverse=True)
-    return sorted(near[:_MOST], key=lambda each: abs(each - number))
+    return sorted(near[:_MOST], key=lambda each: (abs(each - number), -each))
 
 
-def _first_gain(requests: Iterable[PlanRequest], sequence_s: float) -> Neighbour | None:
-    """Returns the first request that gains about as much as the best, over the seconds that a
-    device takes for a sequence."""
-    found = []
+def _first_gain(requests: list[PlanRequest], sequence_s: float) -> Neighbour | None:
+    """Returns the first request that gains; None if nothing fits."""
     for other in requests:
         as_slow_s = sequence_s * other.global_batch_size / other.gpus
         best = fastest_by_closed_form(other, within_s=as_slow_s / (1 + TIE))
-        if best is not None:
+        if best is not None and as_slow_s < inf:
             gain = as_slow_s / best.step_time_s - 1
-            found.append(Neighbour(strategy=Strategy(other, best.parallel), gain=gain))
-    most = max((each.gain for each in found), default=0.0)
-    return next((each for each in found if each.gain >= most - TIE), None)
+            return Neighbour(strategy=Strategy(other, best.parallel), gain=gain)
+    return None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import product
-from math import gcd, lcm
+from functools import cached_property
+from math import lcm
 from typing import Any
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
@@ -22,9 +21,6 @@ from parallel3d.planner.model.uncertainty import ErrorModel, error_model_of
 from parallel3d.planner.search.goodput import Failures, Goodput
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.schedules.registry import ScheduleName
-from parallel3d.shard_sizes import divisors
-
-_SHORTEST_PART = 4096  # tokens of a sequence that each rank of cp has at least, unless cp is fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +57,7 @@ class PlanRequest:
 
     `memory_fraction` is how full a device may be predicted to get. If the user asked for a `risk`
     of not fitting, it follows from that risk. `recorded` has the errors on published runs (the
-    content of accuracy.json), which decide ties. Without it all ranges are equal."""
+    content of accuracy.json), which decide ties."""
 
     shape: ModelShape
     cluster: Cluster
@@ -77,33 +73,7 @@ class PlanRequest:
     risk: float | None = None
     failures: Failures | None = None
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
-    recorded: Mapping[str, Any] = field(default_factory=dict)
-
-    def other_axes(self, tp: int, pp: int) -> Iterator[tuple[int, int]]:
-        """Returns each cp and ep that the framework may have with this tp and pp: only (1, 1) if it
-        has neither axis."""
-        left = self.gpus // (tp * pp)
-        axes = self.framework.axes
-        experts = self.shape.experts
-        cps = [1]
-        eps = [1]
-        if "cp" in axes:
-            longest = self.seq_len // _SHORTEST_PART
-            most = self.fixed.cp or max(1, longest)
-            cps = [cp for cp in divisors(left) if cp == 1 or self.seq_len % (2 * cp) == 0]
-            cps = [cp for cp in cps if cp <= most]
-        if "ep" in axes and experts is not None:
-            eps = divisors(gcd(experts.count, tp * left))
-        for cp, ep in product(cps, eps):
-            if self.fixed.allows(cp=cp, ep=ep):
-                yield cp, ep
-
-    @property
-    def memory_rule(self) -> str:
-        """The option that says how full a device may get."""
-        if self.risk is None:
-            return f"--mem-fraction {self.memory_fraction:g}"
-        return f"--risk {self.risk:g}"
+    recorded: Mapping[str, Any] = field(default_factory=lambda: {"runs_by_hardware": {}})
 
     @property
     def usable_bytes(self) -> float:
@@ -114,7 +84,8 @@ class PlanRequest:
         one that tp divides, as it is or padded to a multiple of 128, for tensor cores."""
         if self.framework.is_parallel3d or self.shape.vocab % tp == 0:
             return self.shape
-        return _padded(self.shape, lcm(128, tp))
+        step = lcm(128, tp)
+        return replace(self.shape, vocab=-(-self.shape.vocab // step) * step)
 
     def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
         """Returns the run that answers the request with a layout."""
@@ -127,11 +98,6 @@ class PlanRequest:
             precision=self.precision,
             optimizer=self.training,
         )
-
-
-@lru_cache(maxsize=256)
-def _padded(shape: ModelShape, step: int) -> ModelShape:
-    return replace(shape, vocab=-(-shape.vocab // step) * step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,45 +19,24 @@ from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.space import MOST_MICROBATCH
 from parallel3d.shard_sizes import divisors
 
-_STEPS = 16  # between two doublings
-_MOST_DOUBLINGS = 16  # of a node
-_SHORTEST = 128  # tokens
-_LONGEST = 2**24
+_LONGEST = 2**24  # tokens
 
 
 def smallest_cluster(request: PlanRequest) -> Strategy | None:
-    """Finds the fewest devices that hold the model: parts of a node, then whole nodes; beyond 16
-    nodes in steps of a 32nd to a 16th. Returns None if no number of them does, because the memory
-    of one sequence is not divided far enough."""
+    """Finds the fewest devices that hold the model: parts of a node, then whole nodes. Returns None
+    if no number of them does, because the memory of one sequence is not divided far enough."""
     node = request.cluster.gpus_per_node
     sizes = divisors(node)
-    sizes += [node * 2**doublings for doublings in range(1, _MOST_DOUBLINGS + 1)]
-    found = _first_that_fits(replace(request, gpus=gpus) for gpus in sizes)
-    if found is None or found.request.gpus <= node:
-        return found
-    gpus = found.request.gpus
-    step = max(1, gpus // node // 2 // _STEPS) * node
-    fewer = range(gpus // 2 + step, gpus, step)
-    return _first_that_fits(replace(request, gpus=gpus) for gpus in fewer) or found
+    sizes += [node * nodes for nodes in _sizes(2, 2**16)]
+    return _first_that_fits(replace(request, gpus=gpus) for gpus in sizes)
 
 
 def longest_sequence(request: PlanRequest) -> Strategy | None:
-    """Finds the longest sequence that fits, to a 16th of a power of 2. A learned position table
-    limits it."""
-    rows = _LONGEST
-    if request.shape.positions == "learned":
-        rows = request.shape.position_rows
-    lengths: list[int] = []
-    power = _SHORTEST
-    while power <= rows:
-        lengths += range(power, min(2 * power, rows + 1), power // _STEPS)
-        power *= 2
-
-    def layout_of(seq_len: int) -> Strategy | None:
-        return one_that_fits(replace(request, seq_len=seq_len))
-
-    fitting = bisect_right(lengths, False, key=lambda length: layout_of(length) is None)
-    return layout_of(lengths[fitting - 1]) if fitting else None
+    """Finds the longest sequence that fits. A learned position table limits it."""
+    sizes = _sizes(128, _most_tokens(request.shape))
+    requests = [replace(request, seq_len=size) for size in sizes]
+    fitting = bisect_right(requests, False, key=lambda each: one_that_fits(each) is None)
+    return one_that_fits(requests[fitting - 1]) if fitting else None
 
 
 def largest_batch(request: PlanRequest) -> Strategy | None:
@@ -66,43 +45,50 @@ def largest_batch(request: PlanRequest) -> Strategy | None:
     with their number."""
     fixed = request.fixed
     replicas = fixed.dp_replicate or 1
-    microbatches = divisors(MOST_MICROBATCH)
-    if fixed.microbatch_size is not None:
-        microbatches = [fixed.microbatch_size]
+    microbatches = {*divisors(MOST_MICROBATCH), fixed.microbatch_size or 1}
     choices = product(divisors(request.gpus // replicas), microbatches)
+    requests = []
     for shards, microbatch in sorted(choices, key=prod, reverse=True):
-        if fixed.dp_shard not in (None, shards):
-            continue
-        batch = shards * replicas * microbatch
-        at_once = replace(fixed, dp_shard=shards, dp_replicate=replicas, microbatch_size=microbatch)
-        found = one_that_fits(replace(request, global_batch_size=batch, fixed=at_once))
-        if found is not None:
-            return Strategy(replace(found.request, fixed=fixed), found.parallel)
-    return None
+        if fixed.allows(dp_shard=shards, microbatch_size=microbatch):
+            one = replace(fixed, dp_shard=shards, dp_replicate=replicas, microbatch_size=microbatch)
+            batch = shards * replicas * microbatch
+            requests.append(replace(request, global_batch_size=batch, fixed=one))
+    return _first_that_fits(requests)
 
 
 def largest_model(request: PlanRequest, shapes: Iterable[ModelShape]) -> Strategy | None:
     """Finds the largest of these models that fits and has the positions for the sequence."""
-    requests = []
-    for shape in sorted(shapes, key=total_parameters, reverse=True):
-        if shape.positions != "learned" or shape.position_rows >= request.seq_len:
-            requests.append(replace(request, shape=shape))
-    return _first_that_fits(requests)
+    largest_first = sorted(shapes, key=total_parameters, reverse=True)
+    long = [shape for shape in largest_first if _most_tokens(shape) >= request.seq_len]
+    return _first_that_fits(replace(request, shape=shape) for shape in long)
 
 
 def remedies(request: PlanRequest) -> Iterator[str]:
     """Yields, in words, what makes a layout fit if none does; each was tried."""
-    found = smallest_cluster(request)
-    if found is not None and found.request.gpus > request.gpus:
-        yield f"{found.request.gpus} devices instead of {request.gpus}"
-    length = request.seq_len // 2
-    while length >= 512:
-        if one_that_fits(replace(request, seq_len=length)) is not None:
-            yield f"sequences of {length} tokens instead of {request.seq_len}"
-            break
-        length //= 2
+    cluster = smallest_cluster(request)
+    if cluster is not None:
+        yield f"{cluster.request.gpus} devices instead of {request.gpus}"
+    sequence = longest_sequence(request)
+    if sequence is not None:
+        yield f"sequences of {sequence.request.seq_len} tokens instead of {request.seq_len}"
     if one_that_fits(replace(request, fixed=Fixed())) is not None:
         yield "leaving free what is fixed"
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """Returns whole numbers in steps of a 16th of a power of 2 times the least."""
+    sizes: list[int] = []
+    power = least
+    while power <= most:
+        sizes += range(power, min(2 * power, most + 1), max(1, power // 16))
+        power *= 2
+    return sizes
+
+
+def _most_tokens(shape: ModelShape) -> int:
+    if shape.positions == "learned":
+        return shape.position_rows
+    return _LONGEST
 
 
 def _first_that_fits(requests: Iterable[PlanRequest]) -> Strategy | None:

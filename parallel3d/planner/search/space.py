@@ -10,10 +10,10 @@ activations are the same.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
-from math import ceil, prod
-from typing import NamedTuple
+from math import gcd, prod
+from typing import Any, NamedTuple
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recompute, TrainConfig
 from parallel3d.config.rules_layout import (
@@ -24,24 +24,16 @@ from parallel3d.config.rules_layout import (
     sharding_errors,
 )
 from parallel3d.config.schema import range_errors
-from parallel3d.config.sharding_strategies import HYBRID_OF, REPLICATED, ShardingName
-from parallel3d.config.suggestions import any_of, nearest
+from parallel3d.config.sharding_strategies import FREED_BETWEEN_USES, HYBRID_OF, ShardingName
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import FrameworkLayout, varied
 from parallel3d.planner.search.request import PlanRequest
-from parallel3d.schedules.registry import SCHEDULES
+from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shard_sizes import divisors
 
 MOST_MICROBATCH = 64  # sequences
-MOST_VIRTUAL = 12  # stages of a rank that are tried if none is fixed: no published run has more
-_CHECKED = (
-    "pp",
-    "tp",
-    "virtual_stages",
-    "schedule",
-    "microbatch_size",
-    "sequence_parallel",
-)  # keys of a layout that are checked before a search
+_MOST_VIRTUAL = 12  # stages of a rank that are tried if none is fixed: no published run has more
+_SHORTEST_PART = 4096  # tokens of a sequence that each rank of cp has at least, unless cp is fixed
 _EVERY = (8, 4, 3, 2)  # blocks of which one is recomputed, from the fastest to the lowest memory
 
 
@@ -53,15 +45,13 @@ class RecomputeChoice(NamedTuple):
 
     def of(self, parallel: ParallelConfig) -> ParallelConfig:
         """Returns the layout with this recompute."""
-        return varied(parallel, recompute=self.recompute, recompute_every=self.recompute_every)
+        return varied(parallel, **self._asdict())
 
 
 def layout_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str]:
     """Yields a line for each rule that a layout breaks, in the trainer's words, first those of
     ranges alone."""
-    recipe = _recipe(request, parallel)
-    out_of_range = range_errors(recipe)
-    yield from out_of_range or _rule_errors(request, recipe)
+    yield from range_errors(_recipe(request, parallel)) or _rule_errors(request, parallel)
 
 
 def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
@@ -70,7 +60,7 @@ def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
         layers=shape.layers,
         hidden=shape.hidden,
         heads=shape.heads,
-        kv_heads=None if shape.kv_heads == shape.heads else shape.kv_heads,
+        kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         ffn_hidden=shape.ffn_hidden,
         vocab=shape.vocab,
@@ -81,70 +71,92 @@ def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
     return Recipe(model=model, train=train, parallel=parallel)
 
 
-def _rule_errors(request: PlanRequest, recipe: Recipe) -> Iterator[str]:
+def _rule_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str]:
+    recipe = _recipe(request, parallel)
     for rule in (parallel_errors, model_errors, schedule_errors, batch_errors):
         yield from rule(recipe)
-    tp = recipe.parallel.tp
-    yield from sharding_errors(recipe.parallel)
+    yield from sharding_errors(parallel)
+    tp = parallel.tp
     kv_heads = request.shape.kv_heads
     if not request.framework.is_parallel3d and kv_heads % tp:
-        tries = any_of(nearest(divisors(kv_heads), tp))
         must = f"must divide model.kv_heads = {kv_heads} in {request.framework.name}"
-        yield f"parallel.tp = {tp}: {must}; try {tries}"
+        yield f"parallel.tp = {tp}: {must}; try tp={gcd(kv_heads, tp)}"
 
 
 def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]]:
     """Returns, for each tp x pp that no rule forbids, one layout of each family: of each schedule
     and microbatch."""
-    fixed = request.fixed
     found: dict[tuple[int, int], list[ParallelConfig]] = defaultdict(list)
+    for plain in _plain_layouts(request):
+        for family in _families_of(request, plain):
+            found[plain.tp, plain.pp].append(family)
+    return found
+
+
+def _plain_layouts(request: PlanRequest) -> Iterator[ParallelConfig]:
+    """Yields a layout for each tp, pp, cp and ep that no rule forbids."""
+    fixed = request.fixed
+    kind = FrameworkLayout if request.framework.axes else ParallelConfig
     for tp, pp in product(divisors(request.gpus), repeat=2):
         is_small = tp <= (fixed.max_tp or tp) and pp <= (fixed.max_pp or pp)
-        if request.gpus % (tp * pp) == 0 and is_small and fixed.allows(tp=tp, pp=pp):
-            for plain in _plain_layouts(request, tp, pp):
-                found[tp, pp] += _families_of(request, plain)
-    return {sizes: own for sizes, own in found.items() if own}
+        left, uneven = divmod(request.gpus, tp * pp)
+        if uneven or not is_small or not fixed.allows(tp=tp, pp=pp):
+            continue
+        is_even = tp > 1 and request.seq_len % tp == 0
+        for more in _other_axes(request, left, left * tp):
+            plain = kind(
+                pp=pp,
+                dp_shard=left // more.get("cp", 1),
+                tp=tp,
+                sequence_parallel=is_even and fixed.allows(sequence_parallel=True),
+                offload=bool(fixed.offload),
+                **more,
+            )
+            if not any(_rule_errors(request, plain)):
+                yield plain
 
 
-def _plain_layouts(request: PlanRequest, tp: int, pp: int) -> Iterator[ParallelConfig]:
-    """Yields a layout for each cp and ep that no rule forbids."""
-    sequence_parallel = request.fixed.sequence_parallel
-    if sequence_parallel is None:
-        sequence_parallel = request.seq_len % tp == 0
-    for cp, ep in request.other_axes(tp, pp):
-        plain = ParallelConfig(
-            pp=pp,
-            dp_shard=request.gpus // (tp * pp * cp),
-            tp=tp,
-            sequence_parallel=sequence_parallel and tp > 1,
-            offload=bool(request.fixed.offload),
-        )
-        if next(_rule_errors(request, _recipe(request, plain)), None) is None:
-            if request.framework.axes:
-                plain = FrameworkLayout(**vars(plain), cp=cp, ep=ep)
-            yield plain
+def _other_axes(request: PlanRequest, left: int, of_stage: int) -> Iterator[dict[str, Any]]:
+    """Yields each cp and ep that the framework may have, nothing if it has neither axis: cp divides
+    the ranks that tp and pp leave, ep all ranks of a stage."""
+    eps = [1]
+    if not request.framework.axes:
+        yield {}
+        return
+    most = request.fixed.cp or max(1, request.seq_len // _SHORTEST_PART)
+    cps = [cp for cp in divisors(gcd(left, request.seq_len // 2)) if cp <= most]
+    if request.shape.experts is not None:
+        eps = divisors(gcd(request.shape.experts.count, of_stage))
+    for cp, ep in product(cps, eps):
+        if request.fixed.allows(cp=cp, ep=ep):
+            yield {"cp": cp, "ep": ep}
 
 
 def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yields a layout of each microbatch, schedule and number of stages on each rank."""
     fixed = request.fixed
-    pp = plain.pp
-    layers = request.shape.layers
     sequences = request.global_batch_size // plain.dp
     names = request.schedules if fixed.schedule is None else (fixed.schedule,)
     sizes = [size for size in divisors(sequences) if size <= MOST_MICROBATCH]
     for size, name in product(sizes, names):
-        stages = SCHEDULES[name].stages
-        counts = [1]
-        if stages.usual > 1:
-            # Every number that divides the layers is tried, or if none does all up to 8.
-            most = min(layers // pp, fixed.virtual_stages or MOST_VIRTUAL)
-            counts = list(range(2, (stages.most or most) + 1)) if pp > 1 and most > 1 else []
-            counts = [count for count in counts if layers % (pp * count) == 0] or counts[:7]
-        for virtual in counts:
+        for virtual in _stage_counts(request, name, plain.pp):
             choice = dict(virtual_stages=virtual, microbatch_size=size)
-            if fixed.allows(**choice) and (virtual == 1 or sequences // size % pp == 0):
+            if fixed.allows(**choice) and (virtual == 1 or sequences // size % plain.pp == 0):
                 yield varied(plain, schedule=name, **choice)
+
+
+def _stage_counts(request: PlanRequest, name: ScheduleName, pp: int) -> Sequence[int]:
+    """Returns how many stages of a rank are tried: every number that divides the layers, or if none
+    does all up to 8."""
+    layers = request.shape.layers
+    stages = SCHEDULES[name].stages
+    if stages.usual == 1:
+        return [1]
+    if pp == 1:
+        return []
+    most = stages.most or request.fixed.virtual_stages or _MOST_VIRTUAL
+    counts = range(2, min(layers // pp, most) + 1)
+    return [count for count in counts if layers % (pp * count) == 0] or counts[:7]
 
 
 def recompute_choices(request: PlanRequest, pp: int) -> list[RecomputeChoice]:
@@ -158,7 +170,7 @@ def recompute_choices(request: PlanRequest, pp: int) -> list[RecomputeChoice]:
         every = [fixed.recompute_every]
     choices = [RecomputeChoice("none"), RecomputeChoice("selective")]
     choices += [RecomputeChoice("every_n", n) for n in every]
-    choices.append(RecomputeChoice("full"))
+    choices += [RecomputeChoice("full")]
     return [choice for choice in choices if asked in (None, choice.recompute)]
 
 
@@ -167,10 +179,11 @@ def leaner_choices(
 ) -> list[RecomputeChoice]:
     """Returns what may fit if a choice does not, each slower than that choice: after none both
     selective and the next one, after selective nothing, because that next one is tried as well."""
-    after = choices[choices.index(choice) + 1 :]
     if choice.recompute == "selective":
         return []
-    return after[: 2 if after and after[0].recompute == "selective" else 1]
+    most = 2 if choice.recompute == "none" else 1
+    after = choices.index(choice) + 1
+    return choices[after : after + most]
 
 
 def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -178,124 +191,81 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
     once a step: each split with each strategy of `sharding/` that differs there.
 
     FULL_SHARD that keeps its parameters for a step does what SHARD_GRAD_OP does. SHARD_OPTIMIZER
-    splits over all data-parallel ranks, and NO_SHARD splits nothing. Other frameworks split
-    everything over dp_shard, or only the optimizer over all ranks, unless dp_shard is fixed."""
+    splits over all data-parallel ranks, and NO_SHARD splits nothing."""
     fixed = request.fixed
     dp = family.dp_shard
+    frees = family.pp == 1 and request.global_batch_size > dp * family.microbatch_size
     for shards in divisors(dp):
         replicas = dp // shards
         if not fixed.allows(dp_shard=shards, dp_replicate=replicas):
             continue
         for strategy in _strategies(request, shards, replicas):
+            gather = fixed.gather
+            if gather is None and frees and strategy in FREED_BETWEEN_USES:
+                gather = "step"
             layout = varied(
                 family,
                 dp_shard=shards,
                 dp_replicate=replicas,
                 sharding=strategy,
-                gather=fixed.gather,
+                gather=gather,
                 reduce=fixed.reduce or "step",
-                offload=bool(fixed.offload),
             )
-            several = request.global_batch_size > dp * layout.microbatch_size
-            is_own = request.framework.is_parallel3d and dp > 1
-            if is_own and several and not fixed.gather and layout.gather_cadence == "microbatch":
-                layout = varied(layout, gather="step")
-            if next(sharding_errors(layout), None) is None:
+            if not any(sharding_errors(layout)):
                 yield layout
 
 
 def _strategies(request: PlanRequest, shards: int, replicas: int) -> list[ShardingName | None]:
-    """Returns the strategies that differ with so many shards and replicas."""
+    """Returns the strategies that differ with so many shards and replicas. Other frameworks split
+    everything (None), or the optimizer alone over all data ranks unless dp_shard is fixed."""
     fixed = request.fixed
     framework = request.framework
-    is_hybrid = replicas > 1
-    if framework.is_parallel3d and shards * replicas > 1:
-        names: list[ShardingName] = ["NO_SHARD"]
-        if fixed.sharding is not None:
-            names = [fixed.sharding]
-        elif shards > 1:
-            names = ["FULL_SHARD"] if is_hybrid else ["FULL_SHARD", "SHARD_OPTIMIZER"]
-        if is_hybrid:
-            return [HYBRID_OF.get(name, name) for name in names]
-        return [name for name in names if name not in HYBRID_OF.values()]
-    takes_all = framework.splits_optimizer_alone and fixed.sharding is None
-    if shards * replicas == 1 or not takes_all or fixed.dp_shard == 1:
+    asked = fixed.sharding
+    if shards * replicas == 1:
         return [None]
-    if is_hybrid and fixed.dp_shard is None:
-        return []
-    return ["SHARD_OPTIMIZER"]
+    if not framework.is_parallel3d:
+        if asked is not None or not framework.splits_optimizer_alone:
+            return [asked]
+        return ["SHARD_OPTIMIZER"] if replicas == 1 or fixed.dp_shard is not None else []
+    if asked is not None and replicas > 1:
+        return [HYBRID_OF.get(asked, asked)]
+    if asked is not None:
+        return [] if asked in HYBRID_OF.values() else [asked]
+    if shards == 1:
+        return ["NO_SHARD"]
+    return ["HYBRID_SHARD"] if replicas > 1 else ["FULL_SHARD", "SHARD_OPTIMIZER"]
 
 
 def per_microbatch_variant(request: PlanRequest, layout: ParallelConfig) -> ParallelConfig | None:
     """Returns the layout that gathers parameters and reduces gradients for each microbatch, or None
-    if that is the same one.
+    if no rule allows it.
 
     It needs less memory and is never faster, so it is tried if the layout itself does not fit."""
     fixed = request.fixed
-    is_own = request.framework.is_parallel3d
-    several = request.global_batch_size > layout.dp * layout.microbatch_size
-    can = is_own and several and layout.dp_shard > 1 and layout.sharding not in REPLICATED
-    if not can or SCHEDULES[layout.schedule].splits_backward or fixed.gather or fixed.reduce:
+    if not request.framework.is_parallel3d or layout.dp_shard == 1 or fixed.gather or fixed.reduce:
         return None
-    return varied(layout, gather="microbatch", reduce="microbatch")
+    variant = varied(layout, gather="microbatch", reduce="microbatch")
+    return None if any(sharding_errors(variant)) else variant
 
 
 def check_fixed(request: PlanRequest) -> None:
     """Raises ConfigError for the first value that no layout can have, whatever the memory."""
     fixed = request.fixed
     gpus = request.gpus
-    for error in (*_other_axes_errors(request), *layout_errors(request, _least_layout(request))):
-        raise ConfigError(error)
-    for name in ("tp", "pp"):
-        value = getattr(fixed, name)
-        most = getattr(fixed, f"max_{name}")
-        if None not in (value, most) and value > most:
-            raise ConfigError(f"{name} = {value}: more than --max-{name} {most}; drop one of them")
-    if fixed.sequence_parallel and fixed.tp == 1:
-        raise ConfigError("sequence_parallel = true: divides over tp, and tp = 1; try tp=2")
-    axes = ["pp", "dp_replicate", "dp_shard", "tp"]
-    if request.framework.axes:
-        axes.append("cp")
-    sizes = {axis: getattr(fixed, axis) for axis in axes if getattr(fixed, axis) is not None}
-    size = prod(sizes.values())
-    text = " x ".join(f"{axis} = {value}" for axis, value in sizes.items())
-    if gpus % size:
-        near = ceil(gpus / size) * size
-        raise ConfigError(f"{text}: must divide gpus = {gpus}; try --gpus {near}")
-    if len(sizes) == len(axes) and size != gpus:
-        raise ConfigError(f"{text}: must be gpus = {gpus}; leave one of them free")
-
-
-def _other_axes_errors(request: PlanRequest) -> Iterator[str]:
-    """Yields a line for a cp or an ep that the framework or the model does not have."""
-    name = request.framework.name
-    experts = request.shape.experts
-    divided = {"cp": request.seq_len // 2}
-    if experts is not None:
-        divided["ep"] = experts.count
     for axis in ("cp", "ep"):
-        size = getattr(request.fixed, axis)
-        if size is None:
-            continue
-        if axis not in request.framework.axes or axis not in divided:
-            tries = "leave it out, or try --framework megatron-core with a model that can use it"
-            yield f"{axis} = {size}: is not an axis of {name} for {request.shape.name}; {tries}"
-        elif divided[axis] % size:
-            whole = {"cp": "half of --seq-len", "ep": "the experts"}[axis]
-            tries = any_of(nearest(divisors(divided[axis]), size))
-            yield f"{axis} = {size}: must divide {whole} ({divided[axis]}); try {tries}"
-
-
-def _least_layout(request: PlanRequest) -> ParallelConfig:
-    """Returns what is fixed as a layout, with the least of everything else."""
-    fixed = request.fixed
-    values = {key: getattr(fixed, key) for key in _CHECKED if getattr(fixed, key) is not None}
-    if values.get("virtual_stages", 1) > 1:
-        values.setdefault("schedule", "interleaved_1f1b")
-    # The batch is divided over all data ranks if tp and pp leave no other number of them.
-    if fixed.tp and fixed.pp and not request.framework.axes:
-        values["dp_shard"] = max(1, request.gpus // (fixed.tp * fixed.pp))
-    stages = SCHEDULES[values.get("schedule", "1f1b")].stages.usual
-    layout = ParallelConfig(**{"pp": min(stages, 2), "virtual_stages": stages} | values)
-    choice, *_ = [*recompute_choices(request, 1), RecomputeChoice("none")]
-    return choice.of(layout)
+        if getattr(fixed, axis) and axis not in request.framework.axes:
+            rule = f"is not an axis of {request.framework.name}; try --framework megatron-core"
+            raise ConfigError(f"{axis} = {getattr(fixed, axis)}: {rule}")
+    least = ParallelConfig(
+        pp=fixed.pp or 1, tp=fixed.tp or 1, microbatch_size=fixed.microbatch_size or 1
+    )
+    recompute = recompute_choices(request, 1)[0]
+    for error in layout_errors(request, recompute.of(least)):
+        raise ConfigError(error)
+    axes = ("pp", "dp_replicate", "dp_shard", "tp", "cp")
+    sizes = {axis: getattr(fixed, axis) for axis in axes if getattr(fixed, axis)}
+    size = prod(sizes.values())
+    if gpus % size:
+        text = " x ".join(f"{axis} = {value}" for axis, value in sizes.items())
+        missing = size - gpus % size
+        raise ConfigError(f"{text}: must divide gpus = {gpus}; try --gpus {gpus + missing}")

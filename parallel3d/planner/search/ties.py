@@ -30,7 +30,7 @@ def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[
         return []
     most_s = slowest_tied_s(by_time[0].step_time_s)
     tied = [each for each in by_time if each.step_time_s <= most_s]
-    widths = {each: _width(request, each) for each in tied}
+    widths = {each: Strategy(request, each.parallel).errors.throughput for each in tied}
     narrow = _WIDER * min(widths.values())
     node = request.cluster.gpus_per_node
 
@@ -50,9 +50,3 @@ def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[
         )
 
     return sorted(tied, key=preference) + by_time[len(tied) :]
-
-
-def _width(request: PlanRequest, candidate: Candidate) -> float:
-    if not request.recorded:
-        return 0.0
-    return Strategy(request, candidate.parallel).errors.throughput
