@@ -56,8 +56,6 @@ class FrameworkProfile:
     cache_bytes: float = 3e9  # cuBLAS workspaces, freed blocks of other sizes
     context_bytes: float = 1.5e9  # CUDA context, cuBLAS and NCCL buffers: outside the allocator
     fragmentation: float = 0.15  # of the allocated bytes: reserved and not allocated
-    # share of what is reserved for nothing that the allocator frees where memory is short
-    gives_way: float = 1.0
 
     @property
     def is_parallel3d(self) -> bool:
@@ -109,7 +107,6 @@ PARALLEL3D = replace(
     cache_bytes=0.3e9,
     context_bytes=1.2e9,
     fragmentation=0.04,
-    gives_way=0.0,
 )
 # The same compiled block by block (`train.compile`).
 COMPILED_PARALLEL3D = replace(PARALLEL3D, elementwise=COMPILED.elementwise)
@@ -117,13 +114,10 @@ MEGATRON_CORE = replace(FUSED, name="megatron-core", splits_optimizer_alone=True
 FRAMEWORKS = {
     **STACKS,
     "parallel3d": PARALLEL3D,
-    "unknown": replace(EAGER, name="unknown"),
     "megatron-core": MEGATRON_CORE,
     "nemo": replace(MEGATRON_CORE, name="nemo"),
     "torchtitan": replace(EAGER, name="torchtitan", axes=("cp", "ep")),
     "nanotron": replace(EAGER, name="nanotron", splits_optimizer_alone=True),
-    "deepspeed": replace(EAGER, name="deepspeed"),
-    "maxtext": replace(JAX, name="maxtext"),
 }
 
 

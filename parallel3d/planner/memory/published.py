@@ -48,7 +48,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     buffers = _buffers(run, part, parameters)
     one_block = 0.0
     if layout.recompute in ("full", "every_n", "op"):
-        one_block = _whole_block_bytes(run, is_selective=False, dense=False) - logits
+        one_block = _whole_block_bytes(run, is_selective=False) - logits
     # A block under recompute and the logits are not alive at once, nor is the optimizer's step
     # beside either. Beside the latter there are no buffers either: they are free, in pieces that
     # the allocator keeps.
@@ -73,9 +73,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
 def _activations(run: PlannedRun, rank: int) -> float:
     part = run.ranks[rank]
     live = _live_on(run, rank) / run.layout.virtual_stages
-    bytes_ = live * (part.layers - part.dense) * _kept_bytes(run, dense=False)
-    if part.dense:
-        bytes_ += live * part.dense * _kept_bytes(run, dense=True)
+    bytes_ = live * part.layers * _kept_bytes(run)
     if part.embedding:  # its output under dropout keeps a mask; ids are 8 bytes
         kept = 8.0 * run.tokens
         if run.framework.dropout:
@@ -135,13 +133,13 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     return bytes_
 
 
-def _kept_bytes(run: PlannedRun, *, dense: bool) -> float:
-    """Returns what a block keeps of a microbatch until its backward, by recompute; of a mixture one
-    with experts, or a `dense` one."""
+def _kept_bytes(run: PlannedRun) -> float:
+    """Returns what a block keeps of a microbatch until its backward pass, by recompute. The first
+    layers of a mixture, which have no experts, count like the others."""
     layout = run.layout
     shape = run.shape
     inputs = _outside(run) * run.item_bytes
-    whole = _whole_block_bytes(run, is_selective=layout.recompute == "selective", dense=dense)
+    whole = _whole_block_bytes(run, is_selective=layout.recompute == "selective")
     if layout.recompute in ("full", "every_n"):
         share = 1.0
         if layout.recompute != "full":
@@ -153,11 +151,11 @@ def _kept_bytes(run: PlannedRun, *, dense: bool) -> float:
         # of wq, wk, wv, wo, w1, w3, w2 every second one's output: k, the projection's output,
         # one of the MLP's inputs.
         kept = run.tokens * (shape.kv_hidden + shape.hidden + 2.0 * shape.heads) / layout.tp
-        return 2.0 * inputs + (kept + _inner(run, dense=dense)) * run.item_bytes
+        return 2.0 * inputs + (kept + _inner(run)) * run.item_bytes
     return whole
 
 
-def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> float:
+def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     shape = run.shape
     layout = run.layout
     framework = run.framework
@@ -183,8 +181,8 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> f
     tensors = shape.feed_forward_inputs + 1
     if shape.is_gated and not framework.fused_mlp:
         tensors += 1
-    inner = tensors * _inner(run, dense=dense)
-    if shape.experts is not None and not dense:  # what was sent to the experts, and in their order
+    inner = tensors * _inner(run)
+    if shape.experts is not None:  # what was sent to the experts, and in their order
         inner += 2.0 * run.routed_rows * shape.hidden
     # A tiled attention keeps a float32 per row; another keeps the scores, unless they are
     # recomputed.
@@ -196,13 +194,13 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool, dense: bool) -> f
     return bytes_ * run.item_bytes / 2
 
 
-def _inner(run: PlannedRun, *, dense: bool) -> float:
+def _inner(run: PlannedRun) -> float:
     """Elements of the feed-forward part's features of a microbatch on a rank, of experts those of
     the rows that they compute."""
     shape = run.shape
     layout = run.layout
     experts = shape.experts
-    if experts is None or dense:
+    if experts is None:
         return run.tokens * shape.ffn_hidden / layout.tp
     shared = run.tokens * experts.shared_hidden / layout.tp
     routed = run.routed_rows * experts.hidden / layout.expert_tp

@@ -19,7 +19,7 @@ def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
 def needed_bytes(run: PlannedRun, ranks: Iterable[RankMemory]) -> float:
     """Returns what the fullest of a run's ranks cannot do without: the framework's allocator frees
     the rest."""
-    freed = run.framework.gives_way
+    freed = 0 if run.framework.is_parallel3d else 1
     return max(memory.total - freed * memory.fragmentation for memory in ranks)
 
 

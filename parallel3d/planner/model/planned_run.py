@@ -62,7 +62,6 @@ class RunLayout(FrameworkLayout):
     parameter_shards: int = 1  # ranks that one parameter is split over (ZeRO-3); 1: whole on each
     gradient_shards: int = 1
     optimizer_shards: int = 1
-    prefetch: int = 1  # blocks whose parameters are gathered ahead in the backward
     recompute_every: int = 1  # one of so many blocks is recomputed
 
     @property
@@ -301,7 +300,6 @@ def from_config(
     shards = 1 if parallel.strategy in REPLICATED else split
     beyond = {
         "sharding": parallel.strategy,
-        "prefetch": parallel.prefetch or 1,
         "recompute_every": parallel.recompute_every or 1,
         "gather": gather,
         "microbatches": microbatches,

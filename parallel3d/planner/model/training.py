@@ -91,5 +91,4 @@ def notes(recipe: Recipe) -> Iterator[str]:
             "take less time"
         )
     if recipe.parallel.prefetch is not None:
-        where = "in the layout of the recipe alone: a plan's own leave it to torch"
-        yield f"parallel.prefetch = {recipe.parallel.prefetch} is counted {where}"
+        yield f"parallel.prefetch = {recipe.parallel.prefetch} is not counted"

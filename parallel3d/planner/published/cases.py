@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from parallel3d.config.recipe import Recompute
 from parallel3d.config.yaml_text import read_short
@@ -26,7 +26,6 @@ from parallel3d.planner.hardware.framework import (
     STACKS,
     FrameworkProfile,
     in_precision,
-    with_states,
 )
 from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
@@ -66,11 +65,7 @@ _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
 )
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class _Model(_Section):
+class _Model(BaseModel):
     name: str = "unnamed"
     shape: str | None = None  # a model by name; the other sizes then need not be stated
     layers: Count | None = None
@@ -86,22 +81,20 @@ class _Model(_Section):
     positional: Positions | None = None
 
 
-class _Hardware(_Section):
+class _Hardware(BaseModel):
     gpu: str = "a100-80gb"  # the name of a hardware file
     gpus: Count | None = None
     gpus_per_node: Count | None = None
-    memory_gib: Figure | None = None
     network_gb_per_s: Figure | None = None
     node_gb_per_s: Figure | None = None
 
 
-class _Parallel(_Section):
+class _Parallel(BaseModel):
     tp: Count = 1
     pp: Count = 1
     vpp: Annotated[int, Field(ge=0)] = 1
     schedule: str = "1f1b"
     stage_boundaries: tuple[int, ...] | None = None
-    dp: Count | None = None
     dp_shard: Count = 1
     cp: Count = 1
     ep: Count = 1
@@ -112,7 +105,7 @@ class _Parallel(_Section):
     sequence_parallel: bool | None = None  # None: of all stacks but the old one
 
 
-class _Train(_Section):
+class _Train(BaseModel):
     global_batch_sequences: Count | None = None
     micro_batch: Count = 1
     precision: Literal["fp8", "bf16", "bf16_pure", "fp16", "fp32"] = "bf16"
@@ -121,12 +114,11 @@ class _Train(_Section):
     attention: Literal["flash", "softmax"] | None = None  # None: of the stack, as the next
     dropout: bool | None = None
     gradient_bytes: Figure | None = None
-    state_bytes: Annotated[float, Field(ge=0)] = 8.0
     compile: bool = False
     fp8: bool = False
 
 
-class Measurement(_Section):
+class Measurement(BaseModel):
     """What was measured, as the source states it; null where it states nothing."""
 
     status: str = "ok"
@@ -156,10 +148,6 @@ class Measurement(_Section):
         }
         return next(((name, value) for name, value in figures.items() if value), None)
 
-    @property
-    def memory_gib(self) -> float | None:
-        return self.peak_memory_gib if self.status == "ok" else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCase:
@@ -176,7 +164,7 @@ class PublishedCase:
     filled: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CaseFile:
     """The cases of a file, and those that could not be read: (id, why)."""
 
@@ -226,7 +214,7 @@ def _trees(path: Path) -> list[Any]:
     return trees
 
 
-_Kind = TypeVar("_Kind", bound=_Section)
+_Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 class _Case:
@@ -330,8 +318,7 @@ class _Case:
             stack = "fused" if _FUSED.search(name) else "eager"
         if stack not in STACKS:
             raise ValueError(f"stack = {stack}: must be one of {', '.join(STACKS)}")
-        framework = with_states(STACKS[stack], train.state_bytes)
-        framework = in_precision(framework, self.precision)
+        framework = in_precision(STACKS[stack], self.precision)
         stated = {name: getattr(train, name) for name in ("attention", "dropout", "gradient_bytes")}
         changes = {name: value for name, value in stated.items() if value is not None}
         return replace(framework, **changes)
@@ -344,7 +331,7 @@ class _Case:
         if pp > shape.layers:
             raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
         others = parallel.tp * pp * parallel.cp
-        gpus = self.hardware.gpus or others * (parallel.dp or 0)
+        gpus = self.hardware.gpus or 0
         dp, rest = divmod(gpus, others)
         if rest or not dp:
             rule = f"must be a multiple of tp x pp x cp = {others}"
@@ -412,16 +399,12 @@ def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
     longer = [each for each in sorted(files) if each.startswith(f"{name}-")]
     names = [name, f"{name}-80gb", *longer, short, f"{short}-80gb"]
     name = next((each for each in names if each in files), name)
-    cluster = with_links(
+    return with_links(
         load_cluster(name, folders),
         network_gb_per_s=stated.network_gb_per_s,
         node_gb_per_s=stated.node_gb_per_s,
         gpus_per_node=stated.gpus_per_node,
     )
-    if stated.memory_gib is None:
-        return cluster
-    device = replace(cluster.device, memory_gib=stated.memory_gib)
-    return replace(cluster, device=device)
 
 
 def _shape(stated: _Model) -> ModelShape:

@@ -22,8 +22,7 @@ Logs = Sequence[float]
 # Standard deviations of logarithms before any run, and of a run (docs/planner.md, "Anchored by a
 # run"): devices, links in a node, network; all of them alike; memory.
 _EACH = [0.15, 0.3, 0.5]
-_ALIKE = [0.2]
-_MEMORY = [0.15]
+_ALIKE, _MEMORY = [0.2], [0.15]
 _RUN = 0.1
 _ROUNDS = 4
 _STEP = 0.02  # the difference that a slope is taken over

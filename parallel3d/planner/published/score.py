@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import exp, isfinite, log, log1p
+from math import exp, inf, log, log1p
 from statistics import mean, median
 from typing import Any
 
@@ -58,7 +58,6 @@ class Errors:
     cases: int
     median: float | None = None
     p90: float | None = None
-    worst: float | None = None
     bias: float | None = None  # above 0 where the planner says more than was measured
     # the share of runs that lie within the range of their prediction, in per cent
     covered: float | None = None
@@ -204,7 +203,7 @@ def _score_case(
     """Raises ValueError where the predicted memory or time is no positive number."""
     for name in ("memory_gib", "step_time_s"):
         value = getattr(predicted, name)
-        if not (isfinite(value) and value > 0):
+        if not 0 < value < inf:
             raise ValueError(f"{name} = {value}")
     measured = case.measured
     errors: dict[str, float] = {}
@@ -214,8 +213,8 @@ def _score_case(
         if metric == "step_time_s":
             ratio = 1 / ratio
         errors["throughput"] = 100 * (ratio - 1)
-    if measured.memory_gib is not None:
-        errors["memory"] = 100 * (predicted.memory_gib / measured.memory_gib - 1)
+    if measured.peak_memory_gib is not None:
+        errors["memory"] = 100 * (predicted.memory_gib / measured.peak_memory_gib - 1)
     return ScoredCase(
         id=case.id,
         source=case.source,
@@ -236,7 +235,7 @@ def predict_case(case: PublishedCase) -> Prediction:
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
     memory_bytes = worst.total
-    if case.measured.memory_gib is not None:
+    if case.measured.peak_memory_gib is not None:
         by_name = {"worst": worst, "first": ranks[0], "last": ranks[-1]}
         memory_bytes = by_name[case.measured.memory_rank].of_kind(case.measured.memory_kind)
     return prediction(
@@ -279,7 +278,6 @@ def _errors(group: Sequence[ScoredCase], figure: Figure) -> Errors:
         return Errors(cases=0)
     signed = [one.errors_pct[figure] for one in of]
     sizes = sorted(map(abs, signed))
-    last = len(sizes) - 1
     inside = []
     for one in of:
         if one.spread is not None:
@@ -288,8 +286,7 @@ def _errors(group: Sequence[ScoredCase], figure: Figure) -> Errors:
     return Errors(
         cases=len(sizes),
         median=median(sizes),
-        p90=sizes[int(0.9 * last + 0.5)],
-        worst=sizes[-1],
+        p90=sizes[int(0.9 * (len(sizes) - 1) + 0.5)],
         bias=median(signed),
         covered=100 * mean(inside) if inside else None,
     )
