@@ -1,5 +1,5 @@
 """With `data.documents: mask` every layout trains the packed documents as if each came alone:
-losses and gradient norms of 20 steps beside plain torch in one process, which is given one document
+losses and gradient norms of 8 steps beside plain torch in one process, which is given one document
 after the other and knows of no packing."""
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from tests.distributed.training_cases import (
     GROUPED,
     QWEN,
     SEQ_LEN,
-    STEPS,
     Curve,
     assert_follows,
     make_loader,
@@ -39,6 +38,7 @@ from tests.distributed.training_cases import (
     whole_batch,
 )
 
+STEPS = 8
 PRELOAD = ("torch._inductor.compile_fx",)
 
 

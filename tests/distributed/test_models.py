@@ -1,5 +1,5 @@
 """The models and their options in every kind of layout, against one process: the losses and
-gradient norms of 20 steps.
+gradient norms of 8 steps.
 
 That one process computes what it should is shown against transformers (tests/test_models.py) and
 plain torch (test_parity)."""
@@ -33,7 +33,7 @@ from tests.distributed.training_cases import (
     train,
 )
 
-STEPS = 20
+STEPS = 8
 DEEP_DROPPED = replace(DROPPED, layers=6)
 DROPPED_GPT = replace(GPT, dropout=0.1, attention_dropout=0.1)
 

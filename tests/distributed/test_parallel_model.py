@@ -38,7 +38,7 @@ from parallel3d.parallel_model import ParallelModel, parallelize
 from parallel3d.schedules.registry import ScheduleName
 
 PRELOAD = ("transformers.models.llama.modeling_llama",)
-VOCAB, HIDDEN, STEPS = 64, 32, 20
+VOCAB, HIDDEN, STEPS = 64, 32, 6
 
 
 @dataclass(frozen=True)
@@ -239,15 +239,6 @@ LAYOUTS = [
         model="layers",
     ),
     Layout(
-        tp=2,
-        model="llama",
-        optimizer="sgd",
-    ),
-    Layout(
-        pp=2,
-        microbatches=4,
-    ),
-    Layout(
         pp=2,
         microbatches=4,
         schedule="zb_v",
@@ -266,20 +257,6 @@ LAYOUTS = [
         shards=2,
         microbatches=4,
         model="named",
-    ),
-    Layout(
-        pp=2,
-        shards=2,
-        microbatches=4,
-        sharding="SHARD_OPTIMIZER",
-        model="llama",
-    ),
-    Layout(
-        pp=2,
-        shards=2,
-        tp=2,
-        microbatches=4,
-        model="layers",
     ),
     Layout(
         pp=2,
@@ -307,6 +284,8 @@ STRATEGIES: tuple[ShardingName, ...] = (
     "SHARD_GRAD_OP",
     "FULL_SHARD",
 )
+# each shards by code of its own
+TWO = ("SHARD_OPTIMIZER", "FULL_SHARD")
 # two steps of the loop with a line left out, doubled or swapped, and what the error names
 WRONG_ORDERS = {
     "step clear forward clip step clear": "forward_backward",
@@ -345,7 +324,7 @@ def errors_of_orders(sharding: ShardingName) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("sharding", STRATEGIES)
+@pytest.mark.parametrize("sharding", TWO)
 def test_wrong_order_names_the_missing_call(world: Any, sharding: ShardingName) -> None:
     for errors in world(2).run(errors_of_orders, sharding):
         for call, error in zip(WRONG_ORDERS.values(), errors, strict=False):
@@ -432,7 +411,7 @@ def own_steps(
 
 @pytest.mark.parametrize(
     "sharding, by_dcp",
-    [("FULL_SHARD", True), *((sharding, False) for sharding in STRATEGIES)],
+    [("FULL_SHARD", True), ("FULL_SHARD", False), ("SHARD_OPTIMIZER", False)],
 )
 def test_checkpoint_of_own_loop_loads_in_any_layout(
     world: Any, tmp_path: Path, sharding: ShardingName, by_dcp: bool
@@ -493,7 +472,7 @@ def use_of_torch(layout: Layout) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("sharding", STRATEGIES)
+@pytest.mark.parametrize("sharding", TWO)
 def test_functions_of_torch_work_or_say_what_does(world: Any, sharding: ShardingName) -> None:
     for found in world(2).run(use_of_torch, Layout(shards=2, sharding=sharding)):
         for name in ("norm", "clipped", "scaler"):

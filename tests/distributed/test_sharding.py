@@ -21,7 +21,6 @@ from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,
-    STEPS,
     TIED,
     Curve,
     assert_follows,
@@ -40,6 +39,7 @@ from tests.sharding_bytes import DataLayout, HeldBytes, SentBytes, held_bytes, s
 UNEVEN = replace(TIED, ffn_hidden=50, vocab=131)
 # where roundings of the gradient alone add up to a visible difference
 DEEP_UNEVEN = replace(UNEVEN, layers=6)
+STEPS = 8
 DATA_AXES = ("dp_replicate", "dp_shard", "data")
 
 
@@ -182,7 +182,7 @@ def test_a_strategy_trains_as_one_process_and_costs_what_its_formulas_say(
 ) -> None:
     ranks = world(parallel.world_size).run(run_strategy, model, parallel)
     assert all(seen.curve == ranks[0].curve for seen in ranks)
-    assert_follows(ranks[0].curve, plain_curve(make_recipe(model, parallel)))
+    assert_follows(ranks[0].curve, plain_curve(make_recipe(model, parallel), STEPS))
     for seen in ranks:
         assert seen.held[0] == seen.held[1]
         assert seen.sent[0] == seen.sent[1]
@@ -206,7 +206,7 @@ def test_sixteen_bits_cost_what_the_formulas_say(
     """bf16 has 8 bits, 0.4 % a rounding: the losses are near float32's, and not the same."""
     parallel = ParallelConfig(dp_shard=2, microbatch_size=2, **settings)  # type: ignore[arg-type]
     ranks = world(2).run(run_strategy, DEEP_UNEVEN, parallel, precision)
-    exact = losses(plain_curve(make_recipe(DEEP_UNEVEN, parallel)))
+    exact = losses(plain_curve(make_recipe(DEEP_UNEVEN, parallel), STEPS))
     for seen in ranks:
         assert seen.held[0] == seen.held[1]
         assert seen.sent[0] == seen.sent[1]
