@@ -59,7 +59,6 @@ _LONGEST_FIRST = [
     "distributed.test_custom_model",
     "test_fake_cuda",
     "distributed.test_precision",
-    "test_layers_dropout",
     "distributed.test_loss_chunks",
     "distributed.test_sharding",
     "distributed.test_check_layout",

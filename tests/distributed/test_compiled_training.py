@@ -47,7 +47,7 @@ def curve(
     """Losses and norms of three steps, the loss of evaluating the first batch, the parameters'
     names, and how many second halves of backwards had how many products to make."""
     trainer = make_trainer(
-        make_recipe(replace(GROUPED, layers=2, dropout=0.1), parallel, compile=compile)
+        make_recipe(replace(GROUPED, layers=parallel.pp, dropout=0.1), parallel, compile=compile)
     )
     products: Counter[int] = Counter()
     do_weights = ScheduleExecutor._backward_weights
