@@ -14,7 +14,6 @@ from parallel3d.config.recipe import (
     LocalSgdConfig,
     LossScaleConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     Recipe,
 )
@@ -25,7 +24,6 @@ from parallel3d.training.state import load_trainer
 from parallel3d.training.trainer import Trainer
 from tests.distributed.local_sgd_cases import PlainDiloco
 from tests.distributed.training_cases import (
-    DEEP,
     DEEP_TIED,
     GROUPED,
     TIED,
@@ -35,7 +33,6 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     own_batch,
-    plain_curve,
     save_trainer,
     train,
     whole_batch,
@@ -78,6 +75,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GROUPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 2}),
     (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
     (GROUPED, {"dp_shard": 2}),
+    (DEEP_TIED, {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER"}),
 ]
 
 
@@ -176,46 +174,6 @@ def test_a_trainer_that_would_not_synchronise_is_refused() -> None:
     no: Any = None
     with pytest.raises(ConfigError, match=r"outer_loop_of\(recipe\)"):
         Trainer(recipe, mesh=no, device=no, model_class=no)
-
-
-AVERAGING = LocalSgdConfig(
-    sync_every=1,
-    outer_lr=1.0,
-    outer_momentum=0.0,
-    nesterov=False,
-)
-SGD = OptimizerConfig(
-    name="sgd",
-    lr=0.1,
-    nesterov=True,
-    min_lr_ratio=1.0,
-)
-AVERAGED = [
-    (DEEP_TIED, ParallelConfig(dp_replicate=2, tp=2, sequence_parallel=True, microbatch_size=2)),
-    (DEEP, ParallelConfig(dp_replicate=2, pp=2)),
-    (DEEP_TIED, ParallelConfig(dp_replicate=2, dp_shard=2, sharding="SHARD_OPTIMIZER")),
-]
-
-
-def averaging_recipe(model: ModelConfig, parallel: ParallelConfig, local: LocalSgdConfig) -> Recipe:
-    recipe = make_recipe(model, parallel, grad_clip=None)
-    return replace(recipe, optimizer=SGD, local_sgd=local)
-
-
-def average(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:
-    return [train(make_trainer(averaging_recipe(*case, AVERAGING)), 12) for case in cases]
-
-
-def test_averaging_each_step_of_sgd_is_synchronous_sgd(world: Callable) -> None:
-    """SGD is linear in its gradients, momentum and decay included: the mean of what the replicas
-    make of theirs is what one makes of the mean. So each step's average has a referee that knows
-    nothing of replicas."""
-    for (model, _), curve in zip(AVERAGED, world(4).run(average, AVERAGED)[0], strict=True):
-        alone = averaging_recipe(model, ParallelConfig(), LocalSgdConfig())
-        theirs = losses(plain_curve(alone, 12))
-        assert losses(curve) == pytest.approx(theirs, rel=1e-5)
-        assert curve[0][0] == pytest.approx(theirs[0], rel=1e-6)
-        assert theirs[-1] < theirs[0] - 0.3, "nothing was learned"
 
 
 def train_in(precision: str) -> tuple[Curve, int, set[str]]:

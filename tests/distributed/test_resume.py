@@ -23,7 +23,7 @@ from parallel3d.checkpoint.pieces import read_own_part
 from parallel3d.checkpoint.store import list_checkpoints
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import CheckpointError
-from parallel3d.training.state import load_model, load_trainer, resume_from
+from parallel3d.training.state import load_trainer, resume_from
 from tests.distributed.training_cases import (
     DEEP,
     DEEP_TIED,
@@ -35,7 +35,6 @@ from tests.distributed.training_cases import (
     local_weights,
     make_recipe,
     make_trainer,
-    own_batch,
     save_trainer,
     train,
 )
@@ -75,7 +74,6 @@ TP2_PP2 = ParallelConfig(
     microbatch_size=2,
 )
 LAYOUTS = [
-    (TIED, TP2_PP2),
     (TIED, ParallelConfig(dp_shard=4)),
     (
         DEEP,
@@ -107,7 +105,7 @@ def saved_by_four(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     "model, parallel",
     LAYOUTS,
-    ids=["tp2-pp2-tied", "dp4-tied", "dpr2-pp2-v2", "tp2-dp2-zero1-tied"],
+    ids=["dp4-tied", "dpr2-pp2-v2", "tp2-dp2-zero1-tied"],
 )
 def test_resuming_in_the_same_layout_is_bitwise(
     world: Callable, tmp_path: Path, model: ModelConfig, parallel: ParallelConfig
@@ -117,49 +115,9 @@ def test_resuming_in_the_same_layout_is_bitwise(
     assert world(4).run(resumed, model, parallel, path)[0] == uninterrupted[HALF:]
 
 
-def loss_of_the_saved_model(parallel: ParallelConfig, path: Path) -> float:
-    """Returns the loss on a batch that nobody has trained on, of a checkpoint loaded without the
-    optimizer's states."""
-    recipe = make_recipe(DEEP_TIED, parallel)
-    recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd", momentum=0.0))
-    trainer = make_trainer(recipe, initialize=False)
-    assert load_model(trainer, path).step == HALF
-    return trainer.evaluate([own_batch(recipe, HALF)])
-
-
-def test_a_saved_model_has_the_same_loss_in_every_layout(
-    world: Callable, saved_by_four: tuple[Path, Curve]
-) -> None:
-    path, curve = saved_by_four
-    (alone,) = world(1).run(loss_of_the_saved_model, ParallelConfig(), path)
-    # the loss of the next step, before it was trained
-    assert alone == pytest.approx(curve[HALF][0], rel=1e-6)
-    for parallel in (
-        TP2_PP2,
-        ParallelConfig(dp_shard=4),
-        ParallelConfig(
-            pp=2,
-            dp_shard=2,
-            schedule="zb_v",
-            virtual_stages=2,
-        ),
-    ):
-        each = world(4).run(loss_of_the_saved_model, parallel, path)
-        assert each == pytest.approx([alone] * 4, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     "size, parallel",
     [
-        (4, ParallelConfig(dp_shard=4)),
-        (
-            4,
-            ParallelConfig(
-                tp=2,
-                dp_replicate=2,
-                sequence_parallel=True,
-            ),
-        ),
         (
             4,
             ParallelConfig(
@@ -178,15 +136,11 @@ def test_a_saved_model_has_the_same_loss_in_every_layout(
             ),
         ),
         (2, ParallelConfig(dp_shard=2, sharding="NO_SHARD")),
-        (1, ParallelConfig()),
     ],
     ids=[
-        "dp_shard4",
-        "tp2-dp_replicate2-sp",
         "pp2-v3-dp_shard2",
         "tp2-dp2-zero1",
         "dp2-zero0",
-        "one",
     ],
 )
 def test_resuming_in_another_layout_goes_on_alike(
