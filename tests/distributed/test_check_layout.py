@@ -184,13 +184,6 @@ GPT = {
     "dropout": 0.1,
     "attention_dropout": 0.1,
 }
-HEADS = {
-    "heads": 8,
-    "kv_heads": 2,
-    "hidden": 128,
-    "qkv_bias": True,
-    "qk_norm": True,
-}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 
 
@@ -211,7 +204,6 @@ LAYOUTS = [
     ),
     # Dropout's masks too are those of one process.
     ("quickstart", {**SEQUENCE, "recompute": "every_n", "recompute_every": 2, "model": GPT}),
-    ("quickstart", {"tp": 4, "model": {**HEADS, "vocab": 1005}}),
 ]
 
 
