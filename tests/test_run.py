@@ -21,6 +21,8 @@ from tests.one_rank import read_metrics
 
 COMMAND = [sys.executable, "-m", "parallel3d.recipes.pretrain", "quickstart"]
 SMALL = [
+    "parallel.tp=1",
+    "parallel.dp_shard=1",
     "model.layers=2",
     "model.hidden=32",
     "model.heads=2",
@@ -146,14 +148,15 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(
     assert "SIGKILL" in outcome["reason"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+)
 def test_a_signal_to_all_processes_saves_and_the_command_is_told_that_goes_on(
     signum: signal.Signals, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    two = ["parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=2"]
     endless = [f"run_dir={run_dir}", "train.steps=100000", "checkpoint.every=90000"]
-    command = [*COMMAND, *SMALL, *two, *endless]
+    command = [*COMMAND, *SMALL, *endless]
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

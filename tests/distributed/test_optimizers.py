@@ -37,7 +37,7 @@ from tests.distributed.training_cases import (
     train,
 )
 
-STEPS = 8
+STEPS = 4
 
 OPTIMIZERS = {
     # With the usual eps AdamW's first step has the sign of each element's gradient, also of one

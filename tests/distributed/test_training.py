@@ -30,7 +30,7 @@ from tests.distributed.training_cases import (
 def generated(parallel: ParallelConfig) -> list[str]:
     """Returns the likeliest text, and two drawn from the five likeliest tokens at each place."""
     trainer = make_trainer(make_recipe(DEEP_TIED, parallel, sample_tokens=12))
-    train(trainer, 20)
+    train(trainer, 6)
     likeliest = trainer.recipe.train
     drawn = replace(likeliest, sample_top_k=5)
     hotter = replace(drawn, sample_temperature=2.0, sample_seed=7)
