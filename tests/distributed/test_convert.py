@@ -144,7 +144,7 @@ def add_in_place(kind: str) -> None:
 
 def compile_it() -> None:
     """A compiled model gives what it gives without the compiler."""
-    model: Any = tensor_parallelize(build("gpt2"), tp_mesh())
+    model: Any = tensor_parallelize(build("gpt2", n_layer=1), tp_mesh())
     ids = torch.randint(0, VOCAB, (B, S))
     results = []
     for run in (model, torch.compile(model, backend="aot_eager")):
@@ -231,7 +231,9 @@ def test_a_program_of_the_guide_learns(world: Callable, tmp_path: Path) -> None:
     assert other == ""
 
 
-@pytest.mark.parametrize("number, tolerance", [(0, 1e-3), (1, 1e-4)])
+@pytest.mark.parametrize(
+    "number, tolerance", [(0, 1e-3), pytest.param(1, 1e-4, marks=pytest.mark.long)]
+)
 def test_a_program_with_all_axes_trains_the_same_model_on_eight_processes_as_on_one(
     world: Callable, tmp_path: Path, number: int, tolerance: float
 ) -> None:
