@@ -50,12 +50,9 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (TIED, {"tp": 2, "sequence_parallel": True, "recompute": "full", "microbatch_size": 4}),
     (GROUPED, {"pp": 2, "schedule": "gpipe"}),
     (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
-    (TIED, {"dp_shard": 2, "microbatch_size": 4}),
+    (TIED, {"dp_shard": 2, "recompute": "full", "microbatch_size": 2}),
     (GROUPED, {"dp_replicate": 2}),
-    (GROUPED, {"dp_shard": 2, "recompute": "full", "microbatch_size": 2}),
-    (MANY_HEADS, {"tp": 4, "microbatch_size": 8, "sequence_parallel": True}),
     (DEEP_TIED, {"pp": 4}),  # 6 layers: 1, 2, 2, 1
-    (GROUPED, {"tp": 2, "dp_shard": 2, "sequence_parallel": True, "microbatch_size": 2}),
     (
         DEEP_TIED,
         {
@@ -78,7 +75,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
             "microbatch_size": 2,
         },
     ),
-    (MANY_HEADS, {"tp": 8, "microbatch_size": 8}),
+    (MANY_HEADS, {"tp": 8, "microbatch_size": 8, "sequence_parallel": True}),
 ]
 CASES = [one_case(model, settings) for model, settings in LAYOUTS]
 

@@ -60,19 +60,16 @@ PP = {"pp": 2, "microbatches": 2}
 BLOCKS = ("tp 2, sequence parallel", "tp 2, sequence parallel, three blocks")
 LAYOUTS: dict[str, Recipe] = {
     "documents": replace(recipe(microbatches=2), data=DataConfig(documents="mask")),
-    "gpt, fp16": recipe(GPT, precision="fp16"),
+    "gpt, fp16, sgd": recipe(GPT, precision="fp16", optimizer="sgd"),
     "dropout, recompute": recipe(DROPPED, recompute="full"),
-    "sgd": recipe(optimizer="sgd"),
     "muon, sharded, tp": recipe(optimizer="muon", dp_shard=2, **TP),
     BLOCKS[0]: recipe(**TP),
     BLOCKS[1]: recipe(replace(LLAMA, layers=3), **TP),
     "tp 4, copies of heads": recipe(tp=4),
     "NO_SHARD": recipe(dp_replicate=2, sharding="NO_SHARD"),
     "SHARD_OPTIMIZER": recipe(dp_shard=2, sharding="SHARD_OPTIMIZER"),
-    "FULL_SHARD": recipe(dp_shard=2, microbatches=2),
-    "HYBRID_SHARD": recipe(dp_replicate=2, dp_shard=2),
+    "HYBRID_SHARD": recipe(dp_replicate=2, dp_shard=2, microbatches=2),
     "offload, tp": recipe(dp_shard=2, offload=True, **TP),
     "offload, tied": recipe(TIED, offload=True, **PP),
-    "1f1b": recipe(**PP),
     "zb_v, tied": recipe(TIED, schedule="zb_v", virtual_stages=2, **PP),
 }
