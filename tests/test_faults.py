@@ -136,10 +136,10 @@ def wrong_number(
 SHORT = [
     raises("raise_in_backward"),
     raises("raise_in_rank_1_while_others_loop", "all", torchrun),
-    names(1, " ended with status 3", plant(1, "exit_with_3")),
 ]
 ENDS = [
     *SHORT,
+    names(1, " ended with status 3", plant(1, "exit_with_3")),
     *(killed(rank) for rank in (0, 3)),
     *(killed(3, launch) for launch in (torchrun, srun)),
     killed(0, srun),
