@@ -65,7 +65,7 @@ LAYOUTS: dict[str, Recipe] = {
     "muon, sharded, tp": recipe(optimizer="muon", dp_shard=2, **TP),
     BLOCKS[0]: recipe(**TP),
     BLOCKS[1]: recipe(replace(LLAMA, layers=3), **TP),
-    "tp 4, copies of heads": recipe(tp=4),
+    "tp 2, copies of heads": recipe(replace(LLAMA, kv_heads=1), tp=2),
     "NO_SHARD": recipe(dp_replicate=2, sharding="NO_SHARD"),
     "SHARD_OPTIMIZER": recipe(dp_shard=2, sharding="SHARD_OPTIMIZER"),
     "HYBRID_SHARD": recipe(dp_replicate=2, dp_shard=2, microbatches=2),
