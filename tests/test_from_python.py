@@ -17,7 +17,8 @@ WORDS = ["--model=llama3-8b", "--gpu=h100", "--seq-len=4096", "--global-batch=64
 
 def test_a_recipe_is_trained(tmp_path: Path) -> None:
     one = {"parallel.pp": 1, "parallel.tp": 1, "parallel.dp_shard": 1}
-    changes = {**one, "train.steps": 2, "run_dir": str(tmp_path / "run")}
+    small = {"train.steps": 2, "train.seq_len": 32, "train.sample_tokens": 4}
+    changes = {**one, **small, "run_dir": str(tmp_path / "run")}
     run = parallel3d.train("quickstart", changes)
     assert run.folder == tmp_path / "run"
     assert run.metrics[-1]["step"] == 2
