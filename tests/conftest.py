@@ -50,6 +50,8 @@ _IS_TORCH_2_11 = version("torch").startswith("2.11.")
 _LONGEST_FIRST = [
     "distributed.test_parity",
     "test_plan_verify",
+    "distributed.test_parallel_model",
+    "distributed.test_convert",
     "distributed.test_local_sgd",
     "test_run",
     "test_faults",
@@ -59,9 +61,7 @@ _LONGEST_FIRST = [
     "distributed.test_custom_model",
     "test_fake_cuda",
     "distributed.test_precision",
-    "distributed.test_loss_chunks",
     "distributed.test_sharding",
-    "distributed.test_check_layout",
 ]
 
 
