@@ -33,7 +33,7 @@ from parallel3d.tools.bench.step import (
     random_batch,
     recipe,
 )
-from parallel3d.tools.local_ranks import device_of_rank, run_ranks
+from parallel3d.tools.local_ranks import device_of_rank
 
 TINY = ModelConfig(
     layers=3,
@@ -129,12 +129,16 @@ def test_contestants_that_disagree_are_not_timed(wrong: float) -> None:
         check_agreement([("loss", wrong, 1.0)])
 
 
-def test_ours_and_torch_agree_and_are_timed_on_two_ranks() -> None:
+def measured() -> list[Round]:
     parallel = ParallelConfig(tp=2, sequence_parallel=True)
-    (round_,) = run_ranks(measure, TINY_SIZE, parallel, 1, 1, world_size=2)
-    assert min(round_.ours.wall_s, round_.ours.cpu_s, round_.peer.wall_s, round_.peer.cpu_s) > 0
     with pytest.raises(Parallel3dError, match="without recompute"):
-        run_ranks(measure, TINY_SIZE, replace(parallel, recompute="full"), 1, 1, world_size=2)
+        measure(TINY_SIZE, replace(parallel, recompute="full"), 1, 1)
+    return measure(TINY_SIZE, parallel, 1, 1)
+
+
+def test_ours_and_torch_agree_and_are_timed_on_two_ranks(world: Callable) -> None:
+    (round_,) = world(2).run(measured)[0]
+    assert min(round_.ours.wall_s, round_.ours.cpu_s, round_.peer.wall_s, round_.peer.cpu_s) > 0
 
 
 def test_a_converted_block_and_its_peers_agree(world: Callable) -> None:
