@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.models import shape_cards
-from parallel3d.planner.hardware.framework import named_framework
+from parallel3d.planner.hardware.framework import FRAMEWORKS
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.search.fastest import one_that_fits, search
 from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
@@ -56,7 +56,7 @@ def test_the_smallest_cluster_holds_the_model_and_fewer_devices_do_not(name: str
 def test_of_another_program_whether_one_fits_is_what_its_search_finds(framework: str) -> None:
     found = set()
     for gpus in (2, 4, 8, 16):
-        asked = request("llama3-8b", gpus=gpus, framework=named_framework(framework))
+        asked = request("llama3-8b", gpus=gpus, framework=FRAMEWORKS[framework])
         answer = search(asked, top=1)
         found.add(fits := bool(answer.strategies))
         assert (one_that_fits(asked) is not None) == fits, gpus

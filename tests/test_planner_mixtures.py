@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
-from parallel3d.planner.hardware.framework import named_framework
+from parallel3d.planner.hardware.framework import FRAMEWORKS
 from parallel3d.planner.memory.ranks import memory_by_rank, worst_rank
 from parallel3d.planner.model.hf_config import hf_config_shape
 from parallel3d.planner.model.named import named_shape
@@ -148,7 +148,7 @@ def run(cluster: Cluster, shape: str, **layout: object) -> PlannedRun:
         shape=named_shape(shape, shape_cards()),
         cluster=cluster,
         layout=RunLayout(**layout),  # type: ignore[arg-type]
-        framework=named_framework("megatron-core"),
+        framework=FRAMEWORKS["megatron-core"],
         seq_len=4096,
     )
 
@@ -202,7 +202,7 @@ def test_context_parallelism_holds_what_one_rank_cannot(h100: Cluster, seq_len: 
         gpus=64,
         seq_len=seq_len,
         global_batch_size=2**21 // seq_len,
-        framework=named_framework("megatron-core"),
+        framework=FRAMEWORKS["megatron-core"],
         fixed=Fixed(recompute="none", max_pp=1),
     )
     best = search(asked, top=1).strategies[0]

@@ -13,10 +13,10 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.cluster import Cluster
 from parallel3d.planner.hardware.framework import (
     COMPILED_PARALLEL3D,
+    FRAMEWORKS,
     PARALLEL3D,
     FrameworkProfile,
     in_precision,
-    named_framework,
     with_states,
 )
 from parallel3d.planner.hardware.units import GIB
@@ -191,7 +191,7 @@ def _framework(
 ) -> FrameworkProfile:
     """Returns the framework, with what the user knows of the allocator and of CUDA's own memory on
     that machine."""
-    framework = named_framework(known_name("framework", options.framework))
+    framework = FRAMEWORKS[known_name("framework", options.framework)]
     if framework.is_parallel3d:
         framework = COMPILED_PARALLEL3D if compiled else PARALLEL3D
     else:

@@ -18,8 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from parallel3d.errors import ConfigError
-
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkProfile:
@@ -119,14 +117,6 @@ FRAMEWORKS = {
     "torchtitan": replace(EAGER, name="torchtitan", axes=("cp", "ep")),
     "nanotron": replace(EAGER, name="nanotron", splits_optimizer_alone=True),
 }
-
-
-def named_framework(name: str) -> FrameworkProfile:
-    """Raises ConfigError for a name that is not known."""
-    if name not in FRAMEWORKS:
-        known = ", ".join(sorted(FRAMEWORKS))
-        raise ConfigError(f"--framework {name}: unknown; known are {known}")
-    return FRAMEWORKS[name]
 
 
 def in_precision(framework: FrameworkProfile, precision: str) -> FrameworkProfile:

@@ -105,7 +105,12 @@ class RankEstimate:
             messages = 2 * min(SENDS_KEPT, run.layout.microbatches)
             unsharded += messages * self.microbatch.hidden
         at_work = saved + logits + unsharded + work
-        framework = run.framework
+        fragmentation = 0.0
+        context = 0.0
+        if not run.on_cpu:
+            framework = run.framework
+            fragmentation = framework.fragmentation * at_work + framework.cache_bytes
+            context = framework.context_bytes
         return RankMemory(
             rank=self.rank,
             parameters=parameters,
@@ -115,10 +120,8 @@ class RankEstimate:
             logits=logits,
             buffers=unsharded,
             temporary=work,
-            fragmentation=0.0
-            if run.on_cpu
-            else framework.fragmentation * at_work + framework.cache_bytes,
-            context=0.0 if run.on_cpu else framework.context_bytes,
+            fragmentation=fragmentation,
+            context=context,
             moment=moment,
         )
 

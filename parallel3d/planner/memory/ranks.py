@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from parallel3d.planner.memory.estimate import RankEstimate
 from parallel3d.planner.memory.published import published_memory
@@ -23,24 +24,29 @@ def needed_bytes(run: PlannedRun, ranks: Iterable[RankMemory]) -> float:
     return max(memory.total - freed * memory.fragmentation for memory in ranks)
 
 
-def worst_rank(run: PlannedRun) -> RankMemory:
-    """The memory of the pipeline rank that needs most."""
-    memories = [rank_memory(run, rank) for rank in _candidates(run)]
-    return max(memories, key=lambda memory: memory.total)
+def worst_rank(run: PlannedRun, *, enough: float = inf) -> RankMemory:
+    """Returns the memory of the pipeline rank that needs most, or the first that needs more than
+    `enough` bytes."""
+    worst = rank_memory(run, 0)
+    for rank in _candidates(run):
+        if worst.total > enough:
+            break
+        worst = max(worst, rank_memory(run, rank), key=lambda memory: memory.total)
+    return worst
 
 
 def _candidates(run: PlannedRun) -> Iterable[int]:
-    """The ranks that can be the fullest: of schedules whose first ranks hold most microbatches, the
-    first two, the last, and the first of those with most layers. If one of several blocks is
-    recomputed, ranks with as many layers differ."""
+    """Returns the ranks that can have a higher peak than the first: of schedules whose first ranks
+    hold most microbatches, the second, the last, and the first of those with most layers. If one of
+    several blocks is recomputed, ranks with as many layers differ."""
     layout = run.layout
     traits = SCHEDULES.get(layout.schedule)
     last = layout.pp - 1
     is_uneven = layout.stage_boundaries or layout.recompute_every > 1
     if is_uneven or traits is None or traits.splits_backward:
-        return range(layout.pp)
+        return range(1, layout.pp)
     layers = [part.layers for part in run.ranks]
-    return {0, min(1, last), layers.index(max(layers)), last}
+    return {min(1, last), layers.index(max(layers)), last}
 
 
 def rank_memory(run: PlannedRun, rank: int) -> RankMemory:

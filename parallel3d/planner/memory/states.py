@@ -15,14 +15,14 @@ With `parallel.offload`, sharded states are on the CPU.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from parallel3d.config.sharding_strategies import REPLICATED, frees_after_forward
 from parallel3d.planner.model.muon import muon_matrices, muon_step_bytes
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
-from parallel3d.planner.model.shapes import StageSlice
+from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import master_bytes
 
 _BLOCK = StageSlice(layers=1, embedding=False, head=False)
@@ -57,21 +57,9 @@ class RankStates:
             self.reduced += self.reduce / self.shards  # the sum over replicas is kept too
         if run.offloads or not self.is_sharded:
             self.reduced = 0.0
-        self.block = self.unit(_BLOCK)
-        self.parts = [part for part, _ in run.stages_of(rank)]
-        self.units = [self.unit(part) for part in self.parts]
-        self.ends = []  # the embedding or the head, one of them if a stage has both
-        for part in self.parts:
-            has_table = part.embedding and (run.shape.tied_embeddings or not part.head)
-            self.ends.append(self.unit(replace(part, layers=0, embedding=has_table)))
+        self.parts = tuple(part for part, _ in run.stages_of(rank))
+        self.block, self.units, self.ends = _units(run.shape, self.parts, layout.tp, self.shards)
         self.matrices = muon_matrices(run.shape, layout.tp, self.shards) * run.ranks[rank].layers
-
-    def unit(self, part: StageSlice) -> Unit:
-        """Counts the parameters of a part of the model."""
-        shape = self.run.shape
-        tp = self.layout.tp
-        shard = rank_numel(shape, (part,), tp, shards=self.shards)
-        return Unit(rank_numel(shape, (part,), tp), shard * self.shards)
 
     @property
     def static_bytes(self) -> tuple[float, float, float]:
@@ -113,3 +101,23 @@ class RankStates:
             share = min((bucket + max(bucket, end.numel)) / unit.numel, 1)
             sent += share * unit.padded
         return self.reduce * (1 + (self.shards > 1) / self.shards) * sent
+
+
+@lru_cache(maxsize=4096)
+def _units(
+    shape: ModelShape,
+    parts: tuple[StageSlice, ...],
+    tp: int,
+    shards: int,
+) -> tuple[Unit, list[Unit], list[Unit]]:
+    """Counts a block, each stage, and its embedding or head, one of them if a stage has both."""
+
+    def unit(part: StageSlice) -> Unit:
+        shard = rank_numel(shape, (part,), tp, shards=shards)
+        return Unit(rank_numel(shape, (part,), tp), shard * shards)
+
+    ends = []
+    for part in parts:
+        has_table = part.embedding and (shape.tied_embeddings or not part.head)
+        ends.append(unit(replace(part, layers=0, embedding=has_table)))
+    return unit(_BLOCK), [unit(part) for part in parts], ends

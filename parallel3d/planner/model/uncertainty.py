@@ -27,10 +27,9 @@ MOE = 0.25
 MEMORY = 0.2
 # This project's own memory is counted from its own code (DESIGN.md: never 3% below).
 OWN_MEMORY = 0.07
-# The speed of a CPU that was not calibrated is known to an order of magnitude, and if a run there
-# has corrected it to a factor of 2, because its ranks share cores that nothing here counts.
+# The speed of a CPU that was not calibrated is known to an order of magnitude, because its ranks
+# share cores that nothing here counts.
 ANY_CPU = log(10)
-ANCHORED_CPU = log(2)
 # on a calibrated host, and if a run of the same framework on the same cluster has corrected it
 CALIBRATED = 0.12
 ANCHORED = 0.095
@@ -72,16 +71,14 @@ def error_model_of(run: PlannedRun, recorded: Mapping[str, Any]) -> ErrorModel:
     is_calibrated = framework.is_parallel3d and cluster.measured is not None
     runs = recorded["runs_by_hardware"].get(cluster.device_file, 0)
     speed = SPEED
-    anchored = ANCHORED
     if is_calibrated:
         speed = CALIBRATED
     elif cluster.device.is_cpu:
         speed = ANY_CPU
-        anchored = ANCHORED_CPU
+    elif framework.name in cluster.scales.timed:
+        speed = ANCHORED
     elif runs < ENOUGH_RUNS:
         speed = hypot(SPEED, DATA_SHEET)
-    if framework.name in cluster.scales.timed:
-        speed = min(speed, anchored)
     is_float8 = run.precision == "fp8"
     is_mixture = run.shape.experts is not None
     more = [WIDE_SHARDING * max(0.0, log2(run.layout.parameter_shards / 64))]

@@ -203,11 +203,7 @@ def _trees(path: Path) -> list[Any]:
         text = read_short(path, "a file of cases has some kB for each", _LARGEST_BYTES).decode()
         is_lines = text.lstrip().startswith("{")
         trees = [json.loads(line) for line in text.splitlines()] if is_lines else json.loads(text)
-    except OSError as problem:
-        raise ConfigError(
-            f"{path}: cannot be read ({problem.strerror}); try the path of a file of cases"
-        ) from problem
-    except (ValueError, RecursionError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
     if not isinstance(trees, list) or not trees:
         raise ConfigError(f"{path}: must be a list of cases, or a case a line")
@@ -267,7 +263,6 @@ class _Case:
             "mixture of experts": run.shape.experts is not None,
             "float8": run.precision == "fp8",
             "context parallel": run.layout.cp > 1,
-            "one layer": run.shape.layers == 1,
         }
         is_timed = "toy" not in tags and run.shape.layers > 1
         return PublishedCase(

@@ -60,7 +60,9 @@ def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
 
 
 def _fit(
-    predict: Callable[[Logs], list[float]], measured: list[float], deviations: list[float]
+    predict: Callable[[Logs], list[float]],
+    measured: list[float],
+    deviations: list[float],
 ) -> list[float]:
     """Returns the logarithms of scales for which the predictions come nearest to what was measured
     (logarithms, too)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import exp, inf, log, log1p
+from math import exp, log, log1p
 from statistics import mean, median
 from typing import Any
 
@@ -100,13 +100,9 @@ class Score:
 
 
 def _ranges(of: Prediction, spread: ErrorModel) -> dict[str, Any]:
-    figures: dict[str, Figure] = dict.fromkeys(
-        ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"), "throughput"
-    )
-    figures["memory_gib"] = "memory"
-    ranges = {}
-    for name, figure in figures.items():
-        ranges[name] = asdict(spread.around(figure, getattr(of, name)))
+    ranges = {"memory_gib": asdict(spread.around("memory", of.memory_gib))}
+    for name in ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"):
+        ranges[name] = asdict(spread.around("throughput", getattr(of, name)))
     return ranges
 
 
@@ -156,18 +152,16 @@ def score(
 def left_out(file: CaseFile, plain: Score) -> CaseFile:
     """Returns the cases with the quality of their stack as the other sources show it. `plain` is
     the score of the file."""
-    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
+    errors: dict[str, dict[str, list[float]]] = {stack: defaultdict(list) for stack in STACKS}
     for one in plain.cases:
         if "throughput" in one.errors_pct and not one.apart:
             error = log1p(one.errors_pct["throughput"] / 100)
-            errors[one.stack, one.source].append(error + log(STACKS[one.stack].quality))
+            errors[one.stack][one.source].append(error + log(STACKS[one.stack].quality))
     found = []
     for case in file.cases:
-        others = []
-        for (stack, source), group in errors.items():
-            if stack == case.stack and source != case.source:
-                others.append(group)
-        framework = replace(case.run.framework, quality=stack_quality(others))
+        others = {**errors[case.stack]}
+        others.pop(case.source, None)
+        framework = replace(case.run.framework, quality=stack_quality([*others.values()]))
         found.append(replace(case, run=replace(case.run, framework=framework)))
     return replace(file, cases=tuple(found))
 
@@ -200,11 +194,6 @@ def _fit(counted: Sequence[ScoredCase]) -> Fit:
 def _score_case(
     case: PublishedCase, predicted: Prediction, spread: ErrorModel | None
 ) -> ScoredCase:
-    """Raises ValueError where the predicted memory or time is no positive number."""
-    for name in ("memory_gib", "step_time_s"):
-        value = getattr(predicted, name)
-        if not 0 < value < inf:
-            raise ValueError(f"{name} = {value}")
     measured = case.measured
     errors: dict[str, float] = {}
     if case.speed is not None:
@@ -248,7 +237,12 @@ def predict_case(case: PublishedCase) -> Prediction:
 
 
 def prediction(
-    case: PublishedCase, *, parameters: int, fits: bool, memory_gib: float, step_time_s: float
+    case: PublishedCase,
+    *,
+    parameters: int,
+    fits: bool,
+    memory_gib: float,
+    step_time_s: float,
 ) -> Prediction:
     """The whole of a prediction: what follows from the step's time, by the case's own definition of
     a FLOP."""

@@ -11,7 +11,7 @@ from parallel3d.planner.search.fastest import fastest_by_closed_form
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.ties import TIE
 
-_MOST = 3  # other numbers of devices, and other batches, that are tried
+_MOST = 2  # other numbers of devices, and other batches, that are tried
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,8 +125,11 @@ class TpPpSearch:
                 elif layout is None:
                     self._push_layouts(family, recompute)
                 else:
-                    bytes_ = self._layout_bytes(family, layout, recompute)
-                    if bytes_ <= self._request.usable_bytes:
+                    self.checked += 1
+                    usable = self._request.usable_bytes
+                    run = self._request.planned_run(recompute.of(layout))
+                    bytes_ = worst_rank(run, enough=usable).total
+                    if bytes_ <= usable:
                         yield Candidate(layout, least_s, bytes_)
                     else:
                         self._push_leaner(family, layout, recompute)

@@ -118,7 +118,12 @@ def reduced_once_s(run: PlannedRun, part: StageSlice) -> float:
     return (reduce_s + gather_s) * (1 - _HIDDEN)
 
 
-def sharded_s(run: PlannedRun, forward: float, backward: float, ends_s: float) -> float:
+def sharded_s(
+    run: PlannedRun,
+    forward: float,
+    backward: float,
+    ends_s: float,
+) -> float:
     """Seconds that show where parameters are sharded (FSDP, ZeRO-3): while a block computes, the
     next one's parameters are gathered and the last one's gradients reduced; what takes longer than
     the compute shows. The first gather and the last reduction always do. `forward`, `backward`:
@@ -165,7 +170,11 @@ def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, floa
 
 
 def _split_s(
-    run: PlannedRun, parameters: int, shards: int, ranks: int, stride: int
+    run: PlannedRun,
+    parameters: int,
+    shards: int,
+    ranks: int,
+    stride: int,
 ) -> tuple[float, float]:
     """Returns the seconds to gather so many parameters, split over `shards` of the `ranks` that
     have them in common, which are `stride` apart, and to reduce their gradients."""
