@@ -40,7 +40,11 @@ def write_folder(
     return folder
 
 
-def write_megatron(prefix: Path, documents: Sequence[ArrayLike], end: int = END) -> Path:
+def write_megatron(
+    prefix: Path,
+    documents: Sequence[ArrayLike],
+    end: int = END,
+) -> Path:
     """Writes Megatron's files with these documents, and returns their prefix."""
     ended = [np.append(document, end).astype(np.uint16) for document in documents]
     data_loading.write_megatron(prefix, ended)

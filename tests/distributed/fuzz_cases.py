@@ -140,7 +140,11 @@ def train_all(
                 yield combined(case, answers)
 
 
-def run_cases(job: Callable[[Recipe], Any], cases: Sequence[Case], folder: Path) -> list[Any]:
+def run_cases(
+    job: Callable[[Recipe], Any],
+    cases: Sequence[Case],
+    folder: Path,
+) -> list[Any]:
     """Runs the job with each recipe on this rank. Returns the answers, or instead of an answer the
     error of the project. Any other error is the last answer, because it may leave a process group
     in the middle of a collective."""

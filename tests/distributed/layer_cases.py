@@ -60,7 +60,11 @@ def tp_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def draw_weights(module: nn.Module, std: float, dtype: torch.dtype) -> dict[str, Tensor]:
+def draw_weights(
+    module: nn.Module,
+    std: float,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
     """Draws a global tensor for each parameter, the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
     return {
@@ -80,13 +84,21 @@ def load(module: nn.Module, weights: Weights) -> None:
         local_tensor(getattr(part, attribute)).copy_(part.axis.part(weights[name], spec.dim))
 
 
-def part_of(x: Tensor, split: Split, axis: Axis) -> Tensor:
+def part_of(
+    x: Tensor,
+    split: Split,
+    axis: Axis,
+) -> Tensor:
     if split is None:
         return x
     return x.chunk(axis.size, dim=split)[axis.rank].contiguous()
 
 
-def assert_near(ours: Tensor, reference: Tensor, what: str) -> None:
+def assert_near(
+    ours: Tensor,
+    reference: Tensor,
+    what: str,
+) -> None:
     assert ours.shape == reference.shape, f"{what}: {list(ours.shape)}, not {list(reference.shape)}"
     assert ours.dtype == reference.dtype, f"{what}: {ours.dtype}, not {reference.dtype}"
     bound = TOLERANCE[reference.dtype] * max(reference.abs().max().item(), 1.0)
@@ -94,7 +106,12 @@ def assert_near(ours: Tensor, reference: Tensor, what: str) -> None:
     assert error <= bound, f"{what}: differs by {error:.3g}, allowed {bound:.3g}"
 
 
-def global_gradient(parameter: Tensor, spec: ParameterSpec, *, fused: bool) -> Tensor:
+def global_gradient(
+    parameter: Tensor,
+    spec: ParameterSpec,
+    *,
+    fused: bool,
+) -> Tensor:
     """The gradient as the global tensor; what fused gradients leave partial is summed as the
     trainer would."""
     gradient = parameter.grad

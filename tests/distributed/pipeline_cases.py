@@ -80,7 +80,11 @@ def loss_fn(output: Tensor, label: Tensor) -> Tensor:
     return (output - label).square().mean()
 
 
-def run_whole(parts: Sequence[nn.Module], microbatches: int, seq: int) -> float:
+def run_whole(
+    parts: Sequence[nn.Module],
+    microbatches: int,
+    seq: int,
+) -> float:
     """The loss of the unsplit model; gradients are left in its parameters."""
     total = 0.0
     for x, label in zip(*make_batch(microbatches, seq), strict=True):

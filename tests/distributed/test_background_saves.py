@@ -89,7 +89,11 @@ def train_while_saving(recipe: Recipe, folder: Path) -> tuple[Curve, list[str]]:
     return curve, early
 
 
-def go_on(recipe: Recipe, path: Path, steps: int) -> Curve:
+def go_on(
+    recipe: Recipe,
+    path: Path,
+    steps: int,
+) -> Curve:
     trainer = make_trainer(recipe)
     load_trainer(trainer, path)
     return train(trainer, steps)

@@ -63,7 +63,11 @@ RULES: Rules = {
 }
 
 
-def build_toy(mesh: DeviceMesh | None, hidden: int = 16, vocab: int = 50) -> nn.Module:
+def build_toy(
+    mesh: DeviceMesh | None,
+    hidden: int = 16,
+    vocab: int = 50,
+) -> nn.Module:
     """A model of somebody else: blocks of a norm and an MLP, with biases."""
     parts = {
         "embed": nn.Embedding(vocab, hidden),
@@ -93,7 +97,11 @@ def doubled_norm(self: nn.LayerNorm, x: Tensor) -> Tensor:
     return 2 * LAYER_NORM(self, x)
 
 
-def cut_backwards(self: ParameterSpec, tp: Axis, shards: Axis | None = None) -> tuple[range, range]:
+def cut_backwards(
+    self: ParameterSpec,
+    tp: Axis,
+    shards: Axis | None = None,
+) -> tuple[range, range]:
     return BOX(self, replace(tp, rank=tp.size - 1 - tp.rank), shards)
 
 
@@ -208,14 +216,21 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("name, layout", LAYOUTS)
-def test_a_recipe_is_the_same_model(checked: Callable, name: str, layout: dict[str, Any]) -> None:
+def test_a_recipe_is_the_same_model(
+    checked: Callable,
+    name: str,
+    layout: dict[str, Any],
+) -> None:
     comparison = checked(small(name, **layout))
     assert comparison.first is None, comparison.first
     assert comparison.steps == STEPS
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "dp_shard": 2}], ids=str)
-def test_a_model_of_the_users_is_the_same(checked: Callable, layout: dict[str, int]) -> None:
+def test_a_model_of_the_users_is_the_same(
+    checked: Callable,
+    layout: dict[str, int],
+) -> None:
     comparison = checked(toy(**layout))
     assert comparison.first is None, comparison.first
 

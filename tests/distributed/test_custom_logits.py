@@ -141,7 +141,12 @@ def train_all(cases: list[Case], model_class: type[Llama]) -> list[tuple[float, 
     return found
 
 
-def check(world: Callable, size: int, cases: list[Case], model_class: type[Llama] = Custom) -> None:
+def check(
+    world: Callable,
+    size: int,
+    cases: list[Case],
+    model_class: type[Llama] = Custom,
+) -> None:
     for case, (evaluated, curve) in zip(
         cases, world(size).run(train_all, cases, model_class)[0], strict=True
     ):
@@ -162,7 +167,10 @@ def check(world: Callable, size: int, cases: list[Case], model_class: type[Llama
         assert_follows(curve, expected)
 
 
-def changed(change: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+def changed(
+    change: Callable[[Tensor], Tensor],
+    logits: Tensor,
+) -> Tensor:
     y = change(logits.clone())
     return y.view_as(logits) if y.ndim < logits.ndim else y
 

@@ -132,7 +132,11 @@ def test_a_fault_planted_in_the_users_model_is_found(
         conform(world, recipe, folder, layout)
 
 
-def resumed(folder: Path, recipe: Recipe, other: Recipe) -> tuple[Curve, Curve]:
+def resumed(
+    folder: Path,
+    recipe: Recipe,
+    other: Recipe,
+) -> tuple[Curve, Curve]:
     """Returns the steps after a checkpoint, gone on with and resumed in another layout."""
     with known(folder):
         return resume_beside(recipe, folder / "checkpoint", 2, into=other)

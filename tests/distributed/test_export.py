@@ -49,7 +49,11 @@ def train_and_save(
     return found
 
 
-def exported_logits(checkpoint: Path, to: Path, *options: str) -> torch.Tensor:
+def exported_logits(
+    checkpoint: Path,
+    to: Path,
+    *options: str,
+) -> torch.Tensor:
     """Exports a checkpoint in several files, and returns the logits of the model that transformers
     makes of it."""
     assert (
@@ -63,7 +67,11 @@ def exported_logits(checkpoint: Path, to: Path, *options: str) -> torch.Tensor:
     return model(IDS.view(1, SEQ_LEN)).logits[0].detach()
 
 
-def check_families(world: Callable, folder: Path, families: list[str]) -> None:
+def check_families(
+    world: Callable,
+    folder: Path,
+    families: list[str],
+) -> None:
     ranks = world(8).run(
         train_and_save,
         [FAMILIES[name] for name in families],

@@ -172,7 +172,11 @@ SIZES = [(2, name) for name in MODELS] + [(4, "phi3, fewer heads of keys"), (4, 
 
 
 @pytest.mark.parametrize("size, name", SIZES)
-def test_the_split_model_is_the_whole_one(world: Callable, size: int, name: str) -> None:
+def test_the_split_model_is_the_whole_one(
+    world: Callable,
+    size: int,
+    name: str,
+) -> None:
     for output, gradient in world(size).run(differences, name, torch.float64):
         assert max(output, gradient) < MODELS[name].tolerance, (output, gradient)
 

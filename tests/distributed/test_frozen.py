@@ -117,7 +117,10 @@ def copies(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {parameter.name: parameter.local.detach().clone() for parameter in trainer.parameters}
 
 
-def check(trainer: Trainer, before: dict[str, torch.Tensor]) -> None:
+def check(
+    trainer: Trainer,
+    before: dict[str, torch.Tensor],
+) -> None:
     """Asserts that the frozen parameters are what they were before, and in float32 no others."""
     frozen = trainer.recipe.model.options["frozen"]
     precision = trainer.recipe.train.precision

@@ -322,7 +322,11 @@ def train_case(recipe: Recipe) -> Trained:
     )
 
 
-def plain_loss(logits: Tensor, labels: Tensor, train: TrainConfig) -> Tensor:
+def plain_loss(
+    logits: Tensor,
+    labels: Tensor,
+    train: TrainConfig,
+) -> Tensor:
     """Returns the mean loss over the labels that count."""
     labels, counts = labels.flatten(), (labels != -100).flatten()
     logits = logits.flatten(0, -2)

@@ -106,7 +106,12 @@ def draw_model(
     )
 
 
-def draw_optimizer(random: Random, steps: int, *, precision: str) -> OptimizerConfig:
+def draw_optimizer(
+    random: Random,
+    steps: int,
+    *,
+    precision: str,
+) -> OptimizerConfig:
     """Draws an optimizer and its schedule."""
     name = random.choice(["adamw", "adamw", "sgd", "muon"])
     config = OptimizerConfig(

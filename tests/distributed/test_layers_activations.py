@@ -46,7 +46,11 @@ MODELS = {
 PACKED = PackedDocuments.ended_by(8, torch.arange(B * S).view(B, S) % 9)
 
 
-def kept_bytes(model: nn.Module, x: Tensor, documents: PackedDocuments | None) -> int:
+def kept_bytes(
+    model: nn.Module,
+    x: Tensor,
+    documents: PackedDocuments | None,
+) -> int:
     """Counts the bytes of every storage that the blocks' forward saves, but for parameters, rotary
     table, places in documents and key."""
     key = dropout_key(0, 0, torch.arange(B))
@@ -137,7 +141,11 @@ def compare(config: ModelConfig, documents: PackedDocuments | None = None) -> No
         (4, "grouped"),
     ],
 )
-def test_activation_bytes_are_what_autograd_keeps(world: Callable, size: int, model: str) -> None:
+def test_activation_bytes_are_what_autograd_keeps(
+    world: Callable,
+    size: int,
+    model: str,
+) -> None:
     world(size).run(compare, MODELS[model])
 
 

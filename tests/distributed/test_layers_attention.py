@@ -24,7 +24,11 @@ NOT_THIRD = (torch.arange(S) != 2).expand(B, 1, S, S)  # nobody sees the third t
 PACKED = PackedDocuments.ended_by(1, ENDS.int())
 
 
-def rotate(x: Tensor, rotary: RotaryEmbedding, positions: Tensor) -> Tensor:
+def rotate(
+    x: Tensor,
+    rotary: RotaryEmbedding,
+    positions: Tensor,
+) -> Tensor:
     """Turns x [B, S, H, K], each pair (i, i + K / 2) as a complex number."""
     frequencies = rotary.theta ** (-torch.arange(0, K, 2) / K)
     magnitude = 1.0
@@ -149,7 +153,11 @@ def refuse() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("group", CASES)
-def test_attention_is_plain_torchs_whatever_tp(world: Callable, size: int, group: str) -> None:
+def test_attention_is_plain_torchs_whatever_tp(
+    world: Callable,
+    size: int,
+    group: str,
+) -> None:
     world(size).run(check_cases, group)
 
 

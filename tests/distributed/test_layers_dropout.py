@@ -30,7 +30,11 @@ def check_masks() -> None:
     assert torch.equal(Dropout(0.3, name="a", tp=tp)(x, KEY), whole)
 
 
-def attention(tp: DeviceMesh | None, sp: bool, recompute: bool) -> nn.Module:
+def attention(
+    tp: DeviceMesh | None,
+    sp: bool,
+    recompute: bool,
+) -> nn.Module:
     module = ParallelAttention(
         D,
         8,

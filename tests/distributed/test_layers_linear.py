@@ -76,7 +76,11 @@ def layer_norm(w: Weights, x: Tensor) -> Tensor:
     return F.layer_norm(x, (D,), w["weight"], w.get("bias"), 1e-5)
 
 
-def norm(name: str, build: Callable[..., nn.Module], reference: Callable[..., Tensor]) -> Case:
+def norm(
+    name: str,
+    build: Callable[..., nn.Module],
+    reference: Callable[..., Tensor],
+) -> Case:
     return Case(name=name, build=build, reference=reference, shapes=(SHAPE,))
 
 
@@ -127,7 +131,11 @@ def check_group(name: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("group", GROUPS)
-def test_layers_are_plain_torchs_whatever_tp(world: Callable, size: int, group: str) -> None:
+def test_layers_are_plain_torchs_whatever_tp(
+    world: Callable,
+    size: int,
+    group: str,
+) -> None:
     world(size).run(check_group, group)
 
 

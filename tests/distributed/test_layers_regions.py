@@ -24,7 +24,11 @@ from parallel3d.shared_memory.collectives import SLOT_BYTES
 from tests.distributed.layer_cases import F64, tp_mesh
 
 
-def ranks_own(shape: tuple[int, ...], rank: int, salt: int) -> Tensor:
+def ranks_own(
+    shape: tuple[int, ...],
+    rank: int,
+    salt: int,
+) -> Tensor:
     """What a rank starts from: any rank can say what another had."""
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(10 * salt + rank))
 
@@ -52,7 +56,11 @@ def check_pair(
     assert torch.equal(grad[rank], before)
 
 
-def check_regions(shape: tuple[int, ...], dim: int, backend: str) -> None:
+def check_regions(
+    shape: tuple[int, ...],
+    dim: int,
+    backend: str,
+) -> None:
     axis = Axis.of(tp_mesh())
     n = get_world_size()
     rank = get_rank()

@@ -81,7 +81,13 @@ class Ends(nn.Module):
         }
 
 
-def plain_losses(embed: Tensor, head: Tensor, ids: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+def plain_losses(
+    embed: Tensor,
+    head: Tensor,
+    ids: Tensor,
+    labels: Tensor,
+    z_loss: float,
+) -> Tensor:
     logits = F.linear(torch.tanh(F.embedding(ids, embed)), head)
     wide = logits.to(torch.promote_types(logits.dtype, F32)).flatten(0, 1)
     losses = F.cross_entropy(wide, labels.flatten(), reduction="none")
@@ -186,7 +192,11 @@ def sharded_twice(vocab: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("size, vocab", [(1, 11), (2, 12), (4, 1005), (4, 50)])
-def test_vocabulary_is_plain_torchs_whatever_tp(world: Callable, size: int, vocab: int) -> None:
+def test_vocabulary_is_plain_torchs_whatever_tp(
+    world: Callable,
+    size: int,
+    vocab: int,
+) -> None:
     world(size).run(compare_all, vocab)
 
 

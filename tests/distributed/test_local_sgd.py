@@ -44,7 +44,11 @@ STEPS = 14  # three synchronisations, and two steps more
 DILOCO = LocalSgdConfig(sync_every=4)
 
 
-def local_sgd_recipe(model: ModelConfig, parallel: ParallelConfig, local: LocalSgdConfig) -> Recipe:
+def local_sgd_recipe(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    local: LocalSgdConfig,
+) -> Recipe:
     """The run has more steps than a test makes: its last one would synchronise all."""
     return replace(make_recipe(model, parallel, steps=20), local_sgd=local)
 

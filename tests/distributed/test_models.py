@@ -76,13 +76,18 @@ LAYOUTS: dict[int, list[tuple[ModelConfig, dict[str, object]]]] = {
 }
 
 
-def recipe_of(model: ModelConfig, settings: dict[str, object]) -> Recipe:
+def recipe_of(
+    model: ModelConfig,
+    settings: dict[str, object],
+) -> Recipe:
     if settings.get("recompute") == "every_n":
         settings = {"recompute_every": 3, **settings}
     return make_recipe(model, ParallelConfig(**settings))  # type: ignore[arg-type]
 
 
-def curves(cases: list[tuple[ModelConfig, dict[str, object]]]) -> list[Curve]:
+def curves(
+    cases: list[tuple[ModelConfig, dict[str, object]]],
+) -> list[Curve]:
     return [train(make_trainer(recipe_of(model, settings)), STEPS) for model, settings in cases]
 
 

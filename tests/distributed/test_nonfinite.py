@@ -34,7 +34,12 @@ TWO = {
 }
 
 
-def plant_nan(trainer: Trainer, steps: set[int], rank: int, name: str) -> None:
+def plant_nan(
+    trainer: Trainer,
+    steps: set[int],
+    rank: int,
+    name: str,
+) -> None:
     """Makes one element of this parameter's gradient NaN on one rank, after all of it is reduced,
     in these steps."""
     complete = trainer.engine.finish_gradients
@@ -61,7 +66,11 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     return [*local_weights(trainer), *states]
 
 
-def left_out(layouts: list[ParallelConfig], rank: int, name: str) -> list[bool]:
+def left_out(
+    layouts: list[ParallelConfig],
+    rank: int,
+    name: str,
+) -> list[bool]:
     """Returns for each layout whether a run that skips three steps is that which does not make
     them, to the bit."""
     same = []
@@ -88,7 +97,12 @@ def test_a_run_that_skips_steps_is_the_run_that_does_not_make_them(world: Callab
     assert two.run(left_out, [TWO["pp"]], 1, "layers.4.mlp.up.weight") == [[True]] * 2
 
 
-def named(parallel: ParallelConfig, rank: int, name: str, local_sgd: LocalSgdConfig) -> str:
+def named(
+    parallel: ParallelConfig,
+    rank: int,
+    name: str,
+    local_sgd: LocalSgdConfig,
+) -> str:
     """Returns what ends a run that may skip two steps in a row, at the third."""
     recipe = replace(
         make_recipe(DEEP, parallel, on_nonfinite="skip", nonfinite_in_a_row=2), local_sgd=local_sgd

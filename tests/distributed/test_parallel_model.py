@@ -152,7 +152,11 @@ MODELS: dict[str, Callable[[DeviceMesh | None], nn.Module]] = {
 }
 
 
-def loss_of(tp: DeviceMesh | None, output: Any, labels: Tensor) -> Tensor:
+def loss_of(
+    tp: DeviceMesh | None,
+    output: Any,
+    labels: Tensor,
+) -> Tensor:
     logits = getattr(output, "logits", output)
     if logits.shape[-1] != VOCAB:
         return vocab_parallel_cross_entropy(logits, labels, tp).mean()
@@ -298,7 +302,12 @@ WRONG_ORDERS = {
 RIGHT_ORDERS = ("forward step clear", "forward clear", "forward clip clip step clear clear")
 
 
-def run_calls(model: ParallelModel, optimizer: Any, mesh: DeviceMesh, calls: str) -> None:
+def run_calls(
+    model: ParallelModel,
+    optimizer: Any,
+    mesh: DeviceMesh,
+    calls: str,
+) -> None:
     inputs, labels = own_batch(mesh)
     does = {
         "forward": partial(model.forward_backward, inputs, labels, partial(loss_of, mesh["tp"])),
@@ -355,7 +364,11 @@ def test_two_backward_passes_add_their_gradients(world: Any, sharding: ShardingN
     assert max(world(4).run(accumulated, layout)) < 1e-7
 
 
-def load_by_dcp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_by_dcp(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
     """As `load_checkpoint` does, by torch's own functions alone."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, states = get_state_dict(model, optimizer, options=options)
@@ -370,7 +383,11 @@ def load_by_dcp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     )
 
 
-def save_by_dcp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save_by_dcp(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, states = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)

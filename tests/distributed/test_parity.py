@@ -32,7 +32,11 @@ from tests.distributed.training_cases import (
 )
 
 
-def run_layout(model: ModelConfig, parallel: ParallelConfig, batch: int = BATCH) -> Curve:
+def run_layout(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    batch: int = BATCH,
+) -> Curve:
     return train(make_trainer(make_recipe(model, parallel, global_batch_size=batch)), STEPS)
 
 

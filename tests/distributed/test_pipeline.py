@@ -54,7 +54,10 @@ def without_shared_memory(off: bool) -> Iterator[None]:
         links.LARGEST_BYTES = largest
 
 
-def check_cases(cases: list[tuple[ScheduleName, int, int]], through_backend: bool) -> None:
+def check_cases(
+    cases: list[tuple[ScheduleName, int, int]],
+    through_backend: bool,
+) -> None:
     with without_shared_memory(through_backend):
         for name, virtual_stages, microbatches in cases:
             schedule = build_schedule(

@@ -57,7 +57,11 @@ def pipeline_mesh() -> Any:
     return init_device_mesh("cpu", (get_world_size(),), mesh_dim_names=("pp",))
 
 
-def message_of_failure(fault: str, at_stage: int, through_backend: bool) -> tuple[str, float, str]:
+def message_of_failure(
+    fault: str,
+    at_stage: int,
+    through_backend: bool,
+) -> tuple[str, float, str]:
     """Returns the error of this rank, how long it took to come, and the error of another run after
     it."""
     schedule = build_schedule("1f1b", pp=get_world_size(), microbatches=MICROBATCHES)

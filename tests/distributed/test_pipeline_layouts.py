@@ -34,7 +34,11 @@ from tests.distributed.training_cases import (
 STEPS = 4
 
 
-def run_layout(model: ModelConfig, parallel: ParallelConfig, precision: str) -> tuple[Curve, float]:
+def run_layout(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: str,
+) -> tuple[Curve, float]:
     """Returns the steps' losses and norms, and the loss of evaluating the first batch of all after
     them."""
     linear.FUSED_FROM_ELEMENTS = 0  # so that even these small weights' gradients are put off

@@ -56,7 +56,11 @@ RECIPES = [
 ]
 
 
-def trained(recipe: Recipe, *, warms_up: bool) -> tuple[Curve, list[Tensor], int]:
+def trained(
+    recipe: Recipe,
+    *,
+    warms_up: bool,
+) -> tuple[Curve, list[Tensor], int]:
     """Returns the curve, this rank's weights and the number of the first step's forwards of one of
     its stages."""
     trainer = make_trainer(recipe)

@@ -31,7 +31,11 @@ def save(kind: str, folder: Path, **options: Any) -> nn.Module:
     return model
 
 
-def load_split(kind: str, folder: Path, options: dict[str, Any]) -> None:
+def load_split(
+    kind: str,
+    folder: Path,
+    options: dict[str, Any],
+) -> None:
     """The logits of the saved model, and of what was read only this rank's part."""
     reference = build(kind, **options)
     ids = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(0))

@@ -103,7 +103,12 @@ def build(family: str, folder: Path) -> torch.nn.Module:
     return model
 
 
-def first_loss(model: ModelConfig, parallel: ParallelConfig, folder: Path, saved: Path) -> float:
+def first_loss(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    folder: Path,
+    saved: Path,
+) -> float:
     """Returns the loss of the first step of a run that starts from `folder`, and before it saves
     what it has."""
     recipe = make_recipe(model, parallel)

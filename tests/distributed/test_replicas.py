@@ -81,7 +81,11 @@ def test_what_ranks_hold_alike_stays_the_same_to_the_bit(world: Callable) -> Non
     assert "optimizer.momentum_buffer.layers.0.mlp.up.weight" in muon
 
 
-def flipped(recipe: Recipe, rank: int, name: str) -> str:
+def flipped(
+    recipe: Recipe,
+    rank: int,
+    name: str,
+) -> str:
     """Returns what ends a run that compares after every second step, where one bit flips after the
     third."""
     trainer = make_trainer(recipe)
@@ -105,7 +109,12 @@ def flipped(recipe: Recipe, rank: int, name: str) -> str:
         pytest.param(recipe_of(DEEP_TIED, pp=2), 1, "embed.weight", id="ends"),
     ],
 )
-def test_of_two_ranks_both_are_named(world: Callable, recipe: Recipe, rank: int, name: str) -> None:
+def test_of_two_ranks_both_are_named(
+    world: Callable,
+    recipe: Recipe,
+    rank: int,
+    name: str,
+) -> None:
     messages = world(2).run(flipped, recipe, rank, name)
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"step 4: {name} is not the same on ranks 0 and 1 (rank 0: ")

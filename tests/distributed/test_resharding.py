@@ -48,7 +48,10 @@ def trained(parallel: ParallelConfig, path: Path) -> None:
     save_trainer(trainer, path)
 
 
-def loaded_and_saved(parallel: ParallelConfig, pairs: list[tuple[Path, Path]]) -> None:
+def loaded_and_saved(
+    parallel: ParallelConfig,
+    pairs: list[tuple[Path, Path]],
+) -> None:
     """Loads each first path into a trainer and saves it as the second."""
     trainer = make_trainer(make_recipe(MODEL, parallel), initialize=False)
     for there, here in pairs:

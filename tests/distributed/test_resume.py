@@ -42,7 +42,11 @@ from tests.distributed.training_cases import (
 HALF = 3  # after the first resumed step comes one whose loss knows the states, and another
 
 
-def straight_through(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
+def straight_through(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    path: Path,
+) -> Curve:
     """Six steps, with a checkpoint after three."""
     trainer = make_trainer(make_recipe(model, parallel))
     first = train(trainer, HALF)
@@ -50,7 +54,11 @@ def straight_through(model: ModelConfig, parallel: ParallelConfig, path: Path) -
     return first + train(trainer, HALF)
 
 
-def resumed(model: ModelConfig, parallel: ParallelConfig, path: Path) -> Curve:
+def resumed(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    path: Path,
+) -> Curve:
     """A trainer that loads first needs no initial weights."""
     trainer = make_trainer(make_recipe(model, parallel), initialize=False)
     load_trainer(trainer, path)

@@ -52,7 +52,11 @@ class Seen:
     sent: tuple[SentBytes, SentBytes]
 
 
-def run_strategy(model: ModelConfig, parallel: ParallelConfig, precision: str = "fp32") -> Seen:
+def run_strategy(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: str = "fp32",
+) -> Seen:
     trainer = make_trainer(make_recipe(model, parallel, precision=precision))
     shapes = _shapes(trainer)
     curve = train(trainer, 2)  # the first step opens what the later ones use
@@ -214,7 +218,11 @@ def test_sixteen_bits_cost_what_the_formulas_say(
         assert losses(seen.curve) != pytest.approx(exact, rel=1e-5)
 
 
-def gradients_of(sharding: str, reduce_dtype: str, precision: str) -> torch.Tensor:
+def gradients_of(
+    sharding: str,
+    reduce_dtype: str,
+    precision: str,
+) -> torch.Tensor:
     """Returns all gradients of a step of 24 microbatches on each of two ranks, one after the
     other."""
     parallel = ParallelConfig(

@@ -64,7 +64,11 @@ def own_share(microbatches: int = 2) -> Tensor:
     return whole.chunk(2)[get_rank()]
 
 
-def backwards(model: nn.Module, data: ShardedData, x: Tensor) -> None:
+def backwards(
+    model: nn.Module,
+    data: ShardedData,
+    x: Tensor,
+) -> None:
     for at, microbatch in enumerate(x):
         data.before_backward(at == len(x) - 1)
         (model(microbatch).float().square().mean() / len(x)).backward()

@@ -82,7 +82,10 @@ CASES: dict[int, Cases] = {
 }
 
 
-def recipe_of(ties: list[str], settings: dict[str, Any]) -> Recipe:
+def recipe_of(
+    ties: list[str],
+    settings: dict[str, Any],
+) -> Recipe:
     model = replace(MODEL, options={"ties": ties})
     return make_recipe(model, ParallelConfig(**{"microbatch_size": 2, **settings}))
 

@@ -29,7 +29,10 @@ STEPS = 6
 SKIP = (SequenceRange(first=60, last=61), SequenceRange(first=5, last=17))  # in any order
 
 
-def recipe_without(skip: tuple[SequenceRange, ...], parallel: ParallelConfig) -> Recipe:
+def recipe_without(
+    skip: tuple[SequenceRange, ...],
+    parallel: ParallelConfig,
+) -> Recipe:
     return replace(make_recipe(GROUPED, parallel), data=DataConfig(skip=skip))
 
 

@@ -60,7 +60,11 @@ def save(path: Path, local_sgd: LocalSgdConfig) -> None:
     save_trainer(trainer, path)
 
 
-def started(recipe: Recipe, path: Path, again: Path | None = None) -> Curve:
+def started(
+    recipe: Recipe,
+    path: Path,
+    again: Path | None = None,
+) -> Curve:
     """Returns the curve of a run that starts with a checkpoint's weights, and saves them before its
     first step."""
     trainer = make_trainer(recipe, initialize=False)

@@ -45,7 +45,12 @@ def pipeline_s(
 
 
 @lru_cache(maxsize=256)
-def _order(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> ActionOrder:
+def _order(
+    name: ScheduleName,
+    pp: int,
+    microbatches: int,
+    virtual_stages: int,
+) -> ActionOrder:
     schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     return action_order(schedule)
 
@@ -74,7 +79,12 @@ def closed_form_s(
 
 
 @lru_cache(maxsize=256)
-def _even_bubble(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> float:
+def _even_bubble(
+    name: ScheduleName,
+    pp: int,
+    microbatches: int,
+    virtual_stages: int,
+) -> float:
     """Simulates the bubble, in a rank's work on one microbatch, where forward and both halves of
     backward are equal."""
     each = 1 / (3 * virtual_stages)
