@@ -71,7 +71,7 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
 
 @pytest.mark.parametrize("memory_fraction", [0.9, 0.2])
 def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
-    """The fastest and the leanest are compared with those among all layouts, each priced and
+    """The fastest and the lowest are compared with those among all layouts, each priced and
     weighed."""
     asked = request(memory_fraction)
     for (tp, pp), own in families(asked).items():
@@ -90,6 +90,6 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: flo
         told = [priced.step_time_s for priced in cut.fastest()]
         assert told == sorted(told)
         assert told[:1] == sorted(times)[:1]
-        leanest = cut.leanest()
-        assert leanest is not None
-        assert leanest.bytes == pytest.approx(min(held.values()))
+        lowest = cut.lowest_memory()
+        assert lowest is not None
+        assert lowest.bytes == pytest.approx(min(held.values()))

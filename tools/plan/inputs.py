@@ -29,7 +29,7 @@ from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.plan.hardware import asked_cluster
-from parallel3d.tools.plan.measured import anchored
+from parallel3d.tools.plan.measured import corrected_by_runs
 from parallel3d.tools.plan.models import Model, find_model
 from parallel3d.tools.plan.score import recorded_accuracy
 
@@ -106,7 +106,7 @@ def read_request(
         ),
         recorded=recorded_accuracy(),
     )
-    request, measured = anchored(request, options)
+    request, measured = corrected_by_runs(request, options)
     request = _with_memory_limit(request, options)
     more = [*measured, *(notes(model.recipe) if model.recipe else ()), *_context_note(request)]
     if model.longest is not None and seq_len > model.longest:
@@ -181,7 +181,7 @@ def _with_memory_limit(request: PlanRequest, options: argparse.Namespace) -> Pla
         request.framework,
         is_mixture=request.shape.experts is not None,
         is_float8=request.precision == "fp8",
-        is_anchored=request.framework.name in request.cluster.scales.weighed,
+        is_corrected=request.framework.name in request.cluster.scales.weighed,
     )
     return replace(request, memory_fraction=min(1.0, round(safe_share(spread, risk), 3)), risk=risk)
 

@@ -22,7 +22,9 @@ _MOST_OFF = 5.0
 _MOST_OFF_OF_A_CPU = 50.0
 
 
-def anchored(request: PlanRequest, options: argparse.Namespace) -> tuple[PlanRequest, list[str]]:
+def corrected_by_runs(
+    request: PlanRequest, options: argparse.Namespace
+) -> tuple[PlanRequest, list[str]]:
     """Returns the request on its cluster as the runs of --measured correct it, and a note on each
     run. Raises ConfigError for a measurement that cannot be of this cluster."""
     runs = [_read(path, request) for path in options.measured]

@@ -32,8 +32,8 @@ OWN_MEMORY = 0.07
 ANY_CPU = log(10)
 # on a calibrated host, and if a run of the same framework on the same cluster has corrected it
 CALIBRATED = 0.12
-ANCHORED = 0.095
-ANCHORED_MEMORY = 0.138
+CORRECTED = 0.095
+CORRECTED_MEMORY = 0.138
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def error_model_of(run: PlannedRun, recorded: Mapping[str, Any]) -> ErrorModel:
     elif cluster.device.is_cpu:
         speed = ANY_CPU
     elif framework.name in cluster.scales.timed:
-        speed = ANCHORED
+        speed = CORRECTED
     elif runs < ENOUGH_RUNS:
         speed = hypot(SPEED, DATA_SHEET)
     is_float8 = run.precision == "fp8"
@@ -90,7 +90,7 @@ def error_model_of(run: PlannedRun, recorded: Mapping[str, Any]) -> ErrorModel:
         framework,
         is_mixture=is_mixture,
         is_float8=is_float8,
-        is_anchored=framework.name in cluster.scales.weighed,
+        is_corrected=framework.name in cluster.scales.weighed,
     )
     return ErrorModel(throughput=hypot(speed, *more), memory=memory)
 
@@ -100,17 +100,17 @@ def memory_spread(
     *,
     is_mixture: bool = False,
     is_float8: bool = False,
-    is_anchored: bool = False,
+    is_corrected: bool = False,
 ) -> float:
-    """Returns the half width of the range of memory, which no layout changes. `is_anchored`: a run
+    """Returns the half width of the range of memory, which no layout changes. `is_corrected`: a run
     of the framework on this cluster has corrected it."""
     width = MEMORY
     if framework.is_parallel3d and not is_mixture:
         width = OWN_MEMORY
     if is_float8:
         width = hypot(width, FLOAT8)
-    if is_anchored:
-        return min(width, ANCHORED_MEMORY)
+    if is_corrected:
+        return min(width, CORRECTED_MEMORY)
     return width
 
 

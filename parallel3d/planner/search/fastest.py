@@ -46,10 +46,12 @@ def search(
     best, without = _best_by_closed_form(request, searches, top)
     strategies = _simulate(request, best)
     if objective == "memory":
-        fitting = filter(None, [each.leanest(within=request.usable_bytes) for each in searches])
+        fitting = filter(
+            None, [each.lowest_memory(within=request.usable_bytes) for each in searches]
+        )
         lowest_first = sorted(fitting, key=attrgetter("bytes"))
         strategies = [Strategy(request, each.parallel) for each in lowest_first]
-    nearest = filter(None, [each.leanest() for each in without])
+    nearest = filter(None, [each.lowest_memory() for each in without])
     lowest = sorted(nearest, key=attrgetter("bytes"))
     rejected = tuple(_rejected(request, each) for each in lowest)
     if not strategies and not rejected:
@@ -76,7 +78,7 @@ def fastest_by_closed_form(request: PlanRequest, *, within_s: float) -> Candidat
 def one_that_fits(request: PlanRequest) -> Strategy | None:
     """Returns any layout that fits, much sooner than the best. Returns None if there is none."""
     for each in _searches(request):
-        found = each.leanest(within=request.usable_bytes, is_any=True)
+        found = each.lowest_memory(within=request.usable_bytes, is_any=True)
         if found:
             return Strategy(request, found.parallel)
     return None

@@ -174,7 +174,7 @@ def recompute_choices(request: PlanRequest, pp: int) -> list[RecomputeChoice]:
     return [choice for choice in choices if asked in (None, choice.recompute)]
 
 
-def leaner_choices(
+def more_recompute(
     choices: list[RecomputeChoice], choice: RecomputeChoice
 ) -> list[RecomputeChoice]:
     """Returns what may fit if a choice does not, each slower than that choice: after none both

@@ -3,8 +3,7 @@
 Time is cheap to bound and memory is not, so memory is asked for only of layouts whose turn it is: a
 heap is ordered by the least time that families of one microbatch, then one family, then one of its
 layouts can take. A layout that comes to its top either fits, and nothing left is faster, or gives
-its place to what is leaner: itself with more recompute. A lower bound of memory, the floor, spares
-the layouts that cannot fit.
+its place to itself with more recompute. A lower bound of memory rules out what cannot fit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.search.space import (
     RecomputeChoice,
     data_axis_splits,
-    leaner_choices,
+    more_recompute,
     per_microbatch_variant,
     recompute_choices,
 )
@@ -132,7 +131,7 @@ class TpPpSearch:
                     if bytes_ <= usable:
                         yield Candidate(layout, least_s, bytes_)
                     else:
-                        self._push_leaner(family, layout, recompute)
+                        self._push_less_memory(family, layout, recompute)
 
     def _push(
         self,
@@ -144,18 +143,18 @@ class TpPpSearch:
         heappush(self._heap, _Waiting(least_s, next(self._pushed), families, layout, recompute))
 
     def _push_family(self, family: _Family, kind: RecomputeChoice) -> None:
-        """Pushes a family, or what is leaner if its floor is too high."""
+        """Pushes a family, or what needs less memory if its lower bound is too high."""
         usable = self._request.usable_bytes
         choices = self._recompute_choices
-        if self._family_floor(family, kind) <= usable:
+        if self._family_lower_bound(family, kind) <= usable:
             run = self._request.planned_run(kind.of(family.parallel))
             self._push(least_step_s(run, known=family.known), [family], None, kind)
             return
         # Recompute of a single block keeps more than it saves.
         is_single = self._request.shape.layers <= self.pp
-        if is_single or self._family_floor(family, choices[-1]) <= usable:
-            for leaner in leaner_choices(choices, kind):
-                self._push_family(family, leaner)
+        if is_single or self._family_lower_bound(family, choices[-1]) <= usable:
+            for more in more_recompute(choices, kind):
+                self._push_family(family, more)
 
     def _push_layouts(self, family: _Family, kind: RecomputeChoice) -> None:
         """Pushes each use of a family's data ranks."""
@@ -164,49 +163,51 @@ class TpPpSearch:
             self._push_layout(family, way, kind)
 
     def _push_layout(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
-        """Pushes a layout, or what is leaner if its floor is too high."""
-        if self._floor(family, way, kind) > self._request.usable_bytes:
-            self._push_leaner(family, way, kind)
+        """Pushes a layout, or what needs less memory if its lower bound is too high."""
+        if self._lower_bound(family, way, kind) > self._request.usable_bytes:
+            self._push_less_memory(family, way, kind)
             return
         layout = kind.of(way)
         run = self._request.planned_run(layout)
         cost = step_cost(run, exact=False, known=family.known)
         self._push(cost.step_time_s, [family], layout, kind)
 
-    def _push_leaner(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
+    def _push_less_memory(
+        self, family: _Family, way: ParallelConfig, kind: RecomputeChoice
+    ) -> None:
         """Pushes a layout with more recompute, and with less gathered at once."""
         choices = self._recompute_choices
         most = choices[-1]
-        if kind == most or self._floor(family, way, most) <= self._request.usable_bytes:
-            for leaner_kind in leaner_choices(choices, kind):
-                self._push_layout(family, way, leaner_kind)
+        if kind == most or self._lower_bound(family, way, most) <= self._request.usable_bytes:
+            for more in more_recompute(choices, kind):
+                self._push_layout(family, way, more)
         if kind in family.first:
-            leaner_way = per_microbatch_variant(self._request, way)
-            if leaner_way is not None and leaner_way != way:
-                self._push_layout(family, leaner_way, kind)
+            variant = per_microbatch_variant(self._request, way)
+            if variant is not None and variant != way:
+                self._push_layout(family, variant, kind)
 
-    def leanest(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
+    def lowest_memory(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
         """Returns the layout that needs least, or `is_any` the first found, of those that need no
         more than `within` bytes; None where there is none."""
         # Recompute of a single block keeps more than it saves; full recompute of several is the
-        # leanest.
+        # one with the lowest memory.
         choices = self._recompute_choices
         if self._request.shape.layers > self.pp:
             choices = choices[-1:]
-        floors = []
+        bounds = []
         for family in self._families:
             for kind in choices:
-                floors.append((self._family_floor(family, kind), family, kind))
+                bounds.append((self._family_lower_bound(family, kind), family, kind))
         found: Candidate | None = None
         most = within
-        for floor, family, kind in sorted(floors, key=lambda each: each[0]):
-            if floor > most:
+        for bound, family, kind in sorted(bounds, key=lambda each: each[0]):
+            if bound > most:
                 break
             ways: Iterable[ParallelConfig] = self._ways(family)
-            if not is_any:  # from the leanest on, so that the others are ruled out by their floors
-                ways = sorted(ways, key=lambda way: self._floor(family, way, kind))
+            if not is_any:  # from the lowest memory on, so that lower bounds rule the others out
+                ways = sorted(ways, key=lambda way: self._lower_bound(family, way, kind))
             for way in ways:
-                if self._floor(family, way, kind) > most:
+                if self._lower_bound(family, way, kind) > most:
                     continue
                 parallel = kind.of(way)
                 bytes_ = self._layout_bytes(family, way, kind)
@@ -221,8 +222,8 @@ class TpPpSearch:
         """Yields every use of a family's data ranks."""
         for way in data_axis_splits(self._request, family.parallel):
             yield way
-            if (leaner := per_microbatch_variant(self._request, way)) is not None:
-                yield leaner
+            if (variant := per_microbatch_variant(self._request, way)) is not None:
+                yield variant
 
     def _layout_bytes(
         self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
@@ -245,7 +246,7 @@ class TpPpSearch:
                 turns = inf
         return least_work_s(run, known=first.known, turns=turns)
 
-    def _floor(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
+    def _lower_bound(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
         """Bytes that a family's layout holds at least with this recompute: of a published
         framework, whose memory is known sooner than its time, what it holds."""
         if not self._request.framework.is_parallel3d:
@@ -256,20 +257,20 @@ class TpPpSearch:
             self._states[key], _ = RankEstimate(run, 0).least_bytes
         return self._states[key] + self._activations(family, kind)
 
-    def _family_floor(self, family: _Family, kind: RecomputeChoice) -> float:
+    def _family_lower_bound(self, family: _Family, kind: RecomputeChoice) -> float:
         """Bytes that every layout of a family with this recompute holds at least."""
         if not self._request.framework.is_parallel3d:
             return 0.0
-        return self._floor(family, _leanest(family.parallel), kind)
+        return self._lower_bound(family, _all_sharded(family.parallel), kind)
 
     def _activations(self, family: _Family, kind: RecomputeChoice) -> float:
         if kind not in family.activations:
-            run = self._request.planned_run(kind.of(_leanest(family.parallel)))
+            run = self._request.planned_run(kind.of(_all_sharded(family.parallel)))
             _, family.activations[kind] = RankEstimate(run, 0).least_bytes
         return family.activations[kind]
 
 
-def _leanest(parallel: ParallelConfig) -> ParallelConfig:
+def _all_sharded(parallel: ParallelConfig) -> ParallelConfig:
     """Returns the layout with everything split over all of its data ranks."""
     strategy = {"sharding": "FULL_SHARD", "gather": "microbatch"}
     return varied(parallel, dp_shard=parallel.dp, dp_replicate=1, **strategy)
