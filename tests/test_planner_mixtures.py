@@ -219,7 +219,7 @@ def test_context_parallelism_holds_what_one_rank_cannot(h100: Cluster, seq_len: 
 
 
 def test_published_runs_of_mixtures_come_out_as_the_page_says() -> None:
-    """Nothing was set on these runs (docs/planner.md, "Mixtures of experts")."""
+    """No constant was set on these runs."""
     found = score(read_cases(CASES, [HARDWARE]))
     assert found.skipped == ()
     errors = found.apart["mixture of experts"]["throughput"]
