@@ -204,7 +204,8 @@ def _trees(path: Path) -> list[Any]:
         is_lines = text.lstrip().startswith("{")
         trees = [json.loads(line) for line in text.splitlines()] if is_lines else json.loads(text)
     except (OSError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path}: cannot be read as JSON ({problem})") from problem
+        why = getattr(problem, "strerror", problem)
+        raise ConfigError(f"{path}: cannot be read ({why})") from problem
     if not isinstance(trees, list) or not trees:
         raise ConfigError(f"{path}: must be a list of cases, or a case a line")
     return trees
