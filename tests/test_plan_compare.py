@@ -128,7 +128,7 @@ def test_a_bad_input_is_one_line(
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: Said) -> None:
     assert plan.main(["compare", str(tmp_path), "--gpu", "h100"]) == 2
-    assert "no run's folder, it has no config.yaml" in capsys.readouterr().err
+    assert "has no config.yaml" in capsys.readouterr().err
     run = run_of(tmp_path, [])
     (run / "metrics.jsonl").write_text('{"step": 1}\n[]\n')
     assert plan.main(["compare", str(run), "--gpu", "h100"]) == 65

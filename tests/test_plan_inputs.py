@@ -39,8 +39,11 @@ BATCH = "--gpus 8 --seq-len 512 --global-batch 8"
 
 BAD_INPUTS = [
     (f"{ASKED} --precision fp7", "--precision: invalid choice: 'fp7' (choose from"),
-    (f"{ASKED} --precision fp8 --verify", "--precision fp8, --optimizer-bits 8: are priced only"),
-    (f"{ASKED} --optimizer-bits 8 --emit-recipe x.yaml", "--optimizer-bits 8: are priced only"),
+    (f"{ASKED} --precision fp8 --verify", "has neither float8 nor optimizer states of 8 bits"),
+    (
+        f"{ASKED} --optimizer-bits 8 --emit-recipe x.yaml",
+        "has neither float8 nor optimizer states of 8 bits",
+    ),
     (
         f"--model llama3-8b --gpu a100 {BATCH} --precision fp8",
         "--precision fp8: A100-80GB-SXM has no float8 matmuls; try --precision bf16",
@@ -166,7 +169,7 @@ BAD_INPUTS = [
         "--layout: required; try --layout tp=8",
     ),
     ("verify", "RECIPE: required; try parallel3d-plan verify quickstart"),
-    ("score none.json", "none.json: cannot be read (No such file or directory)"),
+    ("score none.json", "none.json: cannot be read as cases (No such file or directory)"),
     (f"recomend {ASKED}", "recomend: no such command; did you mean recommend?"),
 ]
 

@@ -142,7 +142,7 @@ def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
     used."""
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{run_dir}: no run's folder, it has no config.yaml; try runs/quickstart")
+        raise ConfigError(f"{run_dir}: has no config.yaml; try the run_dir of a run")
     recipe = load_recipe(path, cards=shape_cards())
     framework = COMPILED_PARALLEL3D if recipe.train.compile else PARALLEL3D
     run = replace(run_of_recipe(recipe), cluster=cluster, framework=framework)

@@ -40,8 +40,8 @@ def launch_file(options: argparse.Namespace) -> Path | None:
     file = None
     if _priced_only(options) and (options.emit_recipe or options.verify):
         raise ConfigError(
-            "--precision fp8, --optimizer-bits 8: are priced only, because this project's trainer "
-            "has neither; leave out --emit-recipe and --verify"
+            "--emit-recipe, --verify: this project's trainer has neither float8 nor optimizer "
+            "states of 8 bits, which are priced only; try --precision bf16 --optimizer-bits 16"
         )
     check_free("--emit-recipe", options.emit_recipe)
     if options.emit_recipe is None and options.emit_launch is not None:

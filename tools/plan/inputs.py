@@ -17,7 +17,6 @@ from parallel3d.planner.hardware.framework import (
     PARALLEL3D,
     FrameworkProfile,
     in_precision,
-    with_states,
 )
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.ranks import worst_rank
@@ -197,7 +196,9 @@ def _framework(
     else:
         framework = in_precision(framework, precision)
         if options.optimizer_bits is not None:  # of AdamW's two states
-            framework = with_states(framework, options.optimizer_bits / 4)
+            masters = framework.optimizer_bytes - framework.state_bytes
+            states = options.optimizer_bits / 4
+            framework = replace(framework, state_bytes=states, optimizer_bytes=masters + states)
     said = {"fragmentation": options.fragmentation, "context_bytes": options.context_memory}
     said = {field: value for field, value in said.items() if value is not None}
     if cluster.device.is_cpu and said:

@@ -47,7 +47,10 @@ def _note(measured: MeasuredRun) -> str:
 def _read(path: Path, request: PlanRequest) -> MeasuredRun:
     """Returns the run of a folder. Raises ConfigError for one that cannot have been made on the
     request's cluster."""
-    found = compare(path, request.cluster)
+    try:
+        found = compare(path, request.cluster)
+    except ConfigError as problem:
+        raise ConfigError(f"--measured {problem}") from problem
     device = request.cluster.device
     name = f"--measured {path}: the run was not on {device.name}"
     if found.other_device is not None:

@@ -30,23 +30,17 @@ class FrameworkProfile:
     # memory traffic of norms, activations, residuals and rope: 1 is a kernel for each group
     elementwise: float = 3.0
     dropout: bool = False
-    pads_vocab: bool = True
     # communication
     action_s: float = 0.0  # between two actions of a pipeline rank
     # layouts
     axes: tuple[str, ...] = ()  # that it has beside tp, pp and the data ranks: "cp", "ep"
     splits_optimizer_alone: bool = False  # ZeRO-1 is what it does by itself
-    reduces_each_microbatch: bool = True  # FSDP: gathers and reduces for every microbatch
-    # computes with a gathered 16-bit copy of float32 parameters, on one data rank too
-    always_sharded: bool = False
-    cuts_by_cost: bool = False  # stages get as many layers as make them equally dear, head included
     # bytes per parameter, before sharding
     weight_bytes: float = 2.0  # of the copy that computes
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0  # float32 weights and two moments
     state_bytes: float = 8.0  # of these the optimizer's states, which are made in its first step
     reduce_bytes: float = 2.0  # of a gradient on the wire
-    gather_bytes: float = 2.0  # of a parameter on the wire
     # bytes of activations
     fused_mlp: bool = False  # silu(gate) of SwiGLU is not kept beside gate, up and their product
     logit_bytes: float = 6.0  # kept or at once alive per logit at the loss
@@ -94,10 +88,6 @@ STACKS = {stack.name: stack for stack in (EAGER, FUSED, COMPILED, JAX, SOFTMAX)}
 PARALLEL3D = replace(
     EAGER,
     name="parallel3d",
-    pads_vocab=False,
-    reduces_each_microbatch=False,
-    always_sharded=True,
-    cuts_by_cost=True,
     action_s=1e-4,  # Python between them
     weight_bytes=4.0,  # FSDP2 keeps float32 and computes with a gathered 16-bit copy
     optimizer_bytes=8.0,
@@ -107,7 +97,9 @@ PARALLEL3D = replace(
     fragmentation=0.04,
 )
 # The same compiled block by block (`train.compile`).
-COMPILED_PARALLEL3D = replace(PARALLEL3D, elementwise=COMPILED.elementwise)
+COMPILED_PARALLEL3D = replace(
+    PARALLEL3D, elementwise=COMPILED.elementwise, quality=COMPILED.quality
+)
 MEGATRON_CORE = replace(FUSED, name="megatron-core", splits_optimizer_alone=True, axes=("cp", "ep"))
 FRAMEWORKS = {
     **STACKS,
@@ -115,14 +107,16 @@ FRAMEWORKS = {
     "megatron-core": MEGATRON_CORE,
     "nemo": replace(MEGATRON_CORE, name="nemo"),
     "torchtitan": replace(EAGER, name="torchtitan", axes=("cp", "ep")),
-    "nanotron": replace(EAGER, name="nanotron", splits_optimizer_alone=True),
 }
 
 
 def in_precision(framework: FrameworkProfile, precision: str) -> FrameworkProfile:
     """Returns the framework with the bytes of a precision: in pure bf16 weights, gradients and
-    states have 16 bits, and there is no float32 copy of them."""
-    if precision != "bf16_pure" or framework.is_parallel3d:
+    states have 16 bits; there, and in float32, the weights have no copy."""
+    states = framework.state_bytes
+    if precision == "fp32":
+        return replace(framework, weight_bytes=4.0, optimizer_bytes=states, reduce_bytes=4.0)
+    if precision != "bf16_pure":
         return framework
     return replace(
         framework,
@@ -132,9 +126,3 @@ def in_precision(framework: FrameworkProfile, precision: str) -> FrameworkProfil
         optimizer_bytes=4.0,
         state_bytes=4.0,
     )
-
-
-def with_states(framework: FrameworkProfile, state_bytes: float) -> FrameworkProfile:
-    """Returns the framework with so many bytes of optimizer states for a parameter."""
-    masters = framework.optimizer_bytes - framework.state_bytes
-    return replace(framework, state_bytes=state_bytes, optimizer_bytes=masters + state_bytes)

@@ -116,7 +116,7 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     layout = run.layout
     framework = run.framework
     bytes_ = 0.0
-    if layout.parameter_shards > 1 or framework.always_sharded:
+    if layout.parameter_shards > 1:
         block = run.block_parameters
         ends = parameters - run.stage_parameters(replace(part, embedding=False, head=False))
         # else no rank has another's experts at any time
@@ -127,7 +127,7 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
         at_once = float(parameters)
         if run.gathers_each_microbatch:
             at_once = 2 * block + ends
-        bytes_ = at_once * (framework.gather_bytes + framework.gradient_bytes)
+        bytes_ = at_once * (run.item_bytes + framework.gradient_bytes)
     if layout.pp > 1:
         bytes_ += 4 * run.item_bytes * _outside(run)
     return bytes_

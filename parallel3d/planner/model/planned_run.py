@@ -81,9 +81,7 @@ class RunLayout(FrameworkLayout):
     @property
     def reduce_bytes(self) -> int:
         """Bytes of a gradient's number on its way."""
-        if self.reduce_dtype == "bf16":
-            return 2
-        return 4
+        return 2 if self.reduce_dtype == "bf16" else 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +116,13 @@ class PlannedRun:
     def rank_vocab(self) -> int:
         """Rows of the token table on a tp rank: frameworks that pad go to a multiple of 128
         (Megatron's default)."""
-        step = 128 if self.framework.pads_vocab else 1
+        step = 1 if self.framework.is_parallel3d else 128
         return largest_shard(self.shape.vocab, step * self.layout.tp) * step
 
     @property
     def item_bytes(self) -> float:
         """Bytes of one element of an activation."""
-        if self.precision == "fp32":
-            return 4.0
-        return 2.0
+        return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def runs_parallel3d(self) -> bool:
@@ -166,6 +162,16 @@ class PlannedRun:
         return int((self.layout.bucket_mib or usual) * 2**20)
 
     @property
+    def sharding_rounds(self) -> tuple[int, int]:
+        """Returns how often a step gathers sharded parameters, and reduces their gradients."""
+        layout = self.layout
+        if not self.framework.is_parallel3d:
+            rounds = layout.microbatches if self.gathers_each_microbatch else 1
+            return rounds, rounds
+        rounds_of = {"microbatch": layout.microbatches, "step": 1}
+        return rounds_of[layout.gather_cadence], rounds_of[layout.reduce]
+
+    @property
     def gathers_each_microbatch(self) -> bool:
         """Whether sharded parameters are freed and gathered again for every microbatch's forward
         and backward. Inside a pipeline frameworks keep them from a stage's first microbatch to its
@@ -175,7 +181,7 @@ class PlannedRun:
             return True
         if self.layout.pp > 1:
             return False
-        return self.framework.reduces_each_microbatch or self.layout.microbatches == 1
+        return not self.framework.is_parallel3d or self.layout.microbatches == 1
 
     @property
     def global_batch_size(self) -> int:
@@ -193,7 +199,7 @@ class PlannedRun:
         layout = self.layout
         if layout.stage_boundaries is not None:
             return tuple(sizes_between(layout.stage_boundaries, layers))
-        if self.framework.cuts_by_cost:
+        if self.framework.is_parallel3d:
             return _cut_by_cost(self.shape, layout.stages, self.seq_len)
         return spread(layers, layout.stages)
 

@@ -38,7 +38,7 @@ from parallel3d.schedules.registry import ScheduleName
 
 def _first_number(value: Any) -> Any:
     """Returns the number of a text such as "about 128000"."""
-    found = re.search(r"\d+", value) if isinstance(value, str) else None
+    found = re.search(r"\d+", value.replace(",", "")) if isinstance(value, str) else None
     return int(found[0]) if found else value
 
 
@@ -59,7 +59,6 @@ _OLD_STACK = re.compile("megatron-(lm|deepspeed)$|nemo megatron|neox|zero-bubble
 _FUSED = re.compile("megatron|core|nemo|bridge|megascale|flagscale|primus|llm.c")
 _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
     ("none", 2),
-    ("every_n", 4),
     ("every_n", 2),
     ("full", 2),
 )
@@ -83,7 +82,7 @@ class _Model(BaseModel):
 
 class _Hardware(BaseModel):
     gpu: str = "a100-80gb"  # the name of a hardware file
-    gpus: Count | None = None
+    gpus: Count
     gpus_per_node: Count | None = None
     network_gb_per_s: Figure | None = None
     node_gb_per_s: Figure | None = None
@@ -121,7 +120,7 @@ class _Train(BaseModel):
 class Measurement(BaseModel):
     """What was measured, as the source states it; null where it states nothing."""
 
-    status: str = "ok"
+    status: Literal["ok", "oom"] = "ok"
     step_time_s: Figure | None = None
     tokens_per_s_per_gpu: Figure | None = None
     samples_per_s_per_gpu: Figure | None = None
@@ -137,9 +136,8 @@ class Measurement(BaseModel):
         without one, or for a run that ran out of memory."""
         if self.status != "ok":
             return None
-        tokens = self.tokens_per_s_per_gpu
-        if self.samples_per_s_per_gpu is not None:
-            tokens = tokens or self.samples_per_s_per_gpu * seq_len
+        samples = self.samples_per_s_per_gpu or 0
+        tokens = self.tokens_per_s_per_gpu or samples * seq_len
         figures = {
             "step_time_s": self.step_time_s,
             "tokens_per_s_per_gpu": tokens,
@@ -149,7 +147,7 @@ class Measurement(BaseModel):
         return next(((name, value) for name, value in figures.items() if value), None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PublishedCase:
     """A published run. `causes` say what makes its prediction less certain (`ErrorModel`)."""
 
@@ -205,7 +203,7 @@ def _trees(path: Path) -> list[Any]:
         trees = [json.loads(line) for line in text.splitlines()] if is_lines else json.loads(text)
     except (OSError, ValueError, RecursionError) as problem:
         why = getattr(problem, "strerror", problem)
-        raise ConfigError(f"{path}: cannot be read ({why})") from problem
+        raise ConfigError(f"{path}: cannot be read as cases ({why})") from problem
     if not isinstance(trees, list) or not trees:
         raise ConfigError(f"{path}: must be a list of cases, or a case a line")
     return trees
@@ -253,6 +251,8 @@ class _Case:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = ".".join(map(str, first["loc"]))
+            if first["type"] == "missing":
+                raise ValueError(f"{name}.{key}: is missing") from error
             rule = first["msg"].replace("Input should be", "must be")
             raise ValueError(f"{name}.{key} = {first['input']}: {rule}") from error
 
@@ -264,15 +264,15 @@ class _Case:
             "mixture of experts": run.shape.experts is not None,
             "float8": run.precision == "fp8",
             "context parallel": run.layout.cp > 1,
+            "one layer": run.shape.layers == 1,
         }
-        is_timed = "toy" not in tags and run.shape.layers > 1
         return PublishedCase(
             id=self.name,
             source=str(self.tree.get("source_key") or "unknown"),
             stack=run.framework.name,
             run=run,
             measured=self.measured,
-            speed=self.measured.speed(run.seq_len) if is_timed else None,
+            speed=None if "toy" in tags else self.measured.speed(run.seq_len),
             tags=tags,
             apart=next((why for why, is_so in reasons.items() if is_so), ""),
             filled=tuple(self.filled),
@@ -295,23 +295,24 @@ class _Case:
             layout = replace(run.layout, recompute=recompute, recompute_every=every)
             tried = replace(run, layout=layout)
             if needed_bytes(tried, memory_by_rank(tried)) <= run.cluster.device.memory_bytes:
-                return tried
-        return run
+                break
+        return tried
+
+    def _usual_stack(self) -> str:
+        """Returns the stack of the framework's name, if the case does not state one."""
+        name = str(self.tree.get("framework")).lower()
+        is_old = re.match("a100|a800|v100", self.cluster.device_file)
+        if self.train.compile:
+            return "compiled"
+        if "maxtext" in name:
+            return "jax"
+        if is_old and self.model.ffn_kind == "gelu" and _OLD_STACK.search(name):
+            return "softmax"
+        return "fused" if _FUSED.search(name) else "eager"
 
     def _framework(self) -> FrameworkProfile:
         train = self.train
-        name = str(self.tree.get("framework")).lower()
-        is_gpt = self.model.ffn_kind == "gelu" and self.cluster.device.family != "hopper"
-        is_old = is_gpt and _OLD_STACK.search(name)
-        stack = self.tree.get("stack")
-        if stack is None and train.compile:
-            stack = "compiled"
-        elif stack is None and "maxtext" in name:
-            stack = "jax"
-        elif stack is None and is_old:
-            stack = "softmax"
-        elif stack is None:
-            stack = "fused" if _FUSED.search(name) else "eager"
+        stack = self.tree.get("stack") or self._usual_stack()
         if stack not in STACKS:
             raise ValueError(f"stack = {stack}: must be one of {', '.join(STACKS)}")
         framework = in_precision(STACKS[stack], self.precision)
@@ -327,7 +328,7 @@ class _Case:
         if pp > shape.layers:
             raise ValueError(f"parallel.pp = {pp}: must not exceed model.layers = {shape.layers}")
         others = parallel.tp * pp * parallel.cp
-        gpus = self.hardware.gpus or 0
+        gpus = self.hardware.gpus
         dp, rest = divmod(gpus, others)
         if rest or not dp:
             rule = f"must be a multiple of tp x pp x cp = {others}"
@@ -386,10 +387,9 @@ def _first_word(key: str, value: Any) -> Any:
 
 def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
     """Returns the nodes of a device. Raises ConfigError if no hardware file is of it."""
-    name = re.sub(
-        r"[ _-]*(nvidia|amd|sxm\d?|oam)[ _-]*", "", stated.gpu.lower().partition("(")[0].strip()
-    )
-    name = name.replace(" ", "-")
+    text = stated.gpu.lower().partition("(")[0].strip()
+    name = re.sub(r"[ _-]*(nvidia|amd|sxm\d?|oam|hbm3)[ _-]*", "-", text)
+    name = name.strip("-").replace(" ", "-")
     files = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     short = re.sub(r"-\d+gb$", "", name)
     longer = [each for each in sorted(files) if each.startswith(f"{name}-")]

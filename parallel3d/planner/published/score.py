@@ -20,7 +20,7 @@ from parallel3d.planner.time.step import step_cost
 _PRIOR_SOURCES = 10  # the weight of a quality of 1, in sources
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Prediction:
     """What the planner says of a case. TFLOP/s and MFU are by the case's own definition, memory of
     its kind."""
@@ -34,7 +34,7 @@ class Prediction:
     mfu: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScoredCase:
     """`error_pct`: of throughput where that was measured, else of memory; above 0 where the planner
     says more."""
@@ -51,7 +51,7 @@ class ScoredCase:
     filled: tuple[str, ...]  # fields that the source leaves open, and where their values are from
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Errors:
     """Absolute errors of some cases, in per cent, and the median of the signed ones."""
 
@@ -63,7 +63,7 @@ class Errors:
     covered: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fit:
     """Fit or out of memory told right, in per cent."""
 
@@ -72,7 +72,7 @@ class Fit:
     balanced_accuracy: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Score:
     """All cases and their totals; `apart` has the totals of float8, context parallel and mixtures'
     runs and toys."""
@@ -178,16 +178,17 @@ def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
 
 def _fit(counted: Sequence[ScoredCase]) -> Fit:
     """Returns how many of the runs that fit, and that ran out of memory, are predicted so."""
-    ran = [one.predicted.fits for one in counted if one.measured["status"] == "ok"]
-    failed = [not one.predicted.fits for one in counted if one.measured["status"] == "oom"]
-    told = [*ran, *failed]
-    if not told:
+    by_status: dict[str, list[bool]] = defaultdict(list)
+    for one in counted:
+        status = one.measured["status"]
+        by_status[status].append(one.predicted.fits == (status == "ok"))
+    if not by_status:
         return Fit(cases=0)
-    shares = [mean(each) for each in (ran, failed) if each]
+    right = sum(by_status.values(), [])
     return Fit(
-        cases=len(told),
-        accuracy=100 * mean(told),
-        balanced_accuracy=100 * mean(shares),
+        cases=len(right),
+        accuracy=100 * mean(right),
+        balanced_accuracy=100 * mean(map(mean, by_status.values())),
     )
 
 

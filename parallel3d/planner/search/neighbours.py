@@ -1,5 +1,5 @@
-"""The nearest number of devices, and the nearest global batch, that suit a job much better than
-those of the request. With a batch of 512 sequences, 124 devices need 31 pipeline stages, and 128
+"""Another number of devices, and another global batch, that suit a job much better than those of
+the request. With a batch of 512 sequences, 124 devices need 31 pipeline stages, and 128
 devices none."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Neighbour:
 
 
 def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour | None]:
-    """Finds the nearest number of `gpus` and the nearest `global_batch_size` that gain more than 5%
-    over the fastest layout of the request, which takes `step_s` by the closed form."""
+    """Finds round numbers of `gpus` and of `global_batch_size` that gain more than 5% over the fastest
+    layout of the request, which takes `step_s` by the closed form."""
     node = request.cluster.gpus_per_node
-    sequence_s = step_s * request.gpus / request.global_batch_size  # of a device
+    sequence_s = step_s * request.gpus / request.global_batch_size  # device-seconds of a sequence
     sizes = _near_numbers(request.gpus, node & -node)  # a rack of 72 is used in eights
     batches = _near_numbers(request.global_batch_size, request.gpus)
     on_others = [replace(request, gpus=each) for each in sizes]
@@ -39,8 +39,8 @@ def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour 
 
 
 def _near_numbers(number: int, unit: int) -> list[int]:
-    """Returns other numbers, at most a third larger or smaller, the nearest first: multiples of a
-    unit or of a large power of 2."""
+    """Returns the roundest other numbers, at most a third larger or smaller, the nearest first:
+    multiples of a unit or of a large power of 2."""
     found = set()
     for step in (unit, *(2**power for power in range(number.bit_length()))):
         below = number // step * step
@@ -51,7 +51,7 @@ def _near_numbers(number: int, unit: int) -> list[int]:
 
 
 def _first_gain(requests: list[PlanRequest], sequence_s: float) -> Neighbour | None:
-    """Returns the first request that gains; None if nothing fits."""
+    """Returns the first request that gains; None if none does."""
     for other in requests:
         as_slow_s = sequence_s * other.global_batch_size / other.gpus
         best = fastest_by_closed_form(other, within_s=as_slow_s / (1 + TIE))

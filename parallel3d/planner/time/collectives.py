@@ -134,18 +134,18 @@ def sharded_s(
     ends = StageSlice(layers=0, embedding=True, head=True)
     ends_gather_s, ends_reduce_s = _unit_s(run, ends, layout.parameter_shards)
     layers = max(part.layers for part in run.ranks)
-    rounds = 1
-    regathers = 0.0
-    if run.gathers_each_microbatch:
-        rounds = layout.microbatches
-        if layout.pp == 1 or layout.gather_cadence == "microbatch":
-            regathers = 1.0
-    both = regathers * gather_s + reduce_s
-    forward_slow = max(0.0, gather_s - forward)
-    backward_slow = max(0.0, both - backward)
-    ends_slow = max(0.0, 2 * ends_gather_s + ends_reduce_s - ends_s) + gather_s
-    each = layers * (forward_slow + backward_slow) + ends_slow
-    return rounds * each + reduce_s + ends_reduce_s / 2
+    gathers, reductions = run.sharding_rounds
+    regather_s = 0.0
+    if gathers > 1 and (layout.pp == 1 or layout.gather_cadence == "microbatch"):
+        regather_s = gather_s
+
+    def exposed(gathered_s: float, reduced_s: float, compute_s: float) -> float:
+        both_s = reductions * max(0.0, gathered_s + reduced_s - compute_s)
+        return both_s + max(0, gathers - reductions) * max(0.0, gathered_s - compute_s)
+
+    blocks_s = gathers * max(0.0, gather_s - forward) + exposed(regather_s, reduce_s, backward)
+    both_ends_s = exposed(2 * ends_gather_s, ends_reduce_s, ends_s) + gathers * gather_s
+    return layers * blocks_s + both_ends_s + reduce_s + ends_reduce_s / 2
 
 
 def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, float]:
@@ -181,9 +181,11 @@ def _split_s(
     framework = run.framework
     cluster = run.cluster
     gradients = parameters * framework.reduce_bytes
+    if framework.is_parallel3d:
+        gradients = parameters * run.layout.reduce_bytes
     inner = run.group(shards, stride)
     outer = run.group(ranks // shards, stride * shards)
-    gather_s = all_gather_s(cluster, inner, parameters * framework.gather_bytes)
+    gather_s = all_gather_s(cluster, inner, parameters * run.item_bytes)
     scatter_s = all_gather_s(cluster, inner, gradients)
     replicas_s = all_reduce_s(cluster, outer, gradients / shards)
     if inner.nodes == 1 and shards > 1:  # two streams: links in the node, and the network

@@ -333,14 +333,11 @@ def _muon_s(run: PlannedRun, muon: MuonCosts, part: StageSlice) -> float:
     layout = run.layout
     ranks = layout.dp * layout.tp
     flops = 0.0
-    matrices = 0
     for table in hidden_tables(run.shape, 1):
         short, long = sorted((table.rows, table.columns))
         flops += table.times * 2 * short * short * (2 * long + short)
-        matrices += part.layers * table.times
-    share = ceil(matrices / ranks) / matrices  # of the rank with most matrices
     rate = device.peak("fp32" if muon.item_bytes == 4 else "bf16") * device.matmul_efficiency
     own = sum(table.shard(layout.optimizer_shards) for table in hidden_tables(run.shape, layout.tp))
     sent = float(muon.item_bytes * part.layers * own)
     exchange_s = 2 * all_gather_s(run.cluster, run.group(ranks, 1), sent)
-    return share * muon.iterations * part.layers * flops / rate + exchange_s
+    return muon.iterations * part.layers * flops / ranks / rate + exchange_s
