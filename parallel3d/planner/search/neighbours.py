@@ -24,7 +24,7 @@ class Neighbour:
 
 
 def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour | None]:
-    """Finds round numbers of `gpus` and of `global_batch_size` that gain more than 5% over the fastest
+    """Finds round numbers of `gpus` and `global_batch_size` that gain more than 5% over the fastest
     layout of the request, which takes `step_s` by the closed form."""
     node = request.cluster.gpus_per_node
     sequence_s = step_s * request.gpus / request.global_batch_size  # device-seconds of a sequence
