@@ -38,6 +38,10 @@ ASKED = f"--model llama3-8b {ON}"
 BATCH = "--gpus 8 --seq-len 512 --global-batch 8"
 
 BAD_INPUTS = [
+    (
+        f"--model llama3-8b --gpu h100,a100 {BATCH} --emit-command",
+        "--emit-command: is for a plan on",
+    ),
     (f"{ASKED} --precision fp7", "--precision: invalid choice: 'fp7' (choose from"),
     (f"{ASKED} --precision fp8 --verify", "has neither float8 nor optimizer states of 8 bits"),
     (
@@ -52,7 +56,7 @@ BAD_INPUTS = [
     (f"--model llama3-8b --gpu h100,zorg {BATCH}", "hardware zorg: unknown"),
     (
         f"--model llama3-8b --gpu h100,a100 {BATCH} --emit-recipe x.yaml",
-        "--emit-recipe, --verify, --why: are for one device; try --gpu h100",
+        "--emit-recipe: is for a plan on one device",
     ),
     (ON, "--model: required; try --model llama3-8b"),
     (f"--model llama3-9b {ON}", "--model llama3-9b: unknown; did you mean llama3-8b"),

@@ -79,5 +79,7 @@ def test_the_memory_is_that_of_a_dry_run(name: str) -> None:
     recipe = shipped(name).recipe
     fullest = Strategy(question_of_recipe(recipe), recipe.parallel).memory.rank
     found = verify(recipe, fullest * (recipe.parallel.world_size // recipe.parallel.pp))
-    assert -0.03 <= found.difference <= 0.15  # one in ten layouts may be more than 8% above
+    # one in ten layouts may be more than 8% above, and this one is
+    most = 0.11 if name == "llama3.1-405b-512gpu" else 0.05
+    assert -0.02 <= found.difference <= most
     assert found.parameters == found.dry.parameter_count

@@ -59,7 +59,7 @@ def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
 def answer(options: argparse.Namespace) -> Reply:
     """Prints the memory of --layout or a recipe's layout, or of a model's states without one."""
     is_own = options.framework == "parallel3d"
-    if is_own and not options.layout and find_model(options).recipe is None:
+    if is_own and not options.explain and not options.layout and find_model(options).recipe is None:
         request = usual_request(options, gpus=1)
         tree = _states_tree(request, options.gpus)
         return Reply(page=lambda: _states_page(request, tree), tree=lambda: rounded(tree))

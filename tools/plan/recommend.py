@@ -29,6 +29,13 @@ from parallel3d.tools.plan.memory import explained
 from parallel3d.tools.plan.score import how_sure, recorded_accuracy
 
 _TOP = 10
+# options that a comparison of devices does not take, with their defaults
+_OF_ONE_DEVICE = {
+    **dict.fromkeys(
+        ("emit_recipe", "emit_launch", "emit_command", "verify", "why", "explain", "top")
+    ),
+    "objective": "throughput",
+}
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -44,8 +51,10 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def answer(options: argparse.Namespace) -> Reply:
     """Plans for a device, or compares several."""
     if "," in (options.gpu or ""):
-        if options.emit_recipe or options.verify or options.why:
-            raise ConfigError("--emit-recipe, --verify, --why: are for one device; try --gpu h100")
+        for name, usual in _OF_ONE_DEVICE.items():
+            if (vars(options)[name] or usual) != usual:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option}: is for a plan on one device; try --gpu h100")
         return sweep_answer(options)
     plan = make_plan(options)
 

@@ -52,7 +52,7 @@ class MicrobatchBytes:
         self.backward = self.hidden + max(
             full + inputs * ffn + down,
             input_gradient + scores * block.attention.forward_bytes - inputs * ffn + up + down,
-            16 * self.hidden * block.dropout,  # a mask is drawn from 24 bytes for each number
+            16 * self.hidden * block.dropout,  # drawing a mask takes 24 bytes a number
         )
         # The last norm and the head save their inputs and the logits.
         rows = vocabulary_rows(shape, tp)

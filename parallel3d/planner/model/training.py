@@ -85,3 +85,7 @@ def notes(recipe: Recipe) -> Iterator[str]:
     if recipe.model.attention_dropout:
         where = "in memory alone: its time is taken for a fused kernel's"
         yield f"model.attention_dropout = {recipe.model.attention_dropout} is counted {where}"
+    if recipe.data.documents == "mask":
+        yield "data.documents = mask is counted as documents that fill their windows"
+    if recipe.parallel.prefetch is not None:
+        yield f"parallel.prefetch = {recipe.parallel.prefetch} is not counted"
