@@ -34,9 +34,9 @@ test-long: test ## the tests, then what takes long: tests marked so, properties 
 	@HYPOTHESIS_PROFILE=long $(RUN)/python -m pytest $(IN_TWO) -m hypothesis
 	@$(MAKE) test-torch-$(OLDEST_TORCH) test-torch-$(NEWEST_TORCH)
 
-test-gpu: $(INSTALLED_DEV) ## the acceptance on one GPU; its report goes into docs/gpu.md
+test-gpu: $(INSTALLED_DEV) ## the acceptance on one GPU; its report goes into docs/status.md
 	@echo "==> pytest tests/gpu"
-	@$(RUN)/python -m pytest tests/gpu -m gpu -rs --gpu-report docs/gpu.md -o faulthandler_timeout=300
+	@$(RUN)/python -m pytest tests/gpu -m gpu -rs --gpu-report docs/status.md -o faulthandler_timeout=300
 
 test-torch-%: # every test on another torch, such as test-torch-2.12.1, in an environment of its own (gigabytes)
 	@echo "==> pytest on torch $* in .venv-torch-$*"

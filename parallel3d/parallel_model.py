@@ -77,7 +77,7 @@ def parallelize(
             layers are already split over tp.
         mesh: Mesh with some of the axes pp, dp_replicate, dp_shard and tp. Missing ones have size
             1. It has at least one of dp_replicate and dp_shard.
-        sharding: Strategy of the data-parallel dimension (docs/sharding.md).
+        sharding: Strategy of the data-parallel dimension (docs/reference/sharding.md).
         schedule: Name of the pipeline schedule. Without a pipeline the microbatches run one after
             the other.
         microbatches: Number of equal parts into which each rank's batch is split.

@@ -1,5 +1,5 @@
 """Formulas of what a strategy costs: the bytes that a rank holds, and the bytes that it sends in a
-step. docs/sharding.md has them as tables.
+step. docs/reference/sharding.md has them as tables.
 
 A rank has ceil(R / n) of a parameter's R rows on n ranks, and the last ranks have fewer. Where rows
 are stored and sent, every rank's part is filled up to ceil(R / n) rows. Bytes are those of ring

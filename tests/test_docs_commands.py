@@ -28,13 +28,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LIBRARIES = {  # beyond the development tools
     "README": ("transformers",),
     "data": ("tokenizers",),
-    "layers-in-your-model": ("transformers",),
-    "training": ("tensorboard", "wandb", "mlflow"),
-    "your-own-loop": ("transformers",),
+    "library": ("transformers",),
+    "train": ("tensorboard", "wandb", "mlflow"),
 }
 _BLOCK = re.compile(
     r"(?:<!-- ((?:(?!-->).)*?) -->\n+)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL

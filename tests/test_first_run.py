@@ -1,4 +1,4 @@
-"""The commands of docs/first-run.md, one after the other as a newcomer types them."""
+"""The commands of docs/tutorials/first-run.md, one after the other as a newcomer types them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.one_rank import read_metrics
 
-PAGE = Path(__file__).parents[1] / "docs" / "first-run.md"
+PAGE = Path(__file__).parents[1] / "docs" / "tutorials" / "first-run.md"
 
 
 @pytest.mark.long

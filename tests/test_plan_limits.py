@@ -1,4 +1,4 @@
-"""`parallel3d-plan limits`: each answer fits, and a little more does not. docs/plan.md shows a page
+"""`parallel3d-plan limits`: each answer fits, and a little more does not. docs/how-to/plan.md shows a page
 of it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The planner against published runs: the file reads, and the accuracy that docs/planner.md states
+"""The planner against published runs: the file reads, and the accuracy that docs/explanation/planner.md states
 holds."""
 
 from __future__ import annotations

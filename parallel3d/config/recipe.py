@@ -75,7 +75,7 @@ class ModelConfig:
     """
 
     name: str | None = None
-    architecture: str = "llama"  # llama, gpt, or module:Class (docs/add-a-model.md)
+    architecture: str = "llama"  # llama, gpt, or module:Class (docs/how-to/custom-model.md)
     # what the class of module:Class reads, by name
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     layers: Annotated[int, in_range(ge=1, le=1024)]
@@ -321,7 +321,7 @@ class OptimizerConfig:
     down to `min_lr_ratio` of the peak at `decay_steps`.
 
     A key that the optimizer does not read is refused unless it is left at its default (`rules`).
-    None stands for the optimizer's own default, which docs/optimizers.md gives."""
+    None stands for the optimizer's own default, which docs/reference/optimizers-and-precision.md gives."""
 
     name: OptimizerName = "adamw"
     lr: Positive = 3e-4
@@ -380,7 +380,7 @@ OPTIMIZER_DEFAULTS: dict[OptimizerName, dict[str, Any]] = {
 @dataclass(frozen=True, kw_only=True)
 class LocalSgdConfig:
     """Replicas (dp_replicate) that train apart and synchronise every `sync_every` steps: local SGD
-    or DiLoCo. docs/low-bandwidth.md says when to use them."""
+    or DiLoCo. docs/how-to/local-sgd.md says when to use them."""
 
     # steps; None: gradients are summed over dp_replicate in every step
     sync_every: Count | None = None

@@ -57,7 +57,7 @@ from parallel3d.mesh import ONE_RANK
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import is_compiled
 
-FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/performance.md)
+FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/benchmarks.md)
 
 
 class ColumnParallelLinear(ParallelModule, nn.Linear):

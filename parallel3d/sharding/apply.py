@@ -51,7 +51,7 @@ def shard(
         model: Module to shard. One on the meta device is sharded before it takes memory.
         mesh: Mesh with the axis dp_replicate or dp_shard, or both. A missing one has size 1.
         strategy: NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD or
-            _HYBRID_SHARD_ZERO2 (docs/sharding.md).
+            _HYBRID_SHARD_ZERO2 (docs/reference/sharding.md).
         wrap: Patterns of names of the modules that are gathered and reduced as one unit; a tuple of
             patterns is one unit. Default: each module in the outermost ModuleLists and ModuleDicts.
         dtypes: Default: the dtype of the model's parameters.

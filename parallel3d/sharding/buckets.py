@@ -7,7 +7,7 @@ stands between a backward and its all-reduce.
 [Note: gloo] gloo's own reduce-scatter takes more processor time than its all-reduce, and its
 all-gather twice that of broadcasts. Between CPUs rows therefore travel by an all-to-all and are
 summed here, in the order of the ranks, and parameters travel by a broadcast from each rank: the
-same bytes in less than half of the time (docs/sharding.md).
+same bytes in less than half of the time (docs/reference/sharding.md).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class OptimizerPart:
 
 
 class ShardedData:
-    """What `shard` returns: what a training loop tells the data dimension. `docs/sharding.md` has a
+    """What `shard` returns: what a training loop tells the data dimension. `docs/reference/sharding.md` has a
     loop. This class is one data rank in one precision, where nothing is cut and nothing is sent;
     the strategies derive from it."""
 

@@ -5,7 +5,7 @@ gradients.
 sake of fused gradients (`layers.gradients`): a backward of the layers adds a weight's gradient by
 the matmul itself, also in a wider dtype and also in the second half of a split backward, and
 autograd's hooks on parameters, on which DistributedDataParallel is built, never hear of it.
-docs/sharding.md compares the times of a step.
+docs/reference/sharding.md compares the times of a step.
 
 Gradients lie in buckets of whole units. A bucket is reduced as soon as the last backward of a step
 has gone through its units, while those before them are still computed. That is noticed at a unit's

@@ -2,7 +2,7 @@
 every rank wrote.
 
 On CPUs a gloo collective costs about a millisecond of processor time however small it is, and ten
-where a host has more ranks than cores (docs/performance.md): more than a small layer's whole work.
+where a host has more ranks than cores (docs/benchmarks.md): more than a small layer's whole work.
 Here a rank writes its tensor into a slot that the others can read, tells each of them so by one
 byte through a pipe, and reads theirs.
 

@@ -1,7 +1,7 @@
 """One-way links between two processes of a host, through a ring in memory that they share.
 
 A send over gloo costs about 60 microseconds of processor time however small it is
-(docs/performance.md), more than a small stage's own work. Here the sender copies into the ring and
+(docs/benchmarks.md), more than a small stage's own work. Here the sender copies into the ring and
 writes a digest of the message's shapes, and its place, into a pipe; the receiver, which sleeps on
 that pipe, copies out and returns a byte, which frees the place in the ring.
 

@@ -1,4 +1,4 @@
-"""The model of docs/add-a-model.md trains in every layout as in one process, and faults planted in
+"""The model of docs/how-to/custom-model.md trains in every layout as in one process, and faults planted in
 it are found."""
 
 from __future__ import annotations

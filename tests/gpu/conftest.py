@@ -1,5 +1,5 @@
 """Marks the tests of this folder, skips them without a GPU, and writes their report into
-docs/gpu.md (`--gpu-report FILE`)."""
+docs/status.md (`--gpu-report FILE`)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LAYOUT = (
     "parallel.microbatch_size=8",
 )
 # A replica has half of the batch, and a lower rate keeps it near the others; in a run of thirty
-# synchronisations the paper's outer momentum of 0.9 does not settle (docs/low-bandwidth.md).
+# synchronisations the paper's outer momentum of 0.9 does not settle (docs/how-to/local-sgd.md).
 DILOCO = (
     "optimizer.lr=1.5e-3",
     "local_sgd.sync_every=20",

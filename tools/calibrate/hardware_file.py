@@ -46,7 +46,7 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
         f"# {alone['device']} of {host}, measured by parallel3d-plan calibrate on {date}\n"
         f"# {cores} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch "
         f"{alone['torch']}\n"
-        "# Keys: docs/hardware-files.md. `network` is a guess: nothing left the host.\n"
+        "# Keys: docs/reference/hardware-files.md. `network` is a guess: nothing left the host.\n"
     )
     return head + yaml.safe_dump(
         rounded(tree, digits=4), sort_keys=False, default_flow_style=None, width=120

@@ -31,7 +31,7 @@ examples:
   parallel3d-check-layout --model my_model:build parallel.tp=2 parallel.dp_shard=2
 
 A recipe's model and batch are shrunk, its layout is kept; weights are random, and so are the ids, so that no data is
-read. With --model, function(mesh, ...) returns a module (docs/check-layout.md).
+read. With --model, function(mesh, ...) returns a module (docs/how-to/custom-model.md).
 
 exit status:
     0  the same model: every loss, gradient, norm and weight agrees

@@ -10,7 +10,7 @@ knows five typical stacks:
     softmax     before FlashAttention: matmuls around a fused softmax, dropout
 
 A framework is one of them, with the axes that it has. Figures without a source in their comment
-were set on the runs of tools/cases, all sources together (docs/planner.md, "Stacks").
+were set on the runs of tools/cases, all sources together (docs/explanation/planner.md, "Stacks").
 """
 
 from __future__ import annotations

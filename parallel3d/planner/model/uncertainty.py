@@ -25,7 +25,7 @@ ENOUGH_RUNS = 3
 FLOAT8 = 0.2  # of speed, and of memory
 MOE = 0.25
 MEMORY = 0.2
-# This project's own memory is counted from its own code (docs/verify.md: never 3% below).
+# This project's own memory is counted from its own code (docs/how-to/plan.md: never 3% below).
 OWN_MEMORY = 0.07
 # The speed of a CPU that was not calibrated is known to an order of magnitude, because its ranks
 # share cores that nothing here counts.

@@ -19,7 +19,7 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.step import step_cost
 
 Logs = Sequence[float]
-# Standard deviations of logarithms before any run, and of a run (docs/planner.md, "Corrected
+# Standard deviations of logarithms before any run, and of a run (docs/explanation/planner.md, "Corrected
 # by your runs"): devices, links in a node, network; all of them alike; memory.
 _EACH = [0.15, 0.3, 0.5]
 _ALIKE, _MEMORY = [0.2], [0.15]

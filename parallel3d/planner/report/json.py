@@ -1,4 +1,4 @@
-"""A plan as one JSON object; docs/plan.md lists its keys. Floats are rounded to five digits, memory
+"""A plan as one JSON object; docs/reference/cli.md lists its keys. Floats are rounded to five digits, memory
 is in GiB."""
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Plan:
     remedies: tuple[str, ...]
     # what gains more than 5%, by the key of the request that it changes
     neighbours: Mapping[str, Neighbour | None]
-    accuracy: dict[str, Any]  # accuracy.json (docs/plan.md); errors in per cent
+    accuracy: dict[str, Any]  # accuracy.json (docs/reference/cli.md); errors in per cent
     notes: tuple[str, ...]  # on what the model's file says
     commands: tuple[str, ...] = ()  # what to type next
     # the layouts that --verify ran dry, with the bytes that a device needs by the dry run

@@ -10,7 +10,7 @@ from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.tp_pp_search import Candidate
 
 # Of pairs of published layouts predicted within 5% of each other, a quarter or more is in the wrong
-# order (docs/planner.md).
+# order (docs/explanation/planner.md).
 TIE = 0.05
 _WIDER = 1.25  # a range that is so many times as wide as the narrowest counts as wider
 
