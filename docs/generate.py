@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def write_all() -> None:
     (FOLDER / "config.md").write_text(config_page())
     (FOLDER / "commands.md").write_text(commands_page())
     (FOLDER / "api.md").write_text(api_page())
+    guide = DOCS.parent / "CONTRIBUTING.md"
+    before, start, rest = guide.read_text().partition("<!-- packages -->\n")
+    _, end, after = rest.partition("<!-- end of packages -->")
+    guide.write_text(before + start + packages_table() + end + after)
 
 
 def config_page() -> str:
@@ -217,6 +222,19 @@ def api_page() -> str:
             lines += ["   :members:"] if kind == "autoclass" else []
             lines += ["```", ""]
     return "\n".join(lines)
+
+
+def packages_table() -> str:
+    """Returns the packages in the order of their levels, with the summary of each docstring."""
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())
+    levels = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    lines = ["| level | package | contents |", "|---|---|---|"]
+    for level, names in enumerate(reversed(levels), 1):
+        for name in re.findall(r"\w+", names):
+            summary = (import_module(f"parallel3d.{name}").__doc__ or "").split("\n\n")[0]
+            first = re.split(r"(?<=[.:]) ", re.sub(r"\s+", " ", summary))[0]
+            lines.append(f"| {level} | `{name}` | {first.rstrip('.:')} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

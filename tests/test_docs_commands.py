@@ -44,12 +44,6 @@ _PROGRAMS = (
 )
 _COMMAND = re.compile(rf"(?:\$ )?(?:[A-Za-z_]+=\S+ )*(?:{_PROGRAMS}) ")
 _FILE = re.compile(r"# (\S+\.(?:py|yaml|json))\b")
-_IN_README = {  # which has no marks of its own
-    "make quickstart": (
-        "not run: needs the network, to install; tests/test_run.py trains the recipe's model"
-    ),
-    "torchrun --nnodes 2": "not run: needs a second machine",
-}
 _TRAIN = """\
 #!/usr/bin/env bash
 case "$*" in
@@ -106,12 +100,7 @@ class Block:
     def commands(self) -> list[str]:
         """The commands that are run, each with its continuation lines."""
         commands = re.findall(r"(?:.*\\\n)*.+\n", self.text)
-        left_out = _IN_README if self.page.name == "README.md" else {}
-        return [
-            each
-            for each in commands
-            if "# not run: " not in each and not each.startswith(tuple(left_out))
-        ]
+        return [each for each in commands if "# not run: " not in each]
 
 
 def blocks_of(page: Path) -> list[Block]:
