@@ -62,11 +62,6 @@ def rank_0_leaves_early(recipe: Recipe, rendezvous: Rendezvous) -> None:
         time.sleep(60)
 
 
-def prints_on_both(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    sys.stderr.write("progress\n")
-    print("a result")
-
-
 def exits_with_0(recipe: Recipe, rendezvous: Rendezvous) -> None:
     sys.exit(0)
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from parallel3d.config.recipe import (
     ModelConfig,
     OptimizerConfig,
-    OptimizerName,
     ParallelConfig,
     Recipe,
     Recompute,
@@ -51,7 +50,6 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "none", "selective", "full", "every
 _HOW: tuple[Cadence, ...] = ("step", "step", "microbatch")
 _FAMILIES = ("llama", "gpt", "qwen", "mistral", "megatron")
 _LARGE = ("llama3-70b", "llama3.1-405b", "gpt3-175b", "megatron-145.6b")  # every fourth layout
-_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw", "sgd", "muon")
 _MOST_BLOCKS = 64  # forwards and backwards of a block in a dry run, so that it takes seconds
 
 

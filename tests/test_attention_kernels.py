@@ -27,11 +27,10 @@ from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.layers import fused_attention
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
-from parallel3d.layers.parameter import ParallelContext, initial_weights
+from parallel3d.layers.parameter import initial_weights
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
-from parallel3d.tools.verify.fakes import FakeTensorMode
 
 CPU = AttentionDevice("cpu")
 V100, A100, L4, H100 = (
@@ -255,32 +254,6 @@ def test_varlen_is_asked_for_the_documents_and_the_window_that_a_cpu_computes(
             found = results(layer, documents=documents)
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     assert len(calls) == 10
-
-
-HAS_VARLEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
-
-
-@pytest.mark.skipif(
-    not HAS_VARLEN, reason="torch before 2.12 has no varlen_attn for grouped heads and windows"
-)
-def test_varlen_takes_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls torch's own function, forward and backward, on tensors without memory."""
-    as_on(H100, monkeypatch)
-    with FakeTensorMode() as mode:
-        for documents in (None, PACKED.moved(mode.from_tensor)):
-            options = AttentionOptions(head_dim=K, window=5)
-            layer = ParallelAttention(
-                D,
-                H,
-                2,
-                tp=ParallelContext(dtype=torch.bfloat16),
-                options=options,
-            )
-            x = torch.empty(B, S, D, dtype=torch.bfloat16, requires_grad=True)
-            y = layer(x, documents=documents)
-            (gradient,) = torch.autograd.grad(y.sum(), x)
-            assert y.shape == gradient.shape == x.shape
-            assert y.dtype == torch.bfloat16
 
 
 def test_a_deterministic_run_takes_no_kernel_of_cudnn() -> None:

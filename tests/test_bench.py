@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.errors import Parallel3dError, RankError
-from parallel3d.tools.bench import __main__ as bench
 from parallel3d.tools.bench import converted, data_loading
 from parallel3d.tools.bench.harness import check_agreement
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
@@ -27,13 +25,9 @@ from parallel3d.tools.bench.report import (
     rows_against_peer,
 )
 from parallel3d.tools.bench.step import (
-    OVERHEAD,
     StepSize,
     measure,
-    random_batch,
-    recipe,
 )
-from parallel3d.tools.local_ranks import device_of_rank
 
 TINY = ModelConfig(
     layers=3,
@@ -113,15 +107,6 @@ def test_json_has_exactly_the_agreed_fields() -> None:
     assert report["results"][2]["bar"] is None
 
 
-def test_shares_of_the_data_ranks_make_up_the_batch_of_one_process() -> None:
-    whole = random_batch(recipe(OVERHEAD, ParallelConfig()), 0, seed=3)
-    cut = recipe(OVERHEAD, ParallelConfig(dp_replicate=2, dp_shard=2, tp=2))
-    shares = [random_batch(cut, rank, seed=3) for rank in range(0, 8, 2)]
-    assert torch.equal(torch.cat([share.inputs for share in shares]), whole.inputs)
-    assert torch.equal(torch.cat([share.labels for share in shares]), whole.labels)
-    assert torch.equal(whole.inputs[..., 1:], whole.labels[..., :-1])
-
-
 @pytest.mark.parametrize("wrong", [1.001, math.nan])
 def test_contestants_that_disagree_are_not_timed(wrong: float) -> None:
     check_agreement([("loss", 1.00001, 1.0)])
@@ -150,33 +135,3 @@ def test_a_converted_block_and_its_peers_agree(world: Callable) -> None:
         assert min(each.ours.cpu_s for each in (*split, *alone)) > 0
     for rounds in world(2).run(converted.measure_beside_dtensor, size, 1, 1):
         assert min(each.ours.cpu_s for each in rounds) > 0
-
-
-def test_ranks_share_a_gpu_each_as_if_on_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [device_of_rank("cuda", rank, 2) for rank in range(2)] == [
-        torch.device("cuda", 0),
-        torch.device("cuda", 1),
-    ]
-    assert os.environ == {}
-    assert device_of_rank("cuda", 3, 4) == torch.device("cuda", 1)
-    assert os.environ["NCCL_HOSTID"] == "r3"
-    assert os.environ["NCCL_SHM_DISABLE"] == "1"
-    assert device_of_rank("cpu", 3, 4) == torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("data", "bench data runs on CPUs; on GPUs run step, layers, pipeline"),
-        ("step", "sees no GPU"),
-    ],
-)
-def test_gpus_that_cannot_be_used_are_refused(
-    name: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if torch.cuda.is_available() and name == "step":
-        pytest.skip("this machine has a GPU")
-    assert bench.main([name, "--device", "cuda"]) == 2
-    assert words in capsys.readouterr().err

@@ -135,12 +135,6 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
     assert "test_callbacks.py:" in line
 
 
-def test_only_methods_that_a_run_calls_are_taken() -> None:
-    with pytest.raises(ConfigError, match=r"callback Mine\.on_step_end: .* step_done"):
-        type("Mine", (Callback,), {"on_step_end": lambda self, run: None})
-    assert type("Mine", (Callback,), {"Encoder": dict}).Encoder is dict  # type: ignore[attr-defined]
-
-
 def test_a_class_is_found_in_the_working_directory_and_no_other_class_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@ tests/distributed."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from parallel3d.tools.check_layout.compare import (
     norm_of,
 )
 from parallel3d.tools.check_layout.data import Array, StepRecord, TrainingRecord, Views
-from parallel3d.tools.check_layout.report import as_json, as_text
+from parallel3d.tools.check_layout.report import as_text
 from parallel3d.tools.check_layout.shrink import shrink
 
 NAMES = ("norm.weight", "up.weight", "down.weight")
@@ -121,15 +120,6 @@ def test_the_norm_is_compared_with_the_gradients_of_its_own_layout() -> None:
 
     assert compared(lambda layout: scale(layout, 1 + 5e-6)).first is None
     assert first(lambda layout: scale(layout, 1 + 1e-5)).what == "gradient norm"
-
-
-def test_a_number_that_is_not_finite_differs_and_is_null_in_json() -> None:
-    comparison = compared(lambda layout: scale_gradients(layout, float("nan"), "norm.weight"))
-    content = json.loads(as_json(comparison), parse_constant=pytest.fail)
-    assert content["same"] is False
-    assert content["layout"]["tp"] == 2
-    assert content["first_difference"]["name"] == "norm.weight"
-    assert content["largest"]["gradient"] is None
 
 
 def test_a_parameter_that_does_not_move_and_a_loss_are_named() -> None:

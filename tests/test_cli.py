@@ -195,19 +195,3 @@ def test_under_torchrun_a_failing_rank_says_who_it_is(
     assert said.startswith("error: rank 5 (")
     assert f", pp 1, dp_replicate 0, dp_shard 0, tp 1): {says}" in said
     assert ("Traceback" in said) == has_traceback
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run_dir=runs/caf\udce9"],
-        ["data.path=\udcff", "data.source=text"],
-        ["odd.yaml"],
-    ],
-)
-def test_a_path_that_is_not_utf_8_is_refused_in_a_line(words: list[str], capsys: Said) -> None:
-    Path("odd.yaml").write_text('train: {sample_prompt: "\\ud800"}\n')
-    recipe = [] if words[0] == "odd.yaml" else ["quickstart"]
-    assert pretrain.main([*recipe, *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(": must be text in UTF-8 without ${variables}; write the value itself")

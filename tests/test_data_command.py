@@ -169,16 +169,6 @@ def test_a_long_text_is_encoded_in_slices_with_the_same_ids(
     assert np.array_equal(ids, tokenizer.encode(text))
 
 
-def test_documents_without_text_are_left_out(tmp_path: Path, capsys: Said) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", ["one", "", "two", ""])
-    folder = tokenized(tmp_path / "tokens", lines)
-    assert sorted(documents(folder, "train") + documents(folder, "validation")) == ["one", "two"]
-    only = tokenized(tmp_path / "only", write_lines(lines, ["", "0123456789"]))
-    assert documents(only, "train") == ["012345678"]  # a single document gives its end
-    assert tokenize(write_lines(lines, [""]), "--out", tmp_path / "none") == 65
-    assert "hold no text" in capsys.readouterr().err
-
-
 # What an interruption leaves.
 
 
@@ -213,21 +203,6 @@ def test_a_job_goes_on_after_what_was_done_and_gives_the_same_files(
     assert tokenize(*command) == 0
     assert content(tmp_path / "cut") == whole
     assert len(set(encoded)) == len(encoded) > 4
-
-
-def test_a_kill_between_the_last_two_steps_leaves_a_folder_to_clear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write_lines(tmp_path / "a.jsonl", texts(20))
-    command = ("tokenize", source, "--out", tmp_path / "tokens", "--workers", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(job, "_clear", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert run(*command) == 130
-    whole = content(tmp_path / "tokens")
-    assert run(*command) == 0
-    assert content(tmp_path / "tokens") == whole
-    assert not (tmp_path / "tokens.partial").exists()
-    assert run(*command) == 2  # a finished folder is never written again
 
 
 @pytest.mark.long
@@ -447,19 +422,6 @@ def test_text_that_is_not_utf_8_is_refused_or_repaired_if_asked(
     repaired = tokenized(tmp_path / "lines", lines, folder, *options)
     expected = ["x\ufffd", "good", "a good text", "caf\ufffd", "text\ufffdtext"]
     assert documents(repaired, "train") == expected
-
-
-def test_foreign_files_with_the_names_of_the_result_are_left_alone(
-    tmp_path: Path, capsys: Said
-) -> None:
-    source = write_lines(tmp_path / "a.jsonl", texts(5))
-    mine = tmp_path / "tokens.partial" / "mine.txt"
-    mine.parent.mkdir()
-    mine.write_text("precious")
-    assert tokenize(source, "--out", tmp_path / "tokens") == 2
-    assert "holds files of the user" in capsys.readouterr().err
-    assert mine.read_text() == "precious"
-    assert [*mine.parent.iterdir()] == [mine]
 
 
 def test_a_document_without_an_end_is_refused_with_its_file_and_line(

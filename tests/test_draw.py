@@ -9,10 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from parallel3d.schedules.build import build_schedule
-from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.draw import draw_svg, draw_text, draw_trace
 from parallel3d.timeline.simulate import EQUAL, ActionTimes, StageTimes, simulate
-from parallel3d.timeline.spans import Span, Timeline
+from parallel3d.timeline.spans import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -20,15 +19,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 def simulated(times: StageTimes = EQUAL) -> Timeline:
     schedule = build_schedule("1f1b", pp=2, microbatches=3)
     return simulate(schedule, ActionTimes.uniform(schedule.stages, times))
-
-
-def test_text_has_a_column_for_each_character_of_a_steps_longest_name() -> None:
-    assert draw_text(simulated()) == (
-        "1f1b: makespan 12, bubble 25.0%\n"
-        "rank 0 |F0 F1 ......B0--- F2 B1--- ...B2---\n"
-        "rank 1 |...F0 B0--- F1 B1--- F2 B2--- ......\n"
-        "F forward, B backward, . idle (F0: forward, microbatch 0)\n"
-    )
 
 
 @pytest.mark.parametrize("width", [0, 33, 200])
@@ -46,20 +36,6 @@ def test_text_keeps_to_its_width(width: int, times: StageTimes) -> None:
     assert len(bars) == 2
     assert max(map(len, bars)) <= max(width, 28)
     assert draw_text(simulated(times=times), width=width).isascii()
-
-
-def test_text_of_nothing_is_a_page_all_the_same() -> None:
-    nothing = Timeline(name="nothing", ranks=1, spans=())
-    instant = Timeline(
-        name="instant",
-        ranks=1,
-        spans=(Span(0, Action(0, Kind.FORWARD, 0), 0.0, 0.0),),
-    )
-    for drawn in (draw_text(nothing), draw_text(instant)):
-        assert drawn
-    assert "nothing" in draw_svg(nothing)
-    assert "instant" in draw_svg(instant)
-    assert json.loads(draw_trace())["traceEvents"] == []
 
 
 def test_svg_is_one_file_with_a_bar_and_a_tooltip_for_each_action() -> None:

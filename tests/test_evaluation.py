@@ -44,18 +44,6 @@ def test_a_text_is_read_whole_and_in_order_whatever_the_run_trains_on(tmp_path: 
     assert windows.draw(np.arange(2)).tolist() == [[97, 98, 256, 99], [99, 100, 101, 102]]
 
 
-def test_files_of_ids_are_read_with_both_of_their_parts(tmp_path: Path) -> None:
-    own = write_tokens(tmp_path / "own", ShardTokenizer(kind="bytes"))
-    chosen = write_tokens(tmp_path / "chosen", ShardTokenizer(kind="bytes"))
-    (windows,) = evaluation_windows(config(chosen, source="tokens", path=str(own)), 4)
-    assert windows.draw(np.arange(4)).tolist() == [
-        [0, 1, 2, 3, 4],
-        [4, 5, 6, 7, 8],
-        [8, 9, 256, 10, 11],
-        [11, 12, 13, 14, 256],
-    ]
-
-
 def test_a_set_that_does_not_fit_is_told_by_its_key(tmp_path: Path) -> None:
     path = tmp_path / "w.txt"
     with pytest.raises(

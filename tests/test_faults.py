@@ -1,4 +1,4 @@
-"""Faults of docs/explanation/fault-tolerance.md, each done to a real run: what it prints, how it ends, what it leaves,
+"""Faults of a real run: what it prints, how it ends, what it leaves,
 and that the same command resumes with the losses of a run without the fault, bitwise.
 
 No test measures time. What a run prints within the bounds of the docs is measured by hand.

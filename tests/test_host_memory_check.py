@@ -3,7 +3,6 @@ hold."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,14 +61,3 @@ def test_a_batch_that_does_not_fit_is_answered_with_a_leaner_layout() -> None:
     with pytest.raises(ConfigError, match="6.0; try parallel.recompute=full, a smaller model or"):
         check_host(quickstart(*large), 8, free)
     check_host(quickstart(*large, "parallel.recompute=full", "parallel.microbatch_size=1"), 8, free)
-
-
-def test_a_host_of_several_is_asked_about_its_own_ranks_and_gpus_about_nothing() -> None:
-    free = FreeMemory(6 * GIB, "the system")
-    large = quickstart("model.layers=24", "model.hidden=1536")
-    with pytest.raises(
-        ConfigError, match="8 processes of this host need .*try .*, or 2 such hosts under torchrun"
-    ):
-        check_host(large, 8, free)
-    check_host(large, 4, free)
-    check_host(replace(large, train=replace(large.train, device="cuda")), 8, free)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel3d.recipes import find_recipe
 from parallel3d.tools.launch.command import main
 from parallel3d.tools.launch.script import LAUNCHERS
 
@@ -141,26 +140,6 @@ def test_what_a_launcher_cannot_mend_is_a_warning(capsys: Said) -> None:
     said = capsys.readouterr().err
     assert "parallel.tp = 2: does not divide a node of 1" in said
     assert "checkpoint.every is not set, so a restart begins anew" in said
-
-
-@pytest.mark.parametrize("name", ["null", "y", "a" * 39 + "-b"])
-def test_the_name_of_a_job_is_text_and_ends_with_a_letter(
-    name: str, tmp_path: Path, capsys: Said
-) -> None:
-    (tmp_path / f"{name}.yaml").write_text((find_recipe("quickstart")).read_text())
-    assert main(["k8s", str(tmp_path / f"{name}.yaml")]) == 0
-    text = capsys.readouterr().out
-    config, service, job = yaml.safe_load_all(text)
-    expected = name[:40].rstrip("-")
-    names = [part["metadata"]["name"] for part in (config, service, job)]
-    spec = job["spec"]["template"]["spec"]
-    names += [
-        service["spec"]["selector"]["job-name"],
-        spec["subdomain"],
-        spec["volumes"][0]["configMap"]["name"],
-    ]
-    assert names == [expected] * 6
-    assert f'"{expected}"' in text  # which YAML 1.1 as Kubernetes reads it needs for y and n, too
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)

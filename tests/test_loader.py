@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ from parallel3d.data.loader import (
 )
 from parallel3d.data.order import SkippedRanges
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import ConfigError
 
 # each token is its own place, so a sequence tells where it comes from
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -141,26 +139,8 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
     replace(loader(), dp_size=4, microbatch_size=2, global_batch_size=16)
 
 
-@dataclass
-class Asked:
-    """A loader that tells for which steps it has made a batch, and has none for `broken`."""
-
-    broken: int | None = None
-    made: SimpleQueue[int] = field(default_factory=SimpleQueue)
-
-    def batch(self, step: int) -> Batch:
-        if step == self.broken:
-            raise DataError(f"no batch of step {step}")
-        self.made.put(step)
-        return loader().batch(step)
-
-
 def ahead(asked: object, steps: range) -> Generator[Batch, None, None]:
     return batches_ahead(asked, steps, torch.device("cpu"))  # type: ignore[arg-type]
-
-
-def is_thread_alive() -> bool:
-    return any(thread.name.startswith("next_batch") for thread in threading.enumerate())
 
 
 def test_batches_made_ahead_are_the_loaders_own_also_where_their_size_changes() -> None:
@@ -172,23 +152,6 @@ def test_batches_made_ahead_are_the_loaders_own_also_where_their_size_changes() 
         assert torch.equal(batch.inputs, expected.inputs)
         assert torch.equal(batch.labels, expected.labels)
         assert torch.equal(batch.samples, expected.samples)
-
-
-@pytest.mark.parametrize("leave", ["at the end", "half way", "by an error"])
-def test_the_thread_ends_however_its_batches_are_left(leave: str) -> None:
-    batches = ahead(Asked(broken=2 if leave == "by an error" else None), range(4))
-    next(batches)
-    next(batches)
-    assert is_thread_alive()
-    if leave == "at the end":
-        assert len(list(batches)) == 2
-    elif leave == "half way":
-        batches.close()
-    else:
-        # not earlier, when the thread has met it
-        with pytest.raises(DataError, match="no batch of step 2"):
-            next(batches)
-    assert not is_thread_alive()
 
 
 @settings(deadline=None)

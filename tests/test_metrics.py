@@ -81,19 +81,6 @@ def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> 
     assert last["grad_norm"] is None, "JSON has no infinity"
 
 
-def test_garbage_in_the_metrics_stops_no_resume_and_is_kept_aside(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    good = json.dumps(LINE.scalars)
-    before = "\n".join([good, "\ufffd garbage", "[1]", '{"step": "x"}', "[" * 100_000, ""])
-    path.write_text(before)
-    file = MetricsFile(path, resumed_step=20)
-    assert file.note.startswith(
-        f"warning: {path}: line 2 is not a line of metrics; {path}.damaged has"
-    )
-    assert Path(f"{path}.damaged").read_text() == before
-    assert path.read_text() == f"{good}\n"
-
-
 def test_a_profile_holds_its_steps_and_no_others(tmp_path: Path) -> None:
     notes: list[str] = []
     config = LoggingConfig(profile_steps=(2, 3), profile_ranks=(1,))

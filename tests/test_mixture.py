@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from parallel3d.config.recipe import (
     TrainConfig,
     WeightsConfig,
 )
-from parallel3d.data.corpus import check_data, load_corpora
+from parallel3d.data.corpus import check_data
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.mixture import (
     Mixture,
@@ -32,10 +31,8 @@ from parallel3d.data.mixture import (
     mixture_pattern,
 )
 from parallel3d.data.order import SkippedRanges
-from parallel3d.data.token_files import ShardTokenizer
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError
-from tests.data_files import write_folder, write_megatron
 
 MODEL = ModelConfig(
     layers=1,
@@ -196,34 +193,6 @@ def test_the_check_of_the_data_names_the_source_that_will_not_do(tmp_path: Path)
         match=r"2001 tokens, and there are 151 in data.sources\[1\].path = .*code for validation",
     ):
         check_data(DataConfig(source="text", sources=(fine, short)), seq_len=2000, vocab=264)
-
-
-def token_source(folder: Path, tokenizer: ShardTokenizer | None) -> SourceConfig:
-    ids = np.arange(100)
-    write_folder(folder, [ids], [ids[:20]], tokenizer=tokenizer)
-    return SourceConfig(path=str(folder))
-
-
-def test_files_of_ids_are_mixed_where_one_tokenizer_has_made_them(tmp_path: Path) -> None:
-    ours, theirs = (
-        ShardTokenizer(kind="json", file="tokenizer.json", sha256=name)
-        for name in ("ours", "theirs")
-    )
-    first = token_source(tmp_path / "a", ours)
-    same = token_source(tmp_path / "b", ours)
-    unknown = token_source(tmp_path / "c", None)
-    other = token_source(tmp_path / "d", theirs)
-    prefix = tmp_path / "e"
-    write_megatron(prefix, [np.arange(200, 240)] * 2)
-    megatron = SourceConfig(path=str(prefix))
-    mixed = DataConfig(source="tokens", sources=(first, same, unknown, megatron))
-    check_data(mixed, seq_len=8, vocab=264)
-    assert [len(corpus.train) for corpus in load_corpora(mixed)] == [101, 101, 101, 41]
-    with pytest.raises(
-        ConfigError,
-        match=r"^data.sources\[2\].path = .*/d: its tokenizer or the id",
-    ):
-        check_data(replace(mixed, sources=(unknown, first, other)), seq_len=8, vocab=264)
 
 
 @given(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 30)), max_size=4), st.integers(0, 20))

@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import launch_targets
 import pytest
 
 COMMANDS = [
@@ -59,13 +57,3 @@ def test_a_reader_that_has_gone_ends_a_command_silently_and_a_closed_stdout_is_r
     assert ended(arguments, "", unbuffered=unbuffered) == (141, "")
     closed = "error: stdout: it is closed; try > /dev/null\n"
     assert ended(arguments, ">&-", unbuffered=unbuffered) == (73, closed)
-
-
-def test_a_worker_whose_stdout_is_full_fails_with_the_cause_and_one_without_stderr_runs(
-    tmp_path: Path,
-) -> None:
-    arguments = [launch_targets.__file__, "prints_on_both", "1", str(tmp_path)]
-    status, said = ended(arguments, "> /dev/full", unbuffered=True)
-    assert status == 73
-    assert said == "progress\nerror: stdout: cannot be written: No space left on device\n"
-    assert ended(arguments, "> /dev/null 2>&-", unbuffered=True)[0] == 0

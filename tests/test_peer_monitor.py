@@ -98,39 +98,3 @@ def test_a_neighbour_whose_process_has_ended_is_named_at_once(store: dist.TCPSto
     places = [Place(host="here", pid=os.getpid()), Place(host="here", pid=gone.pid)]
     error = monitor(store, 0, places).report(lost_peer(0))
     assert "dp_shard 1, tp 0) ended without a word" in str(error)
-
-
-CUT_OFF = """
-import os, pathlib, threading
-from tests.launch_targets import recipe_in
-from parallel3d.launch import peer_monitor
-from parallel3d.launch.devices import Place
-from parallel3d.launch.failure import Failure
-
-class Store:
-    is_cut = False
-    def check(self, keys):
-        if self.is_cut:
-            threading.Event().wait()  # a host without power neither answers nor refuses
-        return False
-    def set(self, key, value):
-        self.check([key])
-
-peer_monitor.LOST_S, peer_monitor.BEAT_S, store = 1.0, 0.02, Store()
-places = [Place(host="lost", pid=1), Place(host="here", pid=os.getpid())]
-own = peer_monitor.PeerMonitor(store, 1, places, recipe_in(pathlib.Path(), 2))
-store.is_cut = True
-own.report(Failure(rank=1, coordinates="c", message="Connection closed by peer", secondary=True))
-"""
-
-
-def test_a_rank_whose_neighbour_ends_while_the_store_is_cut_off_ends_as_well() -> None:
-    """The neighbour's end brings the main thread to ask a store that never answers."""
-    done = subprocess.run(
-        [sys.executable, "-c", CUT_OFF],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 70
-    assert "its host is cut off, and its ranks end" in done.stderr

@@ -124,16 +124,6 @@ def test_what_is_not_counted_of_a_recipe_is_said(tmp_path: Path, capsys: Said) -
         assert plan_json(f"{command} --model {path} --gpu h100", capsys)["notes"] == [note]
 
 
-def test_hardware_lists_every_file_and_shows_one_with_its_sources(capsys: Said) -> None:
-    listed = said("hardware", capsys)
-    shipped = {path.stem for path in HARDWARE.glob("*.yaml")}
-    for name in shipped:
-        assert f"\n{name} " in listed
-    assert said("hardware h100", capsys) == (HARDWARE / "h100-80gb.yaml").read_text()
-    assert {each["name"] for each in plan_json("hardware", capsys)["hardware"]} == shipped
-    assert plan_json("hardware l4", capsys)["peak_tflops"]["bf16"] == 121
-
-
 def test_a_clusters_file_is_its_devices_but_for_its_links(tmp_path: Path, capsys: Said) -> None:
     cluster = find_cluster("jean-zay-a100")
     device = find_cluster("a100-80gb")

@@ -4,7 +4,6 @@ and YAML take."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 from dataclasses import replace
@@ -146,21 +145,6 @@ def test_launch_scripts_are_well_formed(kind: str, gpus: int, capsys: Said) -> N
         assert container["resources"]["limits"]["nvidia.com/gpu"] == min(gpus, 8)
     else:
         assert subprocess.run(["bash", "-n", "out"], capture_output=True).stderr == b""
-
-
-def fake(name: str, script: str) -> None:
-    folder = Path("bin")
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-    (folder / name).chmod(0o755)
-
-
-def with_fakes(**variables: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}",
-        **variables,
-    }
 
 
 def test_a_recipe_has_what_differs_from_the_defaults(capsys: Said) -> None:

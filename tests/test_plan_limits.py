@@ -1,5 +1,4 @@
-"""`parallel3d-plan limits`: each answer fits, and a little more does not. docs/how-to/plan.md shows a page
-of it."""
+"""`parallel3d-plan limits`: each answer fits, and a little more does not."""
 
 from __future__ import annotations
 

@@ -46,22 +46,6 @@ def test_json_is_one_object_and_nothing_else(capsys: Said) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "options, makespan",
-    [
-        ("", 6.0),  # two forwards of 1, two backwards of 2
-        ("--forward 2", 8.0),
-        ("--backward 3", 8.0),
-        ("--split 3 2", 12.0),
-        ("--split 3 2 --backward 4", 10.0),
-        ("--transfer 0.5", 7.0),
-    ],
-)
-def test_what_actions_take_is_an_option(options: str, makespan: float, capsys: Said) -> None:
-    asked = f"timeline --schedule gpipe --pp 2 --microbatches 1 {options}"
-    assert plan_json(asked, capsys)["makespan"] == makespan
-
-
 def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
     csv = tmp_path / "s.csv"
     svg = tmp_path / "s.svg"
@@ -125,10 +109,3 @@ def test_every_command_is_there_and_has_its_own_help(name: str, capsys: Said) ->
         run(f"{name} --help")
     assert ended.value.code == 0
     assert f"usage: parallel3d-plan {name}" in capsys.readouterr().out
-
-
-def test_help_lists_the_commands(capsys: Said) -> None:
-    assert run("--help") == 0
-    assert "timeline   simulate and draw a pipeline schedule" in capsys.readouterr().out
-    assert run("--version") == 0
-    assert capsys.readouterr().out.startswith("parallel3d ")

@@ -155,24 +155,6 @@ SMALL = ModelConfig(
 )
 
 
-def test_a_second_world_in_one_process_has_groups_of_its_own() -> None:
-    """The second world has the first one's ranks, so it would take that one's mesh, which DTensor
-    remembers."""
-    for parallel in (
-        ParallelConfig(dp_replicate=2, dp_shard=4, tp=2),
-        ParallelConfig(dp_shard=8, tp=2),
-    ):
-        recipe = _recipe(SMALL, replace(parallel, sharding="NO_SHARD"), "bf16", 1)
-        verify(
-            replace(
-                recipe,
-                train=replace(recipe.train, seq_len=64),
-                optimizer=OptimizerConfig(name="sgd"),
-            ),
-            0,
-        )
-
-
 @pytest.mark.parametrize(
     "precision, optimizer, chunk, parallel",
     [
@@ -218,17 +200,6 @@ SMALL = replace(
 )
 # numbers of SMALL's blocks that Muon steps
 MATRICES = 3 * (2 * 1024 * 1024 + 2 * 256 * 1024 + 3 * 4096 * 1024)
-
-
-def _stepped(parallel: ParallelConfig, precision: str, optimizer: OptimizerConfig) -> Verified:
-    recipe = _recipe(SMALL, parallel, precision, 1)
-    train = replace(
-        recipe.train,
-        seq_len=64,
-        global_batch_size=parallel.dp,
-        grad_clip=None,
-    )
-    return verify(replace(recipe, train=train, optimizer=optimizer), 0)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_context_parallelism_holds_what_one_rank_cannot(h100: Cluster, seq_len: 
         assert with_full.activations < worst_rank(run).activations
 
 
-def test_published_runs_of_mixtures_come_out_as_the_page_says() -> None:
+def test_published_runs_of_mixtures_are_within_the_bars() -> None:
     """No constant was set on these runs."""
     found = score(read_cases(CASES, [HARDWARE]))
     assert found.skipped == ()

@@ -1,5 +1,5 @@
-"""The planner against published runs: the file reads, and the accuracy that docs/explanation/planner.md states
-holds."""
+"""The planner against published runs: the file reads, and its accuracy stays
+within the bars."""
 
 from __future__ import annotations
 

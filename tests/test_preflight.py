@@ -65,16 +65,6 @@ def in_order() -> CheckReport:
     )
 
 
-def with_rate(report: CheckReport, hosts: tuple[str, str], rate: float) -> CheckReport:
-    """Returns the same with other bytes per second from one host to another."""
-    links = []
-    for each in report.links:
-        if tuple(report.facts[rank].host for rank in each.ranks) == hosts:
-            each = replace(each, bandwidth=rate)
-        links.append(each)
-    return replace(report, links=links)
-
-
 def with_fact(report: CheckReport, rank: int, **changes: Any) -> CheckReport:
     facts = list(report.facts)
     facts[rank] = replace(facts[rank], **changes)
@@ -111,26 +101,6 @@ def test_what_would_break_the_run_is_told_with_its_host(
     assert finding.breaks
     assert finding.text.startswith(text)
     assert "1 would break the run" in [*report.lines()][-1]
-
-
-def test_another_python_a_clock_slow_ranks_and_slow_links_are_warned_of() -> None:
-    report = with_fact(in_order(), 1, versions=VERSIONS | {"python": "3.11.2"})
-    report = with_fact(report, 4, clock_s=98.5)
-    report = replace(report, matmuls=[10e9, 9e9, 7.9e9, 5e9, 10e9, 10e9])
-    report = with_rate(report, ("node1", "node0"), 1e7)
-    report = with_rate(report, ("node0", "node1"), 0.8e9)
-    report = with_rate(report, ("node2", "node2"), 1e8)
-    found = report.findings()
-    assert not any(each.breaks for each in found)
-    expected = (
-        "python 3.11.2 on rank 1 (node0), 3.12.1 elsewhere: install one version",
-        "node2: its clock is 1.5 s behind that of rank 0; set it by NTP",
-        "ranks 2 and 3 (node1): matmuls at 5.0 GFLOP/s, 0.50 of the median 10.0",
-        "from node1 to node0 messages go at 10.0 MB/s, 1,000.0 MB/s is usual",
-        "within node2 messages go at 100.0 MB/s, 1,000.0 MB/s is usual",
-    )
-    for each, start in zip(found, expected, strict=True):
-        assert each.text.startswith(start)
 
 
 def test_a_folder_that_another_host_does_not_see_is_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from parallel3d.checkpoint.manifest import MANIFEST_FILE
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe, TrainConfig
 from parallel3d.errors import RendezvousError
 from parallel3d.launch import rendezvous as meeting
-from parallel3d.launch.rendezvous import Rendezvous, join_attempt, record_start, was_requeued
+from parallel3d.launch.rendezvous import Rendezvous, join_attempt, was_requeued
 from parallel3d.recipes import Job
 from parallel3d.recipes.pretrain import _restarted
 
@@ -59,25 +59,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     return store
-
-
-def test_each_attempt_has_a_name_of_its_own_and_a_restart_is_one_after_the_folder_was_prepared(
-    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = attempt(4)
-    assert len({each.attempt for each in first}) == 1
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    again = attempt(4)  # the first has failed before it had a folder
-    for each in (*first, *again):
-        assert not each.is_restart
-    record_start()
-    fewer = attempt(2)
-    more = attempt(5)
-    names = [{each.attempt for each in ranks} for ranks in (first, again, fewer, more)]
-    assert [len(each) for each in names] == [1] * 4
-    assert len(set.union(*names)) == 4
-    for each in (*fewer, *more):
-        assert each.is_restart
 
 
 def test_a_new_store_was_lost_with_its_node_if_an_agent_counts_a_restart(

@@ -81,15 +81,6 @@ def test_only_a_restart_of_a_job_waits_for_its_earlier_attempt(
         assert "taken over" in notice
 
 
-@pytest.mark.parametrize("garbage", [b"\xff" * 20, b"[" * 50_000, b'{"pid": 1}'])
-def test_a_lock_file_of_garbage_is_taken_over(tmp_path: Path, garbage: bytes) -> None:
-    (tmp_path / LOCK_FILE).write_bytes(garbage)
-    with locked(tmp_path) as notice:
-        assert "another run did not close it" in notice
-        refusal(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 Said = pytest.CaptureFixture[str]
 
 

@@ -3,8 +3,6 @@ is ahead."""
 
 from __future__ import annotations
 
-import fcntl
-import threading
 from collections import deque
 from pathlib import Path
 
@@ -74,26 +72,3 @@ def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
     incoming.close()
     with pytest.raises(PeerLostError, match="pipeline rank 1 has gone"):
         outgoing.send(0, message)
-
-
-def test_a_sender_does_not_block_where_the_host_gives_it_small_pipes(tmp_path: Path) -> None:
-    incoming = Incoming(tmp_path / "small", 0)
-    fcntl.fcntl(incoming.headers, fcntl.F_SETPIPE_SZ, 4096)
-    outgoing = Outgoing(tmp_path / "small", 1)
-    count = 1500
-
-    def send() -> None:
-        for number in range(count):
-            outgoing.send(number, [torch.tensor(float(number))])
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    sender.join(timeout=10)
-    assert not sender.is_alive()
-    assert outgoing.is_waiting
-    into = [torch.empty(())]
-    for number in range(count):
-        outgoing.flush()
-        assert incoming.poll() == number
-        incoming.read(into)
-        assert into[0].item() == number

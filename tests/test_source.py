@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -69,12 +68,6 @@ def test_a_recipe_that_names_no_file_is_refused(
     assert words in refusal(config)
 
 
-def test_what_is_no_regular_file_is_never_opened(tmp_path: Path) -> None:
-    write(tmp_path, {"a.txt": "a"})
-    os.mkfifo(tmp_path / "pipe.txt")  # opening it would wait for ever
-    assert names(folder(tmp_path)) == ["a.txt"]
-
-
 def test_a_binary_file_is_refused_by_its_first_zero_byte(tmp_path: Path) -> None:
     path = tmp_path / "tokens.txt"
     path.write_bytes(b"\x65\x01\x66\x00")
@@ -82,15 +75,3 @@ def test_a_binary_file_is_refused_by_its_first_zero_byte(tmp_path: Path) -> None
         Document(name=path.name, path=path, stop=4).read()
     with pytest.raises(DataError, match="byte 3 is zero"):
         Document(name=path.name, path=path, start=2, stop=4).read()
-
-
-def test_a_file_that_vanishes_or_shrinks_before_it_is_read_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    document = Document(name="a.txt", path=path, stop=4)
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read"):
-        document.read()
-    path.write_text("abc")
-    with pytest.raises(DataError, match="shrank below 4 bytes"):
-        document.read()
-    path.write_text("abcdef")  # it grew: the documents that were found stay what they were
-    assert document.read() == b"abcd"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -85,20 +84,6 @@ def test_windows_of_shards_are_those_of_the_same_ids_in_memory(tmp_path: Path) -
     assert np.array_equal(*drawn)
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_a_corpus_of_more_shards_than_may_be_open_is_read(tmp_path: Path) -> None:
-    files = open_tokens(write_all(tmp_path, shard_tokens=1), 0.05)
-    before = open_files()
-    assert len(files.train.slices) == 90
-    assert ids(files.train) == joined(DOCUMENTS[:90]).tolist()
-    assert open_files() == before + 64
-    del files
-    assert open_files() == before
-
-
 def test_an_id_that_the_vocabulary_has_not_is_refused(tmp_path: Path) -> None:
     for wrong in (-1, 10, 65_536):
         folder = FolderWriter(tmp_path, vocab_size=10, end_of_text=9)
@@ -148,24 +133,6 @@ def test_the_last_of_megatrons_documents_are_for_validation(
     files = open_tokens(write_megatron(tmp_path / "corpus", DOCUMENTS, end=END), fraction)
     assert ids(files.train) == joined(DOCUMENTS[:-validating]).tolist()
     assert ids(files.validation) == joined(DOCUMENTS[-validating:]).tolist()
-
-
-def test_a_single_document_of_megatrons_keeps_its_end_for_validation(tmp_path: Path) -> None:
-    files = open_tokens(write_megatron(tmp_path / "corpus", [np.arange(99)], end=END), 0.1)
-    assert ids(files.train) == [*range(90)]
-    assert ids(files.validation) == [*range(90, 99), END]
-
-
-def test_a_megatron_document_of_several_sequences_stays_whole(tmp_path: Path) -> None:
-    """Sentences of 2, 3, 4 and 1 tokens; the second document is the last three of them."""
-    (tmp_path / "s.bin").write_bytes(np.arange(10, dtype="<u2").tobytes())
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 4, 3) + struct.pack("<4i", 2, 3, 4, 1)
-    (tmp_path / "s.idx").write_bytes(
-        index + struct.pack("<4q", 0, 4, 10, 18) + struct.pack("<3q", 0, 1, 4)
-    )
-    files = open_tokens(tmp_path / "s", 0.5)
-    assert ids(files.train) == [0, 1]
-    assert ids(files.validation) == [*range(2, 10)]
 
 
 def test_what_is_no_data_set_of_megatrons_is_refused(tmp_path: Path) -> None:
@@ -235,33 +202,3 @@ def test_the_tokenizer_follows_from_the_folder(tmp_path: Path) -> None:
     assert "and left out if it has" in refusal(
         replace(data, tokenizer="mine.json"), samples_text=True
     )
-
-
-@pytest.mark.parametrize(
-    "part, key, value, words",
-    [
-        ("shard", "file", "../.bashrc", "is not the name of a file in this folder"),
-        ("", "format", 2, "format: Input should be 1"),
-        ("shard", "tokens", True, "train.0.tokens: Input should be a valid integer"),
-    ],
-)
-def test_a_value_of_another_type_in_tokens_json_is_damage(
-    tmp_path: Path, part: str, key: str, value: object, words: str
-) -> None:
-    tokenizer = ShardTokenizer(
-        kind="json",
-        file="tokenizer.json",
-        sha256="0",
-        end_of_text="</s>",
-    )
-    write_folder(tmp_path, [[1]], [], tokenizer=tokenizer)
-    path = tmp_path / "tokens.json"
-    tree = json.loads(path.read_text())
-    {"": tree, "tokenizer": tree["tokenizer"], "shard": tree["train"][0]}[part][key] = value
-    path.write_text(json.dumps(tree))
-    with pytest.raises(DataError, match="is damaged") as told:
-        TokensJson.read(tmp_path)
-    assert words in str(told.value)
-    path.write_text("[" * 200_000)
-    with pytest.raises(DataError, match="is damaged"):
-        TokensJson.read(tmp_path)

@@ -3,7 +3,6 @@ shows of a process."""
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from parallel3d.watch import heartbeat
 from parallel3d.watch.hang_detector import HangDetector, process_state
@@ -220,32 +218,3 @@ def test_the_state_of_a_process_is_linuxs_letter() -> None:
     process.kill()
     process.wait()
     assert process_state(process.pid) == ""
-
-
-def test_no_garbage_is_collected_while_threads_are_read(
-    own: Heartbeat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to Python 3.11 a collection may spoil the frame that is being made."""
-    may_collect: list[bool] = []
-
-    def look() -> tuple[bool, bool, str]:
-        may_collect.append(gc.isenabled())
-        return False, False, ""
-
-    monkeypatch.setattr(heartbeat, "_inspect_main_thread", look)
-    own.beat()
-    assert may_collect == [False]
-    assert gc.isenabled()
-
-
-def test_a_step_without_compile_is_not_seen_in_compilation(own: Heartbeat) -> None:
-    """Eager code passes through wrappers of torch._dynamo, too."""
-    seen = []
-
-    def compiled(graph: torch.fx.GraphModule, examples: object) -> object:
-        seen.append(own.beat().phase)
-        return graph.forward
-
-    assert torch.compiler.disable(lambda: own.beat().phase)() == "other"
-    torch.compile(lambda x: x + 1, backend=compiled)(torch.zeros(1))
-    assert seen == ["compilation"]

@@ -1,5 +1,5 @@
-"""The model of docs/how-to/custom-model.md trains in every layout as in one process, and faults planted in
-it are found."""
+"""The model of docs/how-to/custom-model.md trains in every layout as in one process, and faults
+planted in it are found."""
 
 from __future__ import annotations
 

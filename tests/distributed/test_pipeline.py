@@ -115,8 +115,7 @@ def test_nothing_piles_up_over_steps(world: Callable) -> None:
 
 
 def summed_losses(dtype: torch.dtype) -> list[float]:
-    """Returns the losses of a training and an evaluation, summed over the ranks as docs/reference/schedules.md
-    says."""
+    """Returns the losses of a training and an evaluation, summed over the ranks."""
     pp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     torch.default_generator.manual_seed(0)
     stages = [nn.Linear(4, 4, dtype=dtype) for _ in range(pp.size())]
