@@ -163,7 +163,7 @@ def field_comments(module: Any) -> dict[tuple[str, str], str]:
 def sentence(text: str) -> str:
     """Returns a comment as a sentence, with the names of files as code."""
     text = re.sub(r"\s+", " ", text)
-    text = re.sub(r"(?<!`)\b(docs/[\w/-]+\.md)\b", r"`\1`", text)
+    text = re.sub(r"\bdocs/([\w-]+/([\w-]+)\.md)\b", r"[\2](../\1)", text)
     text = re.sub(r"\bNone\b", "`null`", text)
     if not re.match(r"\w+:", text):  # the name of a choice keeps its case
         text = text[:1].upper() + text[1:]
@@ -232,8 +232,8 @@ def packages_table() -> str:
     for level, names in enumerate(reversed(levels), 1):
         for name in re.findall(r"\w+", names):
             summary = (import_module(f"parallel3d.{name}").__doc__ or "").split("\n\n")[0]
-            first = re.split(r"(?<=[.:]) ", re.sub(r"\s+", " ", summary))[0]
-            lines.append(f"| {level} | `{name}` | {first.rstrip('.:')} |")
+            first = re.split(r"(?<=\.) ", re.sub(r"\s+", " ", summary))[0]
+            lines.append(f"| {level} | `{name}` | {first.rstrip('.')} |")
     return "\n".join(lines) + "\n"
 
 
