@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LIBRARIES = {  # beyond the development tools
     "README": ("transformers",),
+    "checkpoints": ("transformers",),
     "data": ("tokenizers",),
     "library": ("transformers",),
     "train": ("tensorboard", "wandb", "mlflow"),
