@@ -116,7 +116,7 @@ def test_contestants_that_disagree_are_not_timed(wrong: float) -> None:
 
 def measured() -> list[Round]:
     parallel = ParallelConfig(tp=2, sequence_parallel=True)
-    with pytest.raises(Parallel3dError, match="without recompute"):
+    with pytest.raises(Parallel3dError, match="no recompute"):
         measure(TINY_SIZE, replace(parallel, recompute="full"), 1, 1)
     return measure(TINY_SIZE, parallel, 1, 1)
 

@@ -117,8 +117,7 @@ def test_what_is_not_counted_of_a_recipe_is_said(tmp_path: Path, capsys: Said) -
     path = tmp_path / "dropout.yaml"
     path.write_text(f"model: {{name: llama3.2-1b, attention_dropout: 0.1}}\n{RUN}")
     note = (
-        "model.attention_dropout = 0.1 is counted in memory alone: its time is taken for a fused "
-        "kernel's"
+        "model.attention_dropout = 0.1 is counted in memory only, with the time of a fused kernel"
     )
     for command in ("memory", "recommend --gpus 8", "limits batch --gpus 8", "sweep --gpus 8"):
         assert plan_json(f"{command} --model {path} --gpu h100", capsys)["notes"] == [note]
@@ -140,7 +139,7 @@ def test_a_clusters_file_is_its_devices_but_for_its_links(tmp_path: Path, capsys
     assert hardware["price_per_hour"] == 3
     mine.write_text("device: mine.yaml\n")
     assert plan.main(shlex.split(asked)) == 2
-    assert "is a cluster's file; name a device's" in capsys.readouterr().err
+    assert "must be a device file, not a cluster's" in capsys.readouterr().err
 
 
 def test_models_are_counted(capsys: Said) -> None:

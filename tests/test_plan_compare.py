@@ -105,16 +105,16 @@ def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) 
     assert [caution is not None for caution in cautions] == [False, True, True, True, True, False]
     assert plan.main(["compare", str(folders[0]), "--gpu", "h100"]) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "its MFU is of a peak of 312 TFLOP/s, and that of H100-80GB-SXM is 989.4" in page
+    assert "its MFU refers to a peak of 312 TFLOP/s, but H100-80GB-SXM has 989.4" in page
 
 
 @pytest.mark.parametrize(
     "times, arguments, status, rule",
     [
         ([9.0, 0.1], "--gpu h1000", 2, "h1000"),
-        ([9.0, 0.1], "", 2, "one of the two; try --gpu h100"),
-        ([9.0, 0.1], "--gpu h100 --hardware mine.yaml", 2, "one of the two"),
-        ([9.0], "--gpu h100", 65, "has too few lines"),
+        ([9.0, 0.1], "", 2, "give exactly one of them, for example --gpu h100"),
+        ([9.0, 0.1], "--gpu h100 --hardware mine.yaml", 2, "give exactly one of them"),
+        ([9.0], "--gpu h100", 65, "too few lines, because the first one includes start-up"),
     ],
 )
 def test_a_bad_input_is_one_line(

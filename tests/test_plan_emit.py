@@ -121,7 +121,7 @@ def test_a_model_that_the_trainer_lacks_is_planned_and_not_written(capsys: Said)
     assert plan.main(shlex.split(f"{arguments} --emit-recipe plan.yaml")) == 2
     told = (
         "the trainer has no module for nemotron4-15b (squared ReLU between LayerNorms), only for "
-        "Llamas and GPTs"
+        "Llama and GPT models"
     )
     assert told in capsys.readouterr().err
     assert not Path("plan.yaml").exists()

@@ -40,28 +40,31 @@ BATCH = "--gpus 8 --seq-len 512 --global-batch 8"
 BAD_INPUTS = [
     (
         f"--model llama3-8b --gpu h100,a100 {BATCH} --emit-command",
-        "--emit-command: is for a plan on",
+        "--emit-command: needs a single device",
     ),
     (f"{ASKED} --precision fp7", "--precision: invalid choice: 'fp7' (choose from"),
-    (f"{ASKED} --precision fp8 --verify", "has neither float8 nor optimizer states of 8 bits"),
+    (f"{ASKED} --precision fp8 --verify", "supports neither fp8 nor 8-bit optimizer states"),
     (
         f"{ASKED} --optimizer-bits 8 --emit-recipe x.yaml",
-        "has neither float8 nor optimizer states of 8 bits",
+        "supports neither fp8 nor 8-bit optimizer states",
     ),
     (
         f"--model llama3-8b --gpu a100 {BATCH} --precision fp8",
-        "--precision fp8: A100-80GB-SXM has no float8 matmuls; try --precision bf16",
+        "--precision fp8: A100-80GB-SXM does not support fp8 matmuls; try --precision bf16",
     ),
     (f"{ASKED} --mtbf -3", "--mtbf: '-3' must be hours, above 0 and finite"),
     (f"--model llama3-8b --gpu h100,zorg {BATCH}", "hardware zorg: unknown"),
     (
         f"--model llama3-8b --gpu h100,a100 {BATCH} --emit-recipe x.yaml",
-        "--emit-recipe: is for a plan on one device",
+        "--emit-recipe: needs a single device",
     ),
     (ON, "--model: required; try --model llama3-8b"),
     (f"--model llama3-9b {ON}", "--model llama3-9b: unknown; did you mean llama3-8b"),
     (f"--model llama3-8b --gpu h1000 {BATCH}", "hardware h1000: unknown; did you mean h100-80gb"),
-    (f"--model llama3-8b {BATCH}", "--gpu, --hardware: required is one of the two; try --gpu"),
+    (
+        f"--model llama3-8b {BATCH}",
+        "--gpu, --hardware: give exactly one of them, for example --gpu",
+    ),
     (f"--model llama3-8b --hardware x.yaml {BATCH}", "hardware x.yaml: cannot be read"),
     (
         f"--model llama3-8b --hardware negative.yaml {BATCH}",
@@ -83,7 +86,7 @@ BAD_INPUTS = [
     ),
     ("--model llama3-8b --gpu h100 --gpus 0", "--gpus: '0' must be a whole number from 1 on"),
     ("--model llama3-8b --gpu h100", "--gpus, --seq-len, --global-batch: required; try --gpus 64"),
-    (f"--model gpt2 {ON}", "--seq-len 4096: gpt2 has 1024 positions; try --seq-len 1024"),
+    (f"--model gpt2 {ON}", "--seq-len 4096: must not exceed the positions of gpt2; try 1024"),
     (
         "--model llama3-8b --gpu h100 --gpus 37 --seq-len 512 --global-batch 8",
         "no layout of 37 devices divides",
@@ -95,7 +98,10 @@ BAD_INPUTS = [
     (f"{ASKED} --fix pp=64", "parallel.pp = 64: model.layers = 32 cannot fill 64 stages"),
     (f"{ASKED} --fix tp=8 --max-tp 4", "with tp = 8, max_tp = 4; try"),
     (f"{ASKED} --fix dp_shard=3", "dp_shard = 3: must divide gpus = 16; try --gpus 18"),
-    (f"{ASKED} --fix schedule=1f1b --schedule gpipe", "--schedule gpipe: --fix says schedule=1f1b"),
+    (
+        f"{ASKED} --fix schedule=1f1b --schedule gpipe",
+        "--schedule gpipe: contradicts --fix schedule=1f1b",
+    ),
     (
         f"{ASKED} --emit-recipe p.yaml --emit-launch slurm a --emit-launch k8s b",
         "--emit-launch slurm a k8s b: must be",
@@ -106,11 +112,11 @@ BAD_INPUTS = [
     ),
     (
         f"{ASKED} --fix cp=8",
-        "cp = 8: is not an axis of parallel3d",
+        "cp = 8: parallel3d has no such axis",
     ),
     (
         f"--model mixtral-8x7b {ON}",
-        "trains none, because it has no expert parallelism yet; try --framework",
+        "which parallel3d cannot train without expert parallelism; try --framework",
     ),
     (
         f"{ASKED} --fix dp=8",
@@ -121,7 +127,7 @@ BAD_INPUTS = [
     (f"{ASKED} --fix recompute=some", "--fix recompute=some: must be one of none, selective, full"),
     (f"{ASKED} --schedule 1f1c", "--schedule: invalid choice: '1f1c'"),
     (f"{ASKED} --risk 2", "--risk: '2' must be a chance above 0 and below 1, such as 0.05"),
-    ("--model quickstart --gpu cpu --fragmentation 0", "a CPU's memory has neither of the two"),
+    ("--model quickstart --gpu cpu --fragmentation 0", "--context-memory: apply to GPUs only"),
     (
         f"{ASKED} --tokens lots",
         "--tokens: 'lots' must be a number of tokens, such as 300B, 2T or 1e12",
@@ -138,7 +144,7 @@ BAD_INPUTS = [
         f"{ASKED} --frobnicate",
         "unrecognized arguments: --frobnicate; see parallel3d-plan recommend --help",
     ),
-    (f"{ASKED} --layers 3", "--layers: does not go with --model llama3-8b"),
+    (f"{ASKED} --layers 3", "--layers: cannot be combined with --model llama3-8b"),
     (
         f"--layers 3 --hidden 100 --heads 7 --vocab 300 {ON}",
         "model.heads = 7: must divide model.hidden = 100; try 1, 2, 5,",
@@ -147,27 +153,27 @@ BAD_INPUTS = [
     (f"--model mixtral.json {ON}", "mixtral.json: hidden_size = null: must be a whole number"),
     (
         f"--model layers.json {ON}",
-        "layers.json: decoder_sparse_step = 2: must be 1, experts in every layer after",
+        "layers.json: decoder_sparse_step = 2: must be 1, because experts must be in every layer after",
     ),
     (f"--model bert.json {ON}", "model_type = bert: must be one of"),
     (f"--model text.json {ON}", "text.json: hidden_size = big: must be a whole number"),
     (f"--model cut.json {ON}", "cut.json: cannot be read as JSON (Unterminated string"),
     (f"--model heads.json {ON}", "heads.json: head_dim = 0: must be at least 1"),
     (f"--model factor.json {ON}", "factor.json: rope_scaling.factor = big: must be a number"),
-    (f"--model folder {ON}", "--model folder: a folder without a config.json"),
-    (f"{ASKED} --emit-launch slurm", "--emit-launch: is about a recipe; add --emit-recipe"),
+    (f"--model folder {ON}", "--model folder: is a folder without config.json"),
+    (f"{ASKED} --emit-launch slurm", "--emit-launch: needs a recipe; add --emit-recipe"),
     (f"{ASKED} --emit-command", "or for parallel3d --emit-recipe plan.yaml"),
     (f"{ASKED} --emit-command --framework nemo", "try --framework megatron-core or torchtitan"),
     (
         f"{ASKED} --emit-command --framework torchtitan --fix recompute_every=2",
-        "torchtitan has no options for recompute = every_n; try --fix recompute=full",
+        "torchtitan has no option for recompute = every_n; try --fix recompute=full",
     ),
     (
         f"{ASKED} --emit-recipe x.yaml --emit-launch pbs",
         "--emit-launch pbs: must be one of torchrun, slurm",
     ),
     (f"{ASKED} --framework megatrn", "--framework megatrn: unknown; did you mean megatron-core"),
-    (f"{ASKED} --emit-recipe x.sh --emit-launch torchrun x.sh", "x.sh: named for two outputs"),
+    (f"{ASKED} --emit-recipe x.sh --emit-launch torchrun x.sh", "x.sh: is the path of two"),
     (
         "memory --model llama3-8b --gpu h100 --seq-len 512 --global-batch 8 --framework unknown",
         "--layout: required; try --layout tp=8",

@@ -49,7 +49,7 @@ def test_devices_are_compared_and_the_fastest_is_first(capsys: Said) -> None:
         ("--gpus 16,x", "must be numbers of devices, such as 16,24,32 or 64-1024"),
         ("--gpus 64-16", "must begin with the smaller number, such as 64-1024"),
         ("--gpus 0-16", "must be numbers of devices"),
-        ("--gpus 16 --max-days 3", "--max-days 3: of how many tokens? add --tokens 1T"),
+        ("--gpus 16 --max-days 3", "--max-days 3: needs a number of tokens; add --tokens 1T"),
         ("--gpus 16,32 --fix tp=7", "parallel.tp = 7: must divide model.heads = 40"),
         ("", "--gpus"),
     ],

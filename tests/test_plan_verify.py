@@ -253,12 +253,12 @@ def test_a_page_of_json_says_where_the_peak_is(
         (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
         (
             ["model.window=16", "train.device=auto"],
-            "model.window = 16: the memory model knows windows in float32 on CPUs",
+            "model.window = 16: the memory model supports float32 windows only on CPUs",
         ),
         (
             ["parallel.dp_shard=1", "parallel.dp_replicate=2", "local_sgd.sync_every=4"],
-            "local_sgd.sync_every = 4: the memory model knows replicas that sum their gradients in "
-            "each step",
+            "local_sgd.sync_every = 4: the memory model assumes that replicas sum gradients "
+            "in each step",
         ),
         (["model.layers=zero"], "model.layers"),
     ],

@@ -220,6 +220,6 @@ def test_a_file_whose_measurements_are_incomplete_is_refused() -> None:
     tree = yaml.safe_load(hardware_text(worlds(), date="2026-01-02"))
     del tree["measured"]["processes"][1]["byte_s"]
     with pytest.raises(
-        ConfigError, match="measured: must be as parallel3d-plan calibrate writes it.*byte_s"
+        ConfigError, match="measured: must be written by parallel3d-plan calibrate.*byte_s"
     ):
         cluster_from_tree(tree, "mine")

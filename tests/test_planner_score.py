@@ -101,4 +101,4 @@ def test_a_file_of_which_no_case_can_be_predicted_says_why(
     assert plan.main(["score", str(cases)]) == 2
     said = capsys.readouterr()
     assert not said.out
-    assert "no case can be predicted; mine, the first: hardware.gpus: is missing" in said.err
+    assert "no case can be predicted; the first is mine: hardware.gpus: is missing" in said.err

@@ -1,2 +1,2 @@
-"""The planner: what a layout needs, how long its step takes, and which layout is best. No torch
-here."""
+"""The planner: the memory of a layout, its step time, and the search for the fastest one. It does
+not import torch."""

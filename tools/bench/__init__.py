@@ -1,1 +1,1 @@
-"""`python -m parallel3d.tools.bench NAME`: the benchmarks, each beside its peer in the same run."""
+"""Benchmarks, each against a peer in the same run: `python -m parallel3d.tools.bench NAME`."""

@@ -1,5 +1,4 @@
-"""`python -m parallel3d.tools.bench NAME`: the project's benchmarks, each against its peer in the
-same run."""
+"""Command line of the benchmarks: `python -m parallel3d.tools.bench NAME`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
 from parallel3d.tools.cli_output import exit_status
 
-# The module NAME has `bench_NAME`, with - as _.
+# Module NAME has the function `bench_NAME`, with - replaced by _.
 BENCHMARKS = (
     "checkpoint",
     "data",
@@ -29,32 +28,31 @@ BENCHMARKS = (
 ON_GPUS = ("step", "layers", "pipeline")
 _EPILOG = """\
 benchmarks:
-  checkpoint  saves and loads of what four processes share, checksums included, against torch.distributed.checkpoint and
-         torch.save and torch.load; the pause of a save in the background, against one that is waited for
-  data   the strategies of the data dimension on a plain model, against DistributedDataParallel, ZeroRedundancyOptimizer
-         and fully_shard
-  data-loading  batches of one process from shards of ids, against torch's DataLoader over the same files, Megatron's
-         indexed data set where megatron-core is installed, and 50 million tokens/s
-  layers a transformer block at tp 2, forward and backward, against parallelize_module and one process; the peak memory
-         of the loss at vocabulary 128,256 in chunks, against the whole
-  local_sgd  two replicas that synchronise every 20 steps, against two that sum gradients in every step, on the
-         quickstart's model, data and tokens: the validation loss at the end, and what crosses between replicas
-  pipeline  the pipeline's runtime alone, against torch.distributed.pipelining on the same stages and schedule; the
-         bubble as measured, against the simulated one
-  planner  the planner's errors on published runs, against those of two other planners on the same runs
-  step   a training step in several layouts, against torch's own stack in the same layout (parallelize_module,
-         fully_shard, torch.distributed.pipelining) and against a plain torch loop in one process
-  trusted  layouts that people published, against what the planner recommends for the same jobs
+  checkpoint    save and load with four processes and checksums, against torch.distributed.checkpoint, torch.save and
+                torch.load; the pause of a background save, against a synchronous one
+  data          sharding strategies on a plain model, against DistributedDataParallel, ZeroRedundancyOptimizer and
+                fully_shard
+  data-loading  batches of one process from token files, against torch's DataLoader on the same files, Megatron's indexed
+                data set if megatron-core is installed, and 50 million tokens/s
+  layers        a transformer block at tp 2, forward and backward, against parallelize_module and one process; peak
+                memory of the chunked loss at vocabulary 128,256, against the loss in one piece
+  local_sgd     two replicas that synchronize every 20 steps, against summed gradients in every step: final validation
+                loss and bytes between replicas for the quickstart
+  pipeline      the pipeline runtime, against torch.distributed.pipelining with the same stages and schedule; measured
+                against simulated bubble
+  planner       errors of the planner on published runs, against two other planners on the same runs
+  step          a training step in several layouts, against PyTorch's native stack in the same layout
+                (parallelize_module, fully_shard, torch.distributed.pipelining) and a plain loop in one process
+  trusted       published layouts, against the planner's recommendation for the same jobs
 
-A ratio is ours / peer: smaller is better. Progress goes to stderr, results to stdout. An idle machine gives the
-steadiest numbers; processor time is the less disturbed of the two units. On GPUs (step,
-layers, pipeline; NCCL, sizes of their own) wall time is that of the stream, the peer is compiled, and a case that needs
-more GPUs than there are is left out.
+Ratios are ours / peer: smaller is better. Progress goes to stderr, results to stdout. Run on an idle machine. Processor
+time is less sensitive to other load than wall time. On GPUs (step, layers, pipeline) wall time is measured on the CUDA
+stream, the peer is compiled, and cases that need more GPUs than available are skipped.
 """  # noqa: E501
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark that the command line names; returns the exit status."""
+    """Runs a benchmark and returns the exit status."""
     return exit_status(arguments, _run)
 
 
@@ -62,32 +60,32 @@ def _run(arguments: list[str]) -> int:
     parser = Parser(
         prog="python -m parallel3d.tools.bench",
         description=(
-            "Runs a benchmark of parallel3d against its peer, in turn, and prints both with their "
+            "Runs a benchmark of parallel3d and its peer alternately and prints both with their "
             "ratio."
         ),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "name", choices=BENCHMARKS, metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}"
+        "name", choices=BENCHMARKS, metavar="NAME", help=f"benchmark: {', '.join(BENCHMARKS)}"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
+        "--json", action="store_true", help="print one JSON object instead of a table"
     )
-    parser.add_argument("--rounds", type=whole, help="rounds of ours and peer in turn")
-    parser.add_argument("--steps", type=whole, help="steps of each in a round")
+    parser.add_argument("--rounds", type=whole, help="number of rounds (default: per case)")
+    parser.add_argument("--steps", type=whole, help="steps per round (default: per case)")
     parser.add_argument(
-        "--case", default="", metavar="SUBSTRING", help="only the cases whose names hold this"
+        "--case", default="", metavar="SUBSTRING", help="run only cases with this in their name"
     )
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto (default): GPUs where they can be used",
+        help="device type (default: auto, which is cuda if supported)",
     )
     args = parser.parse_args(arguments)
     name = args.name.replace("-", "_")
-    # imports torch, which --help does not wait for
+    # Imports torch, which --help does not need.
     module = import_module(f"parallel3d.tools.bench.{name}")
     bench: Callable[[Options], list[ResultRow]] = vars(module)[f"bench_{name}"]
     device = _device(args.name, args.device)
@@ -97,17 +95,16 @@ def _run(arguments: list[str]) -> int:
 
 
 def _device(name: str, wanted: str) -> Literal["cpu", "cuda"]:
-    """Returns the device that a benchmark runs on. Raises ConfigError where GPUs are asked for in
-    vain."""
+    """Returns the device type of a benchmark. Raises ConfigError if GPUs cannot be used."""
     import torch
 
     if wanted == "cuda" and name not in ON_GPUS:
         raise ConfigError(
-            f"--device cuda: bench {name} runs on CPUs; on GPUs run {', '.join(ON_GPUS)}"
+            f"--device cuda: bench {name} runs on CPUs only; try {', '.join(ON_GPUS)}"
         )
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
-        raise ConfigError("--device cuda: torch sees no GPU on this host; try --device cpu")
+        raise ConfigError("--device cuda: torch finds no GPU on this host; try --device cpu")
     if has_gpu and wanted != "cpu" and name in ON_GPUS:
         return "cuda"
     return "cpu"

@@ -1,11 +1,11 @@
-"""`bench checkpoint`: saving and loading float32 tensors that four processes share, against DCP
-(torch.distributed.checkpoint) with the same tensors, and against torch.save and torch.load of each
-process's own parts.
+"""`bench checkpoint`: saves and loads of float32 tensors sharded over four processes.
 
-The pause of a save in the background is compared with that of one that is waited for.
+The peers are DCP (torch.distributed.checkpoint) with the same tensors, and torch.save and
+torch.load of each process's shards. A further case compares the pause of a background save with
+that of a synchronous one.
 
-All write into the temporary folder and sync; ours takes checksums on the way, and checks them all
-before it loads. Files that are loaded are in the page cache.
+All write to the temporary folder and call fsync. parallel3d computes checksums while it saves, and
+verifies them before it loads. Loaded files are in the page cache.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ Act = Callable[[State, Path], object]
 
 
 def bench_checkpoint(options: Options) -> list[ResultRow]:
-    """Returns the rows of saving and loading against each peer, in processor and in wall seconds,
-    and of the pause."""
+    """Returns the rows of saves and loads against each peer, and of the pause."""
     cases: dict[str, Case] = {}
     for size, tensors in SIZES.items():
         for verb, act in (("save", measure_saves), ("load", measure_loads)):
@@ -70,14 +69,16 @@ def bench_checkpoint(options: Options) -> list[ResultRow]:
                     cpu_bar=bar,
                     wall_bar=bar,
                 )
-        cases[f"pause {size}, a save that is waited for"] = partial(_pause_rows, size)
+        cases[f"pause {size}, synchronous save"] = partial(_pause_rows, size)
     return run_cases(cases, options)
 
 
 def _pause_rows(size: str, options: Options) -> list[ResultRow]:
-    """Returns the row of the wall time for which a save in the background stops training. Its
-    processor time is spent while training goes on."""
-    name = f"pause {size}, a save that is waited for"
+    """Returns the row of the wall time that a background save stops training.
+
+    Its processor time overlaps with training and is not reported.
+    """
+    name = f"pause {size}, synchronous save"
     rounds = options.rounds or ROUNDS
     steps = options.steps or 1
     found = run_ranks(measure_pauses, SIZES[size], rounds, steps, world_size=RANKS)
@@ -86,7 +87,7 @@ def _pause_rows(size: str, options: Options) -> list[ResultRow]:
 
 
 def make_state(tensors: int, seed: int = 0) -> State:
-    """Returns tensors of 1,024 rows of 4 KiB, of which each rank has a quarter."""
+    """Returns tensors of 1,024 rows of 4 KiB, a quarter on each rank."""
     mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(seed + dist.get_rank())
     rows = 1024 // dist.get_world_size()
@@ -97,7 +98,7 @@ def make_state(tensors: int, seed: int = 0) -> State:
 
 
 def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
-    """Times saves into new folders, which are removed after their time has been taken."""
+    """Times saves into new folders. Removal of the folders is not timed."""
     state = make_state(tensors)
     with common_folder() as folder:
 
@@ -110,9 +111,11 @@ def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Roun
 
 
 def measure_pauses(tensors: int, rounds: int, steps: int) -> list[Round]:
-    """Times how long `Saver.save` takes to return: `steps` saves in the background, each begun when
-    the last is done, and as many that are waited for. The memory for copies is there, as it is from
-    a run's second save on."""
+    """Times how long `Saver.save` takes to return, for background and for synchronous saves.
+
+    Each save starts when the previous one is complete. Memory for copies is already allocated, as
+    from a run's second save on.
+    """
     state = make_state(tensors)
     rule = CheckpointConfig(every=1, in_background=True)
     with (
@@ -144,8 +147,7 @@ def measure_pauses(tensors: int, rounds: int, steps: int) -> list[Round]:
 
 
 def measure_loads(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
-    """Times loads of one state that both have saved, into tensors of other values, and compares
-    what they have read."""
+    """Times loads of a saved state into tensors with other values, and compares the results."""
     saved, ours, theirs = (make_state(tensors, seed) for seed in (0, 10, 20))
     with common_folder() as folder:
         _save(saved, folder / "ours")
@@ -180,7 +182,7 @@ def _load_dcp(state: State, path: Path) -> None:
 
 
 def _save_torch(state: State, path: Path) -> None:
-    """Saves this rank's own parts, which no other layout can read."""
+    """Saves the shards of this rank, which no other layout can read."""
     path.mkdir(exist_ok=True)
     with (path / f"{dist.get_rank()}.pt").open("wb") as file:
         torch.save({name: tensor.to_local() for name, tensor in state.items()}, file)
@@ -200,7 +202,7 @@ _LOADS: dict[str, Act] = {"DCP": _load_dcp, "torch": _load_torch}
 
 @contextmanager
 def common_folder() -> Iterator[Path]:
-    """Holds a temporary folder that all ranks know open for a block; every rank calls it."""
+    """Opens a temporary folder that all ranks know. Every rank must call it."""
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as own:
         names = [own]
         dist.broadcast_object_list(names)
@@ -209,7 +211,7 @@ def common_folder() -> Iterator[Path]:
 
 
 def _empty(folder: Path) -> None:
-    """Removes what is in a folder that all ranks know. Every rank calls it."""
+    """Removes the content of a common folder. Every rank must call it."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in folder.iterdir():

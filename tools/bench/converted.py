@@ -1,8 +1,10 @@
-"""A block of transformers' Llama, made tensor-parallel by its table, beside the same block of this
-library's layers, and beside DTensor's plan of the same block of transformers. All start from the
-same weights; outputs and input gradients must agree before
-anything is timed. The converted blocks and the layers add gradients in place
-(`set_fused_gradients`), which DTensor's plan has no setting for."""
+"""Benchmark of a transformers Llama block converted to tensor parallelism.
+
+The peers are the same block in parallel3d's layers, and the transformers block parallelized by
+DTensor. All start from the same weights, and outputs and input gradients must agree before timing.
+The converted blocks and the layers accumulate gradients in place (`set_fused_gradients`), which
+DTensor does not support.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ from parallel3d.tools.bench.step import StepSize
 from parallel3d.tools.local_ranks import run_ranks
 
 Forward = Callable[[Tensor], Tensor]
-LAYERS_BAR = 1.05  # processor time, converted / this library's layers
+LAYERS_BAR = 1.05  # processor time, converted / layers of parallel3d
 _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)
-_NAMES = {  # a name of transformers by that of this library's
+_NAMES = {  # transformers names by parallel3d names
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
@@ -49,18 +51,15 @@ _NAMES = {  # a name of transformers by that of this library's
 
 
 def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -> dict[str, Case]:
-    """Returns the cases on CPUs, or none, which is said on stderr, where transformers is not
-    installed."""
+    """Returns the cases on CPUs, or none if transformers is not installed."""
     if find_spec("transformers") is None:
-        print("left out: blocks of transformers; pip install 'parallel3d[dev]'", file=sys.stderr)
+        print("skipped blocks of transformers; run pip install 'parallel3d[dev]'", file=sys.stderr)
         return {}
     cases: dict[str, Case] = {}
     for size in sizes:
-        name = f"converted llama block of {size.name}: tp 2, beside the layers"
+        name = f"converted llama block of {size.name}: tp 2 vs layers"
         cases[name] = partial(bench_beside_layers, name, size)
-        name = (
-            f"converted llama block of {size.name}: tp 2, gradients in place, beside DTensor's plan"
-        )
+        name = f"converted llama block of {size.name}: tp 2, gradients in place, vs DTensor"
         cases[name] = TimedCase(
             measure=measure_beside_dtensor,
             arguments=(size,),
@@ -73,9 +72,10 @@ def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -
 
 
 def bench_beside_layers(name: str, size: StepSize, options: Options) -> list[ResultRow]:
-    """Compares the processor time of both at tp 2, and what tp 2 costs each of them beside its own
-    block on one process: transformers' forward is not that of the layers, and splitting a block
-    leaves it as slow as it was."""
+    """Compares processor time at tp 2, and the cost of tp 2 relative to one process for each block.
+
+    The second comparison removes the difference between transformers and parallel3d in one process.
+    """
     rounds = options.rounds or size.rounds
     steps = options.steps or size.steps
     split, alone = run_ranks(measure_beside_layers, size, rounds, steps, world_size=2)
@@ -94,8 +94,11 @@ def bench_beside_layers(name: str, size: StepSize, options: Options) -> list[Res
 def measure_beside_layers(
     size: StepSize, rounds: int, steps: int
 ) -> tuple[list[Round], list[Round]]:
-    """Runs on every rank, and times four blocks in turn: a converted one and that of the layers, at
-    tp 2, and both unsplit on rank 0 alone, for which the other waits."""
+    """Runs on every rank and times four blocks alternately.
+
+    These are a converted block and the layers' block at tp 2, then both unsharded on rank 0 while
+    the other rank waits.
+    """
     tp = init_device_mesh("cpu", (2,))
     whole = foreign(size)
     converted = foreign(size)
@@ -116,8 +119,7 @@ def measure_beside_layers(
 
 
 def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank, and times a converted Llama block and the one that DTensor lays out,
-    whose gradients go through autograd, in turn."""
+    """Runs on every rank and times a converted block and a DTensor block alternately."""
     tp = init_device_mesh("cpu", (2,))
     peer = by_dtensor(foreign(size), tp)
     converted = foreign(size)
@@ -128,15 +130,13 @@ def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Roun
 
 
 def steps_of(size: StepSize, ours: Forward, peer: Forward) -> tuple[Step, Step]:
-    """Returns a step of each block on one sequence, after both have been checked against each
-    other."""
+    """Returns a step of each block on one sequence after a check that both agree."""
     x, grad = torch.randn(
         (2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0)
     )
 
     def step(block: Forward) -> tuple[Tensor, Tensor]:
-        """Returns the output and the input's gradient; the weights' gradients add up, as over
-        microbatches."""
+        """Returns output and input gradient. Weight gradients accumulate as over microbatches."""
         leaf = x.detach().requires_grad_()
         y = block(leaf)
         y.backward(grad)
@@ -148,7 +148,7 @@ def steps_of(size: StepSize, ours: Forward, peer: Forward) -> tuple[Step, Step]:
 
 
 def foreign(size: StepSize) -> nn.Module:
-    """Returns a Llama of transformers with one block, the same on every rank."""
+    """Returns a transformers Llama with one block, identical on every rank."""
     transformers: Any = import_module("transformers")
     model = size.model
     torch.manual_seed(0)
@@ -168,14 +168,14 @@ def foreign(size: StepSize) -> nn.Module:
 
 
 def forward_of(model: Any, seq_len: int) -> Forward:
-    """Returns the forward of the model's block, with its rotary positions made beforehand."""
+    """Returns the forward function of the model's block with precomputed rotary positions."""
     positions = model.model.rotary_emb(torch.zeros(1), torch.arange(seq_len).unsqueeze(0))
     block: nn.Module = model.model.layers[0]
     return lambda x: block(x, position_embeddings=positions)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of the block's weights under this library's names."""
+    """Returns copies of the block's weights under parallel3d's names."""
     block = model.get_submodule("model.layers.0")
     return {
         f"layers.0.{ours}.weight": block.get_parameter(f"{theirs}.weight").detach().clone()
@@ -184,7 +184,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def own_layers(size: StepSize, tp: DeviceMesh | None, weights: dict[str, Tensor]) -> nn.Module:
-    """Returns the same block of this library's layers."""
+    """Returns the same block in parallel3d's layers."""
     block = cut(Llama(size.model, tp=tp), _MIDDLE)
     set_fused_gradients(block, True)
     with torch.no_grad():
@@ -194,7 +194,7 @@ def own_layers(size: StepSize, tp: DeviceMesh | None, weights: dict[str, Tensor]
 
 
 def by_dtensor(model: nn.Module, tp: DeviceMesh) -> nn.Module:
-    """Lays out a Llama of transformers by `parallelize_module`; an attention or an MLP takes its
+    """Parallelizes a transformers Llama by `parallelize_module`. Attention and MLP prepare their
     input once."""
     once: dict[str, Any] = {
         "input_layouts": (Replicate(),),

@@ -1,7 +1,6 @@
-"""Counts what is sent: every collective that a block of code starts, by axis and kind. The bytes
-are those that a rank sends in ring algorithms.
-Small tensors that processes of one host exchange through shared memory are no collectives and are
-not counted, and neither are point-to-point sends.
+"""Counts collectives by axis and kind, with the bytes that a rank sends in ring algorithms.
+
+Small tensors exchanged through shared memory and point-to-point sends are not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.torch_private import TorchDispatchMode, tree_iter
 
-# Each operator of c10d with its kind, and the place of its larger tensor among its arguments.
+# Kind of each c10d operator, and the index of its larger tensor argument.
 _KINDS = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -27,18 +26,22 @@ _NOT_COUNTED = {"barrier", "monitored_barrier_", "send", "recv_", "recv_any_sour
 
 
 def collective_name(operator: Any) -> str | None:
-    """Returns the name of an operator that a `TorchDispatchMode` sees, such as "allreduce_", if it
-    is a collective of torch.distributed or of its functional twin (which torch.compile and DTensor
-    use); None for any other operator."""
+    """Returns the name of a collective that a `TorchDispatchMode` sees, such as "allreduce_", else
+    None.
+
+    It knows c10d operators and functional collectives (used by torch.compile and DTensor).
+    """
     if operator.namespace not in ("c10d", "_c10d_functional"):
         return None
     return str(operator._overloadpacket.__name__)
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts `bytes[axis, kind]`, which this rank has sent, and `calls[axis, kind]`. The axis is
-    the name that the group's axis has on `mesh`, or the group's own description. Raises
-    NotImplementedError at a collective that it does not know, such as those of compiled code."""
+    """Counts bytes sent by this rank in `bytes[axis, kind]` and calls in `calls[axis, kind]`.
+
+    The axis is the name on `mesh`, or the description of another group. Unknown collectives, such
+    as those of compiled code, raise NotImplementedError.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class CollectiveCounter(TorchDispatchMode):
         name = collective_name(func)
         if name is not None and name not in _NOT_COUNTED:
             if name not in _KINDS:
-                raise NotImplementedError(f"{name}: a collective that is not counted yet")
+                raise NotImplementedError(f"{name}: counting this collective is not supported")
             kind, which = _KINDS[name]
             group = next(group for arg in args if (group := as_group(arg)) is not None)
             axis = self._axes.get(group.group_name, group.group_desc)
@@ -69,10 +72,9 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def as_group(arg: Any) -> dist.ProcessGroup | None:
-    """Returns the process group in an argument of one of c10d's operators, or None for any other
-    argument."""
+    """Returns the process group in an argument of a c10d operator, or None."""
     try:
         group: dist.ProcessGroup = dist.ProcessGroup.unbox(arg)
-    except RuntimeError:  # a tensor, a ReduceOp
+    except RuntimeError:  # tensors and ReduceOps
         return None
     return group

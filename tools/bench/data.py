@@ -1,13 +1,12 @@
-"""`bench data`: the data dimension alone, each strategy and torch's own way to it in turn, on the
-same plain model.
+"""`bench data`: data parallelism on a plain model, each strategy against its counterpart in torch.
 
-    NO_SHARD                      DistributedDataParallel, with its gradients as views into its buckets
-    SHARD_OPTIMIZER               the same, with ZeroRedundancyOptimizer
-    SHARD_GRAD_OP, FULL_SHARD     fully_shard on each block, which is what carries them: what asking for it costs
+    NO_SHARD                      DistributedDataParallel, with gradients as views into its buckets
+    SHARD_OPTIMIZER               the same with ZeroRedundancyOptimizer
+    SHARD_GRAD_OP, FULL_SHARD     fully_shard on each block, which implements them in `shard`, too
 
-The sizes are those of `bench step`, on two data ranks, with four microbatches of one sequence on
+Sizes are those of `bench step`, on two data-parallel ranks with four microbatches of one sequence
 each, and AdamW.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -48,11 +47,11 @@ STRATEGIES: tuple[ShardingName, ...] = (
     "SHARD_GRAD_OP",
     "FULL_SHARD",
 )
-REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # the others are torch's own work
+REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # the other strategies are implemented by torch
 
 
 def bench_data(options: Options) -> list[ResultRow]:
-    """Times every case that `options` names, and returns two rows of each."""
+    """Times the selected cases and returns two rows for each."""
     layouts = [
         StepLayout(
             name=strategy,
@@ -65,7 +64,7 @@ def bench_data(options: Options) -> list[ResultRow]:
 
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks both contestants against each other, then times them in turn."""
+    """Runs on every rank: checks that both agree, then times them alternately."""
     mesh = build_mesh(parallel, "cpu")
     strategy = parallel.sharding
     assert strategy is not None
@@ -77,8 +76,8 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
 
 
 def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
-    """Returns the step of the plain model under `shard`: a function from this rank's batch to the
-    global loss."""
+    """Returns the training step of the plain model under `shard`, from a local batch to the global
+    loss."""
     module = _plain_model(model)
     data = shard(module, mesh, strategy, options=ShardingOptions(gather="step"))
     parts = parts_of(module, data)
@@ -91,15 +90,15 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
 
 def parts_of(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:
-    """Returns what an optimizer steps on this rank by the names of the model's parameters."""
+    """Returns the optimizer parts of this rank by parameter name."""
     return {own.name: own.part for own in local_parameters(model, {}, data)}
 
 
 def finish_step(
     data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Reduces the gradients, steps the optimizer and publishes the parameters, after a step's last
-    backward."""
+    """Finishes a step after its last backward pass: reduces gradients, updates and publishes
+    parameters."""
     data.finish_gradients()
     for part in parts.values():
         part.sync_views()
@@ -109,7 +108,7 @@ def finish_step(
 
 
 def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
-    """Returns the same step by torch's own means."""
+    """Returns the same step with torch's own classes."""
     plain = _plain_model(model)
     module: nn.Module = plain
     if strategy in ("NO_SHARD", "SHARD_OPTIMIZER"):
@@ -126,7 +125,7 @@ def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
     def begin(index: int, is_last: bool) -> None:
         if isinstance(module, DistributedDataParallel):
-            module.require_backward_grad_sync = is_last  # what `no_sync` sets
+            module.require_backward_grad_sync = is_last  # set by `no_sync`
         else:
             sync_in_last_backward(module, index, is_last)
 
@@ -138,7 +137,7 @@ def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
 
 def _plain_model(config: ModelConfig) -> PlainLlama:
-    """Returns the model with the same weights on every rank."""
+    """Returns the model with identical weights on every rank."""
     torch.manual_seed(0)
     return PlainLlama(config)
 
@@ -146,8 +145,10 @@ def _plain_model(config: ModelConfig) -> PlainLlama:
 def _train_step(
     model: nn.Module, begin: Callable[[int, bool], None], finish: Callable[[], None], batch: Batch
 ) -> float:
-    """Calls `begin(index, is_last)` before each microbatch's forward and backward, and `finish`
-    after all; returns the mean of the loss over the ranks."""
+    """Runs a step and returns the mean loss over the ranks.
+
+    It calls `begin(index, is_last)` before each microbatch and `finish` after the last one.
+    """
     total = torch.zeros(())
     for index, (inputs, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
         begin(index, index == len(batch.inputs) - 1)

@@ -1,10 +1,9 @@
-"""`bench data-loading`: the batches of one process on one core, from shards of token ids that are
-in the page cache.
+"""`bench data-loading`: batches of one process on one core, from token files in the page cache.
 
-Each contestant makes int64 inputs and labels of the same windows of 4,096 tokens in the same order:
-ours, torch's DataLoader over mapped files, and torch's DataLoader over Megatron's indexed data set
-where that can be imported. Peers are given the order, and ours computes it and checks the ids. The
-shards are of random ids, and made for the run.
+Each contestant returns int64 inputs and labels of the same windows of 4,096 tokens in the same
+order. The peers are torch's DataLoader on memory-mapped files, and on Megatron's indexed data set
+if it can be imported. Only parallel3d computes the order and validates token ids. The token ids are
+random.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ PEERS = ("torch DataLoader", "Megatron indexed data set")
 _UNIT = "cpu_s_per_Mtoken"
 _BAR = 1 / 50
 Batches = Iterator[tuple[Tensor, Tensor]]
-Read = Callable[[int, int, int], TokenIds]  # (shard, place in it, length) -> ids
+Read = Callable[[int, int, int], TokenIds]  # (shard, offset, length) -> ids
 
 
 class ShardWindows(Dataset[tuple[Tensor, Tensor]]):
-    """The inputs and labels of the window that begins at a place of all shards."""
+    """Inputs and labels of the window that begins at an offset into all shards."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
@@ -62,8 +61,7 @@ class ShardWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def bench_data_loading(options: Options) -> list[ResultRow]:
-    """Returns a row against each peer that can be imported, and one against the bar of tokens a
-    second."""
+    """Returns a row for each available peer, and one against the bar in tokens/s."""
     torch.set_num_threads(1)
     steps = options.steps or STEPS
     rounds = options.rounds or ROUNDS
@@ -75,7 +73,7 @@ def bench_data_loading(options: Options) -> list[ResultRow]:
         for name in announced(chosen(PEERS, options)):
             read = _mapped(root) if name == PEERS[0] else _indexed(root)
             if read is None:
-                print("  left out: megatron-core is not installed", file=sys.stderr, flush=True)
+                print("  skipped: megatron-core is not installed", file=sys.stderr, flush=True)
                 continue
             batches = ours(root), peer(read, root, (rounds * steps + 1) * BATCH)
             (inputs, labels), (peers_inputs, peers_labels) = (next(each) for each in batches)
@@ -98,7 +96,7 @@ def bench_data_loading(options: Options) -> list[ResultRow]:
 
 
 def write_shards(root: Path) -> None:
-    """Writes the same documents, one a shard, as a folder and as Megatron's files."""
+    """Writes the same documents, one per shard, as a token folder and in Megatron's format."""
     draw = np.random.default_rng(0)
     documents = [draw.integers(0, VOCAB, SHARD_TOKENS, dtype=np.uint16) for _ in range(SHARDS)]
     with FolderWriter(
@@ -111,10 +109,10 @@ def write_shards(root: Path) -> None:
 
 
 def write_megatron(prefix: Path, documents: Sequence[NDArray[np.uint16]]) -> None:
-    """Writes PREFIX.bin and PREFIX.idx as Megatron's own builder does, a document per sequence."""
+    """Writes PREFIX.bin and PREFIX.idx like Megatron's builder, one document per sequence."""
     lengths = np.array([len(ids) for ids in documents])
     places = 2 * (np.cumsum(lengths) - lengths)
-    uint16, count = 8, len(documents)  # Megatron's code of the type
+    uint16, count = 8, len(documents)  # Megatron's code of the dtype
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, uint16, count, count + 1)
     tables = lengths.astype("<i4"), places.astype("<i8"), np.arange(count + 1, dtype="<i8")
     index = header + b"".join(table.tobytes() for table in tables)
@@ -142,7 +140,7 @@ def ours(root: Path) -> Batches:
 
 
 def peer(read: Read, root: Path, samples: int) -> Batches:
-    """Yields the batches of torch's DataLoader, in this process, in the order of ours."""
+    """Yields the batches of torch's DataLoader in this process, in the same order."""
     windows = (SHARDS * SHARD_TOKENS - 1) // SEQ_LEN
     starts = window_order(np.arange(samples), windows=windows, seed=0) * SEQ_LEN
     return iter(DataLoader(ShardWindows(read), batch_size=BATCH, sampler=starts.tolist()))
@@ -167,7 +165,7 @@ def _indexed(root: Path) -> Read | None:
 
 
 def seconds(batches: Batches, steps: int) -> float:
-    """Returns the processor seconds of a million tokens, over `steps` batches."""
+    """Returns the processor seconds per million tokens over `steps` batches."""
     start = time.process_time()
     for _ in range(steps):
         next(batches)

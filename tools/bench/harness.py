@@ -1,5 +1,5 @@
-"""The frame of the benchmarks: two contestants that agree are timed in turn on local ranks, and a
-table of such cases is measured one after the other."""
+"""Common code of the benchmarks: alternate timing of two contestants on local ranks, and tables of
+cases."""
 
 from __future__ import annotations
 
@@ -27,24 +27,22 @@ from parallel3d.tools.bench.report import (
 from parallel3d.tools.clock import DeviceClock
 from parallel3d.tools.local_ranks import CPU, run_ranks
 
-Step = Callable[[int], object]  # does step i of a round
-AGREEMENT = 1e-4  # relative to the peer's largest number
+Step = Callable[[int], object]  # runs step i of a round
+AGREEMENT = 1e-4  # relative to the peer's largest value
 
 
 def lacks_devices(device_type: str, world_size: int) -> bool:
-    """Returns whether this host has fewer GPUs than ranks, and says on stderr that a case is left
-    out for that."""
+    """Returns True, with a message on stderr, if this host has fewer GPUs than ranks."""
     if device_type != "cuda" or world_size <= torch.cuda.device_count():
         return False
-    print(f"  left out: it needs {world_size} GPUs", file=sys.stderr, flush=True)
+    print(f"  skipped: needs {world_size} GPUs", file=sys.stderr, flush=True)
     return True
 
 
 def time_in_turn(
     ours: Step, peer: Step, *, rounds: int, steps: int, device: torch.device = CPU
 ) -> list[Round]:
-    """Times both contestants round after round. Every rank calls it, and every rank gets the same
-    processor times."""
+    """Times both contestants round by round. Every rank must call it."""
     return [
         Round(ours=time_steps(ours, steps, device), peer=time_steps(peer, steps, device))
         for _ in range(rounds)
@@ -52,11 +50,13 @@ def time_in_turn(
 
 
 def time_steps(step: Step, steps: int, device: torch.device = CPU) -> Timing:
-    """Returns what one step takes: wall time between barriers (the stream's, on a GPU), and
-    processor time summed over the ranks."""
+    """Returns the time per step: wall time between barriers, and processor time summed over ranks.
+
+    On a GPU, wall time is measured on the stream.
+    """
     clock = DeviceClock(device)
     gc.collect()
-    gc.freeze()  # a full collection visits all objects of torch, whoever makes it due
+    gc.freeze()  # A full collection would visit all objects of torch during the timing.
     dist.barrier()
     start = clock.mark()
     cpu = time.process_time()
@@ -72,39 +72,42 @@ def time_steps(step: Step, steps: int, device: torch.device = CPU) -> Timing:
 def check_agreement(
     results: Iterable[tuple[str, Tensor | float, Tensor | float]], tolerance: float = AGREEMENT
 ) -> None:
-    """Compares what, ours and the peer's of each result; `tolerance` is relative. Raises RankError
-    where they differ: the timings would compare two different things."""
+    """Checks that (name, ours, peer) agree within a relative tolerance.
+
+    Raises RankError if they differ, because the timings would then compare different things.
+    """
     for what, ours, peer in results:
         mine = torch.as_tensor(ours)
         other = torch.as_tensor(peer)
         error = (mine - other).abs().max()
-        if not error <= tolerance * other.abs().max():  # not: NaN differs from all
+        if not error <= tolerance * other.abs().max():  # negated, so that NaN fails
             raise RankError(
-                f"{what}: ours and the peer's differ by {error:.2g}: not the same training"
+                f"{what}: ours and the peer differ by {error:.2g}: not the same training"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCase:
-    """Ours and a peer, which `measure(*arguments, rounds, steps)` times in turn; it runs on every
-    rank."""
+    """A comparison with a peer. `measure(*arguments, rounds, steps)` runs on every rank."""
 
     measure: Callable[..., list[Round]]
     arguments: tuple[object, ...]
     world_size: int
     rounds: int
-    steps: int  # in a round
-    cpu_bar: float | None  # processor time, ours / peer's
-    one_process: str = ""  # the case whose peer, in one process, ours is compared with as well
-    wall_bar: float | None = None  # wall time, ours / peer's
+    steps: int  # per round
+    cpu_bar: float | None  # largest ratio of processor time, ours / peer
+    one_process: str = ""  # name of the case whose one-process peer is a second reference
+    wall_bar: float | None = None  # largest ratio of wall time, ours / peer
 
 
 Case = TimedCase | Callable[[Options], list[ResultRow]]
 
 
 def run_cases(cases: Mapping[str, Case], options: Options) -> list[ResultRow]:
-    """Measures every case that `options` names, says each on stderr when its turn comes, and
-    returns their rows. Rows against one process need its case among those that are named."""
+    """Measures the selected cases and returns their rows.
+
+    Rows against one process appear only if their case is selected, too.
+    """
     rows: list[ResultRow] = []
     timed: dict[str, list[Round]] = {}
     for name in announced(chosen(cases, options)):

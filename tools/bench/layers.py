@@ -1,11 +1,12 @@
-"""`bench layers`: a transformer block, forward and backward, against torch's own tensor parallelism
-and one process; blocks of transformers that are converted (`converted`); and the peak memory of the
-loss in chunks against the whole.
+"""`bench layers`: a transformer block, forward and backward, against DTensor and one process.
 
-The peer of a block is the same block in plain torch, from the same weights, laid out by
-`parallelize_module` (DTensor) as `bench step` lays it out. Outputs and input gradients must agree
-before anything is timed. Overhead rules at `hidden 64`, and matrix products at `hidden 1024`. On
-GPUs the block is one of Llama 3 8B, and its peer is compiled.
+Further cases are converted transformers blocks (`converted`), and the peak memory of the chunked
+loss.
+
+The peer is the same block in plain torch with the same weights, parallelized by
+`parallelize_module` (DTensor) as in `bench step`. Outputs and input gradients must agree before
+timing. Overhead dominates at `hidden 64`, matmuls at `hidden 1024`. On GPUs the block is that of
+Llama 3 8B, and the peer is compiled.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.bench.step import BF16_AGREEMENT, StepLayout, StepSize, timed_cases
 from parallel3d.tools.local_ranks import own_device, run_ranks
 
-# a block without embedding and head
+# A block without embedding and head.
 _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)
 SIZES = (
     StepSize(
@@ -102,7 +103,7 @@ GPU_SIZES = (
     _LLAMA_8B,
     replace(_LLAMA_8B, name="Llama 8B, compiled", is_compiled=True, wall_bar=1.05),
 )
-TP_BARS = {"hidden 64": 0.4, "hidden 1024": 1.0}  # processor time, ours / DTensor's
+TP_BARS = {"hidden 64": 0.4, "hidden 1024": 1.0}  # processor time, ours / DTensor
 LAYOUTS = (
     StepLayout(name="one process", parallel=ParallelConfig()),
     StepLayout(name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars=TP_BARS),
@@ -120,8 +121,10 @@ LOSS_BAR = 0.25
 
 
 def bench_layers(options: Options) -> list[ResultRow]:
-    """Measures every case that `options` names, and returns their rows. Rows against one process
-    need the size's case `one process` among them."""
+    """Measures the selected cases and returns their rows.
+
+    Rows against one process appear only if the case `one process` of the size is selected.
+    """
     sizes = GPU_SIZES if options.device == "cuda" else SIZES
     cases: dict[str, Case] = {**timed_cases(measure, sizes, LAYOUTS, prefix="block of ")}
     if options.device == "cpu":
@@ -136,8 +139,7 @@ def bench_layers(options: Options) -> list[ResultRow]:
 
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks both contestants against each other, then times them in turn on
-    one sequence."""
+    """Runs on every rank: checks that both agree, then times them alternately on one sequence."""
     model = size.model
     is_cut = parallel.sequence_parallel
     tp = init_device_mesh(size.device, (parallel.tp,)) if parallel.tp > 1 else None
@@ -169,8 +171,7 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         )
 
     def step(block: nn.Module) -> tuple[Tensor, Tensor]:
-        """Returns the output and the input's gradient; the weights' gradients add up, as over
-        microbatches."""
+        """Returns output and input gradient. Weight gradients accumulate as over microbatches."""
         leaf = x.detach().requires_grad_()
         y = block(leaf)
         y.backward(grad)
@@ -185,8 +186,10 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
 
 
 def bench_loss(case: str, tp: int, options: Options) -> list[ResultRow]:
-    """Compares the peak memory, above what was there before, of head and loss in chunks with that
-    of all tokens at once. Forward and backward count, and each runs in a fresh process."""
+    """Compares the peak memory of head and loss in chunks with that of all tokens at once.
+
+    It is the increase in memory during a forward and backward pass, each in a new process.
+    """
     device = options.device
     if lacks_devices(device, tp):
         return []
@@ -198,7 +201,7 @@ def bench_loss(case: str, tp: int, options: Options) -> list[ResultRow]:
 
 
 def peak_of_loss(tp: int, in_chunks: bool, device_type: str) -> int:
-    """Runs on every rank, and returns rank 0's peak in bytes: of the process, or of a GPU's
+    """Runs on every rank and returns rank 0's peak in bytes, of the process or of the CUDA
     allocator."""
     device = own_device(device_type)
     mesh = init_device_mesh(device_type, (tp,)) if tp > 1 else None
@@ -216,14 +219,14 @@ def peak_of_loss(tp: int, in_chunks: bool, device_type: str) -> int:
         losses.mean().backward()
         head.weight.grad = None
 
-    step(8)  # the libraries' own pages come into memory when first used
+    step(8)  # The first step loads the pages of libraries.
     gc.collect()
     if device_type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step(LOSS_TOKENS)
         return torch.cuda.max_memory_allocated(device) - before
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the process
     before = _memory_bytes("VmRSS")
     step(LOSS_TOKENS)
     return _memory_bytes("VmHWM") - before

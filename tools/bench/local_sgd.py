@@ -1,8 +1,7 @@
-"""`bench local_sgd`: the quickstart's model and data on two replicas that train apart, against two
-that sum gradients.
+"""`bench local_sgd`: the quickstart on two replicas with local SGD, against summed gradients.
 
-Both see the same tokens. What is compared is the validation loss of what each run leaves behind,
-and the bytes that a rank sends to the other replica, counted at the collectives.
+Both see the same tokens. The benchmark compares the validation loss after training, and the bytes
+that a rank sends to the other replica.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ LAYOUT = (
     "parallel.dp_replicate=2",
     "parallel.microbatch_size=8",
 )
-# A replica has half of the batch, and a lower rate keeps it near the others; in a run of thirty
-# synchronisations the paper's outer momentum of 0.9 does not settle (docs/how-to/local-sgd.md).
+# A replica has half of the batch, and a lower learning rate keeps the replicas close. A run of
+# thirty synchronizations is too short for the paper's outer momentum of 0.9
+# (docs/how-to/local-sgd.md).
 DILOCO = (
     "optimizer.lr=1.5e-3",
     "local_sgd.sync_every=20",
@@ -48,16 +48,18 @@ CASES = {"sync_every 20": DILOCO}
 
 
 def bench_local_sgd(options: Options) -> list[ResultRow]:
-    """Trains every case that `options` names, and returns two rows of each. `options.steps` are the
-    steps of a run, over which the learning rate decays."""
+    """Trains the selected cases and returns two rows for each.
+
+    `options.steps` is the length of a run, over which the learning rate decays.
+    """
     names = chosen(CASES, options)
     steps = options.steps or STEPS
     length = (
         f"train.steps={steps}",
         f"optimizer.decay_steps={steps}",
-        f"optimizer.warmup_steps={min(30, steps // 10)}",  # the recipe's own
+        f"optimizer.warmup_steps={min(30, steps // 10)}",  # as in the recipe
         "train.device=cpu",
-        # the loss of fewer sequences says more about them than about the run
+        # fewer sequences would make the validation loss noisy
         "train.eval_sequences=256",
     )
     results = {}
@@ -74,8 +76,10 @@ def bench_local_sgd(options: Options) -> list[ResultRow]:
 
 
 def train(recipe: Recipe) -> tuple[float, float]:
-    """Runs on every rank: trains the whole run, without checkpoints. Returns the validation loss of
-    its last parameters and the MiB that each rank sent to the other replica."""
+    """Runs on every rank: trains a run without checkpoints.
+
+    Returns the final validation loss, and the MiB that each rank sent to the other replica.
+    """
     mesh = build_mesh(recipe.parallel, "cpu")
     rank = dist.get_rank()
     trainer = Trainer(

@@ -1,11 +1,9 @@
-"""`bench pipeline`: the runtime against torch.distributed.pipelining, same stages and schedule, in
-turn in the same processes, with nothing else around them: no trainer, no data dimension, no
-optimizer.
+"""`bench pipeline`: the pipeline runtime against torch.distributed.pipelining.
 
-Losses and gradients must agree before anything is timed. Two sizes: `overhead`, whose stages have
-next to nothing to compute, and `compute`, where matrix products rule. Then the bubble, in % of all
-rank-time: ours is the measured share, and the peer what the simulator says of the same schedule
-with the actions' own median times.
+Both run the same stages and schedule in the same processes, without trainer, data parallelism or
+optimizer. Losses and gradients must agree before timing. In the size `overhead` stages compute
+almost nothing, in `compute` matmuls dominate. Bubble cases compare the measured bubble with the
+simulated one, in percent of all rank time. The simulation uses the median durations of the actions.
 """
 
 from __future__ import annotations
@@ -46,27 +44,27 @@ from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.local_ranks import own_device, run_ranks
 
 BUBBLE_STEPS = 7
-BUBBLE_POINTS = 5.0  # by which the measured bubble may differ
+BUBBLE_POINTS = 5.0  # largest difference from the simulated bubble in percentage points
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSize:
-    """What a stage computes, the number of microbatches, and how long to measure."""
+    """Size of a stage, number of microbatches, and length of the measurement."""
 
     name: str
     width: int
     inner: int
-    rows: int  # rows of a microbatch
+    rows: int  # rows per microbatch
     microbatches: int
     rounds: int
-    steps: int  # in a round
+    steps: int  # per round
     cpu_bar: float
     device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCase:
-    """A schedule on so many ranks, with stages of one size."""
+    """A schedule on `pp` ranks with stages of one size."""
 
     size: StageSize
     schedule: ScheduleName
@@ -96,7 +94,7 @@ OVERHEAD = StageSize(
     steps=5,
     cpu_bar=0.85,
 )
-# Matrix products of tens of milliseconds, beside which a transfer is nothing.
+# Matmuls of tens of milliseconds, so that transfers are negligible.
 COMPUTE = StageSize(
     name="compute",
     width=512,
@@ -108,7 +106,7 @@ COMPUTE = StageSize(
     cpu_bar=1.0,
 )
 GPU_COMPUTE = replace(COMPUTE, width=4096, inner=16384, rows=2048, rounds=5, steps=3)
-TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # the stages of a rank, and torch's own
+TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # stages per rank, and torch's schedule
     "1f1b": (1, Schedule1F1B),
     "interleaved_1f1b": (2, ScheduleInterleaved1F1B),
     "interleaved_zb": (2, ScheduleInterleavedZeroBubble),
@@ -123,7 +121,7 @@ BUBBLE_SCHEDULES: dict[ScheduleName, int] = {
 
 
 def bench_pipeline(options: Options) -> list[ResultRow]:
-    """Measures every case that `options` names, and returns their rows."""
+    """Measures the selected cases and returns their rows."""
     overhead = OVERHEAD
     compute = COMPUTE
     if options.device == "cuda":
@@ -158,7 +156,7 @@ def _bubble(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
 
 
 def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks both contestants against each other, then times them in turn."""
+    """Runs on every rank: checks that both agree, then times them alternately."""
     our_stages = own_stages(case)
     peer_stages = own_stages(case)
     ours = _from_no_gradients(build_ours(case, our_stages), our_stages)
@@ -173,8 +171,10 @@ def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
 
 
 def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
-    """Runs on every rank, and returns (measured, simulated) in % of the step whose difference is
-    the median. Rank 0's result is the right one."""
+    """Runs on every rank and returns the (measured, simulated) bubble in percent.
+
+    It is that of the step with the median difference. Only the result of rank 0 is valid.
+    """
     schedule = case.build()
     step = build_ours(case, own_stages(case))
     pairs = []
@@ -183,9 +183,10 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
         dist.barrier()
         step(recorder=recorder)
         if number == 0:
-            continue  # it warms up
+            continue  # warmup
         everyone: list[list[Span]] = [[]] * case.pp
-        dist.all_gather_object(everyone, recorder.spans(dist.get_rank()))  # one host, one clock
+        # ranks of one host share a clock
+        dist.all_gather_object(everyone, recorder.spans(dist.get_rank()))
         spans = tuple(span for rank in everyone for span in rank)
         measured = Timeline(name=schedule.name, ranks=case.pp, spans=spans)
         simulated = simulate(schedule, measured_times(schedule, spans))
@@ -195,7 +196,7 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
 
 
 def own_stages(case: PipelineCase) -> list[nn.Module]:
-    """Returns the modules of this rank's stages, with the same weights at each call."""
+    """Returns the modules of this rank's stages, with the same weights in each call."""
     torch.manual_seed(0)
     width = case.size.width
     inner = case.size.inner
@@ -211,7 +212,7 @@ def own_stages(case: PipelineCase) -> list[nn.Module]:
 
 
 def build_ours(case: PipelineCase, stages: list[nn.Module]) -> Callable[..., Tensor]:
-    """Returns a step of this project's runtime, which gives the loss on the last stage's rank."""
+    """Returns a step of parallel3d's runtime. It returns the loss on the rank of the last stage."""
     pp = init_device_mesh(case.size.device, (case.pp,), mesh_dim_names=("pp",))
     boundary = TensorSpec((case.size.rows, case.size.width))
     runtime = PipelineRuntime(
@@ -226,8 +227,7 @@ def build_ours(case: PipelineCase, stages: list[nn.Module]) -> Callable[..., Ten
 
 
 def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Tensor]:
-    """Returns torch's step, with shapes known beforehand and nothing done to gradients that ours
-    leaves out."""
+    """Returns torch's step with static shapes and without gradient scaling."""
     schedule = case.build()
     device = own_device(case.size.device)
     group = init_device_mesh(device.type, (case.pp,), mesh_dim_names=("pp",)).get_group()

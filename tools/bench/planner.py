@@ -1,11 +1,9 @@
-"""`bench planner`: this planner's errors on published runs, and another planner's on the very same
-runs.
+"""`bench planner`: errors of the planner and of another planner on the same published runs.
 
-A run that the peer cannot express is left out of both. Both are asked about the run that
-`planner.published` reads, so that a field which the source leaves open has one value, and both are
-judged by the same measured figure. llm-analysis assumes an efficiency and is asked twice: at the
-one that its documentation advises, and at the one that makes its own median error on these runs
-smallest, which nobody who plans could know.
+Runs that the peer cannot express are excluded for both. Both get the runs as read by
+`planner.published`, including defaults of missing fields, and are compared with the same measured
+value. llm-analysis needs an assumed efficiency. It is scored with the value from its documentation,
+and with the value that minimizes its median error on these runs, which users cannot know.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ if TYPE_CHECKING:
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
 FILES = (CASES, CASES.with_name("elsewhere25.json"))
 ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"
-BAR = 1.0  # ours / peer: to be the better one
+BAR = 1.0  # largest ratio, ours / peer
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a score, smaller is better, and how many runs the number is over."""
+    """One error of a score, and the number of runs that it covers."""
 
     name: str
     unit: str
@@ -69,7 +67,7 @@ MEMORY = (
     ),
     Figure("fit or out of memory", "balanced_error_percent", _wrong_fits),
 )
-# by the peer and what is assumed for it; memory does not depend on llm-analysis's efficiency
+# Figures by peer and variant. Memory does not depend on llm-analysis's efficiency.
 _FIGURES = {
     f"llm-analysis at {ADVISED:g}": (*THROUGHPUT, *MEMORY),
     "llm-analysis fitted": THROUGHPUT,
@@ -79,12 +77,9 @@ _FIGURES = {
 
 
 def bench_planner(options: Options) -> list[ResultRow]:
-    """Returns the rows of every case that `options` names. Raises ConfigError where a peer is not
-    installed."""
+    """Returns the rows of the selected cases. Raises ConfigError if a peer is not installed."""
     if options.rounds is not None or options.steps is not None:
-        raise ConfigError(
-            "bench planner: times nothing, so it takes no --rounds and no --steps; leave them out"
-        )
+        raise ConfigError("bench planner: has no timing; omit --rounds and --steps")
     names = {
         f"{who}: {figure.name}": (who, figure)
         for who, figures in _FIGURES.items()
@@ -102,8 +97,7 @@ def bench_planner(options: Options) -> list[ResultRow]:
 
 
 def _peer(who: str, efficiency: float = ADVISED) -> Peer:
-    """Returns the planner of that name; llm-analysis assumes this efficiency. Raises ConfigError
-    if it is not installed."""
+    """Returns a peer planner. Raises ConfigError if it is not installed."""
     from parallel3d.tools.bench.peers.calculon import Calculon
     from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
 
@@ -113,17 +107,17 @@ def _peer(who: str, efficiency: float = ADVISED) -> Peer:
 
 
 def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
-    """Returns our score and the peer's, over the runs that the peer can express."""
+    """Returns the scores of this planner and the peer on the runs that the peer can express."""
     both, left_out = same_runs(file, peer)
     for why, number in left_out.items():
         print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
     ours = score(both)
     theirs = score(both, peer.predict)
-    # else the two would be judged by different runs
+    # Both must be scored on the same runs.
     for name, why in (*ours.skipped, *theirs.skipped):
         raise ConfigError(
-            f"bench planner: {who}: {name}: {why}; mend it, or say in the peer's `cannot` why it "
-            "cannot"
+            f"bench planner: {who}: {name}: {why}; fix it, or exclude the run in the peer's "
+            "`cannot`"
         )
     if who == "llm-analysis fitted":
         best = fitted_efficiency(theirs, ADVISED)
@@ -133,14 +127,13 @@ def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
 
 
 def counted(file: CaseFile) -> CaseFile:
-    """Returns the dense bf16 and fp16 runs of a file without its duplicates."""
+    """Returns the dense bf16 and fp16 runs without duplicates."""
     cases = tuple(case for case in file.cases if not case.apart and "duplicate" not in case.tags)
     return CaseFile(cases=cases, skipped=())
 
 
 def same_runs(file: CaseFile, peer: Peer) -> tuple[CaseFile, Counter[str]]:
-    """Returns the runs that are counted and that the peer can express, and how many others it
-    cannot, by the reason."""
+    """Returns the counted runs that the peer can express, and the number of others by reason."""
     every = counted(file).cases
     reasons = {case.id: peer.cannot(case) for case in every}
     both = CaseFile(cases=tuple(case for case in every if not reasons[case.id]), skipped=())
@@ -148,21 +141,21 @@ def same_runs(file: CaseFile, peer: Peer) -> tuple[CaseFile, Counter[str]]:
 
 
 def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> ResultRow:
-    """Returns the row of one figure. `of` is the number of all runs, those that the peer cannot
-    express included."""
+    """Returns the row of one figure. `of` counts all runs, including those the peer cannot
+    express."""
     (our_error, runs), (peer_error, _) = figure.of(ours), figure.of(peer)
     if our_error is None or peer_error is None:
-        raise ConfigError(
-            f"bench planner: {case}: no run of {of} can be expressed by both; nothing to compare"
-        )
+        raise ConfigError(f"bench planner: {case}: the peer cannot express any of {of} runs")
     return row_of(f"{case} ({runs} of {of} runs)", figure.unit, [(our_error, peer_error)], BAR)
 
 
 def fitted_efficiency(predicted: Score, at: float) -> float:
-    """Returns the efficiency with the smallest median error of throughput, to a thousandth, for a
-    planner whose throughput is in proportion to its efficiency and which predicts this score at the
-    efficiency `at`."""
-    # Predicted over measured throughput of each run that was timed.
+    """Returns the efficiency with the smallest median throughput error, to a thousandth.
+
+    The planner's throughput must be proportional to its efficiency. `predicted` is its score at the
+    efficiency `at`.
+    """
+    # Predicted / measured throughput of each timed run.
     ratios = [
         1 + case.errors_pct["throughput"] / 100
         for case in predicted.cases

@@ -1,5 +1,4 @@
-"""What a benchmark says: rows of ours against a peer, from timed rounds to a table for people or
-JSON for machines."""
+"""Results of a benchmark: rows of ours against a peer, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -13,59 +12,58 @@ from typing import Literal
 from parallel3d.errors import ConfigError
 
 _COLUMNS = ("case", "unit", "ours", "peer", "bar", " ratio")
-_TO_THE_LEFT = (0, 1, 5)  # the last one pads its own numbers: words may follow them
+_TO_THE_LEFT = (0, 1, 5)  # The last column aligns its own numbers, because text may follow them.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How much of a benchmark to run. Where a number is None the benchmark takes its own."""
+    """Extent of a benchmark. None selects the benchmark's default."""
 
     rounds: int | None = None
-    steps: int | None = None  # in a round, of each contestant
-    case: str = ""  # run only the cases whose names hold this
+    steps: int | None = None  # per round, of each contestant
+    case: str = ""  # run only cases with this in their name
     device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
-    """One measured comparison in one unit; smaller is better."""
+    """One comparison in one unit. Smaller is better."""
 
     case: str
     ours: float
     peer: float
     unit: str
     ratio: float  # ours / peer
-    bar: float | None  # the ratio that ours promises to stay under; None: nothing is promised
+    bar: float | None  # largest ratio, or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What one step of one contestant took."""
+    """Time of one step of one contestant."""
 
     wall_s: float
-    cpu_s: float  # process time, summed over the ranks
+    cpu_s: float  # process time, summed over ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Ours and the peer, timed one right after the other."""
+    """Ours and the peer, timed one directly after the other."""
 
     ours: Timing
     peer: Timing
 
 
 def chosen(cases: Iterable[str], options: Options) -> list[str]:
-    """Returns the names of the cases that `options` asks for. Raises ConfigError with all names
-    where no case matches."""
+    """Returns the selected case names. Raises ConfigError with all names if none matches."""
     names = list(cases)
     found = [name for name in names if options.case in name]
     if not found:
-        raise ConfigError(f"--case {options.case}: no such case; the cases are {', '.join(names)}")
+        raise ConfigError(f"--case {options.case}: matches no case; choose from {', '.join(names)}")
     return found
 
 
 def announced(cases: Sequence[str]) -> Iterator[str]:
-    """Yields each case, and says it on stderr when its turn comes."""
+    """Yields each case and prints its name to stderr."""
     for number, name in enumerate(cases, start=1):
         print(f"[{number}/{len(cases)}] {name}", file=sys.stderr, flush=True)
         yield name
@@ -74,8 +72,11 @@ def announced(cases: Sequence[str]) -> Iterator[str]:
 def rows_against_peer(
     case: str, rounds: Sequence[Round], cpu_bar: float | None, wall_bar: float | None = None
 ) -> list[ResultRow]:
-    """Returns the medians over the rounds. The ratio is the median of the rounds' ratios: a
-    disturbance hits both of a round."""
+    """Returns medians over the rounds.
+
+    The ratio is the median of the rounds' ratios, because a disturbance affects both contestants of
+    a round.
+    """
     cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
     wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
     return [
@@ -87,8 +88,7 @@ def rows_against_peer(
 def rows_against_one_process(
     case: str, rounds: Sequence[Round], one_process: Sequence[Round]
 ) -> list[ResultRow]:
-    """Compares ours in its layout with the plain loop of one process: what parallelism itself
-    costs, and what it gains."""
+    """Compares a layout with the plain loop in one process: the cost and gain of parallelism."""
     cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
     wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
     name = f"{case} vs one process"
@@ -98,7 +98,7 @@ def rows_against_one_process(
 def row_of(
     case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None = None
 ) -> ResultRow:
-    """Returns the medians of pairs of (ours, peer), and that of their ratios."""
+    """Returns the medians of (ours, peer) and of their ratios."""
     ours, peers = zip(*pairs, strict=True)
     ratio = median(ours / peer for ours, peer in pairs)
     return ResultRow(
@@ -107,12 +107,12 @@ def row_of(
 
 
 def as_json(rows: Sequence[ResultRow]) -> str:
-    """Returns one JSON object, `{"results": [...]}`, each row with the fields of `ResultRow`."""
+    """Returns a JSON object `{"results": [...]}` with the fields of `ResultRow`."""
     return json.dumps({"results": [asdict(row) for row in rows]}, indent=2)
 
 
 def as_table(rows: Sequence[ResultRow]) -> str:
-    """Returns an aligned table, the ratio last; a ratio over its bar says so."""
+    """Returns an aligned table that marks ratios above their bar."""
     cells = [_COLUMNS]
     for row in rows:
         bar = "-" if row.bar is None else f"{row.bar:.2f}"

@@ -1,10 +1,9 @@
-"""`bench step`: a training step in each layout, ours and torch's own stack in turn in the same
+"""`bench step`: a training step in each layout, against PyTorch's native stack in the same
 processes.
 
-Both start from the same weights and see the same tokens, and their losses must agree before
-anything is timed: a peer that trains another model proves nothing. Two sizes: `overhead`, where
-there is next to nothing to compute, so that the cost of parallelism itself is seen, and `compute`,
-where matrix products rule, as in real training.
+Both start from the same weights and see the same tokens. Losses must agree before timing, because
+otherwise the peer would train another model. In the size `overhead` there is almost nothing to
+compute, which shows the cost of parallelism. In `compute` matmuls dominate, as in real training.
 """
 
 from __future__ import annotations
@@ -48,22 +47,24 @@ BF16_AGREEMENT = 2e-2
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """A model, a sequence length, how long to measure it, and on what. On a GPU the peer is always
-    compiled, and `is_compiled` says whether ours is; `wall_bar` is what ours promises of the
-    stream's time, ours / peer."""
+    """A model, a sequence length, a device, and the length of the measurement.
+
+    The peer is always compiled on a GPU. `is_compiled` compiles ours. `wall_bar` limits the ratio
+    of stream time, ours / peer.
+    """
 
     name: str
     model: ModelConfig
     seq_len: int
     rounds: int
-    steps: int  # in a round
+    steps: int  # per round
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
     is_compiled: bool = False
     wall_bar: float | None = None
 
     def peer_settings(self) -> PeerSettings:
-        """Returns how the peer trains this size, on this rank."""
+        """Returns the settings of the peer on this rank."""
         on_gpu = self.device == "cuda"
         return PeerSettings(
             device=own_device(self.device),
@@ -74,11 +75,11 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """A way to cut a size over processes, and the bars that ours promises to keep in it."""
+    """A parallel layout to benchmark, with the largest allowed ratios to the peer."""
 
     name: str
     parallel: ParallelConfig
-    cpu_bars: dict[str, float] = field(default_factory=dict)  # by size: processor time, ours / peer
+    cpu_bars: dict[str, float] = field(default_factory=dict)  # processor time, ours / peer, by size
 
 
 OVERHEAD = StepSize(
@@ -110,7 +111,7 @@ COMPUTE = StepSize(
     steps=1,
 )
 SIZES = (OVERHEAD, COMPUTE)
-_GPU_COMPUTE = StepSize(  # four blocks of Llama 3 8B, a quarter of its vocabulary
+_GPU_COMPUTE = StepSize(  # four blocks of Llama 3 8B with a quarter of its vocabulary
     name="compute",
     model=ModelConfig(
         layers=4,
@@ -152,8 +153,10 @@ LAYOUTS = (
 
 
 def bench_step(options: Options) -> list[ResultRow]:
-    """Times every case that `options` names, and returns their rows. Rows against one process need
-    the size's case `single` among them."""
+    """Times the selected cases and returns their rows.
+
+    Rows against one process appear only if the case `single` of the size is selected.
+    """
     sizes = GPU_SIZES if options.device == "cuda" else SIZES
     return run_cases(timed_cases(measure, sizes, LAYOUTS), options)
 
@@ -164,9 +167,11 @@ def timed_cases(
     layouts: Sequence[StepLayout],
     prefix: str = "",
 ) -> dict[str, TimedCase]:
-    """Returns the cases of each size in each layout, as `measure(size, parallel, rounds, steps)`
-    measures them. Where the first layout has one process, the others are compared with it as
-    well."""
+    """Returns the cases of each size in each layout, measured by `measure(size, parallel, rounds,
+    steps)`.
+
+    If the first layout has one process, the others are compared with it, too.
+    """
     cases = {}
     for size in sizes:
         first = (
@@ -187,7 +192,7 @@ def timed_cases(
 
 
 def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
-    """Returns a recipe with 8 sequences a step in microbatches of 1, and a constant learning
+    """Returns a recipe with 8 sequences per step, microbatches of 1, and a constant learning
     rate."""
     return Recipe(
         model=size.model,
@@ -208,8 +213,10 @@ def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
 
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks this project's trainer against torch's own stack, or against the
-    plain loop where there is one process, from the same weights; then times them in turn."""
+    """Runs on every rank: checks the trainer against its peer, then times them alternately.
+
+    The peer is PyTorch's native stack, or the plain loop for one process.
+    """
     plan = recipe(size, parallel)
     settings = size.peer_settings()
     device = settings.device
@@ -222,8 +229,8 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         stack: PlainStack | TorchStack = PlainStack(plan, weights, settings)
     else:
         stack = TorchStack(plan, build_mesh(plan.parallel, size.device), weights, settings)
-    # Two steps agree, because the second one depends on the first one's gradients; they warm up
-    # both as well.
+    # The second step depends on the gradients of the first one, so two steps must agree. They also
+    # serve as warmup.
     return time_train_steps(
         plan,
         lambda batch: trainer.train_step(batch).loss,
@@ -243,9 +250,10 @@ def time_train_steps(
     rounds: int,
     steps: int,
 ) -> list[Round]:
-    """Checks that both contestants, functions from this rank's batch to the global loss, train
-    alike for some steps; then times them in turn on further batches. Raises RankError where the
-    losses differ."""
+    """Checks that both contestants agree, then times them alternately on further batches.
+
+    Contestants map a local batch to the global loss. Raises RankError if the losses differ.
+    """
     batches = [
         random_batch(recipe, dist.get_rank(), seed) for seed in range(agreement_steps + steps)
     ]
@@ -266,7 +274,7 @@ def time_train_steps(
 
 
 def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:
-    """Returns the contiguous share that `rank` has of a global batch of random tokens."""
+    """Returns the contiguous share of a random global batch for `rank`."""
     place = recipe.parallel.coordinates(rank)
     share = place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard
     shape = (

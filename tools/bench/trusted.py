@@ -1,10 +1,9 @@
-"""`bench trusted`: whether a plan finds the layouts that people published (layouts.yaml).
+"""`bench trusted`: published layouts (layouts.yaml) against the planner's recommendations.
 
-Each job is planned twice: for the framework that ran it, with the recompute, the sequence
-parallelism and the sharding of the run, and for this project, if it can run it. Everything else is
-the choice of the search. A published layout is missed if its tp x pp x cp is not among the first
-five strategies. The second unit compares predicted steps: the first choice of the plan, and the
-published layout.
+Each job is planned for the framework that ran it, with the recompute, sequence parallelism and
+sharding of the run, and for parallel3d if it can run the job. The search decides the rest. A
+published layout counts as missed if its tp x pp x cp is not among the first five strategies. The
+second unit compares predicted step times of the first strategy and the published layout.
 """
 
 from __future__ import annotations
@@ -33,22 +32,23 @@ from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen,
 from parallel3d.tools.plan.score import recorded_accuracy
 
 FIRST = 5
-RISK = 0.05  # the usual risk of a plan that it does not fit
+RISK = 0.05  # default risk of a plan
 LAYOUTS = Path(__file__).with_name("layouts.yaml")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a plan says about a published layout. `place` is None if it is not among the first."""
+    """Rank of a published layout in a plan, or None if it is not among the first ones."""
 
     place: int | None
-    steps_s: tuple[float, float] | None  # predicted: the first choice, the published layout
+    # predicted step times of the first strategy and the published layout
+    steps_s: tuple[float, float] | None
 
 
 def bench_trusted(options: Options) -> list[ResultRow]:
-    """Returns the rows of the groups of layouts that `options` names."""
+    """Returns the rows of the selected groups of layouts."""
     if options.rounds is not None or options.steps is not None:
-        raise ConfigError("bench trusted: times nothing; leave out --rounds and --steps")
+        raise ConfigError("bench trusted: has no timing; omit --rounds and --steps")
     groups = {entry["title"]: entry for entry in yaml.safe_load(LAYOUTS.read_text())}
     rows: list[ResultRow] = []
     for title in announced(chosen(groups, options)):
@@ -64,7 +64,7 @@ def bench_trusted(options: Options) -> list[ResultRow]:
 
 
 def rows_of(title: str, verdicts: Sequence[Verdict]) -> list[ResultRow]:
-    """Returns the missed layouts among all, and the medians of the predicted steps."""
+    """Returns the number of missed layouts, and the medians of predicted step times."""
     if not verdicts:
         return []
     missed = sum(each.place is None for each in verdicts)
@@ -76,8 +76,7 @@ def rows_of(title: str, verdicts: Sequence[Verdict]) -> list[ResultRow]:
 
 
 def cases_of(entry: dict[str, Any]) -> list[PublishedCase]:
-    """Returns the runs that an entry of layouts.yaml names, and the fastest of each group in which
-    one of its sources measured several layouts of one job."""
+    """Returns the runs of an entry of layouts.yaml, and the fastest run of each `best_of` group."""
     cases = read_cases(CASES.with_name(entry["file"]), [HARDWARE]).cases
     by_id = {case.id: case for case in cases}
     named = [by_id[name] for name in entry.get("runs", ())]
@@ -103,12 +102,10 @@ def _speed(case: PublishedCase) -> float:
 
 
 def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest:
-    """Returns the request for a plan of the same job on the same devices by this framework."""
+    """Returns the plan request for the same job and devices with this framework."""
     run = case.run
     layout = case.run.layout
-    if (
-        layout.cp > 1 and "cp" not in framework.axes
-    ):  # the run shows that its framework has the axis
+    if layout.cp > 1 and "cp" not in framework.axes:  # the framework evidently has the axis
         framework = replace(framework, axes=(*framework.axes, "cp"))
     fixed = Fixed()
     if not framework.is_parallel3d:
@@ -137,8 +134,10 @@ def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest
 
 
 def _states_recompute(case: PublishedCase) -> bool:
-    """Returns whether the plan gets the recompute of the run: its source states it, a plan has it,
-    and the run fits with it."""
+    """Returns True if the plan must use the run's recompute.
+
+    It must if the source states it, the planner supports it, and the run fits with it.
+    """
     run = case.run
     is_open = any("activation_recompute" in field for field in case.filled)
     fits = worst_rank(run).total <= 1.1 * run.cluster.device.memory_bytes
@@ -146,7 +145,7 @@ def _states_recompute(case: PublishedCase) -> bool:
 
 
 def verdict(case: PublishedCase, framework: FrameworkProfile) -> Verdict:
-    """Plans the job of a run for a framework, and looks for the layout of the run in the plan."""
+    """Plans the job of a run and searches the plan for the run's layout."""
     layout = case.run.layout
     strategies = search(question_of(case, framework), top=FIRST).strategies
     found = [(s.parallel.tp, s.parallel.pp, other_axes(s.parallel)[0]) for s in strategies]

@@ -1,1 +1,1 @@
-"""`parallel3d-plan`: its subcommands, one file each."""
+"""`parallel3d-plan`: one module per subcommand."""

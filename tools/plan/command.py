@@ -1,4 +1,4 @@
-"""`parallel3d-plan`: its subcommands are in commands.toml."""
+"""`parallel3d-plan`. commands.toml has its subcommands."""
 
 from __future__ import annotations
 

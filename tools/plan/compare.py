@@ -1,5 +1,5 @@
-"""`parallel3d-plan compare RUN_DIR`: what a run measured of itself, beside what the planner says of
-its recipe."""
+"""`parallel3d-plan compare RUN_DIR`: measured values of a run next to the prediction for its
+recipe."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from parallel3d.tools.verify.command import run_of_recipe
 
 _SAME_PEAK = 0.02
 _LABELS = {
-    "step_time_s": "step, s",
-    "tokens_per_s_per_device": "tokens/s a device",
+    "step_time_s": "step time, s",
+    "tokens_per_s_per_device": "tokens/s per device",
     "mfu": "MFU",
     "peak_allocated_gib": "peak allocated, GiB",
 }
@@ -51,15 +51,17 @@ _LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
-    """What metrics.jsonl says of a run: the median seconds of a step, and the peak bytes of its
-    fullest rank (the allocator's on CUDA)."""
+    """Summary of a run's metrics.jsonl.
+
+    `peak_memory_bytes` is from the rank with the highest peak, in the CUDA allocator if on GPUs.
+    """
 
     lines: int
     step_time_s: float
-    least_s: float  # the tenth and the ninetieth percentile
+    least_s: float  # tenth and ninetieth percentile
     most_s: float
     peak_memory_bytes: int
-    tokens_per_s: float  # what its last line says of a device
+    tokens_per_s: float  # per device, from the last line
     mfu: float | None
 
 
@@ -75,29 +77,34 @@ class RunComparison:
 
     @property
     def other_device(self) -> str | None:
-        """What tells that the run was on another device than it is compared with: the peak that its
-        MFU is the share of, which the trainer takes from the hardware file of the device that CUDA
-        names. None where nothing does."""
+        """Reason to believe that the run was on another device than the given one, or None.
+
+        The trainer computes MFU from the peak in the hardware file of the CUDA device. Metrics
+        therefore reveal that peak.
+        """
         device = self.run.cluster.device
         mfu = self.measured.mfu
         if self.recipe.logging.peak_tflops is not None:
-            return None  # the user's own
+            return None  # set by the user
         if mfu is None and not device.cuda_names:
             return None
         if not mfu:
-            return "its metrics have no MFU, as on a CPU or a GPU that no hardware file lists"
+            return "its metrics have no MFU, as on a CPU or an unknown GPU"
         flops = self.measured.tokens_per_s * model_flops_per_token(self.run.shape, self.run.seq_len)
         real = flops / mfu / 1e12
         named = device.peak(self.run.precision) / 1e12
         if abs(real / named - 1) < _SAME_PEAK:
             return None
-        peak = f"its MFU is of a peak of {real:.4g} TFLOP/s"
-        return f"{peak}, and that of {device.name} is {named:.4g}"
+        peak = f"its MFU refers to a peak of {real:.4g} TFLOP/s"
+        return f"{peak}, but {device.name} has {named:.4g}"
 
     @property
     def figures(self) -> dict[str, tuple[float, float]]:
-        """Returns (predicted, measured) by name. A CPU's memory is not compared: its measured peak
-        is that of the whole process, with Python and torch."""
+        """Returns (predicted, measured) by name.
+
+        The memory of a CPU run is omitted: its measured peak is that of the process with Python and
+        torch.
+        """
         cost = self.cost
         step_s = self.measured.step_time_s
         faster = cost.step_time_s / step_s
@@ -114,7 +121,7 @@ class RunComparison:
 
     @property
     def measured_run(self) -> MeasuredRun:
-        """The run as `--measured` takes it."""
+        """The run as an input of `--measured`."""
         bytes_ = None if self.run.on_cpu else self.measured.peak_memory_bytes
         return MeasuredRun(
             run=self.run,
@@ -125,24 +132,26 @@ class RunComparison:
 
     @cached_property
     def scales(self) -> Scales:
-        """What of the prediction was off, as far as one run tells."""
+        """Ratios of measured to predicted values, as far as one run determines them."""
         return scales_of([self.measured_run])
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Compares the run of a folder with the plan for the hardware that the user says it was on."""
+    """Compares a run with the prediction for the hardware given by the user."""
     found = compare(options.run_dir, asked_cluster(options))
     return Reply(page=lambda: _page(found, options.run_dir), tree=lambda: _tree(found))
 
 
 def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
-    """Predicts the recipe of a run's folder and reads its metrics.
+    """Predicts the recipe of a run folder and reads its metrics.
 
-    Raises ConfigError for a folder without a config.yaml, DataError for metrics that cannot be
-    used."""
+    Raises:
+        ConfigError: The folder has no config.yaml.
+        DataError: The metrics cannot be used.
+    """
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{run_dir}: has no config.yaml; try the run_dir of a run")
+        raise ConfigError(f"{run_dir}: has no config.yaml; give the run_dir of a run")
     recipe = load_recipe(path, cards=shape_cards())
     framework = COMPILED_PARALLEL3D if recipe.train.compile else PARALLEL3D
     run = replace(run_of_recipe(recipe), cluster=cluster, framework=framework)
@@ -153,7 +162,7 @@ def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
 
 
 def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
-    """Returns what a metrics.jsonl says; a last line that was cut off is not counted."""
+    """Reads a metrics.jsonl. An incomplete last line is ignored."""
     try:
         lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         steady = [
@@ -168,8 +177,8 @@ def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
         why = f"{type(error).__name__}: {error}"
         raise DataError(f"{path}: not the metrics of a run ({why})") from error
     if not times:
-        why = "has too few lines; the first has the start in it"
-        raise DataError(f"{path}: {why}: train on, or lower logging.every")
+        why = "too few lines, because the first one includes start-up"
+        raise DataError(f"{path}: {why}; train longer, or lower logging.every")
     tenths = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
     return RunMetrics(
         lines=len(times),
@@ -189,15 +198,15 @@ def _page(found: RunComparison, run_dir: Path) -> Iterator[str]:
     yield from wrapped("run", f"{run_dir}: {run.shape.name}, {layout_text(recipe.parallel)}")
     yield from wrapped("hardware", f"{recipe.parallel.world_size} x {run.cluster.device.name}")
     if found.other_device is not None:
-        yield from wrapped("CAUTION", f"the run was not on such a device: {found.other_device}")
+        yield from wrapped("CAUTION", f"the run was on another device: {found.other_device}")
     yield ""
     yield f"{'':<28}{'predicted':>12}{'measured':>12}{'error':>9}"
     for kind, (predicted, real) in found.figures.items():
         numbers = f"{three_digits(predicted):>12}{three_digits(real):>12}"
         yield f"{_LABELS[kind]:<28}{numbers}{predicted / real - 1:>+9.1%}"
     yield ""
-    spread = f"80% of them from {measured.least_s:.3g} to {measured.most_s:.3g} s a step"
-    lines = f"the median of {measured.lines} lines of metrics.jsonl"
+    spread = f"80% between {measured.least_s:.3g} and {measured.most_s:.3g} s per step"
+    lines = f"median of {measured.lines} lines of metrics.jsonl"
     yield from wrapped("measured", f"{lines}; {spread}")
     yield from wrapped("time", f"as predicted: {time_text(found.cost.parts)}")
     yield from wrapped("scales", scales_text(found.scales))

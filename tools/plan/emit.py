@@ -1,5 +1,5 @@
-"""What a plan writes: a recipe, complete and checked, with what led to each choice in a comment,
-and its launcher."""
+"""Output files of a plan: a complete recipe with comments, its launch script, and commands to
+run."""
 
 from __future__ import annotations
 
@@ -31,45 +31,53 @@ from parallel3d.tools.launch.script import LAUNCHERS, Launcher
 from parallel3d.tools.plan.framework_command import framework_command
 from parallel3d.tools.plan.inputs import USUAL, ParsedRequest
 
-_TRIAL_STEPS = 100  # where no token budget is given
+_TRIAL_STEPS = 100  # steps without a token budget
 
 
 def launch_file(options: argparse.Namespace) -> Path | None:
-    """Returns where a launcher is written: as the user said, or beside the recipe. Raises
-    ConfigError for what can be refused before the search is made."""
+    """Returns the path of the launch script, by default next to the recipe.
+
+    Raises ConfigError for combinations of options that are invalid for any plan.
+    """
     file = None
     if _priced_only(options) and (options.emit_recipe or options.verify):
         raise ConfigError(
-            "--emit-recipe, --verify: this project's trainer has neither float8 nor optimizer "
-            "states of 8 bits, which are priced only; try --precision bf16 --optimizer-bits 16"
+            "--emit-recipe, --verify: the trainer supports neither fp8 nor 8-bit optimizer "
+            "states; try --precision bf16 --optimizer-bits 16"
         )
     check_free("--emit-recipe", options.emit_recipe)
     if options.emit_recipe is None and options.emit_launch is not None:
-        raise ConfigError("--emit-launch: is about a recipe; add --emit-recipe plan.yaml")
+        raise ConfigError("--emit-launch: needs a recipe; add --emit-recipe plan.yaml")
     if options.emit_launch is not None:
         kind, *said = options.emit_launch
         if kind not in LAUNCHERS or len(said) > 1:
             words = " ".join(options.emit_launch)
             known = ", ".join(LAUNCHERS)
-            raise ConfigError(f"--emit-launch {words}: must be one of {known}, then a file or none")
+            raise ConfigError(
+                f"--emit-launch {words}: must be one of {known}, and optionally a file"
+            )
         file = Path(said[0]) if said else options.emit_recipe.with_name(LAUNCHERS[kind][0])
     check_free("--emit-launch", file)
     if file is not None and file.resolve() == options.emit_recipe.resolve():
-        raise ConfigError(f"{file.name}: named for two outputs; rename one")
+        raise ConfigError(f"{file.name}: is the path of two outputs; rename one")
     return file
 
 
 def _priced_only(options: argparse.Namespace) -> bool:
-    """Whether the options ask for what the trainer does not have."""
+    """Returns True if the options ask for features that the trainer does not have."""
     return options.precision == "fp8" or options.optimizer_bits == 8
 
 
 def emit(
     options: argparse.Namespace, asked: ParsedRequest, plan: Plan, launch: Path | None
 ) -> Iterator[str]:
-    """Writes the best layout's recipe and its launcher, and yields what to type next: another
-    framework's command if it was asked for. Raises ConfigError for a model that the trainer does
-    not have, and for devices that a launcher cannot divide into nodes."""
+    """Writes the recipe of the best layout and its launch script, and yields the commands to run
+    next.
+
+    Raises:
+        ConfigError: The trainer or framework cannot express the plan, or the devices do not fill
+            nodes.
+    """
     best = plan.best
     path = options.emit_recipe
     if best is None:
@@ -88,7 +96,7 @@ def emit(
     lines = _lines(recipe, asked, plan, best)
     write_output("--emit-recipe", path, "".join(f"{line}\n" for line in lines))
     if recipe.data == DataConfig():
-        yield f"# set data: in {path}; its stand-in is Python's own source"
+        yield f"# set data: in {path}; its stand-in is Python's standard library"
     if launch is None:
         yield f"parallel3d-train {shlex.quote(str(path))} --print-config"
     else:
@@ -98,15 +106,17 @@ def emit(
 
 
 def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str) -> Recipe:
-    """Returns the user's own recipe, or the defaults, with the plan's model, batch and layout.
-    Raises ConfigError for a model or a framework that the trainer does not have."""
+    """Returns the user's recipe, or the defaults, with the plan's model, batch and layout.
+
+    Raises ConfigError if the trainer cannot run it.
+    """
     q = plan.request
     base = asked.model.recipe
     config = asked.model.config
     if not q.framework.is_parallel3d:
         raise ConfigError(
-            f"--emit-recipe: the plan is for {q.framework.name}; leave out --framework, or "
-            "take --emit-command"
+            f"--emit-recipe: not available for {q.framework.name}; omit --framework, or "
+            "use --emit-command"
         )
     own = replace(best.parallel, sharding=None)
     parallel = own if own.strategy == best.parallel.strategy else best.parallel
@@ -128,14 +138,15 @@ def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str
         return replace(base, model=model, train=train, parallel=parallel, optimizer=optimizer)
     if config is None:
         lacks = f" ({q.shape.lacks_module})" if q.shape.lacks_module else ""
-        known = "only for Llamas and GPTs; drop it"
+        known = "only for Llama and GPT models; omit it"
         raise ConfigError(
             f"--emit-recipe: the trainer has no module for {q.shape.name}{lacks}, {known}"
         )
     if config.architecture == "gpt":
         config = replace(config, max_positions=max(config.max_positions or 0, q.seq_len))
-    is_large = total_parameters(q.shape) > 15e9  # Llama 2's rates (arXiv 2307.09288, section 2.2)
-    every = warmup_steps = None  # a trial saves nothing
+    # Learning rates of Llama 2 (arXiv 2307.09288, section 2.2).
+    is_large = total_parameters(q.shape) > 15e9
+    every = warmup_steps = None  # a trial run saves no checkpoints
     if plan.tokens is not None:
         an_hour = round(3600 / best.cost.step_time_s)
         every = max(1, min(an_hour, steps // 4))
@@ -160,17 +171,16 @@ def _steps(plan: Plan) -> int:
 
 
 def _lines(recipe: Recipe, asked: ParsedRequest, plan: Plan, best: Strategy) -> Iterator[str]:
-    """Yields the recipe's YAML below a comment that says what the plan expects of it: what differs
-    from the defaults and what a comment explains."""
+    """Yields the recipe as YAML, without defaults, below a comment with the predictions."""
     q = plan.request
     cost = best.cost
     model = shown(q.shape.name)
     device = shown(q.cluster.device.name)
     yield f"# {model} on {q.gpus} x {device}: planned by parallel3d-plan"
     if recipe.data == DataConfig():
-        yield "# THE DATA IS A STAND-IN, Python's own source: set `data:` to your corpus."
+        yield "# THE DATA IS A STAND-IN, Python's standard library: set `data:` to your corpus."
     yield f"#   step    {cost.step_time_s:.3g} s: {time_text(cost.parts)}"
-    yield f"#   speed   {cost.tokens_per_s_per_gpu:,.0f} tokens/s a device, MFU {cost.mfu:.1%}"
+    yield f"#   speed   {cost.tokens_per_s_per_gpu:,.0f} tokens/s per device, MFU {cost.mfu:.1%}"
     yield f"#   memory  GiB on pipeline rank {best.memory.rank}: {memory_text(best.memory)}"
     comments = _comments(asked, plan)
     section = ""
@@ -184,9 +194,11 @@ def _lines(recipe: Recipe, asked: ParsedRequest, plan: Plan, best: Strategy) -> 
 
 
 def _differing(recipe: Recipe, also: Collection[str]) -> dict[str, Any]:
-    """Returns the sections of a recipe with the keys whose values are not the defaults (for the
-    model those of the shape card that it names), and with the keys of `also`, such as
-    data.source."""
+    """Returns the sections of a recipe without default values.
+
+    Keys in `also`, such as data.source, are always included. Defaults of the model are those of its
+    shape card.
+    """
     cards = shape_cards()
     name = recipe.model.name
     usual = asdict(USUAL)
@@ -206,45 +218,45 @@ def _differing(recipe: Recipe, also: Collection[str]) -> dict[str, Any]:
 
 
 def _comments(asked: ParsedRequest, plan: Plan) -> dict[str, str]:
-    """Returns a comment for each key that has one."""
+    """Returns comments by recipe key."""
     q = plan.request
     tokens = f"{si(q.global_batch_size * q.seq_len)} tokens"
     found = {"train.global_batch_size": f"sequences: {tokens}"}
     if asked.model.recipe is None:
         if plan.tokens is None:
-            found["train.steps"] = f"a trial: a step is {tokens}"
-        found["optimizer.lr"] = "Llama 2's for this size; yours may differ"
-        found["data.source"] = "a stand-in; your corpus: source: text, path: ..."
+            found["train.steps"] = f"a trial run: {tokens} per step"
+        found["optimizer.lr"] = "from Llama 2 at this size; tune it"
+        found["data.source"] = "a stand-in; for your corpus: source: text, path: ..."
     return found
 
 
 def _write_launcher(
     kind: str, written: Path, path: Path, recipe: Recipe, gpus_per_node: int
 ) -> str:
-    """Writes the script that starts a recipe, and returns what to type. Raises ConfigError where
-    the devices are not whole nodes."""
+    """Writes the launch script of a recipe and returns the command that starts it.
+
+    Raises ConfigError if the devices do not fill nodes.
+    """
     gpus = recipe.parallel.world_size
     per_node = min(gpus, gpus_per_node)
     if gpus % per_node:
         fitting = -(-gpus // gpus_per_node) * gpus_per_node
         raise ConfigError(
-            f"--emit-launch: {gpus} GPUs are not whole nodes of {gpus_per_node}; try --gpus "
-            f"{fitting}"
+            f"--emit-launch: {gpus} GPUs do not fill nodes of {gpus_per_node}; try --gpus {fitting}"
         )
     launcher = Launcher(
         kind=kind, recipe=recipe, said=(str(path),), per_node=per_node, file=written.name
     )
     write_output("--emit-launch", written, launcher.text())
-    notes = {"k8s": "    # after its image and claim are set"}
+    notes = {"k8s": "    # set its image and claim first"}
     if launcher.nodes > 1:
         notes["torchrun"] = "    # on every node"
     return f"{launcher.start} {shlex.quote(str(written))}{notes.get(kind, '')}"
 
 
 def _override_command(asked: ParsedRequest, mine: Recipe, planned: Recipe) -> str:
-    """Returns the command that trains the user's recipe, with what the plan has otherwise as
-    overrides."""
-    # What `sharding: null` stands for need not be said.
+    """Returns the command that trains the user's recipe with the plan's values as overrides."""
+    # The strategy that `sharding: null` implies need not be an override.
     alike = replace(planned.parallel, sharding=mine.parallel.sharding)
     if alike.strategy == planned.parallel.strategy:
         planned = replace(planned, parallel=alike)

@@ -1,7 +1,8 @@
-"""Writes the command that trains a plan's best layout with another framework.
+"""Prints the command that trains a plan's best layout with another framework.
 
-framework_command.toml has the options of each framework, and says which sources they were checked
-against."""
+framework_command.toml has the options of each framework, and the sources that they were checked
+against.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ FRAMEWORKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def framework_command(best: Strategy, model: Model, steps: int) -> str:
-    """Returns the command that trains so many steps, below a comment. Raises ConfigError for what
-    the framework's options cannot express."""
+    """Returns the training command for `steps` steps, below a comment.
+
+    Raises ConfigError if the framework has no option for a setting.
+    """
     name = best.request.framework.name
     if name not in FRAMEWORKS:
         known = " or ".join(FRAMEWORKS)
         raise ConfigError(
-            f"--emit-command: the plan is for {name}; try --framework {known}, or for parallel3d "
+            f"--emit-command: does not support {name}; try --framework {known}, or for parallel3d "
             "--emit-recipe plan.yaml"
         )
     framework = FRAMEWORKS[name]
@@ -36,14 +39,14 @@ def framework_command(best: Strategy, model: Model, steps: int) -> str:
     for key, words in framework["choices"].items():
         value = str(values[key])
         if value not in words:
-            told = f"{name} has no options for {key} = {value}"
+            told = f"{name} has no option for {key} = {value}"
             raise ConfigError(f"--emit-command: {told}; {words['else']}")
         lines += words[value].splitlines()
     return framework["note"] + " \\\n    ".join(_words(lines, values))
 
 
 def _words(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields each option with its value. True stands for a flag; None and False leave it out."""
+    """Yields each option with its value. True stands for a flag. None and False omit the option."""
     for line in lines:
         option, _, value = line.format(**values).partition(" ")
         if value in ("", "True"):
@@ -53,7 +56,7 @@ def _words(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(best: Strategy, model: Model) -> dict[str, Any]:
-    """Returns the fields of the request, the shape and the layout, and what follows from them."""
+    """Returns the fields of request, shape and layout, and values derived from them."""
     q = best.request
     shape = q.shape
     layout = best.run.layout

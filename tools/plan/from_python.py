@@ -1,4 +1,4 @@
-"""The planner from Python: the commands of `parallel3d-plan` as functions."""
+"""The planner's commands as Python functions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from parallel3d.tools.plan.recommend import make_plan
 
 
 def plan(**options: Any) -> Plan:
-    """Plans the layout of a run, as `parallel3d-plan` does. The repr of the result is its report.
+    """Plans the layout of a run like `parallel3d-plan`. The repr of the result is its report.
 
     Args:
-        options: The command's options, with `_` for `-`. A flag is True. `fix` and `why` may be
-            dicts.
+        options: Options of the command with `_` instead of `-`. Flags are True. `fix` and `why`
+            may be dicts.
 
     Returns:
-        Plan: `best.parallel` is a ParallelConfig, `answer.strategies` has the rivals.
+        Plan: `best.parallel` is the `ParallelConfig` of the best layout, `best` is None if no
+            layout fits, and `result.strategies` has all layouts, best first.
 
     Raises:
-        ConfigError: An option is unknown, missing or wrong.
+        ConfigError: An option is unknown, missing or not valid.
 
     Example:
         >>> found = parallel3d.plan(
@@ -35,14 +36,16 @@ def plan(**options: Any) -> Plan:
 
 
 def estimate_memory(**options: Any) -> RankMemory:
-    """Returns the bytes on each device of the fullest pipeline rank, as `parallel3d-plan memory`
-    does.
+    """Estimates the peak memory of a layout like `parallel3d-plan memory`.
 
     Args:
-        options: The command's options, as `plan` takes them. `layout` may be a dict.
+        options: Options of the command, as for `plan`. `layout` may be a dict.
+
+    Returns:
+        Bytes per device by kind, on the pipeline rank with the highest peak.
 
     Raises:
-        ConfigError: An option is unknown, missing or wrong.
+        ConfigError: An option is unknown, missing or not valid.
 
     Example:
         >>> memory = parallel3d.estimate_memory(
@@ -55,7 +58,7 @@ def estimate_memory(**options: Any) -> RankMemory:
 
 
 def _words(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yields options as the command line has them."""
+    """Yields the options as command-line arguments."""
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         values = value if isinstance(value, list) else [value]

@@ -1,5 +1,4 @@
-"""`parallel3d-plan guide`: which strategy to take on which cluster for which size of model, and the
-cell of the table that applies."""
+"""`parallel3d-plan guide`: a table of strategies by cluster and model size."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.plan.inputs import usual_request
 
-_MANY = 4096  # GPUs that share the states, so that hardly anything but a layer is left
-_FAST_NODE = 100e9  # bytes per second of a device
+_MANY = 4096  # GPUs that share the states, so that little more than a layer is left on each
+_FAST_NODE = 100e9  # bytes per second and device
 _FAST_NETWORK = 20e9
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Prints the table, and marks the cell of a model and a cluster."""
+    """Prints the table and marks the row for the given model and cluster."""
     guide = tomllib.loads(Path(__file__).with_name("guide.toml").read_text())
     cell = None
     if options.model or options.layers:
@@ -37,7 +36,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def find_cell(request: PlanRequest) -> tuple[str, str]:
-    """Returns the cluster and the size of the model of a request, as guide.toml calls them."""
+    """Returns the type of cluster and the model size of a request, as named in guide.toml."""
     cluster = request.cluster
     place = "many nodes, slow links"
     if request.gpus == 1:

@@ -1,5 +1,4 @@
-"""`parallel3d-plan hardware`, and the hardware file that a name means: a device in its usual nodes,
-or a cluster, whose file names its device's."""
+"""`parallel3d-plan hardware`, and the hardware files of devices and clusters by name."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from parallel3d.tools.plan.score import recorded_accuracy
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Lists what is shipped, or shows the file of one device or cluster."""
+    """Lists the shipped files, or shows the file of one device or cluster."""
     if options.name is None:
         every = _shipped()
         trees = [hardware_tree(each) for each in every.values()]
@@ -34,17 +33,21 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def file_of(name: str) -> str:
-    """Returns the name of the file that a person's name for a device or a cluster stands for; a
-    path stays as it is. Raises ConfigError for a name that nobody knows."""
+    """Returns the file name for a name of a device or cluster. Paths are returned unchanged.
+
+    Raises ConfigError if the name is unknown.
+    """
     is_path = Path(name).suffix in (".yaml", ".yml")
     return name if is_path else known_name("hardware", name)
 
 
 def asked_cluster(options: argparse.Namespace) -> Cluster:
-    """Returns the cluster of --gpu or --hardware, with the links, memory and price that the user
-    says. Raises ConfigError where not one of the two is given."""
+    """Returns the cluster of --gpu or --hardware with the user's links, memory and price.
+
+    Raises ConfigError unless exactly one of the two options is given.
+    """
     if bool(options.gpu) == bool(options.hardware):
-        raise ConfigError("--gpu, --hardware: required is one of the two; try --gpu h100")
+        raise ConfigError("--gpu, --hardware: give exactly one of them, for example --gpu h100")
     cluster = with_links(
         find_cluster(options.hardware or options.gpu),
         network_gb_per_s=options.network_gb_per_s and options.network_gb_per_s / 1e9,
@@ -60,13 +63,13 @@ def asked_cluster(options: argparse.Namespace) -> Cluster:
 
 
 def find_cluster(name: str) -> Cluster:
-    """Returns the cluster of a shipped name or of a file. Raises ConfigError with the nearest
-    names, and for a file whose figures are wrong."""
+    """Returns the cluster of a shipped name or a file. Raises ConfigError if it is unknown or not
+    valid."""
     return load_cluster(file_of(name), [HARDWARE])
 
 
 def larger_devices(needed_bytes: float) -> list[str]:
-    """Returns the shipped devices whose memory holds `needed_bytes`, the smallest first."""
+    """Returns the shipped devices with at least `needed_bytes` of memory, smallest first."""
     devices = [
         (cluster.device.memory_bytes, name)
         for name, cluster in _shipped().items()
@@ -95,4 +98,4 @@ def _list(shipped: dict[str, Cluster]) -> Iterator[str]:
         links = f"{cluster.node.bandwidth / 1e9:>11,.5g}{cluster.network.bandwidth / 1e9:>14,.5g}"
         yield f"{name:<19}{cluster.device_file:<16}{figures}{speed}{links}{runs.get(name, '-'):>6}"
     yield ""
-    yield "runs: published runs that predictions were compared with; '-': data sheets only"
+    yield "runs: number of published runs behind the error estimate; '-': data sheet only"

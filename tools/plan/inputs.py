@@ -1,5 +1,4 @@
-"""From the options of a subcommand to a request for the planner, and to layouts written as
-key=value."""
+"""Conversion of a subcommand's options to a planner request."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ from parallel3d.tools.plan.measured import corrected_by_runs
 from parallel3d.tools.plan.models import Model, find_model
 from parallel3d.tools.plan.score import recorded_accuracy
 
-_RISK = 0.05  # the chance of not fitting that a plan takes by default
+_RISK = 0.05  # default probability of not fitting
 _STATE_DTYPES: dict[int | None, Literal["fp32", "bf16"]] = {32: "fp32", 16: "bf16"}
-# a recipe that leaves everything open, with zeros for what it cannot leave out
+# A recipe of defaults, with zeros for required keys.
 USUAL = Recipe(
     model=ModelConfig(layers=0, hidden=0, heads=0, ffn_hidden=0, vocab=0),
     train=TrainConfig(steps=0, global_batch_size=0, seq_len=0),
@@ -43,14 +42,14 @@ USUAL = Recipe(
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedRequest:
-    """A request, and where its model came from."""
+    """A request and the source of its model."""
 
     request: PlanRequest
     model: Model
-    state_dtype: Literal["fp32", "bf16"] | None = None  # of --optimizer-bits
+    state_dtype: Literal["fp32", "bf16"] | None = None  # from --optimizer-bits
 
     def note_lines(self) -> list[str]:
-        """Returns what the model's file says and a plan does not count, as lines of a page."""
+        """Returns the notes on the model file as lines of a report."""
         return [line for note in self.model.notes for line in wrapped("note", note)]
 
 
@@ -61,10 +60,17 @@ def read_request(
     fixed: Fixed | None = None,
     asks: str = "--gpus 64",
 ) -> ParsedRequest:
-    """Returns the request of the options, with what is `fixed` as it is said. `asks` is how an
-    error says that devices are given.
+    """Returns the request of the options.
 
-    Raises ConfigError for options that are missing or contradict each other."""
+    Args:
+        options: Parsed options of a subcommand.
+        gpus: Number of devices. Default: that of the recipe.
+        fixed: Fixed options of the layout.
+        asks: Example in error messages of how to give devices.
+
+    Raises:
+        ConfigError: Options are missing or contradict each other.
+    """
     model = find_model(options)
     train = model.recipe.train if model.recipe else None
     devices = gpus or (model.recipe.parallel.world_size if model.recipe else None)
@@ -77,18 +83,18 @@ def read_request(
     if model.shape.positions == "learned" and seq_len > model.shape.position_rows:
         rows = model.shape.position_rows
         raise ConfigError(
-            f"--seq-len {seq_len}: {model.shape.name} has {rows} positions; try --seq-len {rows}"
+            f"--seq-len {seq_len}: must not exceed the positions of {model.shape.name}; try {rows}"
         )
     cluster = asked_cluster(options)
     precision = options.precision or (train.precision if train else "bf16")
     if precision == "fp8" and precision not in cluster.device.peak_flops:
-        rule = f"{cluster.device.name} has no float8 matmuls; try --precision bf16"
+        rule = f"{cluster.device.name} does not support fp8 matmuls; try --precision bf16"
         raise ConfigError(f"--precision fp8: {rule}")
     framework = _framework(options, cluster, precision, compiled=bool(train and train.compile))
     if (experts := model.shape.experts) is not None and "ep" not in framework.axes:
-        what = f"a mixture of {experts.count} experts, {experts.per_token} of them for a token"
-        lacks = f"and {framework.name} trains none, because it has no expert parallelism yet"
-        tries = "try --framework megatron-core, which prices it for that framework"
+        what = f"is a mixture of {experts.count} experts"
+        lacks = f"which {framework.name} cannot train without expert parallelism"
+        tries = "try --framework megatron-core"
         raise ConfigError(f"--model {model.shape.name}: {what}, {lacks}; {tries}")
     request = PlanRequest(
         shape=model.shape,
@@ -110,7 +116,7 @@ def read_request(
     more = [*measured, *(notes(model.recipe) if model.recipe else ()), *_context_note(request)]
     if model.longest is not None and seq_len > model.longest:
         more.append(
-            f"sequences of {seq_len} are beyond the max_position_embeddings {model.longest} of "
+            f"sequences of {seq_len} tokens exceed max_position_embeddings = {model.longest} of "
             "config.json"
         )
     return ParsedRequest(
@@ -121,7 +127,7 @@ def read_request(
 
 
 def usual_request(options: argparse.Namespace, *, gpus: int | None) -> PlanRequest:
-    """Returns the request of options of which only the model has to be given."""
+    """Returns a request with defaults for everything except the model."""
     usual = {"gpu": None if options.hardware else "h100", "seq_len": 4096, "global_batch": 1}
     said = {name: value for name, value in vars(options).items() if value is not None}
     filled = argparse.Namespace(**{**vars(options), **usual, **said})
@@ -129,51 +135,48 @@ def usual_request(options: argparse.Namespace, *, gpus: int | None) -> PlanReque
 
 
 def sequence_bytes(request: PlanRequest) -> float:
-    """Returns the activations of one sequence, without recompute, on one device."""
+    """Returns the activation bytes of one sequence on one device without recompute."""
     alone = replace(request, gpus=1, global_batch_size=1)
     return worst_rank(alone.planned_run(ParallelConfig())).activations
 
 
 def _context_note(request: PlanRequest) -> Iterator[str]:
-    """Yields a note if a sequence is too long for tp in a node and no recompute."""
+    """Yields a note if one sequence is too long for tp within a node without recompute."""
     node = request.cluster.gpus_per_node
     if request.framework.is_parallel3d and request.gpus > node:
         kept = sequence_bytes(request) / node
         if kept > request.usable_bytes:
             yield (
-                f"a sequence keeps {kept / GIB:.0f} GiB on each of {node} tp ranks without "
-                "recompute: context parallelism would divide it, which this project does not have "
-                "yet; --framework megatron-core prices it"
+                f"a sequence saves {kept / GIB:.0f} GiB of activations on each of {node} tp ranks "
+                "without recompute: only context parallelism would divide them; --framework "
+                "megatron-core estimates it"
             )
 
 
 def _failures(options: argparse.Namespace) -> Failures | None:
-    """Returns what the options say about failures; None if they say nothing."""
+    """Returns the failure options, or None if there are none."""
     names = Failures._fields
     said = {name: value for name, value in vars(options).items() if name in names and value}
     return Failures(**said) if said else None
 
 
 def read_fixed(options: argparse.Namespace) -> Fixed:
-    """Returns what --fix, --max-tp, --max-pp and --schedule fix. Raises ConfigError where two
-    contradict each other."""
+    """Returns the values of --fix, --max-tp, --max-pp and --schedule. Raises ConfigError if two
+    contradict."""
     said = read_layout(options.fix, "--fix")
     schedule = said.pop("schedule", options.schedule)
     if options.schedule not in (None, schedule):
         raise ConfigError(
-            f"--schedule {options.schedule}: --fix says schedule={schedule}; keep one of the two"
+            f"--schedule {options.schedule}: contradicts --fix schedule={schedule}; omit one"
         )
     return Fixed(**said, schedule=schedule, max_tp=options.max_tp, max_pp=options.max_pp)
 
 
 def _with_memory_limit(request: PlanRequest, options: argparse.Namespace) -> PlanRequest:
-    """Returns the request with how full a device may be predicted to get: as --mem-fraction says,
-    or as full as leaves the risk of not fitting that --risk says."""
+    """Returns the request with the memory limit from --mem-fraction or --risk."""
     if options.mem_fraction is not None:
         if options.risk is not None:
-            raise ConfigError(
-                "--risk: --mem-fraction says how full a device may get; keep one of the two"
-            )
+            raise ConfigError("--risk: cannot be combined with --mem-fraction; omit one of them")
         return replace(request, memory_fraction=options.mem_fraction)
     risk = _RISK if options.risk is None else options.risk
     spread = memory_spread(
@@ -188,20 +191,19 @@ def _with_memory_limit(request: PlanRequest, options: argparse.Namespace) -> Pla
 def _framework(
     options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool
 ) -> FrameworkProfile:
-    """Returns the framework, with what the user knows of the allocator and of CUDA's own memory on
-    that machine."""
+    """Returns the framework, with the user's allocator fragmentation and CUDA context memory."""
     framework = FRAMEWORKS[known_name("framework", options.framework)]
     if framework.is_parallel3d:
         framework = COMPILED_PARALLEL3D if compiled else PARALLEL3D
     else:
         framework = in_precision(framework, precision)
-        if options.optimizer_bits is not None:  # of AdamW's two states
+        if options.optimizer_bits is not None:  # two AdamW states
             masters = framework.optimizer_bytes - framework.state_bytes
             states = options.optimizer_bits / 4
             framework = replace(framework, state_bytes=states, optimizer_bytes=masters + states)
     said = {"fragmentation": options.fragmentation, "context_bytes": options.context_memory}
     said = {field: value for field, value in said.items() if value is not None}
     if cluster.device.is_cpu and said:
-        rule = "a CPU's memory has neither of the two; leave it out"
+        rule = "apply to GPUs only; omit them"
         raise ConfigError(f"--fragmentation, --context-memory: {rule}")
     return replace(framework, **said)

@@ -1,6 +1,6 @@
-"""`parallel3d-plan limits`: the smallest cluster that holds a model; the longest sequence, the
-largest batch and the largest model that a cluster holds. `parallel3d-plan sweep`: the same run on
-clusters of several sizes, and the cheapest that is done in time."""
+"""`parallel3d-plan limits` finds the smallest cluster, longest sequence, largest batch and largest
+model. `parallel3d-plan sweep` compares cluster sizes and finds the cheapest that meets a
+deadline."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.plan.score import how_sure
 
-Row = tuple[PlanRequest, Strategy | str]  # a size on a device, and its best layout or why not
+# a number of devices, and its best layout or the reason why none fits
+Row = tuple[PlanRequest, Strategy | str]
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Finds the limit that was asked for, or all of them."""
+    """Finds one limit or all."""
     fixed = read_fixed(options)
     axes = (fixed.pp, fixed.tp, fixed.dp_shard, fixed.dp_replicate)
-    # The fewest devices are the answer of `cluster`, and no part of the request.
+    # The number of devices is the result of `cluster`, not part of the request.
     needed = prod(axis or 1 for axis in axes) if options.what == "cluster" else None
     asked = read_request(options, gpus=options.gpus or needed, fixed=fixed)
     check_fixed(asked.request)
@@ -59,8 +60,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _limits(request: PlanRequest, what: str) -> Iterator[tuple[str, Strategy | None]]:
-    """Yields each limit with a layout that fits the request at its limit, the best one for a
-    cluster; None if there is no such request."""
+    """Yields each limit with a layout that fits, or None. For `cluster` it is the best layout."""
     if what in ("all", "cluster"):
         found = smallest_cluster(request)
         yield "cluster", found and search(found.request).strategies[0]
@@ -78,9 +78,9 @@ def _told(name: str, request: PlanRequest) -> str:
     shape = request.shape
     width = f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads"
     return {
-        "cluster": f"devices that hold it: {request.gpus}",
+        "cluster": f"{request.gpus} devices hold the model",
         "sequence": f"sequences of up to {request.seq_len:,} tokens",
-        "batch": f"{request.global_batch_size:,} sequences at once; more by accumulation",
+        "batch": f"{request.global_batch_size:,} sequences in one microbatch; more by accumulation",
         "model": f"{si(total_parameters(shape))} parameters, {shape.name} ({width})",
     }[name]
 
@@ -104,7 +104,7 @@ def _page(
         held = f"{gib(total)} GiB of {request.usable_bytes / GIB:.1f} {bar(share)} {share:.0%}"
         yield from wrapped("", f"{held}  {layout_text(found.parallel)}")
         kind = "the best layout" if name == "cluster" else "a layout that fits"
-        speed = f"{three_digits(found.cost.tokens_per_s_per_gpu)} tokens/s a device"
+        speed = f"{three_digits(found.cost.tokens_per_s_per_gpu)} tokens/s per device"
         off = f"({_off(found)}, 8 in 10)"
         yield from wrapped("", f"{kind}: {speed} {off}, MFU {found.cost.mfu:.1%}")
     yield from asked.note_lines()
@@ -112,7 +112,7 @@ def _page(
 
 
 def _off(found: Strategy) -> str:
-    """How far off the speed may be, in 8 of 10 cases."""
+    """Formats half the width of the speed's range, which covers 8 of 10 cases."""
     return f"+-{found.errors.throughput:.0%}"
 
 
@@ -144,11 +144,10 @@ def _limit_tree(name: str, found: Strategy) -> dict[str, object]:
 
 
 def sweep_answer(options: argparse.Namespace) -> Reply:
-    """Plans for each size on each device of --gpu, and chooses the cheapest within --max-days where
-    that is given."""
+    """Plans each size on each device of --gpu, and selects the cheapest within --max-days."""
     max_days = vars(options).get("max_days")
     if max_days is not None and options.tokens is None:
-        raise ConfigError(f"--max-days {max_days:g}: of how many tokens? add --tokens 1T")
+        raise ConfigError(f"--max-days {max_days:g}: needs a number of tokens; add --tokens 1T")
     sizes = options.gpus if isinstance(options.gpus, tuple) else ()
     devices = [name and file_of(name) for name in (options.gpu or "").split(",")]
     rows: list[Row] = []
@@ -179,7 +178,7 @@ def sweep_answer(options: argparse.Namespace) -> Reply:
 
 
 def _rank(row: Row) -> tuple[int, float]:
-    """The fewest devices first, the fastest ones first."""
+    """Sort key: fewest devices first, then fastest."""
     request, found = row
     return request.gpus, 0.0 if isinstance(found, str) else -found.cost.tokens_per_s_per_gpu
 
@@ -210,7 +209,7 @@ def _sizes_page(
         yield f"{line}{three_digits(time):>7}{money(length.price):>9}"
     yield ""
     if max_days is not None and chosen is None:
-        yield from wrapped("in time", f"none is done within {max_days:g} days")
+        yield from wrapped("in time", f"no size finishes within {max_days:g} days")
     if chosen is not None and tokens is not None:
         length = chosen.length(tokens)
         told = f"{chosen.request.gpus} x {chosen.request.cluster.name}: {length.days:.3g} days"

@@ -1,5 +1,4 @@
-"""`--measured`: runs that were made on a cluster, from their folders, and the cluster that they
-correct."""
+"""`--measured`: measured runs on a cluster, and the corrected cluster."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.plan.compare import compare
 
-# A step that takes so many times as long as predicted, or as short, is of another cluster. What the
-# file of an uncalibrated CPU predicts is an order of magnitude.
+# A run whose step time differs from the prediction by a larger factor is of another cluster. For an
+# uncalibrated CPU predictions are correct only to an order of magnitude.
 _MOST_OFF = 5.0
 _MOST_OFF_OF_A_CPU = 50.0
 
@@ -25,8 +24,10 @@ _MOST_OFF_OF_A_CPU = 50.0
 def corrected_by_runs(
     request: PlanRequest, options: argparse.Namespace
 ) -> tuple[PlanRequest, list[str]]:
-    """Returns the request on its cluster as the runs of --measured correct it, and a note on each
-    run. Raises ConfigError for a measurement that cannot be of this cluster."""
+    """Returns the request with its cluster corrected by --measured, and a note on each run.
+
+    Raises ConfigError if a run cannot be from this cluster.
+    """
     runs = [_read(path, request) for path in options.measured]
     if not runs:
         return request, []
@@ -35,9 +36,9 @@ def corrected_by_runs(
 
 
 def _note(measured: MeasuredRun) -> str:
-    """Returns what was measured, beside what had been predicted of it."""
+    """Describes measured and predicted values."""
     run = measured.run
-    found = f"{measured.step_time_s:.3g} s a step ({step_cost(run).step_time_s:.3g} predicted)"
+    found = f"{measured.step_time_s:.3g} s per step ({step_cost(run).step_time_s:.3g} predicted)"
     if measured.memory_bytes is not None:
         counted = worst_rank(run).of_kind(measured.memory_kind) / GIB
         found += f", {measured.memory_bytes / GIB:.3g} GiB ({counted:.3g} predicted)"
@@ -45,8 +46,7 @@ def _note(measured: MeasuredRun) -> str:
 
 
 def _read(path: Path, request: PlanRequest) -> MeasuredRun:
-    """Returns the run of a folder. Raises ConfigError for one that cannot have been made on the
-    request's cluster."""
+    """Reads the run of a folder. Raises ConfigError if it cannot be from the request's cluster."""
     try:
         found = compare(path, request.cluster)
     except ConfigError as problem:
@@ -54,7 +54,7 @@ def _read(path: Path, request: PlanRequest) -> MeasuredRun:
     device = request.cluster.device
     name = f"--measured {path}: the run was not on {device.name}"
     if found.other_device is not None:
-        raise ConfigError(f"{name} ({found.other_device}); plan for its own device")
+        raise ConfigError(f"{name} ({found.other_device}); plan for the device that it ran on")
     off = found.measured.step_time_s / found.cost.step_time_s
     is_guess = device.is_cpu and request.cluster.measured is None
     most = _MOST_OFF_OF_A_CPU if is_guess else _MOST_OFF

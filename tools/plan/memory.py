@@ -1,5 +1,4 @@
-"""`parallel3d-plan memory`: what each device of one layout holds, pipeline rank by rank and line by
-line."""
+"""`parallel3d-plan memory`: the memory of one layout by pipeline rank and kind."""
 
 from __future__ import annotations
 
@@ -39,12 +38,14 @@ _STRATEGIES: dict[ShardingName, str] = {
     "SHARD_GRAD_OP": "ZeRO-2",
     "FULL_SHARD": "ZeRO-3",
 }
-_MOST_RANKS = 8  # shown one by one; of more, those that differ
+_MOST_RANKS = 8  # with more ranks, only those that may differ are shown
 
 
 def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
-    """Returns the request, and --layout or the layout of the recipe. Raises ConfigError for a
-    layout that the trainer refuses."""
+    """Returns the request, and the layout of --layout or the recipe.
+
+    Raises ConfigError if the trainer rejects the layout.
+    """
     asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
     size = asked_parallel.world_size if asked_parallel else None
     asked = read_request(options, gpus=size, asks="--layout tp=8,pp=2,dp_shard=4")
@@ -57,7 +58,7 @@ def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Prints the memory of --layout or a recipe's layout, or of a model's states without one."""
+    """Reports the memory of a layout, or of a model's states if there is none."""
     is_own = options.framework == "parallel3d"
     if is_own and not options.explain and not options.layout and find_model(options).recipe is None:
         request = usual_request(options, gpus=1)
@@ -85,8 +86,10 @@ def _states_tree(request: PlanRequest, sizes: tuple[int, ...]) -> dict[str, Any]
 
 
 def _states(request: PlanRequest, sharding: ShardingName, gpus: int) -> tuple[float, float, float]:
-    """Returns the bytes of weights, gradients and optimizer states on each of so many GPUs, with
-    the weights that stay gathered between a forward and a backward pass."""
+    """Returns the bytes of weights, gradients and optimizer states per GPU.
+
+    They include weights that stay unsharded between forward and backward pass.
+    """
     on_all = replace(request, gpus=gpus, global_batch_size=gpus)
     run = on_all.planned_run(ParallelConfig(dp_shard=gpus, sharding=sharding))
     states = RankStates(run, 0)
@@ -103,7 +106,7 @@ def _states_page(request: PlanRequest, tree: dict[str, Any]) -> Iterator[str]:
     yield from header(request, has_size=False)
     weights, gradients, optimizer = tree["bytes_per_parameter"]
     each = f"weights {weights:.3g}, gradients {gradients:.3g}, optimizer states {optimizer:.3g}"
-    yield f"bytes     of a parameter: {each}; {weights + gradients + optimizer:.3g} in all"
+    yield f"bytes     per parameter: {each}; {weights + gradients + optimizer:.3g} in all"
     yield f"sequence  {tree['activations_gib']:.1f} GiB of activations without recompute"
     yield ""
     heads = "".join(f"{gpus:>10}" for gpus in tree["gib_per_gpu"]["NO_SHARD"])
@@ -114,8 +117,8 @@ def _states_page(request: PlanRequest, tree: dict[str, Any]) -> Iterator[str]:
 
 
 def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
-    """Yields a line for each pipeline rank; with `whole`, each kind of the fullest rank's memory
-    follows, explained."""
+    """Yields a line per pipeline rank, and if `whole` each kind of memory on the rank with the
+    highest peak."""
     run = found.run
     usable_bytes = found.request.usable_bytes
     ranks = memory_by_rank(run)
@@ -124,7 +127,7 @@ def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
     if len(ranks) > _MOST_RANKS:
         last = len(ranks) - 1
         shown = [ranks[rank] for rank in sorted({0, 1, last // 2, last - 1, last, worst.rank})]
-    # The other kinds are in --explain and in the total.
+    # The total includes the other kinds, which --explain shows.
     columns = [
         kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context")
     ]
@@ -136,11 +139,11 @@ def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
         layers = run.ranks[memory.rank].layers
         yield f"{memory.rank:<5}{layers:>6}{cells}{gib(memory.total):>8} {bar(share)}{mark}"
     if len(shown) < len(ranks):
-        yield f"(of {len(ranks)} pipeline ranks those that may differ most)"
+        yield f"({len(shown)} of {len(ranks)} pipeline ranks are shown)"
     if not whole:
         return
     yield ""
-    yield f"pipeline rank {worst.rank}, the fullest, in GiB:"
+    yield f"pipeline rank {worst.rank} has the highest peak, in GiB:"
     for kind in MEMORY_KINDS:
         yield f"  {kind:<14}{_cell(getattr(worst, kind)):>7}"
     yield f"  {'total':<14}{_cell(worst.total):>7}  of {usable_bytes / GIB:.2f} usable"
@@ -163,14 +166,14 @@ def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
     yield ""
     usable = request.usable_bytes
     total = found.memory.total
-    limit = f"the {usable / GIB:.1f} GiB that --risk or --mem-fraction leaves"
+    limit = f"the {usable / GIB:.1f} GiB that --risk or --mem-fraction allows"
     if total > usable:
         yield f"does not fit: {(total - usable) / GIB:.1f} GiB more than {limit}"
     else:
         yield f"fits: {total / usable:.0%} of {limit}"
     around = found.errors.around("memory", total)
     between = f"{gib(around.low)} to {gib(around.high)} GiB"
-    yield from wrapped("range", f"{between}; {10 * LEVEL:.0f} in 10")
+    yield from wrapped("range", f"{between} ({10 * LEVEL:.0f} in 10)")
     yield from wrapped("how sure", how_sure(request))
 
 

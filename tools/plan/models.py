@@ -1,5 +1,5 @@
-"""`parallel3d-plan models`, and the model that the options mean: a name, a Hugging Face
-`config.json`, a recipe, or numbers by hand."""
+"""`parallel3d-plan models`, and the model of the options: a name, a Hugging Face `config.json`, a
+recipe, or sizes."""
 
 from __future__ import annotations
 
@@ -45,16 +45,22 @@ from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.cli_output import Reply
 
-# options, and keys of a recipe
+# names of options and of recipe keys
 _NUMBERS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A shape, and what it was read from: `said` is the user's word for it, `recipe` the recipe
-    that was read, `config` what the trainer knows of the model (None: it has no module for it),
-    `longest` the most tokens of a sequence that a config.json tells, and `notes` what a file says
-    and a plan does not count."""
+    """A shape and its source.
+
+    Attributes:
+        shape: Shape of the model.
+        said: Value of --model.
+        recipe: Recipe that has the model, or None.
+        config: Model configuration, or None if the trainer has no module for it.
+        longest: `max_position_embeddings` of a config.json, or None.
+        notes: Settings of the file that a plan ignores.
+    """
 
     shape: ModelShape
     said: str = ""
@@ -65,7 +71,7 @@ class Model:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Lists the models with a name, or counts the parameters of one."""
+    """Lists the named models, or counts the parameters of one."""
     if options.name is not None:
         shape = read_model(options.name).shape
         return Reply(page=lambda: _show(shape), tree=lambda: rounded(model_tree(shape)))
@@ -78,14 +84,16 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def all_named() -> list[ModelShape]:
-    """Returns the shapes of all models with a name."""
+    """Returns the shapes of all named models."""
     cards = shape_cards()
     return [named_shape(name, cards) for name in shape_names(cards)]
 
 
 def find_model(options: argparse.Namespace) -> Model:
-    """Returns the model that the options name or number. Raises ConfigError for none, for a name
-    and numbers at once, and for an unknown name (with the nearest)."""
+    """Returns the model of --model or of the size options.
+
+    Raises ConfigError if it is missing, given twice, or unknown.
+    """
     by_hand = [
         name.replace("_", "-") for name in (*_NUMBERS, "kind") if getattr(options, name) is not None
     ]
@@ -96,23 +104,23 @@ def find_model(options: argparse.Namespace) -> Model:
         )
     if options.model is None:
         config = _from_numbers(options)
-        return Model(shape=replace(from_config(config), name="model by hand"), config=config)
+        return Model(shape=replace(from_config(config), name="custom model"), config=config)
     if by_hand:
         raise ConfigError(
-            f"--{by_hand[0]}: does not go with --model {options.model}; give one of the two"
+            f"--{by_hand[0]}: cannot be combined with --model {options.model}; omit one of them"
         )
     return read_model(options.model)
 
 
 def read_model(text: str) -> Model:
-    """Returns the model of a name or a path. Raises ConfigError where it finds no model."""
+    """Returns the model of a name or a path. Raises ConfigError if there is none."""
     path = Path(text)
-    # which a name that is too long is not; Path.is_file raises
+    # Path.is_file raises for a name that is too long.
     if os.path.isfile(path / "config.json"):
         path = path / "config.json"
     if os.path.isdir(path):
         raise ConfigError(
-            f"--model {text}: a folder without a config.json; try the path of the file"
+            f"--model {text}: is a folder without config.json; give the path of a file"
         )
     if path.suffix == ".json":
         return _of_config_json(path, text)
@@ -127,8 +135,7 @@ def read_model(text: str) -> Model:
 
 
 def _of_config_json(path: Path, text: str) -> Model:
-    """Returns the model of a config.json: of a family that the trainer has, or of one that is only
-    planned."""
+    """Returns the model of a config.json, with or without a module in the trainer."""
     said = read_config_json(path)
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     foreign = hf_config_shape(said, name, path)
@@ -138,7 +145,7 @@ def _of_config_json(path: Path, text: str) -> Model:
         return Model(
             shape=foreign, said=text, longest=part.get("max_position_embeddings"), notes=notes
         )
-    # Phi 3 is a Llama whose matrices are packed in its files.
+    # Phi 3 is a Llama with packed matrices.
     plain = {**said, "model_type": "llama"} if said.get("model_type") == "phi3" else said
     config = from_hugging_face(plain, path, others=("phi3", *PLANNED_FAMILIES))
     return Model(
@@ -151,12 +158,12 @@ def _of_config_json(path: Path, text: str) -> Model:
 
 
 def _from_numbers(options: argparse.Namespace) -> ModelConfig:
-    """Returns the model of --layers, --hidden and the other numbers, a Llama or a GPT in what they
-    leave open."""
+    """Returns a Llama or GPT with the sizes of the options. Raises ConfigError if a size is
+    missing."""
     required = ("layers", "hidden", "heads", "vocab")
     if missing := ", ".join(f"--{name}" for name in required if getattr(options, name) is None):
         example = "--layers 32 --hidden 4096 --heads 32 --vocab 32000"
-        raise ConfigError(f"{missing}: required where there is no --model; try {example}")
+        raise ConfigError(f"{missing}: required without --model; try {example}")
     gpt = options.kind == "gpt"
     usual = 4 * options.hidden if gpt else -(-8 * options.hidden // 3 // 256) * 256
     numbers = {name: getattr(options, name) for name in _NUMBERS}
@@ -166,7 +173,7 @@ def _from_numbers(options: argparse.Namespace) -> ModelConfig:
         max_positions=options.seq_len if gpt else None,
         tied_embeddings=gpt,
     )
-    check_model(config, "model by hand")
+    check_model(config, "custom model")
     return config
 
 
@@ -181,11 +188,11 @@ def _list(shapes: list[ModelShape]) -> Iterator[str]:
         more = f"{shape.kv_heads:>10}{shape.ffn_hidden:>8}{shape.vocab:>9}"
         yield f"{shape.name:<18}{numbers}{more}  {'yes' if shape.name in cards else '-':>6}"
     yield ""
-    yield "trains: has a shape card, so that a recipe may say model.name"
+    yield "trains: a recipe can train it by model.name, because it has a shape card"
 
 
 def _show(shape: ModelShape) -> Iterator[str]:
-    """Yields the parameters of a model and its numbers that are not at their defaults."""
+    """Yields the parameters of a model and its options that are not defaults."""
     total = total_parameters(shape)
     experts = shape.experts
     yield f"{shape.name}: {total:,} parameters ({si(total)})"
@@ -193,7 +200,7 @@ def _show(shape: ModelShape) -> Iterator[str]:
     layer = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
     rows = [("embedding, last norm and head", ends), ("each layer", layer)]
     if experts is not None:
-        rows.append(("a token meets", active_parameters(shape)))
+        rows.append(("active per token", active_parameters(shape)))
         rows.append(("all experts", expert_numel(shape, whole_model(shape))))
     for label, count in rows:
         yield f"  {label:<30}{count:>18,}"
@@ -206,4 +213,4 @@ def _show(shape: ModelShape) -> Iterator[str]:
         said.append(f"{experts.per_token} of {experts.count} experts of ffn {experts.hidden}")
     yield from textwrap.wrap(", ".join(said), WIDTH)
     flops = model_flops_per_token(shape, 4096)
-    yield f"model FLOPs of a token at sequences of 4096, forward and backward: {flops / 1e9:,.1f} G"
+    yield f"model FLOPs per token at length 4096, forward and backward: {flops / 1e9:,.1f} G"

@@ -1,5 +1,4 @@
-"""`parallel3d-plan recommend`, the default: the best layouts for a model on a cluster, explained
-and ready to run."""
+"""`parallel3d-plan recommend`, the default command: the best layouts for a model on a cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from parallel3d.tools.plan.memory import explained
 from parallel3d.tools.plan.score import how_sure, recorded_accuracy
 
 _TOP = 10
-# options that a comparison of devices does not take, with their defaults
+# Options that a comparison of devices does not accept, with their defaults.
 _OF_ONE_DEVICE = {
     **dict.fromkeys(
         ("emit_recipe", "emit_launch", "emit_command", "verify", "why", "explain", "top")
@@ -39,7 +38,7 @@ _OF_ONE_DEVICE = {
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Plans, and writes the files that were asked for."""
+    """Plans, and writes the requested files."""
     launch = launch_file(options)
     asked = read_request(options, gpus=options.gpus, fixed=read_fixed(options))
     plan = _plan(options, asked)
@@ -54,7 +53,7 @@ def answer(options: argparse.Namespace) -> Reply:
         for name, usual in _OF_ONE_DEVICE.items():
             if (vars(options)[name] or usual) != usual:
                 option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option}: is for a plan on one device; try --gpu h100")
+                raise ConfigError(f"{option}: needs a single device; try --gpu h100")
         return sweep_answer(options)
     plan = make_plan(options)
 
@@ -75,8 +74,8 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _explanation(plan: Plan) -> Iterator[str]:
-    """Yields what led to the report: the search, the reasons, all notes, how sure it is."""
-    checked = f"the memory of {plan.result.checked:,} layouts, all others by bounds"
+    """Yields the details of a plan: search, reasons, all notes, and expected errors."""
+    checked = f"computed the memory of {plan.result.checked:,} layouts, excluded others by bounds"
     rows = [("searched", f"{checked}; ranked by {plan.objective}")]
     if plan.best is not None:
         rows += [("because", reason) for reason in reasons(plan.best)]
@@ -89,8 +88,8 @@ def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
     request = asked.request
     start = time.perf_counter()
     why = None
-    # a search makes a million objects and no cycles, and looking for cycles takes a twentieth of
-    # its time
+    # A search creates a million objects without cycles. Garbage collection would take 5% of its
+    # time.
     gc.disable()
     try:
         found = search(request, objective=options.objective, top=options.top or _TOP)
@@ -117,8 +116,7 @@ def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
 
 
 def _remedies(request: PlanRequest, answer: PlanResult) -> Iterator[str]:
-    """Yields what would fit: fewer constraints first, then more devices, shorter sequences, larger
-    devices."""
+    """Yields remedies: fewer constraints, more devices, shorter sequences, larger devices."""
     fixed = request.fixed
     full = replace(request, fixed=replace(fixed, recompute="full", recompute_every=None))
     if fixed.recompute not in (None, "full") and one_that_fits(full) is not None:
@@ -130,10 +128,13 @@ def _remedies(request: PlanRequest, answer: PlanResult) -> Iterator[str]:
 
 
 def _verified(asked: ParsedRequest, plan: Plan) -> Plan:
-    """Trains the rank with the highest peak of each layout dry until one fits: that one is the
-    best, those before it are rejected. Fragmentation and CUDA's own memory are those of the
-    estimate. Raises ConfigError for a model that the trainer does not have."""
-    from parallel3d.tools.verify.dry_run import dry_run  # torch, which only --verify needs
+    """Dry-runs the layouts in order until one fits. That one becomes the best, earlier ones are
+    rejected.
+
+    Only the rank with the highest peak is run. Fragmentation and CUDA context come from the
+    estimate. Raises ConfigError if the trainer has no module for the model.
+    """
+    from parallel3d.tools.verify.dry_run import dry_run  # imports torch, which only --verify needs
 
     tried: list[tuple[Strategy, float]] = []
     refused: list[Rejected] = []
@@ -150,7 +151,7 @@ def _verified(asked: ParsedRequest, plan: Plan) -> Plan:
         if bytes_ <= usable:
             break
         short = f"needs {(bytes_ - usable) / GIB:.1f} GiB more"
-        reason = f"{short} on rank {memory.rank} by a dry run"
+        reason = f"{short} on rank {memory.rank} in a dry run"
         refused.append(Rejected(parallel=each.parallel, reason=reason, short_bytes=bytes_ - usable))
     nearest = sorted((*refused, *plan.result.rejected), key=lambda rejected: rejected.short_bytes)
     answer = replace(

@@ -1,5 +1,5 @@
-"""`parallel3d-plan score`: predictions of published runs and how far off they are, and the last
-such figures recorded, which every plan quotes."""
+"""`parallel3d-plan score`: errors of predictions for published runs, and the recorded errors that
+plans quote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEFT_OUT = "source left out"
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Scores the cases of files, and records the result if asked."""
+    """Scores case files, and records the result if requested."""
     if options.hardware is not None and not options.hardware.is_dir():
         raise ConfigError(f"--hardware {options.hardware}: must be a folder of hardware files")
     folders = [HARDWARE]
@@ -35,14 +35,16 @@ def answer(options: argparse.Namespace) -> Reply:
     file = read_all(options.cases, folders)
     if not file.cases:
         name, why = file.skipped[0]
-        raise ConfigError(f"{options.cases[0]}: no case can be predicted; {name}, the first: {why}")
+        raise ConfigError(
+            f"{options.cases[0]}: no case can be predicted; the first is {name}: {why}"
+        )
     scores = {_PLAIN: with_ranges(file)}
     if options.leave_out is not None or options.record is not None:
         scores[_LEFT_OUT] = with_ranges(left_out(file, scores[_PLAIN]))
     if options.record is not None:
         figures = accuracy_of(file, scores[_LEFT_OUT])
         if options.record.resolve() == RECORDED.resolve():
-            RECORDED.unlink()  # the figures that these replace
+            RECORDED.unlink()  # replaced by the new figures
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
     return Reply(page=lambda: page(scores), tree=lambda: _tree(scores))
 
@@ -56,42 +58,42 @@ def read_all(paths: Sequence[Path], folders: list[Path]) -> CaseFile:
 
 
 def _tree(scores: Mapping[str, Score]) -> Any:
-    """Returns the plain score, with the other by its name."""
+    """Returns the plain score with other scores under their names."""
     trees = {name.replace(" ", "_"): each.to_json() for name, each in scores.items()}
     return trees.pop(_PLAIN.replace(" ", "_")) | trees
 
 
 def with_ranges(file: CaseFile) -> Score:
-    """Returns the score of cases whose predictions have ranges."""
+    """Scores cases with the range of each prediction."""
     recorded = recorded_accuracy()
     return score(file, spread_of_case=lambda case: error_model_of(case.run, recorded))
 
 
 def recorded_accuracy() -> dict[str, Any]:
-    """Returns the planner's accuracy as it was last recorded in accuracy.json."""
+    """Returns the accuracy recorded in accuracy.json."""
     found: dict[str, Any] = json.loads(RECORDED.read_text())
     return found
 
 
 def how_sure(about: PlanRequest | PlannedRun) -> str:
-    """Returns the recorded errors on sources that nothing was set on."""
+    """Describes the recorded errors on held-out sources."""
     own = ""
     if about.shape.experts is not None:
-        own = "nothing was fitted to mixtures of experts (25 published runs: 8% off); "
+        own = "not fitted to mixtures of experts (25 published runs: 8% error); "
     elif about.framework.is_parallel3d:
-        own = "parallel3d itself was never measured on a GPU; "
+        own = "parallel3d has not been measured on GPUs; "
     known = recorded_accuracy()
     errors = known["blind"]
     return (
-        f"{own}median error on published runs whose source was left out "
-        f"{errors['throughput_median']:.1f}% of speed "
-        f"(90% within {errors['throughput_p90']:.0f}%) and {errors['memory_median']:.1f}% of memory"
-        f" ({errors['memory_p90']:.0f}%); scored {known['date']}"
+        f"{own}on published runs with the source held out the median error is "
+        f"{errors['throughput_median']:.1f}% for speed "
+        f"(90% within {errors['throughput_p90']:.0f}%) and {errors['memory_median']:.1f}% for "
+        f"memory (90% within {errors['memory_p90']:.0f}%); scored {known['date']}"
     )
 
 
 def accuracy_of(file: CaseFile, blind: Score) -> dict[str, Any]:
-    """Returns the figures that a plan quotes, dated today, with the source of each run left out."""
+    """Returns the accuracy for accuracy.json, dated today, with each source held out."""
     counted = {case.id for case in blind.cases if not case.apart and case.errors_pct}
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     figures = {"fit_accuracy": round(blind.fit.accuracy or 0.0, 2)}
@@ -109,7 +111,7 @@ def accuracy_of(file: CaseFile, blind: Score) -> dict[str, Any]:
 
 
 def page(scores: Mapping[str, Score]) -> Iterator[str]:
-    """Yields a table for each score: the totals, then a line for each source, and skipped cases."""
+    """Yields a table for each score: totals, a line per source, and skipped cases."""
     for title, found in scores.items():
         fits = f"{found.fit.cases:>6}{_percent(found.fit.accuracy):>8}"
         yield f"{title:<32}{'runs':>6}{'median':>8}{'p90':>8}{'bias':>8}{'in range':>10}"

@@ -1,2 +1,2 @@
-"""Devices and links: their peaks from hardware files, what a training framework adds, and what
-`calibrate` measured."""
+"""Devices and links from hardware files, profiles of training frameworks, and calibrated
+measurements."""

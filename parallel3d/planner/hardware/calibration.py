@@ -1,7 +1,9 @@
-"""What `parallel3d-plan calibrate` has measured on one host, the section `measured` of a hardware
-file: curves of kernels and collectives, and what this project's own framework adds to them. All
-seconds are those of a process that has a core (or a GPU) to itself; `time.calibrated`, which prices
-a step with them, says how ranks share the cores of a host.
+"""Measurements of one host by `parallel3d-plan calibrate`: the section `measured` of a hardware
+file.
+
+It holds curves of kernels and collectives, and the overhead of parallel3d. All seconds are those of
+a process that has a core or GPU to itself. `time.calibrated` prices a step from them and accounts
+for ranks that share cores.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from functools import lru_cache
 from math import exp, log
 from operator import itemgetter
 
-# [size, seconds], the sizes rising, and [side, depth, operations per second]
+# Points: (size, seconds) by increasing size. Rows: (side, depth, FLOP/s).
 Points = tuple[tuple[float, float], ...]
 Rows = tuple[tuple[float, float, float], ...]
 
 
 def seconds_at(points: Points, size: float) -> float:
-    """Returns the seconds of this size; beyond the ends the rate stays."""
+    """Interpolates the seconds for a size. The rate is constant beyond the ends."""
     if size <= 0:
         return 0.0
     smallest, _ = points[0]
@@ -29,14 +31,13 @@ def seconds_at(points: Points, size: float) -> float:
 
 
 def beyond_smallest_s(points: Points, size: float) -> float:
-    """Returns what this size takes beyond the smallest one."""
+    """Returns the seconds for this size minus those for the smallest size."""
     _, least_s = points[0]
     return max(0.0, seconds_at(points, size) - least_s)
 
 
 def rate_at(rows: Rows, side: float, depth: float) -> float:
-    """Returns the operations per second of [side, depth] x [depth, side]; beyond the edge as at
-    it."""
+    """Returns the FLOP/s of [side, depth] x [depth, side], clamped at the edges of the grid."""
     rates = [(each, _between(points, depth)) for each, points in _by_side(rows).items()]
     return _between(rates, side)
 
@@ -50,8 +51,7 @@ def _by_side(rows: Rows) -> dict[float, list[tuple[float, float]]]:
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Returns the value at this place, on a straight line in logarithms between neighbouring
-    points; beyond the ends that of the end."""
+    """Interpolates linearly in logarithms, clamped at the ends."""
     after = bisect_right(points, at, key=itemgetter(0))
     low, first = points[max(0, after - 1)]
     high, second = points[min(after, len(points) - 1)]
@@ -63,17 +63,17 @@ def _between(points: Sequence[tuple[float, float]], at: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Seconds that the framework takes whatever the sizes are (dispatch, Python, tiny messages),
-    and per parameter."""
+    """Framework overhead in seconds (dispatch, Python, small messages), independent of tensor
+    sizes."""
 
-    block: float  # for each block and microbatch, forward and backward
-    microbatch: float  # for each microbatch, embedding, head and loss included
-    layer: float  # for each layer, once a step
-    step: float  # once a step
-    parameter: float  # for each parameter that the rank holds, once a step
+    block: float  # per block and microbatch, forward and backward pass
+    microbatch: float  # per microbatch, including embedding, head and loss
+    layer: float  # per layer and step
+    step: float  # per step
+    parameter: float  # per parameter of the rank and step
 
     def plus(self, other: Overhead, factor: float = 1.0) -> Overhead:
-        """Returns the sum with `factor` times the other."""
+        """Returns this overhead plus `factor` times the other one."""
         return Overhead(
             **{name: value + factor * getattr(other, name) for name, value in vars(self).items()}
         )
@@ -84,7 +84,7 @@ NO_OVERHEAD = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRates:
-    """A causal kernel, by keys and head dim."""
+    """FLOP/s of a causal attention kernel, by sequence length and head dimension."""
 
     forward: Rows
     backward: Rows
@@ -92,58 +92,60 @@ class AttentionRates:
 
 @dataclass(frozen=True, kw_only=True)
 class OneProcess:
-    """What one process takes alone, with so many threads (or a GPU)."""
+    """Measurements of a single process with a given number of threads, or one GPU."""
 
     matmul: Mapping[str, Rows]  # by precision
     attention: Mapping[str, AttentionRates]  # by precision
-    # seconds per byte of a block's other operators, were each group of them one kernel
+    # Seconds per byte of a block's other operators, as if each group were one kernel.
     byte_s: float
-    gradient_s: float  # seconds to add a weight's gradient to that of earlier microbatches
-    logit_s: float  # seconds of the loss per logit, forward and backward
+    gradient_s: float  # seconds per element to accumulate a weight gradient
+    logit_s: float  # seconds of the loss per logit, forward and backward pass
     overhead: Overhead
-    # by kind: what it adds to a block beside the kernels that it repeats
+    # Seconds added to a block by each kind of recompute, in addition to the repeated kernels.
     recompute: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManyRanks:
-    """What several ranks of one host take together: the work of an axis, each kind of message, a
-    pipeline."""
+    """Measurements of several ranks on one host: overhead per axis, messages and pipeline
+    actions."""
 
-    contention: float  # how much longer equal work takes than the cores' share alone explains
-    action_s: float  # seconds that each action of a pipeline takes beside its work
+    contention: float  # slowdown of equal work in addition to the smaller share of cores
+    action_s: float  # overhead of each pipeline action in seconds
     transfer: Points  # a message between two stages, by bytes
-    axes: Mapping[str, Overhead]  # what an axis of this size adds
-    collectives: Mapping[str, Points]  # the tp layers' by kind, by bytes of the whole tensor
+    axes: Mapping[str, Overhead]  # overhead of an axis of this size
+    # collectives of tp layers, by kind and by bytes of the full tensor
+    collectives: Mapping[str, Points]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Everything that was measured on a host. `cores` counts those that its ranks share, 0 where
-    each rank has a device of its own. `synchronous` says that the host computes each operator
-    before it dispatches the next."""
+    """All measurements of a host.
+
+    `cores` is the number of cores that the ranks share, or 0 if each rank has its own device.
+    `synchronous` is True if the host finishes each operator before it dispatches the next.
+    """
 
     cores: int
     synchronous: bool
-    processes: Mapping[int, OneProcess]  # by threads
-    ranks: Mapping[int, ManyRanks]  # by how many
+    processes: Mapping[int, OneProcess]  # keyed by number of threads
+    ranks: Mapping[int, ManyRanks]  # keyed by number of ranks
 
     def process(self, ranks: int) -> OneProcess:
-        """Returns the measurement of one of so many ranks of a host, whose threads are its share of
-        the cores."""
+        """Returns the measurement of one of `ranks` processes that share the cores of a host."""
         threads = max(1, self.cores // ranks)
         return self.processes[_nearest(self.processes, threads)]
 
     def together(self, ranks: int) -> ManyRanks | None:
-        """Returns the measurement with so many ranks, or the next fewer; None where ranks do not
-        share a host."""
+        """Returns the measurement with this number of ranks or the next smaller one, or None if no
+        host is shared."""
         if not self.ranks or ranks == 1:
             return None
         return self.ranks[_nearest(self.ranks, ranks)]
 
     def overhead(self, axis: str, size: int) -> Overhead:
-        """Returns what an axis adds: as measured, or scaled by the logarithm from the next smaller
-        size that was."""
+        """Returns the overhead of an axis, scaled by the logarithm of its size from the next
+        smaller measured size."""
         sizes = [n for n, each in self.ranks.items() if axis in each.axes]
         if size == 1 or not sizes:
             return NO_OVERHEAD
@@ -152,8 +154,8 @@ class Calibration:
         return NO_OVERHEAD.plus(self.ranks[near].axes[axis], scale)
 
     def collective_s(self, kind: str, size: int, bytes_: float) -> float:
-        """Seconds of a collective beyond those of the smallest message, which are in the overhead
-        of the axis."""
+        """Returns the seconds of a collective minus those of the smallest message, which the axis
+        overhead includes."""
         if size == 1 or not self.ranks:
             return 0.0
         near = _nearest(self.ranks, size)
@@ -162,7 +164,6 @@ class Calibration:
 
 
 def _nearest(measured: Collection[int], wanted: int) -> int:
-    """Returns what was measured of this number, or of the next smaller one; of the smallest where
-    there is none."""
+    """Returns the largest measured number up to `wanted`, or the smallest one."""
     fewer = [number for number in measured if number <= wanted]
     return max(fewer, default=min(measured))

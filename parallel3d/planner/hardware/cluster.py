@@ -1,5 +1,4 @@
-"""Devices, the links between them, and clusters: figures read from `tools/hardware/*.yaml` or a
-user's own file."""
+"""Devices, links and clusters, read from `tools/hardware/*.yaml` or a user's file."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ AnyLink = TypeVar("AnyLink", bound="Link")
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """TFLOP/s by precision, dense."""
+    """Dense peak TFLOP/s by precision."""
 
     bf16: Positive
     fp16: Positive | None = None
@@ -38,7 +37,7 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPeaks:
-    """TFLOP/s that a fused causal kernel sustains, with heads of 128 on long sequences."""
+    """TFLOP/s that a fused causal kernel sustains with head dimension 128 on long sequences."""
 
     forward: Positive
     backward: Positive
@@ -46,23 +45,23 @@ class AttentionPeaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator: peaks from the vendor's data sheet, efficiencies measured (each file says
-    where)."""
+    """One accelerator. Peaks are from the data sheet, efficiencies are measured (sources are in
+    each file)."""
 
     peak_tflops: Peaks
     attention_tflops: AttentionPeaks
-    memory_gib: Positive  # what a process can have
+    memory_gib: Positive  # usable by one process
     memory_gb_per_s: Positive
-    processors: Count  # SMs or CUs: tiles that run at once
-    matmul_efficiency: Share  # of the peak that a large matrix product sustains
-    memory_efficiency: Share  # of the bandwidth that a streaming kernel sustains
+    processors: Count  # SMs or CUs
+    matmul_efficiency: Share  # fraction of the peak that a large matmul sustains
+    memory_efficiency: Share  # fraction of the bandwidth that a streaming kernel sustains
     name: str = ""
-    family: str = ""  # the architecture; software that is older than a family runs slower on it
-    cuda_names: tuple[str, ...] = ()  # the device as CUDA calls it
+    family: str = ""  # architecture, for example hopper
+    cuda_names: tuple[str, ...] = ()  # names that CUDA reports for the device
     kernel_s: Positive = 2.0e-6  # start and drain of one kernel
-    launch_s: Positive = 6.0e-6  # host time to launch one
+    launch_s: Positive = 6.0e-6  # host time to launch one kernel
     price_per_hour: Positive | None = None  # US dollars
-    price_from: str | None = None  # whose list says so, and of which date
+    price_from: str | None = None  # price list and its date
 
     @property
     def is_cpu(self) -> bool:
@@ -79,14 +78,14 @@ class Device:
 
     @property
     def gpu_bytes(self) -> float | None:
-        """The memory of a GPU, by which a framework may choose; None for a CPU."""
+        """Memory of a GPU, or None for a CPU. Frameworks choose chunk sizes by it."""
         if self.is_cpu:
             return None
         return self.memory_bytes
 
     @property
     def peak_flops(self) -> dict[str, float]:
-        """Operations per second by precision."""
+        """FLOP/s by precision."""
         peaks = vars(self.peak_tflops).items()
         return {precision: 1e12 * rate for precision, rate in peaks if rate is not None}
 
@@ -97,10 +96,10 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a link gives a collective between neighbours of a ring, in each direction."""
+    """Link between neighbours of a ring, per direction."""
 
     gb_per_s: Positive
-    latency_us: NonNegative  # of a hop
+    latency_us: NonNegative  # per hop
     efficiency: Share
 
     @property
@@ -124,8 +123,8 @@ class NodeLink(Link):
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Link):
-    """What each device has of its node's network. Its bandwidth is divided by `oversubscription`
-    across more than `whole_nodes`."""
+    """Each device's share of the network. Across more than `whole_nodes` nodes its bandwidth is
+    divided by `oversubscription`."""
 
     oversubscription: Positive = 1.0
     whole_nodes: Count = 32
@@ -133,7 +132,7 @@ class Network(Link):
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareFile:
-    # for pydantic; it holds for all sections
+    # Pydantic applies this to the nested sections, too.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
     device: Device
     node: NodeLink
@@ -143,10 +142,12 @@ class HardwareFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """What runs on a cluster were measured to take, over what is predicted of it: seconds of the
-    devices' own work, of what ranks send each other in a node and across the network, and the bytes
-    of all but parameters, gradients and optimizer states, which are counted exactly. `timed` and
-    `weighed` name the framework of each run whose step, and whose memory, was measured."""
+    """Ratios of measured to predicted values, from runs on this cluster.
+
+    `memory` scales all bytes except parameters, gradients and optimizer states, which are counted
+    exactly. `timed` and `weighed` name the framework of each run with a measured step time or
+    memory.
+    """
 
     arithmetic: float = 1.0
     node: float = 1.0
@@ -158,15 +159,15 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal devices."""
+    """Nodes of identical devices."""
 
     name: str
     device: Device
     node: NodeLink
     network: Network
-    device_file: str = ""  # the name of the file that describes the device
-    scales: Scales = Scales()  # by which `with_scales` has slowed it down
-    measured: Calibration | None = None  # what `calibrate` measured
+    device_file: str = ""  # name of the hardware file of the device, without suffix
+    scales: Scales = Scales()  # corrections that `with_scales` applied
+    measured: Calibration | None = None  # results of `calibrate`
 
     @property
     def gpus_per_node(self) -> int:
@@ -175,8 +176,8 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks of one axis: how many, how many of them share a node, and from how many nodes they
-    are picked."""
+    """The ranks of one axis: how many, how many per node, and the number of nodes that they
+    span."""
 
     size: int
     per_node: int
@@ -188,9 +189,11 @@ class Group:
 
 
 def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
-    """Returns the group of `size` ranks, `stride` apart, among `world` ranks. Where a node is no
-    multiple of such groups some of them lie across two nodes, and the slowest counts, unless all
-    ranks are on one node."""
+    """Returns the group of `size` ranks that are `stride` apart.
+
+    If groups do not divide a node evenly, some of them cross a node boundary and the slowest one
+    counts. This does not apply if all `world` ranks are on one node.
+    """
     node = cluster.gpus_per_node
     if world <= node:
         return Group(size=size, per_node=size)
@@ -202,10 +205,18 @@ def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group
 
 
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
-    """Reads the cluster of a hardware file: a name in `folders` (the last wins) or a path. A
-    cluster's file names its device's, which it is laid over: the links key by key. Its price is its
-    own, or nobody knows it: what a device costs elsewhere it does not cost there. Raises
-    ConfigError with the nearest names."""
+    """Loads a cluster from a hardware file.
+
+    The file of a cluster names a device file and overrides its links key by key. The price is taken
+    from the cluster file only.
+
+    Args:
+        name: Name of a file in `folders`, or a path.
+        folders: Folders to search. The last one takes precedence.
+
+    Raises:
+        ConfigError: The file is unknown or not valid. The message suggests similar names.
+    """
     path = _path(name, folders)
     tree = _load(path)
     device_file = path
@@ -216,7 +227,7 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
         below = _load(device_file)
         if isinstance(below.get("device"), str):
             raise ConfigError(
-                f"hardware {path}: device = {shown(device)}: is a cluster's file; name a device's"
+                f"hardware {path}: device = {shown(device)}: must be a device file, not a cluster's"
             )
         price = {key: tree.pop(key, None) for key in _PRICE_KEYS}
         tree = {
@@ -230,8 +241,8 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
 
 
 def cluster_of_cuda(cuda_name: str, folders: list[Path]) -> Cluster | None:
-    """Returns the device that CUDA calls `cuda_name`, by its full name, in its usual nodes; None
-    where no device's file of `folders` lists it."""
+    """Returns the cluster of a device by its CUDA name, in its usual nodes, or None if no file
+    lists it."""
     paths = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
     clusters = (load_cluster(str(path), folders) for path in paths)
     named = (cluster for cluster in clusters if cuda_name in cluster.device.cuda_names)
@@ -243,7 +254,7 @@ def _path(name: str, folders: list[Path]) -> Path:
         return Path(name)
     known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     if name.lower() not in known:
-        advice = f"known are {', '.join(sorted(known))}"
+        advice = f"choose from {', '.join(sorted(known))}"
         near = get_close_matches(name.lower(), known, n=3, cutoff=0.3)
         if near:
             advice = f"did you mean {', '.join(near)}?"
@@ -254,7 +265,7 @@ def _path(name: str, folders: list[Path]) -> Path:
 def _load(path: Path) -> dict[str, Any]:
     where = f"hardware {path}"
     try:
-        text = read_short(path, "a hardware file has some kB", _LARGEST_BYTES).decode()
+        text = read_short(path, "a hardware file has a few kB", _LARGEST_BYTES).decode()
         tree = yaml.load(text, PlainLoader)
     except yaml.MarkedYAMLError as problem:
         line = "" if problem.problem_mark is None else f":{problem.problem_mark.line + 1}"
@@ -263,18 +274,26 @@ def _load(path: Path) -> dict[str, Any]:
         said = " ".join(str(problem).split())
         raise ConfigError(f"{where}: cannot be read ({said})") from problem
     if not isinstance(tree, dict):
-        raise ConfigError(f"{where}: must hold the sections device, node and network")
+        raise ConfigError(f"{where}: must have the sections device, node and network")
     return tree
 
 
 def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") -> Cluster:
-    """Builds a cluster from the keys of a device's file. `where` is what an error calls the file.
-    Raises ConfigError for the first key that is missing, unknown or out of its range."""
+    """Builds a cluster from the tree of a hardware file.
+
+    Args:
+        tree: Sections `device`, `node` and `network`, and optionally `measured`.
+        name: Name of the cluster.
+        where: Name of the file in error messages.
+
+    Raises:
+        ConfigError: A key is missing, unknown or out of range.
+    """
     where = f"hardware {where or name}: "
     keys: HardwareFile | None
     keys, errors = read(HardwareFile, tree)
     if keys is None:
-        raise ConfigError(f"{where}{errors[0]} (parallel3d-plan hardware h100 shows a whole file)")
+        raise ConfigError(f"{where}{errors[0]} (for an example run parallel3d-plan hardware h100)")
     measured = None
     if keys.measured is not None:
         try:
@@ -282,7 +301,7 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
         except ValueError as problem:
             why = " ".join(str(problem).split())
             raise ConfigError(
-                f"{where}measured: must be as parallel3d-plan calibrate writes it ({why})"
+                f"{where}measured: must be written by parallel3d-plan calibrate ({why})"
             ) from problem
     return Cluster(
         name=name,
@@ -301,8 +320,7 @@ def with_links(
     node_gb_per_s: float | None,
     gpus_per_node: int | None,
 ) -> Cluster:
-    """Returns the same devices behind other links or in nodes of another size; None leaves what it
-    stands for."""
+    """Returns the cluster with other links or another node size. None keeps the value."""
     node = cluster.node
     network = cluster.network
     if network_gb_per_s is not None:
@@ -315,8 +333,8 @@ def with_links(
 
 
 def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
-    """Returns the cluster with everything that it does as much slower as the scales say: the rates
-    that are sustained, the seconds that a kernel, a launch or a message takes."""
+    """Returns the cluster slowed down by the scales: sustained rates, kernel, launch and link
+    latencies."""
     device = cluster.device
     slower = scales.arithmetic
     attention = device.attention_tflops

@@ -1,16 +1,16 @@
-"""What a training framework does that time and memory depend on, beside the layout.
+"""Profiles of training frameworks: their effect on time and memory in addition to the layout.
 
-Published runs do not differ by the names of their frameworks but by their kernels. So the planner
-knows five typical stacks:
+Published runs differ by kernels, not by the name of the framework. The planner has five typical
+stacks:
 
     eager       PyTorch, operator by operator, with FlashAttention-2
-    fused       Megatron-Core, Transformer Engine: fused kernels, traffic beside the compute
+    fused       Megatron-Core, Transformer Engine: fused kernels, overlapped communication
     compiled    torch.compile over a block
     jax         XLA
     softmax     before FlashAttention: matmuls around a fused softmax, dropout
 
-A framework is one of them, with the axes that it has. Figures without a source in their comment
-were set on the runs of tools/cases, all sources together (docs/explanation/planner.md, "Stacks").
+A framework is one of them plus the axes that it supports. Constants without a source in their
+comment were fitted on the runs of tools/cases, all sources together (docs/explanation/planner.md).
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkProfile:
-    """Kernels, overlap and bytes of a training framework."""
+    """Kernels, overlap and memory of a training framework."""
 
     name: str
     # kernels
-    quality: float = 1.04  # seconds of a step over those of the mechanisms (score.stack_quality)
+    quality: float = 1.04  # factor on the step time, fitted by score.stack_quality
     attention: Literal["flash", "softmax"] = "flash"
-    # memory traffic of norms, activations, residuals and rope: 1 is a kernel for each group
+    # Memory traffic of norms, activations, residuals and RoPE. 1 means one kernel per group.
     elementwise: float = 3.0
     dropout: bool = False
     # communication
-    action_s: float = 0.0  # between two actions of a pipeline rank
+    action_s: float = 0.0  # seconds between two actions of a pipeline rank
     # layouts
-    axes: tuple[str, ...] = ()  # that it has beside tp, pp and the data ranks: "cp", "ep"
-    splits_optimizer_alone: bool = False  # ZeRO-1 is what it does by itself
+    axes: tuple[str, ...] = ()  # axes in addition to tp, pp and data parallelism: "cp", "ep"
+    splits_optimizer_alone: bool = False  # True if the default sharding is ZeRO-1
     # bytes per parameter, before sharding
-    weight_bytes: float = 2.0  # of the copy that computes
+    weight_bytes: float = 2.0  # weights used in matmuls
     gradient_bytes: float = 4.0
-    optimizer_bytes: float = 12.0  # float32 weights and two moments
-    state_bytes: float = 8.0  # of these the optimizer's states, which are made in its first step
-    reduce_bytes: float = 2.0  # of a gradient on the wire
+    optimizer_bytes: float = 12.0  # float32 weights and two Adam moments
+    state_bytes: float = 8.0  # part of `optimizer_bytes` that the first optimizer step allocates
+    reduce_bytes: float = 2.0  # gradients in a reduction
     # bytes of activations
-    fused_mlp: bool = False  # silu(gate) of SwiGLU is not kept beside gate, up and their product
-    logit_bytes: float = 6.0  # kept or at once alive per logit at the loss
-    # memory outside the model
-    cache_bytes: float = 3e9  # cuBLAS workspaces, freed blocks of other sizes
-    context_bytes: float = 1.5e9  # CUDA context, cuBLAS and NCCL buffers: outside the allocator
-    fragmentation: float = 0.15  # of the allocated bytes: reserved and not allocated
+    fused_mlp: bool = False  # True if silu(gate) of SwiGLU is not saved
+    logit_bytes: float = 6.0  # live bytes per logit at the loss
+    # bytes outside the model
+    cache_bytes: float = 3e9  # cuBLAS workspaces and cached blocks of other sizes
+    context_bytes: float = 1.5e9  # CUDA context, cuBLAS and NCCL, outside the allocator
+    fragmentation: float = 0.15  # reserved but not allocated, as a fraction of allocated bytes
 
     @property
     def is_parallel3d(self) -> bool:
-        """Whether this project's own framework is meant, whose layouts and memory are known
-        exactly."""
+        """True for parallel3d, whose layouts and memory are known exactly."""
         return self.name == "parallel3d"
 
 
@@ -83,20 +82,20 @@ SOFTMAX = replace(
     fragmentation=0.08,
 )
 STACKS = {stack.name: stack for stack in (EAGER, FUSED, COMPILED, JAX, SOFTMAX)}
-# This project: layers/ for what its operators keep, sharding/ for the data dimension. Its kernels
-# are PyTorch's, as those of the eager stack; it was never measured on a GPU.
+# layers/ determines the saved activations, sharding/ the data-parallel memory. Kernels are those of
+# eager PyTorch. It has not been measured on GPUs.
 PARALLEL3D = replace(
     EAGER,
     name="parallel3d",
-    action_s=1e-4,  # Python between them
-    weight_bytes=4.0,  # FSDP2 keeps float32 and computes with a gathered 16-bit copy
+    action_s=1e-4,  # Python overhead
+    weight_bytes=4.0,  # FSDP2 keeps float32 and computes with an all-gathered 16-bit copy
     optimizer_bytes=8.0,
     reduce_bytes=4.0,
     cache_bytes=0.3e9,
     context_bytes=1.2e9,
     fragmentation=0.04,
 )
-# The same compiled block by block (`train.compile`).
+# parallel3d with blocks compiled by `train.compile`.
 COMPILED_PARALLEL3D = replace(
     PARALLEL3D, elementwise=COMPILED.elementwise, quality=COMPILED.quality
 )
@@ -111,8 +110,11 @@ FRAMEWORKS = {
 
 
 def in_precision(framework: FrameworkProfile, precision: str) -> FrameworkProfile:
-    """Returns the framework with the bytes of a precision: in pure bf16 weights, gradients and
-    states have 16 bits; there, and in float32, the weights have no copy."""
+    """Returns the framework with the bytes of a precision.
+
+    In pure bf16 weights, gradients and states have 16 bits. In pure bf16 and float32 the weights
+    have no second copy.
+    """
     states = framework.state_bytes
     if precision == "fp32":
         return replace(framework, weight_bytes=4.0, optimizer_bytes=states, reduce_bytes=4.0)

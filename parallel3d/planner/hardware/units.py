@@ -1,16 +1,16 @@
-"""The units that the planner's figures are written in, and how far they are rounded."""
+"""Units and rounding of the planner's figures."""
 
 from __future__ import annotations
 
 from typing import Any
 
 GIB = 2**30
-ROUNDED = 1 - 1e-9  # makes a lower bound one whatever the order of its sums
+ROUNDED = 1 - 1e-9  # keeps a lower bound valid whatever the order of its sums
 
 
 def rounded(value: object, digits: int = 5) -> Any:
-    """Returns plain data for JSON: floats with so many digits, at any depth of lists and dicts;
-    tuples become lists."""
+    """Returns plain data for JSON with floats rounded to `digits` significant digits at any
+    depth."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):

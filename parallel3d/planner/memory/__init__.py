@@ -1,2 +1,1 @@
-"""How many bytes a device holds, by kind, and which layout change would help where they do not
-fit."""
+"""Peak memory of each pipeline rank, by kind."""

@@ -1,29 +1,28 @@
-"""The bytes of activations that transformer blocks save for their backward pass. A test compares
-the formula with what autograd saves, within 3% below and 8% above.
+"""Bytes that a transformer block saves for its backward pass.
 
-After Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for the pre-norm blocks of models/
-with attention by a tiled kernel. Bytes of a microbatch of t = B S tokens, a number taking e bytes,
-and w = max(e, 4) where a norm or a softmax computes with it; n = tp, r = n with sequence
-parallelism, else 1:
+The formula follows Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for pre-norm blocks
+with a tiled attention kernel. It is at most 3% below and 8% above the bytes that autograd saves. A
+microbatch has t = B S tokens. An element has e bytes, and w = max(e, 4) bytes in a norm or softmax.
+n = tp, and r = n with sequence parallelism, else 1:
 
-    each of two RMSNorms   its input e D, inverse root mean square w, output (the next product's input) e D
-                           by operators of torch (CPUs): input w D, normalised input w D, w, and output e D     t / r
-    each of two LayerNorms its input e D, mean and inverse deviation 2 w, output e D                           t / r
-    norms of q and k       of each of H + G heads the input e K, w (on CPUs 2 w K, w); outputs are counted below t / n
-    attention              q e H K, k and v 2 e G K, its output (the next product's input) e H K                t / n
-                           its softmax, unless recomputed (selective): w H                                      t / n
-    by a kernel of GPUs that takes no grouped heads: k and v 2 e H K, unless recomputed                         t / n
-    in pieces (documents), unless recomputed: the pieces' outputs e H K                                         t / n
-    with its own dropout   instead of the softmax's w: q, k, v 3 e H K; of each score the softmax w, the mask 1
-                           and the dropped e: (w + 1 + e) H S                                                   t / n
-    by torch's last kernel (`math`), instead: q, k, v 3 e H K; of each score the softmax: 4 H S                 t / n
-    MLP with a gate        gate, up, act(gate), their product: 4 e F                                            t / n
-    MLP without            up, act(up): 2 e F                                                                   t / n
-    dropout                two masks of a byte: 2 D                                                             t / r
-    whole block recomputed its input e D, nothing else                                                          t / r
+    each of two RMSNorms   input e D, inverse root mean square w, output (input of the next matmul) e D       t / r
+                           with separate operators (CPU): input w D, normalized input w D, w, output e D      t / r
+    each of two LayerNorms input e D, mean and inverse deviation 2 w, output e D                              t / r
+    QK norms               input e K and w for each of H + G heads (on CPU 2 w K, w); outputs counted below   t / n
+    attention              q e H K, k and v 2 e G K, output (input of the next matmul) e H K                  t / n
+                           softmax statistics, unless recomputed (selective): w H                             t / n
+    ungrouped GPU kernels  k and v repeated for all heads 2 e H K, unless recomputed                          t / n
+    packed documents       output of each document e H K, unless recomputed                                   t / n
+    attention dropout      replaces w H: q, k, v 3 e H K, and per score the softmax w, the mask 1
+                           and the dropped softmax e: (w + 1 + e) H S                                         t / n
+    torch's math kernel    replaces w H: q, k, v 3 e H K, and per score the softmax: 4 H S                    t / n
+    gated MLP              gate, up, act(gate), act(gate) * up: 4 e F                                         t / n
+    MLP                    up, act(up): 2 e F                                                                 t / n
+    dropout                two masks of one byte: 2 D                                                         t / r
+    full recompute         input of the block e D, nothing else                                               t / r
 
-where ranks outnumber key-value heads, G = n. What is one for all blocks is not counted: rotary
-tables, dropout's key.
+G = n if there are more tp ranks than key-value heads. Tensors shared by all blocks are not counted:
+RoPE tables and the dropout key.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from parallel3d.planner.model.shapes import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class BlockActivations:
-    """One microbatch [batch, seq] of a block on one tp rank. `fused_norm`: as GPUs' kernels of
-    norms keep it."""
+    """One microbatch [batch, seq] of a block on one tp rank. `fused_norm` selects GPU norm
+    kernels."""
 
     shape: ModelShape
     batch: int
@@ -64,14 +63,14 @@ class BlockActivations:
         return between + mlp + tokens * self._attention_bytes(recompute)
 
     def _attention_bytes(self, recompute: BlockRecompute) -> int:
-        """Returns the bytes that attention saves of one token."""
+        """Returns the bytes that attention saves per token."""
         kernel = self.attention
         e = self.item_bytes
         heads = self.shape.heads // self.tp
         groups = max(self.shape.kv_heads // self.tp, 1)
         head_dim = self.shape.head_dim
         output = e * heads * head_dim
-        norms = 0  # of queries and keys
+        norms = 0  # norms of queries and keys
         if self.shape.qk_norm:
             norms = (heads + groups) * self.norm_bytes(head_dim)
         if recompute == "none" and (kernel.repeats_heads or kernel.kept_bytes):
@@ -85,15 +84,14 @@ class BlockActivations:
 
     @property
     def outside(self) -> int:
-        """Tokens of a rank outside attention and MLP."""
+        """Tokens per rank outside attention and MLP."""
         tokens = self.batch * self.seq
         if self.sequence_parallel:
             return tokens // self.tp
         return tokens
 
     def norm_bytes(self, features: int) -> int:
-        """Returns the bytes that a norm keeps of a vector of so many features, beside its
-        output."""
+        """Returns the bytes that a norm saves per vector of `features`, except its output."""
         kept = features * self.item_bytes
         wide = max(self.item_bytes, 4)
         if self.shape.layer_norm:

@@ -1,15 +1,15 @@
-"""The memory of a pipeline rank of this project's own framework at its peak: before or after a
-backward, or in the optimizer's step.
+"""Peak memory of a pipeline rank that runs parallel3d: before or after a backward pass, or in the
+optimizer step.
 
       static bytes          parameters, optimizer states and full gradients, by strategy (`states`)
-    + activations           microbatches that wait (`live`) x what a stage saves of one
+    + activations           live microbatches (`live`) x bytes that a stage saves per microbatch
     + gradients             of the stages that have some
-    + unsharded parameters  of the stages with microbatches that wait
-    + temporaries           of the first operators of a backward if it begins (the loss, or the last
-                            block), of the last ones if it ends (the first block, the embedding)
+    + unsharded parameters  of the stages with live microbatches
+    + temporaries           of the first operators of a backward pass (loss or last block) or of the
+                            last ones (first block, embedding)
     + messages              between stages, and copies of gradients that are sent
 
-It errs on the safe side: temporaries come beside all that waits.
+The estimate is conservative: temporaries are added to all live activations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel3d.schedules.schedule import SENDS_KEPT, Kind
 
 
 class RankEstimate:
-    """The bytes of one pipeline rank."""
+    """Memory of one pipeline rank."""
 
     def __init__(self, run: PlannedRun, rank: int) -> None:
         layout = run.layout
@@ -33,7 +33,8 @@ class RankEstimate:
         self.rank = rank
         self.states = states = RankStates(run, rank)
         self.microbatch = microbatch_bytes(run)
-        self.block = states.item * states.block.padded * states.is_sharded  # unsharded
+        # unsharded bytes of a block
+        self.block = states.item * states.block.padded * states.is_sharded
         self._backwards = fullest_backwards(
             layout.schedule,
             layout.pp,
@@ -42,27 +43,29 @@ class RankEstimate:
             layout.virtual_stages,
         )
         self._each: list[float] = []
-        # Which of a stage's blocks are recomputed depends on the number of its first one.
+        # The index of a stage's first block determines which of its blocks are recomputed.
         for stage, (_, first) in enumerate(run.stages_of(rank)):
             self._each += self._bytes(stage, first)
 
     def _bytes(self, stage: int, first: int) -> tuple[float, ...]:
-        """Returns a stage's bytes in the order of the numbers of `Backward`: activations of a
-        microbatch and what is left of them between the halves of a backward, unsharded parameters,
-        gradients before and after the last backward."""
+        """Returns a stage's bytes in the order of the five numbers of `Backward`.
+
+        They are the activations of a microbatch, those left between the halves of a backward pass,
+        unsharded parameters, and gradients before and after the last backward pass.
+        """
         states = self.states
         microbatch = self.microbatch
         part = states.parts[stage]
         unit = states.units[stage]
         end = states.ends[stage]
         every = self.run.layout.recompute_every
-        again = len(range(-first % every, part.layers, every))  # blocks that are recomputed
+        again = len(range(-first % every, part.layers, every))  # number of recomputed blocks
         head = microbatch.saved_by_head * part.head
         unsharded = unit.padded * states.is_sharded
-        if states.frees_forward:  # all but what the loss needs
+        if states.frees_forward:  # Only the parameters for the loss stay unsharded.
             unsharded = end.padded * part.head
         unreduced = 0.0
-        if states.reduces_each:  # those of the last unit may be on their way
+        if states.reduces_each:  # The gradients of the last unit may still be in flight.
             last = max(end.padded, states.block.padded)
             unreduced = states.master / states.shards * unit.padded + states.reduce * last
         elif states.is_sharded:
@@ -80,15 +83,17 @@ class RankEstimate:
 
     @property
     def least_bytes(self) -> tuple[float, float]:
-        """Returns bytes of states and of activations when most microbatches wait: those depend on
-        how data ranks share the states, these on what is recomputed."""
+        """Returns the bytes of states and of activations when most microbatches are live.
+
+        The first depend only on data-parallel sharding, the second only on recompute.
+        """
         fullest = max(self._backwards, key=lambda each: each.waiting)
         saved, halved, unsharded, *_ = self._by_kind(fullest.before)
         scale = self.run.cluster.scales.memory
         return sum(self.states.static_bytes) + scale * unsharded, scale * (saved + halved)
 
     def peak(self) -> RankMemory:
-        """Returns the rank's memory when it is largest."""
+        """Returns the rank's memory at its peak."""
         states = self.states
         run = self.run
         step = max(states.muon_step_bytes, states.buckets)
@@ -126,8 +131,10 @@ class RankEstimate:
         )
 
     def _temporaries(self, backward: Backward) -> tuple[float, float]:
-        """Returns the temporaries of the first operators of a backward, those of the loss, the head
-        and the last block, and of the last ones, those of the first block and the embedding."""
+        """Returns the temporaries of the first and of the last operators of a backward pass.
+
+        The first are loss, head and last block. The last are first block and embedding.
+        """
         states = self.states
         microbatch = self.microbatch
         part = states.parts[backward.stage]
@@ -136,7 +143,7 @@ class RankEstimate:
         end_sent = self._sent(backward, end)
         end_made = states.item * end.numel * states.is_sharded
         if backward.kind is Kind.WEIGHT:
-            made = 0  # by all blocks at once
+            made = 0  # created by all blocks at once
             if states.is_sharded and backward.has_gradients and states.item < states.master:
                 made = states.item * states.units[backward.stage].numel
             return microbatch.embedding, max(made, sent, end_sent)
@@ -148,12 +155,13 @@ class RankEstimate:
         if states.frees_forward:
             freed = 0
             block += 2 * self.block
-        # Gradients of the other blocks are sent, which may take the place of unreduced ones.
+        # Sent gradients of the other blocks may replace unreduced ones.
         others = 1 - 1 / max(part.layers, 1)
         if states.is_sharded:
             others = not backward.has_gradients or states.reduces_each
         after_one = block + sent * others - microbatch.kept - freed
-        forward = self.block + max(microbatch.saved, self.block)  # the next one is gathered
+        # The next block is already being gathered.
+        forward = self.block + max(microbatch.saved, self.block)
         first = max(forward, block, after_one) - microbatch.kept
         if part.head:
             if part.embedding and self.run.shape.tied_embeddings:
@@ -165,7 +173,7 @@ class RankEstimate:
         return first, last
 
     def _sent(self, backward: Backward, unit: Unit) -> float:
-        """Bytes of a unit's gradients that are sent and that arrive, or of buckets."""
+        """Bytes of a unit's gradients in a reduction, input and output, or of buckets."""
         states = self.states
         if not backward.is_last and not states.reduces_each:
             return 0.0

@@ -1,5 +1,5 @@
-"""What waits on a pipeline rank before and after each of its backward passes, counted from the
-schedule that is executed."""
+"""Live microbatches of a pipeline rank before and after each backward pass, counted from the
+schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Kind
 
 COMPLETE = (0, 0, 0, 0, 1)
-# What an action changes in the first two numbers of a stage (`Backward`).
+# Change of the first two numbers of a stage (`Backward`) by each action.
 _CHANGES = {
     Kind.FORWARD: (1, 0),
     Kind.BACKWARD: (-1, 0),
@@ -20,22 +20,24 @@ _CHANGES = {
 
 
 class Backward(NamedTuple):
-    """A backward pass of one of a rank's stages, or a half of it, and what waits before and after.
+    """A backward pass of one of a rank's stages, or half of one, with the live state before and
+    after.
 
-    What waits is five numbers for each stage of the rank: microbatches without a backward pass,
-    microbatches between the halves of theirs, and 1 or 0 for having either of these, for having
-    gradients that are incomplete, and for having complete ones."""
+    The state has five numbers for each stage: microbatches before their backward pass, microbatches
+    between the two halves of it, and three flags: the stage has either of these, it has incomplete
+    gradients, it has complete gradients.
+    """
 
-    stage: int  # an index of the rank's own stages
+    stage: int  # index among the rank's stages
     kind: Kind
-    is_last: bool  # of the stage
-    has_gradients: int  # 1 or 0, of the stage, before
+    is_last: bool  # True for the last one of the stage
+    has_gradients: int  # 1 if the stage has gradients before it, else 0
     before: tuple[int, ...]
     after: tuple[int, ...]
 
     @property
     def waiting(self) -> int:
-        """Microbatches of all stages that wait."""
+        """Live microbatches of all stages."""
         return sum(self.before[0::5]) + sum(self.before[1::5])
 
 
@@ -43,16 +45,18 @@ class Backward(NamedTuple):
 def fullest_backwards(
     name: ScheduleName, pp: int, rank: int, microbatches: int, virtual_stages: int
 ) -> tuple[Backward, ...]:
-    """Returns a few backward passes of a rank: of each stage and kind the first, the last and one
-    more, each the one before which most microbatches wait."""
+    """Returns up to three backward passes of each stage and kind.
+
+    They are the first, the last, and the one between them with most live microbatches.
+    """
     traits = schedule_traits(name)
-    if not traits.holds_whole_batch:  # more microbatches hold no more
+    if not traits.holds_whole_batch:  # more microbatches do not increase the peak
         microbatches = min(microbatches, 4 * pp + microbatches % pp)
     stages = [(0, 0, 0, 0, 0)] * virtual_stages
     left = [microbatches] * virtual_stages
     fullest: dict[object, Backward] = {}
     for stage_of_model, kind, _ in traits.builder(pp, rank, microbatches, virtual_stages):
-        stage = stage_of_model // pp  # every pp stages have one on each rank
+        stage = stage_of_model // pp  # each rank has one of every pp stages
         live, halved, _, gradients, _ = stages[stage]
         before = sum(stages, ())
         more_live, more_halved = _CHANGES[kind]

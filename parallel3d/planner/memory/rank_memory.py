@@ -1,4 +1,4 @@
-"""The record of a pipeline rank's memory: bytes at the fullest moment of a step, by kind."""
+"""The record of a pipeline rank's peak memory, by kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BESIDE_STATES = ("activations", "logits", "buffers", "temporary", "fragmentatio
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on each device of one pipeline rank at its peak; the fields up to `context` add up to
+    """Bytes per device of one pipeline rank at its peak. Fields up to `context` add up to
     `total`."""
 
     rank: int
@@ -20,30 +20,30 @@ class RankMemory:
     optimizer: float
     activations: float
     logits: float
-    buffers: float  # parameters gathered and gradients on their way (FSDP), received activations
-    temporary: float  # a block under recompute, the optimizer's temporaries
-    fragmentation: float = 0.0  # reserved by the allocator and not allocated
+    buffers: float  # all-gathered parameters, gradients in reduction (FSDP), received activations
+    temporary: float  # a recomputed block, temporaries of the optimizer step
+    fragmentation: float = 0.0  # reserved by the allocator but not allocated
     context: float = 0.0  # CUDA, cuBLAS and NCCL, outside the allocator
-    moment: str = ""  # of a step, at which a parallel3d run holds so much
+    moment: str = ""  # point of the step with the peak (parallel3d only)
 
     @property
     def allocated(self) -> float:
-        """What `torch.cuda.max_memory_allocated` says."""
+        """Estimate of `torch.cuda.max_memory_allocated`."""
         states = self.parameters + self.gradients + self.optimizer
         return states + self.activations + self.logits + self.buffers + self.temporary
 
     @property
     def total(self) -> float:
-        """What the device has in use (`nvidia-smi`)."""
+        """Memory in use on the device, as in `nvidia-smi`."""
         return self.allocated + self.fragmentation + self.context
 
     def with_beside_states(self, scale: float) -> RankMemory:
-        """Returns the memory with everything so many times as large that is neither a parameter nor
-        a gradient nor an optimizer's state."""
+        """Returns the memory with everything scaled except parameters, gradients and optimizer
+        states."""
         return replace(self, **{kind: scale * getattr(self, kind) for kind in _BESIDE_STATES})
 
     def of_kind(self, kind: MemoryKind) -> float:
-        """`reserved` is what `torch.cuda.max_memory_reserved` says."""
+        """Returns the bytes of a kind. `reserved` estimates `torch.cuda.max_memory_reserved`."""
         return {
             "allocated": self.allocated,
             "reserved": self.total - self.context,

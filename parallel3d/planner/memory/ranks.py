@@ -1,4 +1,4 @@
-"""The memory of a planned run's pipeline ranks, and the rank that needs most."""
+"""Memory of a planned run's pipeline ranks, and the rank with the highest peak."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from parallel3d.schedules.registry import SCHEDULES
 
 
 def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
-    """The memory of every pipeline rank; the ranks of the other axes have the same."""
+    """Returns the memory of each pipeline rank. It is the same on all ranks of the other axes."""
     return [rank_memory(run, rank) for rank in range(run.layout.pp)]
 
 
 def needed_bytes(run: PlannedRun, ranks: Iterable[RankMemory]) -> float:
-    """Returns what the fullest of a run's ranks cannot do without: the framework's allocator frees
-    the rest."""
+    """Returns the highest peak of any rank without memory that the framework's allocator can
+    free."""
     freed = 0 if run.framework.is_parallel3d else 1
     return max(memory.total - freed * memory.fragmentation for memory in ranks)
 
 
 def worst_rank(run: PlannedRun, *, enough: float = inf) -> RankMemory:
-    """Returns the memory of the pipeline rank that needs most, or the first that needs more than
-    `enough` bytes."""
+    """Returns the memory of the rank with the highest peak, or of the first one above `enough`
+    bytes."""
     worst = rank_memory(run, 0)
     for rank in _candidates(run):
         if worst.total > enough:
@@ -36,9 +36,11 @@ def worst_rank(run: PlannedRun, *, enough: float = inf) -> RankMemory:
 
 
 def _candidates(run: PlannedRun) -> Iterable[int]:
-    """Returns the ranks that can have a higher peak than the first: of schedules whose first ranks
-    hold most microbatches, the second, the last, and the first of those with most layers. If one of
-    several blocks is recomputed, ranks with as many layers differ."""
+    """Returns the ranks that can have a higher peak than the first.
+
+    If the first ranks hold most microbatches these are the second, the last and the one with most
+    layers. With `every_n` recompute, ranks with equally many layers differ.
+    """
     layout = run.layout
     traits = SCHEDULES.get(layout.schedule)
     last = layout.pp - 1
@@ -50,7 +52,7 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
 
 
 def rank_memory(run: PlannedRun, rank: int) -> RankMemory:
-    """A rank's memory, with what was measured of it on the cluster."""
+    """Returns the memory of a rank, corrected by the measurements of the cluster."""
     scale = run.cluster.scales.memory
     if run.runs_parallel3d:
         return RankEstimate(run, rank).peak().with_beside_states(scale)

@@ -1,9 +1,9 @@
 """Bytes of parameters, gradients and optimizer states of a pipeline rank, by strategy.
 
-The rank has P parameters, p = P / s of them on one of s data shards. A number takes e bytes in
-matmuls, m in the optimizer's copy and r on its way to other ranks, and has k bytes of states:
+The rank has P parameters, p = P / s of them on one of s data-parallel shards. An element has e
+bytes in matmuls, m in the optimizer's copy, r in a reduction, and k bytes of optimizer states:
 
-                  one data rank, NO_SHARD, SHARD_OPTIMIZER     sharded
+                  unsharded, NO_SHARD, SHARD_OPTIMIZER         sharded
     parameters    e P, and m P / s if e < m                    m p
     gradients     m P                                          r P until they are reduced, then m p
     optimizer     k P / s                                      k p
@@ -29,14 +29,14 @@ _BLOCK = StageSlice(layers=1, embedding=False, head=False)
 
 
 class Unit(NamedTuple):
-    """Numbers of parameters, and those of all data ranks' shards, which are padded."""
+    """Parameter counts: unsharded, and the sum over padded data-parallel shards."""
 
     numel: int
     padded: int
 
 
 class RankStates:
-    """The states of one pipeline rank, and the bytes of a number in each."""
+    """The states of one pipeline rank, and the bytes per element of each."""
 
     def __init__(self, run: PlannedRun, rank: int) -> None:
         layout = run.layout
@@ -51,10 +51,10 @@ class RankStates:
             layout.strategy, layout.gather_cadence
         )
         self.reduce = layout.reduce_bytes
-        # bytes of a number's gradient after the last backward pass of its stage
+        # Bytes per element of a gradient after the last backward pass of its stage.
         self.reduced = self.master / self.shards
         if layout.dp > layout.dp_shard and self.reduce != self.master:
-            self.reduced += self.reduce / self.shards  # the sum over replicas is kept too
+            self.reduced += self.reduce / self.shards  # The sum over replicas is kept, too.
         if run.offloads or not self.is_sharded:
             self.reduced = 0.0
         self.parts = tuple(part for part, _ in run.stages_of(rank))
@@ -63,7 +63,7 @@ class RankStates:
 
     @property
     def static_bytes(self) -> tuple[float, float, float]:
-        """Parameters, gradients and optimizer states that are there throughout a step."""
+        """Parameters, gradients and optimizer states that exist throughout a step."""
         if self.run.offloads:
             return 0.0, 0.0, 0.0
         numel = sum(unit.numel for unit in self.units)
@@ -76,13 +76,13 @@ class RankStates:
         masters = self.master * shard
         if self.is_sharded:
             return masters, 0.0, states
-        if self.item == self.master:  # matmuls take them as they are
+        if self.item == self.master:  # matmuls use the master weights
             masters = 0.0
         return self.item * numel + masters, self.master * numel, states
 
     @property
     def muon_step_bytes(self) -> float:
-        """What Muon makes for itself in a step; other optimizers step one tensor at a time."""
+        """Temporaries of a Muon step. Other optimizers update one tensor at a time."""
         muon = self.run.optimizer.muon
         if muon is None:
             return 0.0
@@ -91,7 +91,7 @@ class RankStates:
 
     @cached_property
     def buckets(self) -> float:
-        """Copies of full gradients that are sent: two buckets of each stage."""
+        """Copies of full gradients in reduction: two buckets per stage."""
         is_copied = self.shards > 1 or self.reduce != self.master
         if self.is_sharded or self.layout.dp == 1 or not is_copied:
             return 0.0
@@ -110,7 +110,7 @@ def _units(
     tp: int,
     shards: int,
 ) -> tuple[Unit, list[Unit], list[Unit]]:
-    """Counts a block, each stage, and its embedding or head, one of them if a stage has both."""
+    """Counts a block, each stage, and the embedding or head of each stage."""
 
     def unit(part: StageSlice) -> Unit:
         shard = rank_numel(shape, (part,), tp, shards=shards)

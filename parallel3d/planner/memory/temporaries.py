@@ -1,6 +1,5 @@
-"""What one microbatch takes on a tp rank: the bytes that a block and the head save for the backward
-pass, and the temporaries of the largest operators.
-"""
+"""Memory of one microbatch on a tp rank: saved activations of block and head, and the temporaries
+of the largest operators."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from parallel3d.training.loss_chunks import tokens_at_a_time
 
 
 class MicrobatchBytes:
-    """Bytes of one microbatch. `chunk`: tokens whose logits exist at a time; None: all."""
+    """Bytes of one microbatch. `chunk` is the number of tokens per chunk of logits, or None for
+    all."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class MicrobatchBytes:
         inputs = shape.feed_forward_inputs
         scores = tokens * block.seq * shape.heads // tp
 
-        # A block saves `saved`, or `kept` if it is recomputed, and passes on `hidden`. Inputs and
-        # output gradients of its matmuls wait between the halves of a backward pass.
+        # A block saves `saved`, or `kept` if it is recomputed, and passes on `hidden`. Between the
+        # halves of a split backward pass the inputs and output gradients of its matmuls stay alive.
         self.saved = block.bytes()
         self.kept = block.bytes("full" if recompute == "every_n" else recompute)
         self.hidden = item * block.outside * shape.hidden
         self.halved = block.bytes("selective") + 4 * (full - self.hidden) - (inputs - 1) * ffn
-        # The gradient of a column-parallel matmul's input. With sequence parallelism it is full
-        # before it is summed over tp, and so is the input, which is gathered again.
+        # Input gradient of a column-parallel matmul. With sequence parallelism it is full until it
+        # is reduce-scattered, and the input is gathered again.
         input_gradient = self.hidden
         if block.sequence_parallel and tp > 1:
             input_gradient += 3 * full
@@ -52,7 +52,7 @@ class MicrobatchBytes:
         self.backward = self.hidden + max(
             full + inputs * ffn + down,
             input_gradient + scores * block.attention.forward_bytes - inputs * ffn + up + down,
-            16 * self.hidden * block.dropout,  # drawing a mask takes 24 bytes a number
+            16 * self.hidden * block.dropout,  # drawing a mask takes 24 bytes per element
         )
         # The last norm and the head save their inputs and the logits.
         rows = vocabulary_rows(shape, tp)
@@ -61,19 +61,20 @@ class MicrobatchBytes:
         self.logits = 0 if chunk else item * logits
         self.saved_by_head = norm + full + self.logits
         self.embedding = 5 * full + table  # rows are summed in float32
-        # The softmax is in float32. In chunks, so are logits and the head's gradient.
+        # The softmax is in float32. If chunked, so are the logits and the head's gradient.
         self.loss = max(4 * logits, input_gradient + table)
         if chunk:
             self.loss = max(full + 6 * logits, input_gradient) + 4 * rows * shape.hidden
 
 
-# Compute capabilities by the family of a hardware file; any other GPU is taken for an A100, as all
-# later ones keep as much of attention.
+# Compute capability by the family of a hardware file. Other GPUs count as A100, because all later
+# ones save the same tensors for attention.
 _CAPABILITIES = {"volta": (7, 0), "hopper": (9, 0)}
 
 
 def microbatch_bytes(run: PlannedRun) -> MicrobatchBytes:
-    """Returns the bytes of a planned run's microbatch; windows are taken for whole sequences."""
+    """Returns the bytes of a planned run's microbatch. Attention windows count as full
+    attention."""
     layout = run.layout
     shape = run.shape
     device = run.cluster.device

@@ -1,2 +1,1 @@
-"""What is planned: the shape of a model, its parameters and floating-point operations, and the run
-that trains it."""
+"""The planned run: model shape, parameter and FLOP counts, and training options."""

@@ -1,6 +1,5 @@
-"""What takes the place of a block's usual halves: experts in the place of the feed-forward part (a
-mixture of experts), and attention whose keys and values come from a narrow vector (DeepSeek's).
-Frozen numbers, as a shape has them."""
+"""Mixture-of-experts layers and multi-head latent attention (DeepSeek), as parts of a model
+shape."""
 
 from __future__ import annotations
 
@@ -9,29 +8,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The feed-forward parts of a mixture's layer, of which a router chooses some for each
-    token."""
+    """The experts of an MoE layer. A router selects `per_token` of them for each token."""
 
     count: int
     per_token: int
-    hidden: int  # features within one
-    shared_hidden: int = 0  # features of those together that every token takes
-    shared_gate: bool = False  # a number that each token's shared part is multiplied with (Qwen 2)
-    router_bias: bool = False  # a number for each expert that balances them (DeepSeek V3)
-    # first layers, which have one feed-forward part of `ffn_hidden` and no experts
+    hidden: int  # hidden size of one expert
+    shared_hidden: int = 0  # total hidden size of the shared experts
+    shared_gate: bool = False  # True if a gate scales each token's shared output (Qwen 2)
+    router_bias: bool = False  # True if a bias per expert balances the router (DeepSeek V3)
+    # Number of first layers with a dense feed-forward layer of `ffn_hidden` instead of experts.
     dense_layers: int = 0
-    # a token's experts are of so many groups at most, one on each node
+    # Largest number of groups (nodes) that a token's experts may belong to, or None.
     most_groups: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1): queries, and keys with values,
-    by way of vectors of a low rank; a part of each head's queries and keys is turned, and that of
-    the keys is one for all heads."""
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    query_rank: int | None  # None: queries come from the hidden features at once
+    Queries, keys and values come from low-rank vectors. RoPE applies to a part of each query and
+    key. That part of the key is shared by all heads.
+    """
+
+    query_rank: int | None  # None if queries are projected from the hidden features directly
     key_value_rank: int
-    turned: int  # features of a head's query and key that carry the position
-    plain: int  # ... and those that do not
-    value: int  # features of a head's value
+    turned: int  # features per head of queries and keys with RoPE
+    plain: int  # features per head of queries and keys without RoPE
+    value: int  # features per head of values

@@ -1,6 +1,5 @@
-"""Shapes from the `config.json` of families that this project's trainer has no module for, as
-transformers 4 and 5 write it: mixtures of experts and Gemmas. What such a file says and a shape
-cannot say is an error or a note."""
+"""Shapes from the `config.json` of model families that the trainer cannot build: MoE models and
+Gemma. Settings that a shape cannot express raise an error or yield a note."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, from_config
 
-# which layers have experts, if a file says so: values that give them to all but the first ones
+# Keys that select MoE layers, with the values for experts in all layers after the first ones.
 _EXPERT_LAYERS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "moe_layer_freq": 1,
     "mlp_only_layers": [],
 }
-# what transformers takes for keys that a Gemma 3 leaves out
+# Defaults of transformers for keys that a Gemma 3 config omits.
 _GEMMA3 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -39,7 +38,7 @@ _GEMMAS: dict[str, Any] = {
     "lacks_module": "Gemma's scaled embeddings, norms after each half of a block and GeGLU",
 }
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-# by `model_type`: what a shape has beside numbers and experts
+# Fields of a shape in addition to sizes and experts, by `model_type`.
 PLANNED_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {"qkv_biases": True},
@@ -53,7 +52,7 @@ PLANNED_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class _Keys(NamedTuple):
-    """The numbers of a config.json. Those that are not whole are ConfigErrors."""
+    """The integers of a config.json. Other numbers raise ConfigError."""
 
     said: Mapping[str, Any]
     path: Path
@@ -68,8 +67,11 @@ class _Keys(NamedTuple):
 
 
 def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShape | None:
-    """Returns the shape of a config.json whose family is one of these; None for any other. Raises
-    ConfigError for what a shape cannot say."""
+    """Returns the shape of a config.json, or None if its family is not in `PLANNED_FAMILIES`.
+
+    Raises:
+        ConfigError: A shape cannot express the model.
+    """
     said = text_part(config)
     kind = str(said.get("model_type"))
     if kind not in PLANNED_FAMILIES:
@@ -80,8 +82,8 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     for key, usual in _EXPERT_LAYERS.items():
         if (said.get(key) or usual) != usual:
             raise ConfigError(
-                f"{path}: {key} = {said[key]}: must be {usual}, experts in every layer after the "
-                "first ones"
+                f"{path}: {key} = {said[key]}: must be {usual}, because experts must be in every "
+                "layer after the first ones"
             )
     plain = ModelConfig(
         name=name,
@@ -109,7 +111,7 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
 
 
 def _experts(keys: _Keys) -> Experts | None:
-    """Reads them under the names that Mixtral, Qwen and DeepSeek give them."""
+    """Reads the experts by the key names of Mixtral, Qwen and DeepSeek."""
     count = None
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         count = count or keys.optional(key)
@@ -118,7 +120,7 @@ def _experts(keys: _Keys) -> Experts | None:
     hidden = keys.optional("moe_intermediate_size") or keys.number("intermediate_size")
     gated = keys.optional("shared_expert_intermediate_size") or 0
     groups = keys.optional("topk_group")
-    if groups == keys.optional("n_group"):  # a token may go to all of them
+    if groups == keys.optional("n_group"):  # A token may use all groups.
         groups = None
     return Experts(
         count=count,
@@ -143,29 +145,29 @@ def _latent(keys: _Keys) -> LatentAttention:
 
 
 def hf_config_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what such a file says and the shape leaves out."""
+    """Yields a note for each part of a config.json that the shape omits."""
     said = text_part(config)
     if said is not config:
-        yield "the text model of config.json is planned, and what else it has (images) is left out"
+        yield "only the text model of config.json is planned, without other parts such as images"
     if said.get("num_nextn_predict_layers"):
         yield (
-            "num_nextn_predict_layers of config.json is left out: modules that predict more tokens "
-            "are not counted"
+            "num_nextn_predict_layers of config.json is ignored: modules that predict further "
+            "tokens are not counted"
         )
 
 
 def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields how a plan counts a window."""
+    """Yields a note on how the plan treats a window."""
     if layers := windowed_layers(config):
         yield (
-            f"sliding_window {sliding_window(config)} of config.json: the plan counts the time of "
-            f"attention with it in {layers} of {config['num_hidden_layers']} layers, and memory as "
-            "of whole attention"
+            f"sliding_window {sliding_window(config)} of config.json: attention is windowed in the "
+            f"time of {layers} of {config['num_hidden_layers']} layers, but memory counts full "
+            "attention"
         )
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of the text model where a config.json has those of several."""
+    """Returns the keys of the text model if a config.json describes several models."""
     part = config.get("text_config")
     if isinstance(part, Mapping):
         return {"model_type": f"{config.get('model_type')}_text", **part}

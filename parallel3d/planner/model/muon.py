@@ -1,5 +1,5 @@
-"""The matrices that Muon steps, as the ranks of a stage divide them (`optimizers.rounds`), and the
-bytes that its step makes. A step makes most in one of its rounds of matrices."""
+"""Matrices that Muon updates, their distribution over the ranks of a stage (`optimizers.rounds`),
+and the temporaries of a step. The largest round of matrices determines the peak."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from parallel3d.planner.model.shapes import ModelShape
 
 @dataclass(frozen=True)
 class MuonMatrix:
-    """A matrix that the ranks of a stage hold together: its full shape, the ranks that hold
-    different parts of it, and this rank's numbers."""
+    """A matrix distributed over the ranks of a stage.
+
+    `parts` is the number of ranks with different parts of it, `own` the elements on this rank.
+    """
 
     shape: tuple[int, int]
     parts: int
@@ -28,20 +30,19 @@ class MuonMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class MuonCosts:
-    """How Muon steps its matrices. AdamW steps everything else."""
+    """Bytes and iterations of Muon. AdamW updates all other parameters."""
 
-    state_bytes: int  # bytes of a number's momentum
-    item_bytes: int  # in which matrices are sent and made orthogonal
+    state_bytes: int  # per element of the momentum
+    item_bytes: int  # per element in the all-to-all and in the iterations
     iterations: int
 
 
 @lru_cache(maxsize=256)
 def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, ...]:
-    """Returns the matrices of a block in the order of their parameters; `shards` data ranks split a
-    matrix's rows."""
+    """Returns the matrices of a block in parameter order, rows sharded over `shards` ranks."""
     found: list[MuonMatrix] = []
     for full, part in zip(hidden_tables(shape, 1), hidden_tables(shape, tp), strict=True):
-        ranks = full.numel // part.numel  # that tp splits it over
+        ranks = full.numel // part.numel  # number of tp ranks that share the matrix
         own = part.shard(shards) // part.times
         matrix = MuonMatrix((full.rows, full.columns), shards * ranks, own)
         found += [matrix] * full.times
@@ -50,9 +51,11 @@ def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, 
 
 @lru_cache(maxsize=1024)
 def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, item_bytes: int) -> float:
-    """Returns the most bytes on the first of the `ranks` of a stage, which owns the most costly
-    matrix of each round. All of a rank's parts count as sent, and three float32 copies of the
-    largest."""
+    """Returns the peak bytes of a step on the first of `ranks` ranks.
+
+    That rank owns the most expensive matrix of each round. All its parts count as sent, plus three
+    float32 copies of the largest one.
+    """
     most = 0.0
     for some in runs(matrices, lambda each: each.numel / each.parts, most=ROUND_ELEMENTS):
         owners = owners_of([matrix.shape for matrix in some], ranks)
@@ -64,7 +67,7 @@ def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, item_bytes:
         if ranks == 1:
             most = max(most, sent + max(wide, iterating))
             continue
-        # for all that hold a part
+        # bytes for all ranks that hold a part
         results = item_bytes * sum(matrix.numel * ranks / matrix.parts for matrix in owned)
         exchanging = sent + max(sent, full)
         scattering = results + max(results, sent)

@@ -1,4 +1,4 @@
-"""Models by name: the shape cards of models/, and shapes that no recipe can train."""
+"""Models by name: the shape cards of models/, and shapes without a module in the trainer."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _TABLE = Path(__file__).with_name("named_shapes.yaml")
 
 
 def shape_names(cards: Mapping[str, Path]) -> list[str]:
-    """Returns every name that `named_shape` knows; `cards` are those of models/."""
+    """Returns all names that `named_shape` accepts. `cards` are those of models/."""
     return sorted({*cards, *_load(_TABLE)})
 
 
 def named_shape(name: str, cards: Mapping[str, Path]) -> ModelShape:
-    """Returns the shape of this name. Raises ConfigError for an unknown one."""
+    """Returns the shape with this name. Raises ConfigError if it is unknown."""
     if name in cards:
         return from_config(card_config(name, cards[name]))
     table = _load(_TABLE)
     if name not in table:
-        raise ConfigError(f"model {name}: unknown; see parallel3d-plan models")
+        raise ConfigError(f"model {name}: unknown; parallel3d-plan models lists the names")
     shape: ModelShape = adapter(ModelShape).validate_python({"name": name, **table[name]})
     return shape
 
 
 def card_config(name: str, path: Path) -> ModelConfig:
-    """Returns the model of a shape card."""
+    """Returns the model configuration of a shape card."""
     config: ModelConfig = adapter(ModelConfig).validate_python({"name": name, **_load(path)})
     return config
 

@@ -1,10 +1,9 @@
-"""Counts parameters, tensor by tensor, as frameworks cut them over tp and as `sharding/` cuts rows
-over dp_shard; and the floating-point operations of a token, by the definitions that papers and
-frameworks report with.
+"""Parameter counts per tensor, tp rank and data-parallel shard, and FLOPs per token by the common
+definitions.
 
-This project's own layers compute keys and values of fewer heads than tp ranks whole on each rank;
-Megatron and the papers repeat each head over tp / kv_heads ranks. A vocabulary is cut into parts of
-which the last may be smaller.
+If there are fewer key-value heads than tp ranks, parallel3d computes keys and values unsharded on
+each rank. Megatron-LM repeats each head on tp / kv_heads ranks. The last shard of a vocabulary may
+be smaller than the others.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ FlopsDefinition = Literal["model", "palm", "megatron_recompute", "blocks_recompu
 
 @dataclass(frozen=True)
 class Table:
-    """A parameter on a tp rank: rows, and numbers in each (1 for a vector). `times` counts equal
-    ones."""
+    """A parameter on a tp rank. Vectors have one column. `times` is the number of equal
+    parameters."""
 
     rows: int
     columns: int = 1
@@ -36,7 +35,7 @@ class Table:
         return self.shard(1)
 
     def shard(self, shards: int, rank: int = 0) -> int:
-        """Counts its numbers on one of `shards` data ranks, which split the rows."""
+        """Counts the elements on one of `shards` data-parallel ranks, which shard the rows."""
         rows = len(shard_rows(self.rows, rank, shards))
         return rows * self.columns * self.times
 
@@ -45,8 +44,11 @@ class Table:
 def block_tables(
     shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False, dense: bool = False
 ) -> tuple[Table, ...]:
-    """Returns a block's parameters on a tp rank; of a mixture those beside its experts, or those of
-    a `dense` layer. `repeats_kv_heads`: kv heads fewer than ranks are as in Megatron."""
+    """Returns a block's parameters on a tp rank, without experts.
+
+    `dense` selects a dense layer of an MoE model. `repeats_kv_heads` shards keys and values like
+    Megatron-LM.
+    """
     h = shape.hidden
     q = shape.query_hidden
     f = shape.ffn_hidden
@@ -75,8 +77,8 @@ def block_tables(
 
 
 def _latent_tables(shape: ModelShape, latent: LatentAttention, tp: int) -> list[Table]:
-    """Returns the parameters of latent attention: the narrow products and their norms are whole on
-    every tp rank."""
+    """Returns the parameters of latent attention. Low-rank matmuls and norms are unsharded on each
+    tp rank."""
     h = shape.hidden
     rank = latent.query_rank
     values = latent.key_value_rank
@@ -93,7 +95,7 @@ def _latent_tables(shape: ModelShape, latent: LatentAttention, tp: int) -> list[
 
 
 def _routed_tables(shape: ModelShape, experts: Experts, tp: int) -> list[Table]:
-    """Returns the router of a mixture's layer, and what is beside the experts that it chooses."""
+    """Returns the router and the shared experts of an MoE layer."""
     h = shape.hidden
     shared = experts.shared_hidden // tp
     tables = [Table(experts.count, h)]
@@ -107,7 +109,7 @@ def _routed_tables(shape: ModelShape, experts: Experts, tp: int) -> list[Table]:
 
 
 def expert_numel(shape: ModelShape, part: StageSlice) -> int:
-    """Counts the parameters of all experts in a stage, shared ones not among them."""
+    """Counts the parameters of all routed experts in a stage."""
     if shape.experts is None:
         return 0
     layers = part.layers - part.dense
@@ -119,15 +121,14 @@ def _one_expert(shape: ModelShape, experts: Experts) -> int:
 
 
 def hidden_tables(shape: ModelShape, tp: int, *, dense: bool = False) -> tuple[Table, ...]:
-    """Returns the matrices of a block on a tp rank, which Muon steps: q, k and v, o, then the
-    MLP's."""
+    """Returns the matrices of a block on a tp rank: q, k and v, o, then the MLP. Muon updates
+    these."""
     return tuple(table for table in block_tables(shape, tp, dense=dense) if table.columns > 1)
 
 
 @lru_cache(maxsize=256)
 def block_weights(shape: ModelShape) -> float:
-    """Counts the weights of a block's matrices that a token is multiplied with; of a mixture the
-    mean of its layers."""
+    """Counts the matmul weights per token in a block, averaged over the layers of an MoE model."""
     weights = sum(table.numel for table in hidden_tables(shape, 1))
     experts = shape.experts
     if experts is None:
@@ -138,16 +139,16 @@ def block_weights(shape: ModelShape) -> float:
 
 
 def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
-    """Counts the rows of the token table on a tp rank."""
+    """Counts the rows of the embedding table on a tp rank."""
     return len(shard_rows(shape.vocab, rank, tp))
 
 
 def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> tuple[Table, ...]:
-    """Returns what a stage has of embedding and head on a tp rank; a tied table comes once where it
-    has both."""
+    """Returns the embedding and head parameters of a stage on a tp rank. A tied table counts
+    once."""
     rows = vocabulary_rows(shape, tp, rank)
     tables = []
-    # data ranks split each of its vectors
+    # Data-parallel ranks shard each vector separately.
     norm = Table(shape.hidden, times=shape.norm_vectors)
     if part.embedding:
         tables.append(Table(rows, shape.hidden))
@@ -172,8 +173,10 @@ def rank_numel(
     at: tuple[int, int] = (0, 0),
     repeats_kv_heads: bool = False,
 ) -> int:
-    """Counts these stages' parameters on a rank, one of `shards` data ranks, a mixture's experts
-    not among them; `at`: its place on tp and dp_shard."""
+    """Counts the parameters of these stages on a rank, without experts.
+
+    `shards` is the number of data-parallel shards, `at` the rank's coordinates on tp and dp_shard.
+    """
     tp_rank, dp_rank = at
 
     def held(tables: Iterable[Table]) -> int:
@@ -189,19 +192,18 @@ def rank_numel(
 
 
 def whole_model(shape: ModelShape) -> StageSlice:
-    """Returns all of a model as one stage."""
+    """Returns the full model as one stage."""
     return StageSlice(layers=shape.layers, embedding=True, head=True, dense=shape.first_dense)
 
 
 def total_parameters(shape: ModelShape) -> int:
-    """Counts the parameters of the whole model, a tied table once."""
+    """Counts the parameters of the full model. A tied table counts once."""
     whole = whole_model(shape)
     return rank_numel(shape, (whole,), 1) + expert_numel(shape, whole)
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Counts the parameters that a token meets: all but those of the experts that the router does
-    not choose."""
+    """Counts the parameters used per token, that is without the experts that are not selected."""
     experts = shape.experts
     if experts is None:
         return total_parameters(shape)
@@ -210,7 +212,7 @@ def active_parameters(shape: ModelShape) -> int:
 
 
 def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """Returns the operations that the `mfu` of a plan and of the trainer's metrics counts."""
+    """Returns the FLOPs per token for the MFU of plans and trainer metrics."""
     return training_flops_per_token(
         layers=shape.layers,
         hidden=shape.hidden,
@@ -222,14 +224,14 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
 
 
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
-    """Returns the operations per token by another definition than the plan's own."""
+    """Returns the FLOPs per token by another definition."""
     attention = 12 * shape.layers * shape.attention_hidden * shape.attended(seq_len)
     blocks = shape.layers * block_weights(shape)
     head = shape.vocab * shape.hidden
     return {
         "model": model_flops_per_token(shape, seq_len),
-        "palm": 6 * active_parameters(shape) + attention,  # every parameter, look-up tables too
-        # SC21 equation 3: the blocks' forward twice
+        "palm": 6 * active_parameters(shape) + attention,  # all parameters, including embeddings
+        # SC21, equation 3: forward pass of the blocks twice
         "megatron_recompute": 8 * blocks + 6 * head + attention * 4 / 3,
         "blocks_recompute": 8 * blocks,
         "causal": 6 * (blocks + head) + attention / 2,

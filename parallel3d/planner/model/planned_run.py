@@ -1,4 +1,4 @@
-"""One training job as the planner sees it: a shape on a cluster in a layout, run by a framework."""
+"""One training job for the planner: shape, cluster, layout and framework."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from parallel3d.shard_sizes import largest_shard
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkLayout(ParallelConfig):
-    """A layout with the axes that other frameworks have beside this project's: cp divides each
-    sequence, ep a mixture's experts, over ranks of the same stage, which tp, cp and the data ranks
-    are."""
+    """A layout with two axes that only other frameworks support.
+
+    `cp` shards each sequence, `ep` the experts of an MoE model. The ranks of `ep` are those of tp,
+    cp and data parallelism within a stage.
+    """
 
     cp: int = 1
     ep: int = 1
@@ -37,15 +39,15 @@ AnyLayout = TypeVar("AnyLayout", bound=ParallelConfig)
 
 
 def varied(layout: AnyLayout, **changes: Any) -> AnyLayout:
-    """Returns a layout with other values of some fields, as `dataclasses.replace` does in ten times
-    as long: a search makes a hundred thousand of them."""
+    """Returns a copy of a layout with changed fields, ten times as fast as `dataclasses.replace`. A
+    search makes a hundred thousand copies."""
     made = object.__new__(type(layout))
     vars(made).update(vars(layout) | changes)
     return made
 
 
 def other_axes(parallel: ParallelConfig) -> tuple[int, int]:
-    """Returns cp and ep of a layout, 1 where it has no such axes."""
+    """Returns cp and ep of a layout, or 1 for missing axes."""
     if isinstance(parallel, FrameworkLayout):
         return (parallel.cp, parallel.ep)
     return (1, 1)
@@ -53,26 +55,27 @@ def other_axes(parallel: ParallelConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLayout(FrameworkLayout):
-    """A layout with its microbatches, and what published runs have beyond it: shards of each kind
-    of state, schedules and a recompute ("op") of their own frameworks. `sharding` is None in a
-    published run."""
+    """A layout with its microbatches and the options of published runs.
+
+    These are shard counts for each kind of state, and schedules and recompute modes ("op") of other
+    frameworks. `sharding` is None for a published run.
+    """
 
     microbatches: int = 1
-    expert_tp: int = 1  # ranks that divide one expert
-    parameter_shards: int = 1  # ranks that one parameter is split over (ZeRO-3); 1: whole on each
+    expert_tp: int = 1  # ranks that share one expert
+    parameter_shards: int = 1  # ranks that share one parameter (ZeRO-3), or 1 if unsharded
     gradient_shards: int = 1
     optimizer_shards: int = 1
-    recompute_every: int = 1  # one of so many blocks is recomputed
+    recompute_every: int = 1  # one of this many blocks is recomputed
 
     @property
     def expert_replicas(self) -> int:
-        """How many ranks of a stage hold the same part of the same experts."""
+        """Number of ranks in a stage with the same part of the same experts."""
         ranks = self.dp * self.cp * self.tp
         return max(1, ranks // (self.ep * self.expert_tp))
 
     def expert_shards(self, shards: int) -> int:
-        """Returns over how many ranks a state of the experts is split that others have on so
-        many."""
+        """Returns the number of shards of an expert state if other states have `shards` shards."""
         if shards == 1:
             return 1
         own_shards = shards * self.tp // (self.ep * self.expert_tp)
@@ -80,13 +83,13 @@ class RunLayout(FrameworkLayout):
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of a gradient's number on its way."""
+        """Bytes per element of a gradient in a reduction."""
         return 2 if self.reduce_dtype == "bf16" else 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A model's shape on a cluster in a layout, run by a framework."""
+    """A model shape on a cluster in a layout, run by a framework."""
 
     shape: ModelShape
     cluster: Cluster
@@ -94,18 +97,17 @@ class PlannedRun:
     framework: FrameworkProfile
     seq_len: int
     precision: str = "bf16"
-    # what parallel3d keeps beside parameters and gradients
+    # Options that affect the memory of parallel3d.
     optimizer: OptimizerMemory = OptimizerMemory()
 
     @property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one rank."""
+        """Tokens per microbatch and rank."""
         return self.layout.microbatch_size * self.seq_len // self.layout.cp
 
     @property
     def routed_rows(self) -> float:
-        """Tokens of one microbatch that the experts on a rank compute, as often as a token has
-        experts, where all have equally many."""
+        """Rows that the experts of a rank compute per microbatch with a balanced router."""
         experts = self.shape.experts
         layout = self.layout
         if experts is None:
@@ -114,56 +116,55 @@ class PlannedRun:
 
     @property
     def rank_vocab(self) -> int:
-        """Rows of the token table on a tp rank: frameworks that pad go to a multiple of 128
-        (Megatron's default)."""
+        """Rows of the embedding table on a tp rank, padded to 128 like Megatron-LM for other
+        frameworks."""
         step = 1 if self.framework.is_parallel3d else 128
         return largest_shard(self.shape.vocab, step * self.layout.tp) * step
 
     @property
     def item_bytes(self) -> float:
-        """Bytes of one element of an activation."""
+        """Bytes per element of an activation."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def runs_parallel3d(self) -> bool:
-        """Whether this project's own framework runs it, in a layout of its own."""
+        """True if parallel3d runs it in one of its own layouts."""
         return self.framework.is_parallel3d and self.layout.sharding is not None
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of one block on a tp rank, as the framework cuts it; of a mixture without its
-        experts."""
+        """Parameters of one block on a tp rank, without experts."""
         return self.stage_parameters(StageSlice(layers=1, embedding=False, head=False))
 
     def stage_parameters(self, part: StageSlice) -> int:
-        """Counts the parameters of a slice of the model on a tp rank, as the framework cuts it."""
+        """Counts the parameters of a slice of the model on a tp rank, without experts."""
         return rank_numel(
             self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d
         )
 
     def stage_experts(self, part: StageSlice) -> int:
-        """Counts the parameters of the experts that a rank has of a slice of the model."""
+        """Counts the expert parameters on a rank for a slice of the model."""
         return expert_numel(self.shape, part) // (self.layout.ep * self.layout.expert_tp)
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters, gradients and optimizer states leave the device."""
+        """True if parameters, gradients and optimizer states are on the CPU between uses."""
         return self.layout.offload and not self.on_cpu
 
     @property
     def on_cpu(self) -> bool:
-        """Whether operators are the CPU's, and no CUDA takes memory."""
+        """True if the devices are CPUs."""
         return self.cluster.device.is_cpu
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of gradients of whole parameters that are sent in one go, at least."""
+        """Smallest size of a gradient bucket in bytes. Buckets never split a parameter."""
         usual = usual_bucket_mib(on_gpu=not self.on_cpu)
         return int((self.layout.bucket_mib or usual) * 2**20)
 
     @property
     def sharding_rounds(self) -> tuple[int, int]:
-        """Returns how often a step gathers sharded parameters, and reduces their gradients."""
+        """Returns the number of parameter gathers and of gradient reductions per step."""
         layout = self.layout
         if not self.framework.is_parallel3d:
             rounds = layout.microbatches if self.gathers_each_microbatch else 1
@@ -173,10 +174,12 @@ class PlannedRun:
 
     @property
     def gathers_each_microbatch(self) -> bool:
-        """Whether sharded parameters are freed and gathered again for every microbatch's forward
-        and backward. Inside a pipeline frameworks keep them from a stage's first microbatch to its
-        last (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`; Llama 3, arXiv
-        2407.21783, section 3.3.2)."""
+        """True if each microbatch gathers sharded parameters again in both passes.
+
+        In a pipeline, frameworks keep them from a stage's first microbatch to its last
+        (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`; Llama 3, arXiv
+        2407.21783, section 3.3.2).
+        """
         if "microbatch" in (self.layout.gather_cadence, self.layout.reduce):
             return True
         if self.layout.pp > 1:
@@ -193,8 +196,7 @@ class PlannedRun:
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """Layers of each stage: as its framework cuts them, this project's own by what they cost
-        (`balance`)."""
+        """Layers of each stage. parallel3d balances stages by cost (`balance`)."""
         layers = self.shape.layers
         layout = self.layout
         if layout.stage_boundaries is not None:
@@ -205,17 +207,16 @@ class PlannedRun:
 
     @cached_property
     def stages(self) -> tuple[StageSlice, ...]:
-        """The slices of the model, in its order."""
+        """The stages in model order."""
         return _slices(self._layers, self.shape.first_dense)
 
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:
-        """What each pipeline rank holds: all of its stages together."""
+        """The layers and ends of each pipeline rank, all its stages together."""
         return _together(self.stages, self.placement)
 
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
-        """Returns a pipeline rank's stages, each with the index of its first block in the whole
-        model."""
+        """Returns a pipeline rank's stages, each with the model index of its first block."""
         found = []
         first = 0
         for stage, holder in zip(self.stages, self.placement, strict=True):
@@ -226,8 +227,8 @@ class PlannedRun:
 
     @property
     def schedule(self) -> ScheduleName:
-        """The pipeline's schedule; for published ones that `schedules/` does not have (zb-1p and
-        zb-2p) the one that is most like them."""
+        """The schedule, or the closest one in `schedules/` for zb-1p and zb-2p of published
+        runs."""
         name = self.layout.schedule
         return name if name in SCHEDULES else "zb_h1"
 
@@ -238,14 +239,14 @@ class PlannedRun:
         return placement(self.schedule, pp=layout.pp, virtual_stages=layout.virtual_stages)
 
     def group(self, size: int, stride: int) -> Group:
-        """Returns the group of so many ranks, `stride` apart: 1 over tp, tp over cp and the data
-        ranks."""
+        """Returns the group of `size` ranks with this stride: 1 for tp, tp for cp and data
+        parallelism."""
         return axis_group(self.cluster, size, stride, world=self.layout.world_size)
 
 
 @lru_cache(maxsize=4096)
 def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
-    """Returns the stages; the first `dense` layers of the model have no experts."""
+    """Returns the stages of a model whose first `dense` layers have no experts."""
     last = len(layers) - 1
     stages = []
     for index, count in enumerate(layers):
@@ -266,7 +267,7 @@ def _together(stages: tuple[StageSlice, ...], placement: tuple[int, ...]) -> tup
 
 @lru_cache(maxsize=4096)
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
-    """Cuts the layers as the trainer does, by `ModelConfig.part_costs`."""
+    """Splits the layers like the trainer, by `ModelConfig.part_costs`."""
     costs = PartCosts.of(
         block_weights=block_weights(shape),
         hidden=shape.hidden,
@@ -279,7 +280,7 @@ def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...
 
 @lru_cache(maxsize=4096)
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Returns the layers of each stage: even, what is left over in the middle."""
+    """Returns the layers of each stage: even, with the remainder on the middle stages."""
     each, left = divmod(layers, stages)
     first = (stages - left) // 2
     last = stages - left - first
@@ -287,16 +288,18 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def other_gather(pp: int, microbatches: int) -> Cadence:
-    """Returns how often frameworks other than this project gather sharded parameters: once a step,
-    which frees them between uses if the step has a single microbatch and no pipeline."""
+    """Returns the gather cadence of other frameworks, which is once per step.
+
+    With a single microbatch and no pipeline, parameters are freed between uses.
+    """
     return "microbatch" if pp == microbatches == 1 else "step"
 
 
 def from_config(
     parallel: ParallelConfig, global_batch_size: int, framework: FrameworkProfile
 ) -> RunLayout:
-    """Returns the layout of a recipe, run by this project's own framework, or of a framework that
-    has more axes: what is split over the data ranks is split over cp too."""
+    """Adds microbatches and shard counts to the layout of a recipe or framework. Data-parallel
+    shards are distributed over cp ranks, too."""
     cp, _ = other_axes(parallel)
     microbatches = global_batch_size // (parallel.dp * parallel.microbatch_size)
     gather = parallel.gather_cadence

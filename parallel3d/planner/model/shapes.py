@@ -1,6 +1,8 @@
-"""The shape of a transformer, as much of it as memory and time depend on; `parameters` counts its
-parameters. Beside `models/` it covers what other frameworks train: GPT with ALiBi positions,
-Nemotron (squared ReLU), Gemma, mixtures of experts."""
+"""Model shapes: the sizes and options that memory and time depend on.
+
+In addition to `models/` they cover models of other frameworks: GPT with ALiBi, Nemotron (squared
+ReLU), Gemma and mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +20,32 @@ Positions = Literal["rope", "learned", "alibi", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The numbers of a decoder-only transformer."""
+    """Sizes and options of a decoder-only transformer."""
 
     name: str
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int  # features of one head
+    head_dim: int  # features per head
     ffn_hidden: int
     vocab: int
     feed_forward: FeedForward = "swiglu"
     positions: Positions = "rope"
     position_rows: int = 0  # rows of a learned position table
     tied_embeddings: bool = False
-    biases: bool = False  # on every linear layer (GPT)
-    qkv_biases: bool = False  # on q, k and v alone (Qwen 2)
-    qk_norm: bool = False  # RMSNorm of each head's queries and keys (Qwen 3)
-    layer_norm: bool = False  # LayerNorm (weight and bias) in the place of RMSNorm (weight)
-    embedding_norm: bool = False  # BLOOM's norm after the embedding
-    block_norms: int = 2  # norms of the hidden features in a block (Gemma 2 and 3 have four)
-    qk_norm_whole: bool = False  # qk_norm is over all heads together (OLMoE)
-    window: int | None = None  # most keys that a query sees in `windowed_layers` of the layers
+    biases: bool = False  # biases of all linear layers (GPT)
+    qkv_biases: bool = False  # biases of q, k and v only (Qwen 2)
+    qk_norm: bool = False  # RMSNorm of queries and keys per head (Qwen 3)
+    layer_norm: bool = False  # LayerNorm with weight and bias instead of RMSNorm
+    embedding_norm: bool = False  # norm after the embedding (BLOOM)
+    block_norms: int = 2  # norms per block (Gemma 2 and 3 have four)
+    qk_norm_whole: bool = False  # RMSNorm of queries and keys over all heads (OLMoE)
+    window: int | None = None  # attention window in `windowed_layers` of the layers, in tokens
     windowed_layers: int = 0
-    experts: Experts | None = None  # a mixture has them in the place of one feed-forward part
+    experts: Experts | None = None  # None for a dense model
     latent: LatentAttention | None = None
-    # what this project's trainer does not have of it, in words; empty where it has everything
+    # Parts that the trainer has no module for, or "".
     lacks_module: str = ""
 
     @property
@@ -53,40 +55,39 @@ class ModelShape:
 
     @property
     def kv_hidden(self) -> int:
-        """Features of all keys (or all values)."""
+        """Features of all keys, or of all values."""
         return self.kv_heads * self.head_dim
 
     @property
     def feed_forward_inputs(self) -> int:
-        """Matrices that go from hidden to ffn_hidden: gate and up of SwiGLU, else one."""
+        """Number of matrices from hidden to ffn_hidden: 2 for gated activations, else 1."""
         if self.is_gated:
             return 2
         return 1
 
     @property
     def is_gated(self) -> bool:
-        """Whether a gate multiplies the feed-forward part's features."""
+        """True if a gate multiplies the features of the MLP."""
         return self.feed_forward in ("swiglu", "geglu")
 
     @property
     def first_dense(self) -> int:
-        """How many of a mixture's first layers have no experts."""
+        """Number of first layers without experts in an MoE model."""
         if self.experts is None:
             return 0
         return self.experts.dense_layers
 
     @property
     def attention_hidden(self) -> int:
-        """Features of all heads that a query and a key, or a score and a value, are multiplied
-        over."""
+        """Mean number of features in the two attention matmuls, over all heads."""
         latent = self.latent
         if latent is None:
             return self.query_hidden
         return self.heads * (latent.turned + latent.plain + latent.value) // 2
 
     def attended(self, seq_len: int) -> float:
-        """Counts the keys of a query as FLOPs count them, all of a causal sequence; the mean over
-        the layers."""
+        """Returns the keys per query for FLOPs, without the causal mask, averaged over the
+        layers."""
         if self.window is None:
             return seq_len
         share = self.windowed_layers / self.layers
@@ -94,7 +95,7 @@ class ModelShape:
 
     @property
     def norm_vectors(self) -> int:
-        """The parameters of one norm: its weight, and the bias of a LayerNorm."""
+        """Vectors per norm: the weight, and the bias of a LayerNorm."""
         if self.layer_norm:
             return 2
         return 1
@@ -102,12 +103,12 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSlice:
-    """What one pipeline stage holds of the model."""
+    """The part of the model in one pipeline stage."""
 
     layers: int
     embedding: bool
     head: bool
-    dense: int = 0  # layers of a mixture that have no experts
+    dense: int = 0  # MoE model layers without experts
 
     def plus(self, other: StageSlice) -> StageSlice:
         return StageSlice(
@@ -119,13 +120,12 @@ class StageSlice:
 
 
 def from_config(config: ModelConfig) -> ModelShape:
-    """Returns the shape of a recipe's `model` section. Raises ConfigError for a class of the
-    user's, whose bytes and seconds nobody here knows."""
+    """Returns the shape of a recipe's `model` section. Raises ConfigError for a custom class."""
     if config.is_custom:
         raise ConfigError(
-            f"model.architecture = {config.architecture}: the planner knows the memory and the "
-            "time of llama and gpt, and not those of a class of your own; train a few steps, which "
-            "print both, or plan with model.architecture=llama and its numbers for a rough idea"
+            f"model.architecture = {config.architecture}: the planner supports llama and gpt, not "
+            "custom classes; for a rough estimate plan with model.architecture=llama and the same "
+            "sizes, or train a few steps, which print time and memory"
         )
     is_gpt = config.architecture == "gpt"
     return ModelShape(

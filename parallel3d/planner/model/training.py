@@ -1,5 +1,4 @@
-"""What a recipe says of its training that a plan of this project's own framework counts, and what a
-plan leaves out."""
+"""Training options of a recipe that affect the plan, and options that the plan ignores."""
 
 from __future__ import annotations
 
@@ -12,21 +11,21 @@ from parallel3d.planner.model.muon import MuonCosts
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """What a recipe's optimizer, dropout, documents and loss add to a rank's memory; by default
-    AdamW beside float32 masters."""
+    """Memory effects of optimizer, dropout, documents and loss. The default is AdamW with float32
+    master weights."""
 
-    state_bytes: float = 8.0  # bytes of a parameter's optimizer states
-    # Muon's matrices of blocks; those bytes are of all other parameters then
+    state_bytes: float = 8.0  # optimizer states, per parameter
+    # Muon for the matrices of blocks. `state_bytes` then applies to all other parameters.
     muon: MuonCosts | None = None
-    has_dropout: bool = False  # dropout between the layers
+    has_dropout: bool = False  # dropout between layers
     has_attention_dropout: bool = False
-    has_documents: bool = False  # attention stays within documents
-    # tokens whose logits exist at a time; None: as the trainer chooses
+    has_documents: bool = False  # attention masked to documents
+    # Tokens per chunk of logits, or None for the trainer's choice.
     loss_chunk_tokens: int | None = None
 
 
 def master_bytes(precision: str) -> int:
-    """Returns the bytes of a number of the weights that the optimizer steps."""
+    """Returns the bytes per element of the master weights."""
     if precision == "bf16_pure":
         return 2
     return 4
@@ -35,8 +34,11 @@ def master_bytes(precision: str) -> int:
 def optimizer_memory(
     recipe: Recipe, *, precision: str | None = None, state_bits: int | None = None
 ) -> OptimizerMemory:
-    """Reads it from a recipe, trained in another precision or with other bits of a number of the
-    optimizer's states; `unmodeled_settings` says what it leaves out."""
+    """Returns the memory effects of a recipe, optionally with another precision or optimizer state
+    width.
+
+    `unmodeled_settings` yields the settings that it ignores.
+    """
     optimizer = recipe.optimizer.resolved
     master = master_bytes(precision or recipe.train.precision)
     width = {None: master, "fp32": 4, "bf16": 2}[recipe.optimizer.state_dtype]
@@ -64,28 +66,28 @@ def optimizer_memory(
 
 
 def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Yields the settings that would change the memory and are not counted, with what is counted
-    and a remedy."""
+    """Yields each setting that affects memory but is not modeled, with the assumption and a
+    remedy."""
     train = recipe.train
     every = recipe.local_sgd.sync_every
     has_window = recipe.model.has_window(train.seq_len)
     if has_window and train.precision == "fp32" and train.device != "cpu":
-        known = "the memory model knows windows in float32 on CPUs alone"
+        known = "the memory model supports float32 windows only on CPUs"
         yield f"model.window = {recipe.model.window}", known, "model.window=null"
     if every is not None:
-        known = "the memory model knows replicas that sum their gradients in each step"
+        known = "the memory model assumes that replicas sum gradients in each step"
         yield f"local_sgd.sync_every = {every}", known, "local_sgd.sync_every=null"
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yields what a plan, which chooses layouts of its own, does not count of a recipe."""
+    """Yields the settings of a recipe that a plan ignores."""
     yield from (
-        f"{setting} is not counted: {known}" for setting, known, _ in unmodeled_settings(recipe)
+        f"{setting} is ignored: {known}" for setting, known, _ in unmodeled_settings(recipe)
     )
     if recipe.model.attention_dropout:
-        where = "in memory alone: its time is taken for a fused kernel's"
+        where = "in memory only, with the time of a fused kernel"
         yield f"model.attention_dropout = {recipe.model.attention_dropout} is counted {where}"
     if recipe.data.documents == "mask":
-        yield "data.documents = mask is counted as documents that fill their windows"
+        yield "data.documents = mask: each document counts as long as a sequence"
     if recipe.parallel.prefetch is not None:
-        yield f"parallel.prefetch = {recipe.parallel.prefetch} is not counted"
+        yield f"parallel.prefetch = {recipe.parallel.prefetch} is ignored"

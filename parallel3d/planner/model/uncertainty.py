@@ -1,5 +1,5 @@
-"""How far off a prediction may be: ranges that hold the truth in eight cases of ten, by the errors
-on published runs whose source was left out, and the chance that a layout fits."""
+"""Ranges of predictions that cover the true value in 80% of cases, and the probability that a
+layout fits. They come from errors on published runs with each source held out."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from parallel3d.planner.model.planned_run import PlannedRun
 
 Figure = Literal["throughput", "memory"]
 FIGURES: tuple[Figure, ...] = ("throughput", "memory")
-LEVEL = 0.8  # the share of predictions whose truth lies within its range
-# Half the width of the range of a run's speed, in natural logarithms, and what adds to it as the
-# root of a sum of squares. Set so that the ranges hold 80% of the runs of tools/cases and 80% of
+LEVEL = 0.8  # coverage of a range
+# Half the width of the range of a run's speed in natural logarithms, and terms that add to it as
+# root sum of squares. They are set so that ranges cover 80% of the runs of tools/cases and 80% of
 # their sources.
 SPEED = 0.15
-WIDE_SHARDING = 0.15  # for each doubling of the ranks that share a parameter, beyond 64
-DATA_SHEET = 0.2  # a device with fewer than so many published runs here:
+WIDE_SHARDING = 0.15  # per doubling of the ranks that share a parameter beyond 64
+DATA_SHEET = 0.2  # for a device with fewer than ENOUGH_RUNS published runs
 ENOUGH_RUNS = 3
-FLOAT8 = 0.2  # of speed, and of memory
+FLOAT8 = 0.2  # for speed and for memory
 MOE = 0.25
 MEMORY = 0.2
-# This project's own memory is counted from its own code (docs/how-to/plan.md: never 3% below).
+# Memory of parallel3d follows from its code and is never underestimated by more than 3%.
 OWN_MEMORY = 0.07
-# The speed of a CPU that was not calibrated is known to an order of magnitude, because its ranks
-# share cores that nothing here counts.
+# The speed of an uncalibrated CPU is known only to an order of magnitude, because the number of
+# shared cores is unknown.
 ANY_CPU = log(10)
-# on a calibrated host, and if a run of the same framework on the same cluster has corrected it
+# For a calibrated host, and for a cluster corrected by a run of the same framework.
 CALIBRATED = 0.12
 CORRECTED = 0.095
 CORRECTED_MEMORY = 0.138
@@ -38,7 +38,7 @@ CORRECTED_MEMORY = 0.138
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A figure's range, which holds the truth with the chance `level`."""
+    """A range that covers the true value with probability `level`."""
 
     low: float
     high: float
@@ -47,25 +47,24 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorModel:
-    """Half the width of the range of a run's speed, and of its memory, in natural logarithms."""
+    """Half the width of the range of speed and of memory, in natural logarithms."""
 
     throughput: float
     memory: float
 
     def around(self, figure: Figure, value: float) -> Interval:
-        """Returns the range of a figure that grows with the speed (or its inverse), or with the
-        memory."""
+        """Returns the range of a value proportional to speed, its inverse, or memory."""
         factor = exp(getattr(self, figure))
         return Interval(low=value / factor, high=value * factor)
 
     def chance_to_fit(self, needed_bytes: float, limit_bytes: float) -> float:
-        """Returns the chance that what is predicted to need so much stays within the limit."""
+        """Returns the probability that a layout with this predicted memory stays within the
+        limit."""
         return NormalDist(sigma=_deviation(self.memory)).cdf(log(limit_bytes / needed_bytes))
 
 
 def error_model_of(run: PlannedRun, recorded: Mapping[str, Any]) -> ErrorModel:
-    """Returns the ranges of a run. `recorded`: the accuracy with the devices of published runs
-    (accuracy.json)."""
+    """Returns the error model of a run. `recorded` is the content of accuracy.json."""
     framework = run.framework
     cluster = run.cluster
     is_calibrated = framework.is_parallel3d and cluster.measured is not None
@@ -102,8 +101,10 @@ def memory_spread(
     is_float8: bool = False,
     is_corrected: bool = False,
 ) -> float:
-    """Returns the half width of the range of memory, which no layout changes. `is_corrected`: a run
-    of the framework on this cluster has corrected it."""
+    """Returns half the width of the memory range.
+
+    `is_corrected` is True if a run of the framework on this cluster corrected the estimate.
+    """
     width = MEMORY
     if framework.is_parallel3d and not is_mixture:
         width = OWN_MEMORY
@@ -115,8 +116,8 @@ def memory_spread(
 
 
 def safe_share(memory: float, risk: float) -> float:
-    """Returns the share of a device that a layout may be predicted to need, so that it does not fit
-    with this risk."""
+    """Returns the fraction of a device that a layout may be predicted to need at this risk of not
+    fitting."""
     return exp(-NormalDist().inv_cdf(1 - risk) * _deviation(memory))
 
 

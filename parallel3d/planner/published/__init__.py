@@ -1,2 +1,1 @@
-"""Published measurements: their file format, the frameworks that were measured, and the planner's
-errors on them."""
+"""Published measurements: their file format, and the planner's errors on them."""

@@ -1,9 +1,8 @@
-"""Published runs: the strict format of tools/cases (its README lists the fields), and each case as
-a `PlannedRun`.
+"""Published runs: the format of tools/cases (its README lists the fields), and each case as a
+`PlannedRun`.
 
-A field that a case leaves open is taken from its section `inferred`, then from the default here;
-`filled` says which were. Rows of other collections have words instead of the values of a choice:
-the first word of words.yaml that is in the text counts.
+Missing fields are taken from the section `inferred`, then from defaults, and listed in `filled`. If
+a choice is given as free text, the first matching word of words.yaml decides.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from parallel3d.schedules.registry import ScheduleName
 
 
 def _first_number(value: Any) -> Any:
-    """Returns the number of a text such as "about 128000"."""
+    """Returns the first number of a text such as "about 128000"."""
     found = re.search(r"\d+", value.replace(",", "")) if isinstance(value, str) else None
     return int(found[0]) if found else value
 
@@ -48,13 +47,13 @@ Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _WORDS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("words.yaml").read_text()
 )
-# where other collections have such a text
+# Keys of other collections whose text may determine the field.
 _NOTES = {
     "flops": "tflops_definition",
     "memory_kind": "memory_note",
     "memory_rank": "memory_note",
 }
-# the stack of a case that does not state it, by its framework and a device before Hopper
+# Names of frameworks that default to the stacks `softmax` (before Hopper) and `fused`.
 _OLD_STACK = re.compile("megatron-(lm|deepspeed)$|nemo megatron|neox|zero-bubble|^deepspeed zero")
 _FUSED = re.compile("megatron|core|nemo|bridge|megascale|flagscale|primus|llm.c")
 _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
@@ -66,7 +65,7 @@ _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
 
 class _Model(BaseModel):
     name: str = "unnamed"
-    shape: str | None = None  # a model by name; the other sizes then need not be stated
+    shape: str | None = None  # name of a known model, whose sizes are the defaults
     layers: Count | None = None
     hidden: Count | None = None
     heads: Count | None = None
@@ -81,7 +80,7 @@ class _Model(BaseModel):
 
 
 class _Hardware(BaseModel):
-    gpu: str = "a100-80gb"  # the name of a hardware file
+    gpu: str = "a100-80gb"  # name of a hardware file
     gpus: Count
     gpus_per_node: Count | None = None
     network_gb_per_s: Figure | None = None
@@ -101,7 +100,7 @@ class _Parallel(BaseModel):
     fsdp: bool = False
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     optimizer_shard: Annotated[int, Field(ge=0)] | None = None
-    sequence_parallel: bool | None = None  # None: of all stacks but the old one
+    sequence_parallel: bool | None = None  # None: True unless the stack is `softmax`
 
 
 class _Train(BaseModel):
@@ -110,7 +109,7 @@ class _Train(BaseModel):
     precision: Literal["fp8", "bf16", "bf16_pure", "fp16", "fp32"] = "bf16"
     activation_recompute: Literal["none", "selective", "op", "every_n", "full"] | None = None
     recompute_every: Count = 2
-    attention: Literal["flash", "softmax"] | None = None  # None: of the stack, as the next
+    attention: Literal["flash", "softmax"] | None = None  # None for the default of the stack
     dropout: bool | None = None
     gradient_bytes: Figure | None = None
     compile: bool = False
@@ -118,7 +117,7 @@ class _Train(BaseModel):
 
 
 class Measurement(BaseModel):
-    """What was measured, as the source states it; null where it states nothing."""
+    """The measured values as the source states them, or None."""
 
     status: Literal["ok", "oom"] = "ok"
     step_time_s: Figure | None = None
@@ -132,8 +131,8 @@ class Measurement(BaseModel):
     memory_rank: Literal["worst", "first", "last"] = "worst"
 
     def speed(self, seq_len: int) -> tuple[str, float] | None:
-        """Returns the figure of the speed that is compared, with its name in a prediction; None
-        without one, or for a run that ran out of memory."""
+        """Returns name and value of the speed to compare, or None if it is unknown or the run ran
+        out of memory."""
         if self.status != "ok":
             return None
         samples = self.samples_per_s_per_gpu or 0
@@ -149,38 +148,46 @@ class Measurement(BaseModel):
 
 @dataclass(frozen=True)
 class PublishedCase:
-    """A published run. `causes` say what makes its prediction less certain (`ErrorModel`)."""
+    """A published run."""
 
     id: str
     source: str
     stack: str
     run: PlannedRun
     measured: Measurement
-    speed: tuple[str, float] | None  # the figure that is compared, and its value
+    speed: tuple[str, float] | None  # name and value of the speed to compare
     tags: tuple[str, ...]
-    apart: str  # why it is reported apart, or empty
+    apart: str  # reason to exclude it from the totals, or ""
     filled: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class CaseFile:
-    """The cases of a file, and those that could not be read: (id, why)."""
+    """The cases of a file, and (id, reason) of each invalid one."""
 
     cases: tuple[PublishedCase, ...]
     skipped: tuple[tuple[str, str], ...]
 
 
 def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
-    """Reads the cases of a file: a list, or one object a line. Raises ConfigError if it is neither.
-    A case that lacks what no default can fill, or states what cannot be, is skipped with its
-    reason."""
+    """Reads the cases of a file: a JSON list, or one JSON object per line.
+
+    Invalid cases are skipped with a reason.
+
+    Args:
+        path: File of cases.
+        hardware: Folders with hardware files.
+
+    Raises:
+        ConfigError: The file is not a list of cases.
+    """
     cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
     for number, tree in enumerate(_trees(path), start=1):
         name = f"row {number}"
         try:
             if not isinstance(tree, Mapping):
-                raise ValueError("a case must be an object with the sections model, hardware, ...")
+                raise ValueError("a case must be an object with sections model, hardware, ...")
             name = str(tree.get("id") or name)
             cases.append(read_case(name, tree, hardware))
         except (ConfigError, ValueError, TypeError, ArithmeticError, LookupError) as problem:
@@ -189,7 +196,7 @@ def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
 
 
 def read_case(name: str, tree: Mapping[str, Any], hardware: list[Path]) -> PublishedCase:
-    """Returns a case. Raises ValueError for what cannot be."""
+    """Returns a case. Raises ValueError if it is not valid."""
     return _Case(name, tree, hardware).published()
 
 
@@ -198,14 +205,14 @@ _LARGEST_BYTES = 16 << 20
 
 def _trees(path: Path) -> list[Any]:
     try:
-        text = read_short(path, "a file of cases has some kB for each", _LARGEST_BYTES).decode()
+        text = read_short(path, "a case has a few kB", _LARGEST_BYTES).decode()
         is_lines = text.lstrip().startswith("{")
         trees = [json.loads(line) for line in text.splitlines()] if is_lines else json.loads(text)
     except (OSError, ValueError, RecursionError) as problem:
         why = getattr(problem, "strerror", problem)
         raise ConfigError(f"{path}: cannot be read as cases ({why})") from problem
     if not isinstance(trees, list) or not trees:
-        raise ConfigError(f"{path}: must be a list of cases, or a case a line")
+        raise ConfigError(f"{path}: must be a JSON list of cases, or one case per line")
     return trees
 
 
@@ -213,7 +220,7 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 class _Case:
-    """A case as its sections state it."""
+    """A case with its parsed sections."""
 
     def __init__(self, name: str, tree: Mapping[str, Any], hardware: list[Path]) -> None:
         self.name = name
@@ -229,12 +236,11 @@ class _Case:
         self.framework = self._framework()
 
     def _section(self, name: str, kind: type[_Kind]) -> _Kind:
-        """Reads a section. Raises ValueError that names the first wrong key, its value and its
-        rule."""
+        """Reads a section. Raises ValueError with the first invalid key, its value and its rule."""
         stated = self.tree.get(name) or {}
         inferred = self.tree.get("inferred") or {}
         if not isinstance(stated, Mapping) or not isinstance(inferred, Mapping):
-            raise ValueError(f"{name}: must hold keys and values")
+            raise ValueError(f"{name}: must be an object with keys and values")
         given: dict[str, Any] = {}
         for key in kind.model_fields:
             values = {
@@ -257,7 +263,7 @@ class _Case:
             raise ValueError(f"{name}.{key} = {first['input']}: {rule}") from error
 
     def published(self) -> PublishedCase:
-        """Returns the case with its run. Raises ValueError for what cannot be."""
+        """Returns the case with its run. Raises ValueError if it is not valid."""
         run = self._run()
         tags = tuple(map(str, self.tree.get("tags") or ()))
         reasons = {
@@ -290,7 +296,7 @@ class _Case:
         )
         if self.train.activation_recompute is not None:
             return run
-        # as few blocks as fit, if the source does not say
+        # If the source does not say it, assume the least recompute that fits.
         for recompute, every in _RECOMPUTES:
             layout = replace(run.layout, recompute=recompute, recompute_every=every)
             tried = replace(run, layout=layout)
@@ -299,7 +305,7 @@ class _Case:
         return tried
 
     def _usual_stack(self) -> str:
-        """Returns the stack of the framework's name, if the case does not state one."""
+        """Returns the default stack for the name of the framework."""
         name = str(self.tree.get("framework")).lower()
         is_old = re.match("a100|a800|v100", self.cluster.device_file)
         if self.train.compile:
@@ -321,7 +327,7 @@ class _Case:
         return replace(framework, **changes)
 
     def _layout(self, shape: ModelShape) -> RunLayout:
-        """Raises ValueError for sizes that do not divide each other."""
+        """Returns the layout. Raises ValueError if sizes do not divide each other."""
         parallel = self.parallel
         train = self.train
         pp = parallel.pp
@@ -339,7 +345,7 @@ class _Case:
         shards = dp * parallel.cp
         if zero < 1:
             shards = 1
-        elif zero >= 3 and 1 < parallel.dp_shard < dp:  # HSDP: replicas of what is sharded
+        elif zero >= 3 and 1 < parallel.dp_shard < dp:  # HSDP replicates sharded parameters.
             shards = parallel.dp_shard * parallel.cp
         shards = min(dp * parallel.cp, parallel.optimizer_shard or shards)
         virtual = max(1, parallel.vpp)
@@ -363,7 +369,7 @@ class _Case:
             expert_tp=parallel.etp,
             virtual_stages=virtual,
             stage_boundaries=parallel.stage_boundaries,
-            # Casts, because some schedules and a recompute are of other frameworks only.
+            # Casts because published runs have schedules and a recompute mode of other frameworks.
             schedule=cast(ScheduleName, schedule),
             microbatch_size=train.micro_batch,
             microbatches=microbatches,
@@ -378,7 +384,7 @@ class _Case:
 
 
 def _first_word(key: str, value: Any) -> Any:
-    """Returns the value of a choice that a text means; any other value as it is."""
+    """Returns the choice that a text stands for, or the value itself."""
     words = _WORDS.get(key, {})
     if not isinstance(value, str) or value in words.values():
         return value
@@ -386,7 +392,8 @@ def _first_word(key: str, value: Any) -> Any:
 
 
 def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
-    """Returns the nodes of a device. Raises ConfigError if no hardware file is of it."""
+    """Returns the cluster of a device name. Raises ConfigError if there is no hardware file for
+    it."""
     text = stated.gpu.lower().partition("(")[0].strip()
     name = re.sub(r"[ _-]*(nvidia|amd|sxm\d?|oam|hbm3)[ _-]*", "-", text)
     name = name.strip("-").replace(" ", "-")
@@ -404,13 +411,13 @@ def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
 
 
 def _shape(stated: _Model) -> ModelShape:
-    """Raises ValueError for a size that is missing or cannot be."""
+    """Returns the shape. Raises ValueError if a size is missing or not valid."""
     if stated.shape is not None:
         shape = named_shape(stated.shape, {})
         return replace(shape, layers=stated.layers or shape.layers)
     for key in ("layers", "hidden"):
         if getattr(stated, key) is None:
-            raise ValueError(f"model.{key}: is missing and nothing stands for it")
+            raise ValueError(f"model.{key}: is missing; set it, or model.shape")
     hidden = stated.hidden or 0
     heads = stated.heads or max(1, hidden // 128)
     if hidden < heads:

@@ -1,9 +1,9 @@
-"""Scales of a cluster from runs that were made on it: what these took, over what is predicted.
+"""Corrections of a cluster from runs on it: ratios of measured to predicted values.
 
-One run moves every prediction alike, so the order of layouts stays. Two or more tell the devices'
-own work, the links in a node and the network apart. The logarithms of the scales are found by least
-squares with weights, among them the weights of 1 before any run, and several times from where that
-has led, because overlap makes a step not quite linear.
+One run scales all predictions equally, so the order of layouts does not change. Two or more
+separate device time, links within a node, and the network. The logarithms of the scales are fitted
+by weighted least squares with a prior around 1. The fit is iterated because overlap makes a step
+time nonlinear.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.step import step_cost
 
 Logs = Sequence[float]
-# Standard deviations of logarithms before any run, and of a run (docs/explanation/planner.md, "Corrected
-# by your runs"): devices, links in a node, network; all of them alike; memory.
+# Standard deviations of logarithms: priors for devices, links in a node and network, for all three
+# with one run, for memory, and the error of a run (docs/explanation/planner.md).
 _EACH = [0.15, 0.3, 0.5]
 _ALIKE, _MEMORY = [0.2], [0.15]
 _RUN = 0.1
 _ROUNDS = 4
-_STEP = 0.02  # the difference that a slope is taken over
+_STEP = 0.02  # step for the numerical derivative
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A run that was made, as it is planned on its cluster without scales; what was not measured is
-    None."""
+    """A measured run, with its plan on the cluster without corrections. Unknown values are None."""
 
     run: PlannedRun
     step_time_s: float | None = None
@@ -40,7 +39,7 @@ class MeasuredRun:
 
 
 def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
-    """Returns the scales that the runs of one cluster show together."""
+    """Returns the scales that fit the runs of one cluster."""
     timed = [each for each in runs if each.step_time_s is not None]
     weighed = [each for each in runs if each.memory_bytes is not None]
     steps = [log(each.step_time_s or 1) for each in timed]
@@ -64,8 +63,8 @@ def _fit(
     measured: list[float],
     deviations: list[float],
 ) -> list[float]:
-    """Returns the logarithms of scales for which the predictions come nearest to what was measured
-    (logarithms, too)."""
+    """Returns the logarithms of the scales with the best fit of `predict` to the logarithms
+    `measured`."""
     import numpy as np
 
     count = len(deviations)

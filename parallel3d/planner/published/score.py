@@ -1,4 +1,4 @@
-"""The planner against published runs: what it predicts for each, and how far off it is."""
+"""Predictions for published runs, and their errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, Figure
 from parallel3d.planner.published.cases import CaseFile, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
-_PRIOR_SOURCES = 10  # the weight of a quality of 1, in sources
+_PRIOR_SOURCES = 10  # weight of the prior, which is a quality of 1, in sources
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of a case. TFLOP/s and MFU are by the case's own definition, memory of
-    its kind."""
+    """Predicted values of a case. TFLOP/s and MFU follow the case's FLOP definition, memory its
+    kind."""
 
     parameters: int
     fits: bool
@@ -36,36 +36,38 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ScoredCase:
-    """`error_pct`: of throughput where that was measured, else of memory; above 0 where the planner
-    says more."""
+    """A case with its errors. `error_pct` is for throughput if measured, else for memory.
+
+    Positive errors mean that the prediction is higher than the measurement.
+    """
 
     id: str
     source: str
-    stack: str  # that it was priced as
+    stack: str  # stack used for the prediction
     predicted: Prediction
-    measured: Mapping[str, Any]  # what the source states
+    measured: Mapping[str, Any]  # as the source states it
     error_pct: float | None
-    errors_pct: dict[str, float]  # by "throughput" and "memory"
-    spread: ErrorModel | None  # of what is predicted; None where none is recorded
-    apart: str  # why it is not in the totals, or empty
-    filled: tuple[str, ...]  # fields that the source leaves open, and where their values are from
+    errors_pct: dict[str, float]  # keyed by "throughput" and "memory"
+    spread: ErrorModel | None  # range of the prediction, or None
+    apart: str  # reason to exclude it from the totals, or ""
+    filled: tuple[str, ...]  # fields that the source omits, with the origin of the value
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Absolute errors of some cases, in per cent, and the median of the signed ones."""
+    """Absolute errors of a group of cases in percent, and the median signed error."""
 
     cases: int
     median: float | None = None
     p90: float | None = None
-    bias: float | None = None  # above 0 where the planner says more than was measured
-    # the share of runs that lie within the range of their prediction, in per cent
+    bias: float | None = None  # positive if predictions are higher than measurements
+    # Percentage of runs within the range of their prediction.
     covered: float | None = None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Fit or out of memory told right, in per cent."""
+    """Correct predictions of fit or out of memory, in percent."""
 
     cases: int
     accuracy: float | None = None
@@ -74,11 +76,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Score:
-    """All cases and their totals; `apart` has the totals of float8, context parallel and mixtures'
-    runs and toys."""
+    """All cases and totals. `apart` has totals of FP8, MoE and context-parallel runs and of single
+    layers."""
 
     cases: tuple[ScoredCase, ...]
-    skipped: tuple[tuple[str, str], ...]  # cases that could not be read: id, why
+    skipped: tuple[tuple[str, str], ...]  # (id, reason) of cases that could not be read
     median_abs_error_pct: float | None
     worst_abs_error_pct: float | None
     throughput: Errors
@@ -88,8 +90,7 @@ class Score:
     apart: dict[str, dict[str, Errors]]
 
     def to_json(self) -> Any:
-        """Returns plain data with rounded floats, and the range of each figure that is
-        predicted."""
+        """Returns plain data with rounded floats, and with the range of each prediction."""
         tree = asdict(self)
         for case, row in zip(self.cases, tree["cases"], strict=True):
             row["ranges"] = None
@@ -112,10 +113,16 @@ def score(
     *,
     spread_of_case: Callable[[PublishedCase], ErrorModel] | None = None,
 ) -> Score:
-    """Predicts every case of a file; one that cannot be priced is skipped, and said so. Totals
-    leave out what is reported apart and duplicates. `predict`: another planner's answer, scored the
-    same way; None: this planner's. `spread_of_case`: how far off a prediction may be, by which it
-    has a range."""
+    """Scores predictions for all cases of a file.
+
+    Totals exclude duplicates and cases with a reason in `apart`. Cases that cannot be predicted are
+    skipped with a reason.
+
+    Args:
+        file: Cases to predict.
+        predict: Predictor to score. Default: this planner.
+        spread_of_case: Error model of a case's prediction. Without it predictions have no range.
+    """
     scored: list[ScoredCase] = []
     skipped = list(file.skipped)
     duplicates = {case.id for case in file.cases if "duplicate" in case.tags}
@@ -125,7 +132,7 @@ def score(
             predicted = (predict or predict_case)(case)
             scored.append(_score_case(case, predicted, spread))
         except (ArithmeticError, LookupError, ValueError) as problem:
-            skipped.append((case.id, f"cannot be priced ({problem})"))
+            skipped.append((case.id, f"cannot be predicted ({problem})"))
     counted: list[ScoredCase] = []
     of_source: dict[str, list[ScoredCase]] = defaultdict(list)
     of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
@@ -150,8 +157,10 @@ def score(
 
 
 def left_out(file: CaseFile, plain: Score) -> CaseFile:
-    """Returns the cases with the quality of their stack as the other sources show it. `plain` is
-    the score of the file."""
+    """Returns the cases with stack qualities fitted on all other sources.
+
+    `plain` is the score of the unchanged cases.
+    """
     errors: dict[str, dict[str, list[float]]] = {stack: defaultdict(list) for stack in STACKS}
     for one in plain.cases:
         if "throughput" in one.errors_pct and not one.apart:
@@ -167,9 +176,11 @@ def left_out(file: CaseFile, plain: Score) -> CaseFile:
 
 
 def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
-    """Returns the seconds of a stack over those of the mechanisms: by the median of the sources'
-    median errors (logarithms of the predicted speed over the measured one), drawn towards 1 as if
-    ten more sources had no error."""
+    """Returns the ratio of measured to predicted step time of a stack.
+
+    It is the median over sources of their median log error, shrunk towards 1 as if ten more sources
+    had no error.
+    """
     count = len(errors_by_source)
     if not count:
         return 1.0
@@ -177,7 +188,7 @@ def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
 
 
 def _fit(counted: Sequence[ScoredCase]) -> Fit:
-    """Returns how many of the runs that fit, and that ran out of memory, are predicted so."""
+    """Returns the accuracy of fit predictions, overall and balanced over both outcomes."""
     by_status: dict[str, list[bool]] = defaultdict(list)
     for one in counted:
         status = one.measured["status"]
@@ -245,8 +256,7 @@ def prediction(
     memory_gib: float,
     step_time_s: float,
 ) -> Prediction:
-    """The whole of a prediction: what follows from the step's time, by the case's own definition of
-    a FLOP."""
+    """Completes a prediction from the step time, by the case's FLOP definition."""
     run = case.run
     tokens_per_s_per_gpu = run.tokens_per_step / (step_time_s * run.layout.world_size)
     flops = tokens_per_s_per_gpu * reported_flops_per_token(

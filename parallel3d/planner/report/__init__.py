@@ -1,1 +1,1 @@
-"""A plan written down: a page for people, JSON, HTML with its figures."""
+"""Reports of a plan: text and JSON."""

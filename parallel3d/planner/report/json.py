@@ -1,5 +1,5 @@
-"""A plan as one JSON object; docs/reference/cli.md lists its keys. Floats are rounded to five digits, memory
-is in GiB."""
+"""A plan as a JSON object. docs/reference/cli.md lists its keys. Floats have five significant
+digits, memory is in GiB."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ASKED = (
     "memory_fraction",
     "risk",
     "schedules",
-)  # that a request and its JSON call alike
+)  # keys with the same name in a request and its JSON
 _SPEEDS = (
     "step_time_s",
     "tokens_per_s_per_gpu",
@@ -83,7 +83,8 @@ def _neighbour(plan: Plan, key: str) -> dict[str, Any] | None:
 
 
 def _why(plan: Plan) -> dict[str, Any] | None:
-    """Returns what --why asked, and one of three answers."""
+    """Returns the layout of --why with its strategy, the reason why it does not fit, or the rule it
+    breaks."""
     if plan.why is None:
         return None
     asked, other = plan.why
@@ -101,12 +102,12 @@ def _why(plan: Plan) -> dict[str, Any] | None:
 
 
 def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
-    """Returns a recipe's `parallel` section, with the strategy of sharding spelt out."""
+    """Returns a recipe's `parallel` section with the sharding strategy spelled out."""
     return asdict(replace(parallel, sharding=parallel.strategy))
 
 
 def memory_tree(memory: RankMemory) -> dict[str, float]:
-    """By kind in GiB; the kinds add up to the total."""
+    """Returns GiB by kind, and their total."""
     return {kind: getattr(memory, kind) / GIB for kind in ("total", *MEMORY_KINDS)}
 
 
@@ -133,8 +134,8 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
 
 
 def scales_tree(scales: Scales) -> dict[str, Any] | None:
-    """Returns what measured runs correct, None without any; `timed` and `weighed` name the
-    framework of each run."""
+    """Returns the corrections by measured runs, or None. `timed` and `weighed` name the
+    frameworks."""
     return asdict(scales) if scales.timed or scales.weighed else None
 
 
@@ -148,7 +149,7 @@ def rejected_tree(rejected: Rejected, request: PlanRequest) -> dict[str, Any]:
 
 
 def request_tree(request: PlanRequest) -> dict[str, Any]:
-    """What was asked, with defaults filled in."""
+    """Returns the request with defaults filled in."""
     return {
         **{key: getattr(request, key) for key in _ASKED},
         "model": model_tree(request.shape),
@@ -160,8 +161,8 @@ def request_tree(request: PlanRequest) -> dict[str, Any]:
 
 
 def strategy_tree(found: Strategy, tokens: float | None = None) -> dict[str, Any]:
-    """A strategy, with how long the run takes if its tokens are known, and the range of each
-    figure."""
+    """Returns a strategy with the range of each value, and the run length if the tokens are
+    known."""
     request = found.request
     memory = found.memory
     cost = found.cost

@@ -1,6 +1,5 @@
-"""A plan as a report for people that is read in half a minute: plain ASCII, at most 22 lines of 80
-columns, a pure function of a `Plan`. Below it are the texts of figures that other pages share.
-"""
+"""The text report of a plan, in ASCII and at most 22 lines of 80 columns, and number formats that
+other reports share."""
 
 from __future__ import annotations
 
@@ -37,23 +36,23 @@ _MOST_SHOWN = 4  # the winner and three rivals
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """A request, its result, and answers to what else the user asked. Its repr is the report."""
+    """A request, its result, and further answers. Its repr is the report."""
 
     request: PlanRequest
     result: PlanResult
     objective: Objective
     seconds: float
-    top: int | None  # lines of the table
+    top: int | None  # rows of the table
     tokens: float | None
-    # what --why asked, with the result or the rule that it breaks
+    # The layout of --why, and its result or the rule it breaks.
     why: tuple[str, PlanResult | str] | None
     remedies: tuple[str, ...]
-    # what gains more than 5%, by the key of the request that it changes
+    # Alternatives that gain more than 5%, keyed by the field of the request that they change.
     neighbours: Mapping[str, Neighbour | None]
-    accuracy: dict[str, Any]  # accuracy.json (docs/reference/cli.md); errors in per cent
-    notes: tuple[str, ...]  # on what the model's file says
-    commands: tuple[str, ...] = ()  # what to type next
-    # the layouts that --verify ran dry, with the bytes that a device needs by the dry run
+    accuracy: dict[str, Any]  # content of accuracy.json, errors in percent
+    notes: tuple[str, ...]  # notes on the model file
+    commands: tuple[str, ...] = ()  # commands to run next
+    # Layouts of --verify, with bytes per device in the dry run.
     verified: tuple[tuple[Strategy, float], ...] = ()
 
     def __repr__(self) -> str:
@@ -65,7 +64,7 @@ class Plan:
 
     @property
     def least_days(self) -> float | None:
-        """Days that the tokens take at least, if matmuls ran all the time."""
+        """Lower bound on the days for the tokens, with matmuls only."""
         if self.tokens is None:
             return None
         q = self.request
@@ -76,7 +75,8 @@ class Plan:
 
 
 def page(plan: Plan) -> str:
-    """Returns the report, which ends with a newline. Notes without room are in the explanation."""
+    """Returns the report, ending with a newline. Notes that do not fit appear with --explain
+    only."""
     best = plan.best
     q = plan.request
     lines = [*header(q), ""]
@@ -102,14 +102,13 @@ def page(plan: Plan) -> str:
 
 
 def labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields the lines of labels and texts."""
+    """Formats rows of label and text."""
     for label, text in rows:
         yield from wrapped(label, text)
 
 
 def header(q: PlanRequest, *, has_size: bool = True) -> Iterator[str]:
-    """Yields what was asked: the model, the batch, the hardware, how many devices unless `has_size`
-    is false."""
+    """Yields model, batch and hardware lines, without the number of devices if not `has_size`."""
     shape = q.shape
     cluster = q.cluster
     active = f", {si(active_parameters(shape))} active" if shape.experts else ""
@@ -123,11 +122,11 @@ def header(q: PlanRequest, *, has_size: bool = True) -> Iterator[str]:
     yield from wrapped("hardware", f"{count}{cluster.device.name}; {links}")
     corrected = scales_text(cluster.scales)
     if corrected:
-        yield from wrapped("anchored", f"by measured runs: {corrected}")
+        yield from wrapped("corrected", f"by measured runs: {corrected}")
 
 
 def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
-    """Yields labels and texts about the winner."""
+    """Yields the rows about the winner."""
     memory = best.memory
     cost = best.cost
     parts = cost.parts
@@ -135,7 +134,7 @@ def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
     yield "layout", layout_text(best.parallel)
     held = f"{bar(memory.total / usable)} {gib(memory.total)} of {usable / GIB:.1f} GiB"
     yield "memory", f"{held} on rank {memory.rank}: {memory_text(memory)}"
-    yield "time", f"{cost.step_time_s:.3g} s a step: {time_text(parts)}"
+    yield "time", f"{cost.step_time_s:.3g} s per step: {time_text(parts)}"
     speed = cost.tokens_per_s_per_gpu
     total = si(speed * best.parallel.world_size)
     rate = f"{total} tokens/s, {three_digits(cost.model_flops_per_gpu / 1e12)} TFLOP/s/gpu"
@@ -152,8 +151,8 @@ def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
     yield "speed", rate
     if best.goodput:
         minutes = best.goodput.interval_s / 60
-        saves = f"if the job saves every {minutes:.3g} min"
-        yield "goodput", f"{best.goodput.share:.1%} of the time trains {saves}"
+        saves = f"with a checkpoint every {minutes:.3g} min"
+        yield "goodput", f"{best.goodput.share:.1%} of the time is training {saves}"
     yield "range", f"{', '.join(ranges)} (8 in 10)"
     losses = largest_first(parts, [kind for kind in TIME_KINDS if kind != "compute"], 0.03)
     share, largest = (losses or largest_first(parts, ["compute"], 0))[0]
@@ -162,11 +161,12 @@ def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
 
 
 def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields what --verify and --why asked, and what the winner is compared with."""
+    """Yields the rows for --verify and --why, and the comparison of the winner with
+    alternatives."""
     best = plan.best
     for each, bytes_ in plan.verified:
         fits = "fits" if bytes_ <= plan.request.usable_bytes else "does not fit"
-        exact = f"{bytes_ / GIB:.1f} GiB by a dry run of the real code"
+        exact = f"{bytes_ / GIB:.1f} GiB in a dry run of the trainer"
         estimated = each.memory.total / GIB
         yield "verified", f"{_sizes(each.parallel)} {fits}: {exact}, {estimated:.1f} estimated"
     for other in plan.result.strategies[1:2]:
@@ -198,36 +198,36 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 
 def _remedies(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields what would fit if nothing does, and how long the tokens take at least."""
+    """Yields remedies if no layout fits, and a lower bound on the training time."""
     request = plan.request
     usable = request.usable_bytes
     more = plan.result.rejected[0].short_bytes / usable
     yield (
         "no layout",
-        f"fits: {more:.0%} more than the {usable / GIB:.1f} GiB of a device is needed",
+        f"fits: the nearest needs {more:.0%} more than the {usable / GIB:.1f} GiB per device",
     )
     for each in plan.result.rejected[:_MOST_REJECTED]:
         yield "nearest", f"{_sizes(each.parallel)}: {each.reason}"
-    for remedy in plan.remedies or ("nothing that was tried: more devices, shorter sequences",):
+    for remedy in plan.remedies or ("no single change: use more devices and shorter sequences",):
         yield "would fit", remedy
     days = plan.least_days
     if days is not None:
         time = f"{days:,.1f} days" if days < 730 else f"{days / 365.25:,.0f} years"
-        yield "time", f"at least {time} on these devices, if all of it were matmuls"
+        yield "time", f"at least {time} on these devices, even with matmuls only"
 
 
 def all_notes(plan: Plan) -> Iterator[str]:
-    """Yields what the model's file says, what this project's trainer lacks, and what is assumed."""
+    """Yields notes on the model file, missing modules and assumptions."""
     yield from plan.notes
     q = plan.request
     if not q.framework.is_parallel3d:
-        yield f"priced for {q.framework.name}, which is not this project's trainer"
+        yield f"estimate for {q.framework.name}, not for parallel3d"
     elif q.shape.lacks_module:
-        yield f"this project's trainer lacks {q.shape.lacks_module}: priced as if it had them"
+        yield f"parallel3d lacks {q.shape.lacks_module}: estimated as if it had them"
     if q.cluster.device.is_cpu and q.cluster.measured is None:
-        yield "an order of magnitude: parallel3d-plan calibrate -o mine.yaml measures this CPU"
+        yield "off by up to 10x: measure this CPU by parallel3d-plan calibrate -o mine.yaml"
     if q.shape.experts is not None:
-        yield "all experts are taken to get equally many tokens: uneven ones take longer"
+        yield "assumes a balanced router; imbalanced experts take longer"
 
 
 def three_digits(value: float) -> str:
@@ -242,18 +242,18 @@ def _between(found: Strategy, figure: Figure, value: float, unit: str) -> str:
 
 
 def reasons(best: Strategy) -> Iterator[str]:
-    """Yields why the best layout needs no tp and pp, and why it needs recompute."""
+    """Yields the reasons for no tp and pp, and for recompute."""
     parallel = best.parallel
     if parallel.tp == parallel.pp == 1:
-        yield f"the model fits at {gib(best.memory.total)} GiB a device without tp or pp"
+        yield f"the model fits at {gib(best.memory.total)} GiB per device without tp or pp"
     none = replace(parallel, recompute="none", recompute_every=None)
     missing = replace(best, parallel=none).memory.total - best.request.usable_bytes
     if missing > 0:
-        yield f"without recompute {missing / GIB:.1f} GiB are missing"
+        yield f"without recompute it needs {missing / GIB:.1f} GiB more"
 
 
 def _table(plan: Plan) -> Iterator[str]:
-    """Yields the best layouts, the winner marked."""
+    """Yields the table of the best layouts with the winner marked."""
     found = plan.result.strategies[: plan.top or _MOST_SHOWN]
     head, *rows = layout_columns([each.parallel for each in found])
     last = "step s" if plan.tokens is None else "days"
@@ -274,7 +274,7 @@ def _why_not(other: PlanResult | str, best: Strategy | None) -> str:
         return f"does not fit: {_sizes(nearest.parallel)} {nearest.reason}"
     found = other.strategies[0]
     if best is None:
-        return "fits where what is fixed does not"
+        return "it fits, but no layout fits the fixed options"
     if found.parallel == best.parallel:
         return "it is the winner"
     held = f"{gib(found.memory.total)} GiB"
@@ -282,25 +282,27 @@ def _why_not(other: PlanResult | str, best: Strategy | None) -> str:
 
 
 def bar(share: float) -> str:
-    """Draws how full a device is: [########--]."""
+    """Draws a memory bar such as [######--]."""
     full = min(_BAR, round(share * _BAR))
     return f"[{'#' * full}{'-' * (_BAR - full)}]"
 
 
 def layout_text(parallel: ParallelConfig) -> str:
-    """A layout as overrides of a recipe would say it, without what is at its default."""
+    """Returns a layout as recipe overrides, without defaults."""
     plain = asdict(FrameworkLayout())
     said = []
     for key, value in asdict(parallel).items():
         if value != plain[key]:
             said.append(f"{key}={'true' if value is True else value}")
-    return " ".join(said) or "one device, nothing parallel"
+    return " ".join(said) or "one device, no parallelism"
 
 
 def layout_columns(layouts: Sequence[ParallelConfig]) -> Iterator[str]:
-    """Yields the head of a table of layouts, and the columns of each: tp, pp, stages a rank, the
-    axes of other frameworks that any of them uses, data ranks (sharded x replicated), microbatch,
-    recompute."""
+    """Yields the header of a table of layouts, then the columns of each.
+
+    The columns are tp, pp, virtual stages, used axes of other frameworks, data-parallel ranks
+    (sharded x replicated), microbatch size and recompute.
+    """
     axes = []
     for axis in ("cp", "ep"):
         if any(vars(parallel).get(axis, 1) > 1 for parallel in layouts):
@@ -329,20 +331,20 @@ def time_text(parts: TimeParts) -> str:
 def largest_first(
     figures: RankMemory | TimeParts, kinds: Sequence[str], least: float
 ) -> list[tuple[float, str]]:
-    """Returns the shares of a total that are at least so large."""
+    """Returns (share, kind) of a total for shares of at least `least`, largest first."""
     shares = [(getattr(figures, kind) / figures.total, kind) for kind in kinds]
     return sorted([each for each in shares if each[0] >= least], reverse=True)
 
 
 def gib(bytes_: float) -> str:
-    """74.7, and two digits of what is less than one."""
+    """Formats GiB: 74.7, and two digits below one."""
     if bytes_ >= GIB:
         return f"{bytes_ / GIB:.1f}"
     return f"{bytes_ / GIB:.2g}"
 
 
 def si(number: float) -> str:
-    """8.03B: three digits and a letter."""
+    """Formats three digits and a suffix: 8.03B."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit * 0.9995:
             scaled = float(f"{number / limit:.3g}")
@@ -351,7 +353,7 @@ def si(number: float) -> str:
 
 
 def scales_text(scales: Scales) -> str:
-    """Returns what measured runs correct, and by how much; empty if nothing was measured."""
+    """Describes the corrections by measured runs, or returns ""."""
     said = []
     if scales.timed:
         slower = (
@@ -360,7 +362,7 @@ def scales_text(scales: Scales) -> str:
         )
         said.append(f"{slower} times as long as predicted")
     if scales.weighed:
-        said.append(f"memory beside states is {scales.memory:.2f} times what is counted")
+        said.append(f"memory except states is {scales.memory:.2f} times the estimate")
     return ", ".join(said)
 
 
@@ -371,8 +373,8 @@ def money(dollars: float | None) -> str:
 
 
 def wrapped(name: str, text: str, end: str = "") -> list[str]:
-    """Returns lines of the report, the name in the margin of the first. All lines but the last end
-    with `end`: a backslash in a command."""
+    """Wraps text with a label in the margin. Continued lines end with `end`, a backslash in a
+    command."""
     lines = textwrap.wrap(
         text,
         WIDTH - len(end),

@@ -1,2 +1,1 @@
-"""The search for the fastest layout: what is asked, which layouts are tried, and how those that fit
-are ranked."""
+"""The search for the fastest layout: the request, the candidates, and their ranking."""

@@ -1,7 +1,7 @@
 """The best layouts for a model on a cluster: the fastest, or those with the lowest memory.
 
-The search goes through the whole space of `ParallelConfig` (`space`), each tp x pp in the order of
-predicted step time (`tp_pp_search`). Times are those of a closed form first. The schedules of the
+The search covers the entire space of `ParallelConfig` (`space`), each tp x pp in the order of
+predicted step time (`tp_pp_search`). A closed form gives step times first. The schedules of the
 finalists are simulated.
 """
 
@@ -36,11 +36,19 @@ _KINDS = (
 def search(
     request: PlanRequest, *, top: int = 10, objective: Objective = "throughput"
 ) -> PlanResult:
-    """Returns the best `top` layouts, one of each tp x pp, because a run can change everything else
-    without changing what its ranks hold. If the request fixes both tp and pp, layouts may differ in
-    anything.
+    """Searches for the best layouts, one for each tp x pp.
 
-    Raises ConfigError if the request allows no layout, whatever the memory."""
+    All other fields can be changed later without splitting the model in another way. If the request
+    fixes tp and pp, layouts may differ in any field.
+
+    Args:
+        request: Model, cluster and constraints.
+        top: Number of layouts.
+        objective: "throughput" or "memory".
+
+    Raises:
+        ConfigError: The request allows no layout, whatever the memory.
+    """
     check_fixed(request)
     searches = _searches(request)
     best, without = _best_by_closed_form(request, searches, top)
@@ -65,8 +73,11 @@ def search(
 
 
 def fastest_by_closed_form(request: PlanRequest, *, within_s: float) -> Candidate | None:
-    """Returns the fastest layout that fits, much sooner than `search`, or None if it takes longer
-    than `within_s`."""
+    """Returns the fastest layout that fits by the closed form, or None if it takes longer than
+    `within_s`.
+
+    It is much faster than `search`.
+    """
     found: Candidate | None = None
     for each in sorted(_searches(request), key=attrgetter("least_s")):
         found = next(each.fastest(within_s=within_s), found)
@@ -76,7 +87,7 @@ def fastest_by_closed_form(request: PlanRequest, *, within_s: float) -> Candidat
 
 
 def one_that_fits(request: PlanRequest) -> Strategy | None:
-    """Returns any layout that fits, much sooner than the best. Returns None if there is none."""
+    """Returns any layout that fits, or None. It is much faster than a search for the best."""
     for each in _searches(request):
         found = each.lowest_memory(within=request.usable_bytes, is_any=True)
         if found:
@@ -93,8 +104,11 @@ def best_or_rule(request: PlanRequest) -> PlanResult | str:
 
 
 def sweep(request: PlanRequest, sizes: Iterable[int]) -> dict[int, Strategy | str]:
-    """Returns the best layout on each number of devices, smallest first, or the reason why none
-    fits. Raises ConfigError if the request allows no layout at any size, whatever the memory."""
+    """Finds the best layout for each number of devices, smallest first, or the reason why none
+    fits.
+
+    Raises ConfigError if the request allows no layout at any size, whatever the memory.
+    """
     found: dict[int, Strategy | str] = {}
     rules = []
     for gpus in sorted(set(sizes)):
@@ -124,15 +138,19 @@ def _no_layout(request: PlanRequest) -> str:
         f"{request.shape.layers}, heads {request.shape.heads}, kv_heads {request.shape.kv_heads}) "
         f"and a batch of {request.global_batch_size} "
         f"sequences with {asked or 'nothing fixed'}; try another number of devices, a batch that "
-        f"is a multiple of {request.gpus}, or to fix less"
+        f"is a multiple of {request.gpus}, or fix fewer options"
     )
 
 
 def _best_by_closed_form(
     request: PlanRequest, searches: list[TpPpSearch], top: int
 ) -> tuple[list[Candidate], list[TpPpSearch]]:
-    """Returns the fastest layout and the preferred one of each tp x pp that is among the fastest or
-    tied with them, and the tp x pp without a layout that fits."""
+    """Returns the best layouts by the closed form, and the searches of each tp x pp that does not
+    fit.
+
+    For each tp x pp that is among the fastest or tied with them, these are its fastest and its
+    preferred layout.
+    """
     best: list[Candidate] = []
     without = []
     times: list[float] = []
@@ -158,8 +176,10 @@ def _best_by_closed_form(
 
 
 def _simulate(request: PlanRequest, candidates: list[Candidate]) -> list[Strategy]:
-    """Simulates the schedules of candidates, and returns the best of each tp x pp, the best first.
-    If there is only one tp x pp, layouts differ in the use of the data-parallel ranks."""
+    """Simulates the schedules of candidates and returns the best of each tp x pp, best first.
+
+    If there is only one tp x pp, it returns the best of each data-parallel layout.
+    """
     exact: dict[Candidate, Strategy] = {}
     for each in candidates:
         found = Strategy(request, each.parallel)
@@ -179,5 +199,5 @@ def _rejected(request: PlanRequest, lowest: Candidate) -> Rejected:
     short = lowest.bytes - request.usable_bytes
     largest = max(_KINDS, key=lambda kind: getattr(memory, kind))
     needs = f"needs {max(0.1, short / GIB):.1f} GiB more"
-    reason = f"{needs} on rank {memory.rank}, most for {largest}"
+    reason = f"{needs} on rank {memory.rank}, mostly for {largest}"
     return Rejected(parallel=lowest.parallel, reason=reason, short_bytes=short)

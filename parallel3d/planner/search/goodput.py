@@ -1,6 +1,8 @@
-"""The share of a run's time that trains, although devices fail: the rest saves checkpoints,
-restarts and repeats lost work. Failures come at random, at one rate (Daly 2006, doi
-10.1016/j.future.2004.11.016)."""
+"""Goodput: the fraction of a run's time spent on training despite failures.
+
+The rest is spent on checkpoints, restarts and repeated work. Failures are random with a constant
+rate (Daly 2006, doi 10.1016/j.future.2004.11.016).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,7 @@ from typing import NamedTuple
 
 
 class Goodput(NamedTuple):
-    """The share of the time that trains, with the time between two failures of the job and the
-    work between two checkpoints."""
+    """Goodput with the job's mean time between failures and the checkpoint interval."""
 
     share: float
     mtbf_s: float
@@ -18,17 +19,19 @@ class Goodput(NamedTuple):
 
 
 class Failures(NamedTuple):
-    """The mean time between failures of one device, and what a run does about them. No interval
-    between checkpoints stands for the best one."""
+    """Failure rate of a device, and durations of checkpoints and restarts. An interval of None is
+    optimized."""
 
-    mtbf_hours: float = 50_000.0  # of an H100 (Llama 3, arXiv 2407.21783, section 3.3.4)
+    mtbf_hours: float = 50_000.0  # H100 (Llama 3, arXiv 2407.21783, section 3.3.4)
     checkpoint_s: float = 30.0
     restart_s: float = 300.0
     interval_s: float | None = None
 
     def goodput(self, gpus: int) -> Goodput:
-        """Returns the goodput of a job on so many devices, from Daly's expected time of a run and
-        his higher-order estimate of the best interval."""
+        """Returns the goodput of a job by Daly's expected run time.
+
+        The best interval is Daly's higher-order estimate.
+        """
         mtbf_s = self.mtbf_hours * 3600 / gpus
         root = min(1.0, sqrt(self.checkpoint_s / mtbf_s / 2))
         best_s = 2 * mtbf_s * root * (1 - 2 * root / 3 + root**2 / 9)

@@ -1,6 +1,8 @@
-"""Another number of devices, and another global batch, that suit a job much better than those of
-the request. With a batch of 512 sequences, 124 devices need 31 pipeline stages, and 128
-devices none."""
+"""Better numbers of devices or global batch sizes close to those of the request.
+
+For example, with a batch of 512 sequences 124 devices need 31 pipeline stages, but 128 devices need
+none.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,29 @@ from parallel3d.planner.search.fastest import fastest_by_closed_form
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.ties import TIE
 
-_MOST = 2  # other numbers of devices, and other batches, that are tried
+_MOST = 2  # number of sizes and of batches to try
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """The fastest layout of another request. `gain` is what it has in tokens/s of a device over the
-    fastest layout of the request, as a share, by the closed form."""
+    """The fastest layout of another request.
+
+    `gain` is its relative gain in tokens/s per device by the closed form.
+    """
 
     strategy: Strategy
     gain: float
 
 
 def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour | None]:
-    """Finds round numbers of `gpus` and `global_batch_size` that gain more than 5% over the fastest
-    layout of the request, which takes `step_s` by the closed form."""
+    """Finds round numbers of `gpus` and `global_batch_size` that gain more than 5%.
+
+    `step_s` is the step time of the request's fastest layout by the closed form.
+    """
     node = request.cluster.gpus_per_node
-    sequence_s = step_s * request.gpus / request.global_batch_size  # device-seconds of a sequence
-    sizes = _near_numbers(request.gpus, node & -node)  # a rack of 72 is used in eights
+    sequence_s = step_s * request.gpus / request.global_batch_size  # device-seconds per sequence
+    # The unit is a power of two: a rack of 72 is used in groups of 8.
+    sizes = _near_numbers(request.gpus, node & -node)
     batches = _near_numbers(request.global_batch_size, request.gpus)
     on_others = [replace(request, gpus=each) for each in sizes]
     with_others = [replace(request, global_batch_size=each) for each in batches]
@@ -39,8 +46,10 @@ def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour 
 
 
 def _near_numbers(number: int, unit: int) -> list[int]:
-    """Returns the roundest other numbers, at most a third larger or smaller, the nearest first:
-    multiples of a unit or of a large power of 2."""
+    """Returns the roundest other numbers within a third, nearest first.
+
+    Round numbers are multiples of the unit or of a large power of 2.
+    """
     found = set()
     for step in (unit, *(2**power for power in range(number.bit_length()))):
         below = number // step * step
@@ -51,7 +60,7 @@ def _near_numbers(number: int, unit: int) -> list[int]:
 
 
 def _first_gain(requests: list[PlanRequest], sequence_s: float) -> Neighbour | None:
-    """Returns the first request that gains; None if none does."""
+    """Returns the first request with a gain, or None."""
     for other in requests:
         as_slow_s = sequence_s * other.global_batch_size / other.gpus
         best = fastest_by_closed_form(other, within_s=as_slow_s / (1 + TIE))

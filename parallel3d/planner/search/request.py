@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it answers."""
+"""The planner's input and output."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from parallel3d.schedules.registry import ScheduleName
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What the user has decided: each axis or choice that is not None."""
+    """Options fixed by the user. None leaves the search free."""
 
     pp: int | None = None
     dp_replicate: int | None = None
     dp_shard: int | None = None
     tp: int | None = None
-    cp: int | None = None  # some frameworks have this axis, and the next
+    cp: int | None = None  # `cp` and `ep` apply to some frameworks only.
     ep: int | None = None
     virtual_stages: int | None = None
     schedule: ScheduleName | None = None
     microbatch_size: int | None = None
     recompute: Recompute | None = None
-    recompute_every: int | None = None  # every_n: one of N blocks is recomputed
+    recompute_every: int | None = None  # with every_n, one of N blocks is recomputed
     sequence_parallel: bool | None = None
     sharding: ShardingName | None = None
     gather: Cadence | None = None
@@ -47,17 +47,18 @@ class Fixed:
     max_pp: int | None = None
 
     def allows(self, **choice: object) -> bool:
-        """Returns whether these keys of a layout may have these values."""
+        """Returns True if a layout may have these values."""
         return all(getattr(self, key) in (None, value) for key, value in choice.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be trained, and on which devices.
+    """Model, training options and devices to plan for.
 
-    `memory_fraction` is how full a device may be predicted to get. If the user asked for a `risk`
-    of not fitting, it follows from that risk. `recorded` has the errors on published runs (the
-    content of accuracy.json), which decide ties."""
+    `memory_fraction` is the largest fraction of device memory that a layout may be predicted to
+    use. If the user gives a `risk` of not fitting, it follows from the risk. `recorded` has the
+    errors on published runs (accuracy.json), which decide ties.
+    """
 
     shape: ModelShape
     cluster: Cluster
@@ -67,12 +68,12 @@ class PlanRequest:
     precision: str = "bf16"
     framework: FrameworkProfile = PARALLEL3D
     fixed: Fixed = Fixed()
-    # what parallel3d keeps in addition to parameters and gradients
+    # Options that affect the memory of parallel3d.
     training: OptimizerMemory = OptimizerMemory()
     memory_fraction: float = 0.95
     risk: float | None = None
     failures: Failures | None = None
-    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # the schedules that compete
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # schedules to compare
     recorded: Mapping[str, Any] = field(default_factory=lambda: {"runs_by_hardware": {}})
 
     @property
@@ -80,15 +81,18 @@ class PlanRequest:
         return self.cluster.device.memory_bytes * self.memory_fraction
 
     def planned_shape(self, tp: int) -> ModelShape:
-        """The model as the framework takes it: parallel3d takes any vocabulary, other frameworks
-        one that tp divides, as it is or padded to a multiple of 128, for tensor cores."""
+        """Returns the shape with the framework's vocabulary padding.
+
+        parallel3d needs none. Other frameworks pad to a multiple of tp and 128 if tp does not
+        divide the vocabulary.
+        """
         if self.framework.is_parallel3d or self.shape.vocab % tp == 0:
             return self.shape
         step = lcm(128, tp)
         return replace(self.shape, vocab=-(-self.shape.vocab // step) * step)
 
     def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
-        """Returns the run that answers the request with a layout."""
+        """Returns the run of a layout."""
         return PlannedRun(
             shape=self.planned_shape(parallel.tp),
             cluster=self.cluster,
@@ -102,7 +106,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """How long a token budget takes, and what it costs if the hardware file has a price."""
+    """Duration of training on a token budget, and its price if the hardware file has one."""
 
     days: float
     gpu_hours: float
@@ -111,8 +115,7 @@ class RunLength:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A layout as an answer to a request on as many devices, priced exactly when its memory or
-    cost is asked for."""
+    """A layout for a request. Memory and cost are computed on first use."""
 
     request: PlanRequest
     parallel: ParallelConfig
@@ -132,17 +135,17 @@ class Strategy:
 
     @property
     def goodput(self) -> Goodput | None:
-        """The share of the time that trains; None if the request says nothing about failures."""
+        """Goodput, or None if the request has no failure rate."""
         failures = self.request.failures
         return failures and failures.goodput(self.parallel.world_size)
 
     @cached_property
     def errors(self) -> ErrorModel:
-        """How far off the figures may be. The request needs its `recorded` errors for it."""
+        """Error model of the figures. It needs `recorded` in the request."""
         return error_model_of(self.run, self.request.recorded)
 
     def length(self, tokens: float) -> RunLength:
-        """Returns how long a run of so many tokens is, with what failures cost."""
+        """Returns the duration of training on `tokens` tokens, including failures."""
         gpus = self.parallel.world_size
         hourly = self.request.cluster.device.price_per_hour
         hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600
@@ -154,7 +157,7 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """The layout with the lowest memory of its tp and pp, if it does not fit, and by how much."""
+    """The layout with the lowest memory of a tp x pp that does not fit."""
 
     parallel: ParallelConfig
     reason: str
@@ -163,10 +166,12 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """The `strategies` come best first. The tp x pp that do not fit are in `rejected`, the nearest
-    to fitting first. `checked` counts the layouts whose memory was computed: all others are slower,
-    or a lower bound of their memory is too high. `least_s` is the time of the fastest layout by the
-    closed form."""
+    """Result of a search.
+
+    `strategies` are best first, `rejected` has the tp x pp that do not fit, nearest to fitting
+    first. `checked` counts the layouts with computed memory. All others are slower, or their lower
+    bound of memory is too high. `least_s` is the closed-form step time of the fastest layout.
+    """
 
     strategies: tuple[Strategy, ...]
     rejected: tuple[Rejected, ...]

@@ -1,7 +1,7 @@
-"""How far a model, a cluster, a sequence or a batch goes: the smallest or largest that still fits.
+"""Limits of a model, cluster, sequence or batch: the smallest or largest that still fits.
 
-`one_that_fits` is much quicker than the search for the best, so each answer tries a few dozen
-requests. It comes with a layout that fits, which is not the fastest.
+`one_that_fits` is much faster than a search for the best layout, so each limit tries a few dozen
+requests. The layout of the result fits but is not the fastest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _LONGEST = 2**24  # tokens
 
 
 def smallest_cluster(request: PlanRequest) -> Strategy | None:
-    """Finds the fewest devices that hold the model: parts of a node, then whole nodes. Returns None
-    if no number of them does, because the memory of one sequence is not divided far enough."""
+    """Finds the fewest devices that hold the model: parts of a node, then full nodes.
+
+    Returns None if no number fits, because the memory of one sequence cannot be divided further.
+    """
     node = request.cluster.gpus_per_node
     sizes = divisors(node)
     sizes += [node * nodes for nodes in _sizes(2, 2**16)]
@@ -40,9 +42,10 @@ def longest_sequence(request: PlanRequest) -> Strategy | None:
 
 
 def largest_batch(request: PlanRequest) -> Strategy | None:
-    """Finds the most sequences that all data ranks together take at once, without accumulating
-    gradients. Any larger batch fits too, as several microbatches, because the memory does not grow
-    with their number."""
+    """Finds the largest global batch that fits in a single microbatch.
+
+    Larger batches fit, too, because memory does not grow with the number of microbatches.
+    """
     fixed = request.fixed
     replicas = fixed.dp_replicate or 1
     microbatches = {*divisors(MOST_MICROBATCH), fixed.microbatch_size or 1}
@@ -57,14 +60,14 @@ def largest_batch(request: PlanRequest) -> Strategy | None:
 
 
 def largest_model(request: PlanRequest, shapes: Iterable[ModelShape]) -> Strategy | None:
-    """Finds the largest of these models that fits and has the positions for the sequence."""
+    """Finds the largest of these models that fits and supports the sequence length."""
     largest_first = sorted(shapes, key=total_parameters, reverse=True)
     long = [shape for shape in largest_first if _most_tokens(shape) >= request.seq_len]
     return _first_that_fits(replace(request, shape=shape) for shape in long)
 
 
 def remedies(request: PlanRequest) -> Iterator[str]:
-    """Yields, in words, what makes a layout fit if none does; each was tried."""
+    """Yields changes that make a layout fit. Each one has been checked."""
     cluster = smallest_cluster(request)
     if cluster is not None:
         yield f"{cluster.request.gpus} devices instead of {request.gpus}"
@@ -72,11 +75,11 @@ def remedies(request: PlanRequest) -> Iterator[str]:
     if sequence is not None:
         yield f"sequences of {sequence.request.seq_len} tokens instead of {request.seq_len}"
     if one_that_fits(replace(request, fixed=Fixed())) is not None:
-        yield "leaving free what is fixed"
+        yield "removing the fixed options"
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Returns whole numbers in steps of a 16th of a power of 2 times the least."""
+    """Returns integers in steps of 1/16 of a power of 2 times `least`."""
     sizes: list[int] = []
     power = least
     while power <= most:
@@ -92,5 +95,5 @@ def _most_tokens(shape: ModelShape) -> int:
 
 
 def _first_that_fits(requests: Iterable[PlanRequest]) -> Strategy | None:
-    """Returns a layout that fits for the first request that has one."""
+    """Returns a layout for the first request that fits."""
     return next(filter(None, map(one_that_fits, requests)), None)

@@ -1,10 +1,9 @@
-"""The space that a search goes through: every layout that the rules of `config.rules`, what the
-user has fixed and the number of devices allow.
+"""The search space: every layout allowed by the rules of `config.rules`, the fixed options and the
+number of devices.
 
-A layout is left out only if another one is never slower and never needs more memory: sequence
-parallelism is used wherever tp > 1 allows it, and 1F1B stands for GPipe. Layouts that differ only
-in recompute and in how the data ranks are used are a *family*: they run one pipeline, and their
-activations are the same.
+Layouts are omitted only if another one is never slower and never needs more memory. Sequence
+parallelism is on whenever tp > 1 allows it, and 1F1B replaces GPipe. A *family* is a set of layouts
+that differ only in recompute and data parallelism. They share one pipeline and its activations.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from parallel3d.planner.search.request import PlanRequest
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shard_sizes import divisors
 
-MOST_MICROBATCH = 64  # sequences
-_MOST_VIRTUAL = 12  # stages of a rank that are tried if none is fixed: no published run has more
-_SHORTEST_PART = 4096  # tokens of a sequence that each rank of cp has at least, unless cp is fixed
-_EVERY = (8, 4, 3, 2)  # blocks of which one is recomputed, from the fastest to the lowest memory
+MOST_MICROBATCH = 64  # largest microbatch in sequences
+_MOST_VIRTUAL = 12  # virtual stages to try at most if not fixed; no published run has more
+_SHORTEST_PART = 4096  # smallest number of tokens per cp rank, unless cp is fixed
+_EVERY = (8, 4, 3, 2)  # blocks per recomputed block, from the fastest to the lowest memory
 
 
 class RecomputeChoice(NamedTuple):
-    """The two keys of a recipe that say what is recomputed."""
+    """The two recipe keys of recompute."""
 
     recompute: Recompute
     recompute_every: int | None = None
@@ -49,8 +48,8 @@ class RecomputeChoice(NamedTuple):
 
 
 def layout_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str]:
-    """Yields a line for each rule that a layout breaks, in the trainer's words, first those of
-    ranges alone."""
+    """Yields an error for each rule that a layout breaks. If any ranges are violated, yields only
+    those."""
     yield from range_errors(_recipe(request, parallel)) or _rule_errors(request, parallel)
 
 
@@ -84,8 +83,7 @@ def _rule_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str
 
 
 def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]]:
-    """Returns, for each tp x pp that no rule forbids, one layout of each family: of each schedule
-    and microbatch."""
+    """Returns the valid families of each tp x pp, one layout each."""
     found: dict[tuple[int, int], list[ParallelConfig]] = defaultdict(list)
     for plain in _plain_layouts(request):
         for family in _families_of(request, plain):
@@ -94,7 +92,7 @@ def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]
 
 
 def _plain_layouts(request: PlanRequest) -> Iterator[ParallelConfig]:
-    """Yields a layout for each tp, pp, cp and ep that no rule forbids."""
+    """Yields a layout for each valid tp, pp, cp and ep."""
     fixed = request.fixed
     kind = FrameworkLayout if request.framework.axes else ParallelConfig
     for tp, pp in product(divisors(request.gpus), repeat=2):
@@ -117,8 +115,10 @@ def _plain_layouts(request: PlanRequest) -> Iterator[ParallelConfig]:
 
 
 def _other_axes(request: PlanRequest, left: int, of_stage: int) -> Iterator[dict[str, Any]]:
-    """Yields each cp and ep that the framework may have, nothing if it has neither axis: cp divides
-    the ranks that tp and pp leave, ep all ranks of a stage."""
+    """Yields each cp and ep of a framework that supports them, else an empty dict.
+
+    cp divides the ranks left by tp and pp. ep divides all ranks of a stage.
+    """
     eps = [1]
     if not request.framework.axes:
         yield {}
@@ -133,7 +133,7 @@ def _other_axes(request: PlanRequest, left: int, of_stage: int) -> Iterator[dict
 
 
 def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Yields a layout of each microbatch, schedule and number of stages on each rank."""
+    """Yields a layout for each microbatch size, schedule and number of virtual stages."""
     fixed = request.fixed
     sequences = request.global_batch_size // plain.dp
     names = request.schedules if fixed.schedule is None else (fixed.schedule,)
@@ -146,8 +146,8 @@ def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[Parall
 
 
 def _stage_counts(request: PlanRequest, name: ScheduleName, pp: int) -> Sequence[int]:
-    """Returns how many stages of a rank are tried: every number that divides the layers, or if none
-    does all up to 8."""
+    """Returns the numbers of virtual stages to try: those that divide the layers evenly, or else up
+    to 8."""
     layers = request.shape.layers
     stages = SCHEDULES[name].stages
     if stages.usual == 1:
@@ -160,8 +160,10 @@ def _stage_counts(request: PlanRequest, name: ScheduleName, pp: int) -> Sequence
 
 
 def recompute_choices(request: PlanRequest, pp: int) -> list[RecomputeChoice]:
-    """The choices of recompute that the request allows, from the least that is saved to the most.
-    Which of selective and every_n is faster is the model's to say."""
+    """Returns the allowed kinds of recompute from the least to the most recomputation.
+
+    Whether selective or every_n is faster depends on the model.
+    """
     fixed = request.fixed
     asked = fixed.recompute
     every = [n for n in _EVERY if n <= max(2, request.shape.layers // pp)]
@@ -177,8 +179,11 @@ def recompute_choices(request: PlanRequest, pp: int) -> list[RecomputeChoice]:
 def more_recompute(
     choices: list[RecomputeChoice], choice: RecomputeChoice
 ) -> list[RecomputeChoice]:
-    """Returns what may fit if a choice does not, each slower than that choice: after none both
-    selective and the next one, after selective nothing, because that next one is tried as well."""
+    """Returns the next kinds to try if a choice does not fit. All of them are slower.
+
+    After none these are selective and the next one. After selective there is nothing, because that
+    next one is tried anyway.
+    """
     if choice.recompute == "selective":
         return []
     most = 2 if choice.recompute == "none" else 1
@@ -187,11 +192,11 @@ def more_recompute(
 
 
 def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Yields the uses of a family's data-parallel ranks, without recompute, that gather and reduce
-    once a step: each split with each strategy of `sharding/` that differs there.
+    """Yields the data-parallel layouts of a family that gather and reduce once per step.
 
-    FULL_SHARD that keeps its parameters for a step does what SHARD_GRAD_OP does. SHARD_OPTIMIZER
-    splits over all data-parallel ranks, and NO_SHARD splits nothing."""
+    Layouts have no recompute. FULL_SHARD that keeps parameters for a step equals SHARD_GRAD_OP.
+    SHARD_OPTIMIZER shards over all data-parallel ranks, NO_SHARD does not shard.
+    """
     fixed = request.fixed
     dp = family.dp_shard
     frees = family.pp == 1 and request.global_batch_size > dp * family.microbatch_size
@@ -216,8 +221,11 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
 
 
 def _strategies(request: PlanRequest, shards: int, replicas: int) -> list[ShardingName | None]:
-    """Returns the strategies that differ with so many shards and replicas. Other frameworks split
-    everything (None), or the optimizer alone over all data ranks unless dp_shard is fixed."""
+    """Returns the strategies that differ for these sizes.
+
+    Other frameworks shard everything (None), or only the optimizer over all data-parallel ranks
+    unless dp_shard is fixed.
+    """
     fixed = request.fixed
     framework = request.framework
     asked = fixed.sharding
@@ -237,10 +245,11 @@ def _strategies(request: PlanRequest, shards: int, replicas: int) -> list[Shardi
 
 
 def per_microbatch_variant(request: PlanRequest, layout: ParallelConfig) -> ParallelConfig | None:
-    """Returns the layout that gathers parameters and reduces gradients for each microbatch, or None
-    if no rule allows it.
+    """Returns the layout that gathers and reduces for each microbatch, or None if it is not
+    allowed.
 
-    It needs less memory and is never faster, so it is tried if the layout itself does not fit."""
+    It needs less memory and is never faster, so it is tried only if the layout itself does not fit.
+    """
     fixed = request.fixed
     if not request.framework.is_parallel3d or layout.dp_shard == 1 or fixed.gather or fixed.reduce:
         return None
@@ -249,12 +258,12 @@ def per_microbatch_variant(request: PlanRequest, layout: ParallelConfig) -> Para
 
 
 def check_fixed(request: PlanRequest) -> None:
-    """Raises ConfigError for the first value that no layout can have, whatever the memory."""
+    """Raises ConfigError for the first fixed value that no layout can have, whatever the memory."""
     fixed = request.fixed
     gpus = request.gpus
     for axis in ("cp", "ep"):
         if getattr(fixed, axis) and axis not in request.framework.axes:
-            rule = f"is not an axis of {request.framework.name}; try --framework megatron-core"
+            rule = f"{request.framework.name} has no such axis; try --framework megatron-core"
             raise ConfigError(f"{axis} = {getattr(fixed, axis)}: {rule}")
     least = ParallelConfig(
         pp=fixed.pp or 1, tp=fixed.tp or 1, microbatch_size=fixed.microbatch_size or 1

@@ -1,5 +1,5 @@
-"""Layouts whose predicted speeds differ by less than the planner can tell: the safer and simpler
-one comes first."""
+"""Ties: layouts whose predicted speeds differ by less than the planner's error. The safer and
+simpler one is preferred."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from parallel3d.planner.model.planned_run import other_axes
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.tp_pp_search import Candidate
 
-# Of pairs of published layouts predicted within 5% of each other, a quarter or more is in the wrong
-# order (docs/explanation/planner.md).
+# At least a quarter of the pairs of published layouts within 5% of each other are predicted in the
+# wrong order (docs/explanation/planner.md).
 TIE = 0.05
-_WIDER = 1.25  # a range that is so many times as wide as the narrowest counts as wider
+_WIDER = 1.25  # ranges this much wider than the narrowest count as wider
 
 
 def slowest_tied_s(fastest_s: float) -> float:
-    """Returns the seconds up to which a step ties with the fastest."""
+    """Returns the largest step time that ties with the fastest."""
     return fastest_s / (1 - TIE)
 
 
 def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Returns candidates in the order of time, but those that are tied with the fastest in the
-    order of preference: the narrower range, fewer axes that divide the model (full recompute counts
-    as one), no hybrid sharding, tp within a node, no recompute, fewer stages, sharding within a
-    node, then time."""
+    """Returns candidates by time, with those tied with the fastest by preference.
+
+    The preferences are: narrow range, few axes that divide the model (full recompute counts as
+    one), no hybrid sharding, tp within a node, no recompute, few stages, sharding within a node,
+    time.
+    """
     by_time = sorted(candidates, key=lambda each: each.step_time_s)
     if not by_time:
         return []

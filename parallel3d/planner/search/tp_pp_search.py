@@ -1,9 +1,9 @@
-"""One tp x pp of a request, and its layouts in the order of their time.
+"""The search within one tp x pp: its layouts in the order of step time.
 
-Time is cheap to bound and memory is not, so memory is asked for only of layouts whose turn it is: a
-heap is ordered by the least time that families of one microbatch, then one family, then one of its
-layouts can take. A layout that comes to its top either fits, and nothing left is faster, or gives
-its place to itself with more recompute. A lower bound of memory rules out what cannot fit.
+Time has cheap lower bounds, memory does not, so memory is computed only for layouts at the top of a
+heap. The heap is ordered by lower bounds of time: of families with the same microbatch, then of one
+family, then of a layout. If the layout at the top fits, nothing left is faster. Otherwise it is
+replaced by itself with more recompute. A lower bound of memory excludes layouts that cannot fit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from parallel3d.schedules.registry import schedule_traits
 
 
 class Candidate(NamedTuple):
-    """A layout's memory, and its time by the closed form (infinite where nobody asks for it)."""
+    """A layout with its memory and closed-form step time (infinite if unknown)."""
 
     parallel: ParallelConfig
     step_time_s: float
@@ -48,31 +48,36 @@ class Candidate(NamedTuple):
 
 @dataclass
 class _Family:
-    """Layouts that differ in recompute and in the use of the data ranks. `first`: the least
-    recompute that may fit."""
+    """Layouts that differ in recompute and data parallelism.
+
+    `first` has the kinds of recompute that came first, that is the least ones that may fit.
+    """
 
     parallel: ParallelConfig
     known: CostCache
     first: set[RecomputeChoice] = field(default_factory=set)
-    activations: dict[RecomputeChoice, float] = field(default_factory=dict)  # bytes at least
-    # what its layouts hold, by their use of the data ranks and recompute
+    activations: dict[RecomputeChoice, float] = field(default_factory=dict)  # lower bounds in bytes
+    # Memory of its layouts, keyed by data-parallel layout and recompute.
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
 
 class _Waiting(NamedTuple):
-    """What waits for its turn: families whose microbatches take equally long, one family with a
-    `recompute`, or one of its layouts."""
+    """An entry of the heap: families with equal microbatch time, one family with a `recompute`, or
+    a layout."""
 
-    least_s: float  # the least time that it can take
-    order: int  # what was pushed first comes first if it can be as fast
+    least_s: float  # lower bound of the step time
+    order: int  # first in, first out between equal bounds
     families: list[_Family]
     layout: ParallelConfig | None = None
     recompute: RecomputeChoice | None = None
 
 
 class TpPpSearch:
-    """A tp x pp of a request. `checked` counts the layouts whose memory was computed so far,
-    and `is_cut_short` is set where a search for the fastest has left out what takes too long."""
+    """The search within a tp x pp.
+
+    `checked` counts the layouts with computed memory. `is_cut_short` is True if a search skipped
+    layouts that take too long.
+    """
 
     def __init__(
         self,
@@ -82,7 +87,7 @@ class TpPpSearch:
         families: list[ParallelConfig],
         blocks: BlockTimeCache,
     ) -> None:
-        """`blocks` has the block times of other searches of the same model on the same cluster."""
+        """`blocks` caches block times of other searches for the same model and cluster."""
         self.tp = tp
         self.pp = pp
         self.checked = 0
@@ -95,12 +100,12 @@ class TpPpSearch:
 
     @property
     def least_s(self) -> float:
-        """Seconds of a step that none of the layouts that wait goes below."""
+        """Lower bound of the step time of all remaining layouts."""
         return self._heap[0].least_s
 
     @cached_property
     def _heap(self) -> list[_Waiting]:
-        """What waits for its turn: at first families whose microbatches take equally long."""
+        """The heap, which initially has the families with equal microbatch time."""
         groups: dict[object, list[_Family]] = {}
         for family in self._families:
             key = family.parallel.microbatch_size, other_axes(family.parallel)
@@ -111,8 +116,10 @@ class TpPpSearch:
         return sorted(found)
 
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
-        """Yields the layouts that fit in the order of time, each use of the data ranks with the
-        least recompute that fits, and none that takes longer than `within_s`."""
+        """Yields the layouts that fit in the order of step time, up to `within_s`.
+
+        Each data-parallel layout appears with the least recompute that fits.
+        """
         while self._heap:
             least_s, _, families, layout, recompute = heappop(self._heap)
             if least_s > within_s:
@@ -143,7 +150,7 @@ class TpPpSearch:
         heappush(self._heap, _Waiting(least_s, next(self._pushed), families, layout, recompute))
 
     def _push_family(self, family: _Family, kind: RecomputeChoice) -> None:
-        """Pushes a family, or what needs less memory if its lower bound is too high."""
+        """Pushes a family, or one with more recompute if its lower bound of memory is too high."""
         usable = self._request.usable_bytes
         choices = self._recompute_choices
         if self._family_lower_bound(family, kind) <= usable:
@@ -157,13 +164,13 @@ class TpPpSearch:
                 self._push_family(family, more)
 
     def _push_layouts(self, family: _Family, kind: RecomputeChoice) -> None:
-        """Pushes each use of a family's data ranks."""
+        """Pushes each data-parallel layout of a family."""
         family.first.add(kind)
         for way in data_axis_splits(self._request, family.parallel):
             self._push_layout(family, way, kind)
 
     def _push_layout(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
-        """Pushes a layout, or what needs less memory if its lower bound is too high."""
+        """Pushes a layout, or one with less memory if its lower bound is too high."""
         if self._lower_bound(family, way, kind) > self._request.usable_bytes:
             self._push_less_memory(family, way, kind)
             return
@@ -175,7 +182,7 @@ class TpPpSearch:
     def _push_less_memory(
         self, family: _Family, way: ParallelConfig, kind: RecomputeChoice
     ) -> None:
-        """Pushes a layout with more recompute, and with less gathered at once."""
+        """Pushes a layout with more recompute, and one that gathers less at once."""
         choices = self._recompute_choices
         most = choices[-1]
         if kind == most or self._lower_bound(family, way, most) <= self._request.usable_bytes:
@@ -187,10 +194,12 @@ class TpPpSearch:
                 self._push_layout(family, variant, kind)
 
     def lowest_memory(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
-        """Returns the layout that needs least, or `is_any` the first found, of those that need no
-        more than `within` bytes; None where there is none."""
-        # Recompute of a single block keeps more than it saves; full recompute of several is the
-        # one with the lowest memory.
+        """Returns the layout with the lowest memory, at most `within` bytes, or None.
+
+        `is_any` returns the first one found.
+        """
+        # Recompute of a single block keeps more than it saves. With several blocks, full recompute
+        # has the lowest memory.
         choices = self._recompute_choices
         if self._request.shape.layers > self.pp:
             choices = choices[-1:]
@@ -204,7 +213,7 @@ class TpPpSearch:
             if bound > most:
                 break
             ways: Iterable[ParallelConfig] = self._ways(family)
-            if not is_any:  # from the lowest memory on, so that lower bounds rule the others out
+            if not is_any:  # start with low bounds to exclude the others early
                 ways = sorted(ways, key=lambda way: self._lower_bound(family, way, kind))
             for way in ways:
                 if self._lower_bound(family, way, kind) > most:
@@ -219,7 +228,7 @@ class TpPpSearch:
         return found
 
     def _ways(self, family: _Family) -> Iterator[ParallelConfig]:
-        """Yields every use of a family's data ranks."""
+        """Yields every data-parallel layout of a family."""
         for way in data_axis_splits(self._request, family.parallel):
             yield way
             if (variant := per_microbatch_variant(self._request, way)) is not None:
@@ -228,7 +237,7 @@ class TpPpSearch:
     def _layout_bytes(
         self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
     ) -> float:
-        """Returns the bytes of a layout with this recompute."""
+        """Returns the memory of a layout with this recompute."""
         key = (parallel.dp_shard, parallel.sharding, parallel.gather), kind
         if key not in family.bytes:
             self.checked += 1
@@ -247,8 +256,10 @@ class TpPpSearch:
         return least_work_s(run, known=first.known, turns=turns)
 
     def _lower_bound(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
-        """Bytes that a family's layout holds at least with this recompute: of a published
-        framework, whose memory is known sooner than its time, what it holds."""
+        """Returns a lower bound of the memory of a layout with this recompute.
+
+        It is exact for other frameworks, whose memory is faster to compute than time.
+        """
         if not self._request.framework.is_parallel3d:
             return self._layout_bytes(family, way, kind)
         key = (way.schedule, way.virtual_stages, way.strategy, way.dp_shard, way.gather)
@@ -258,7 +269,7 @@ class TpPpSearch:
         return self._states[key] + self._activations(family, kind)
 
     def _family_lower_bound(self, family: _Family, kind: RecomputeChoice) -> float:
-        """Bytes that every layout of a family with this recompute holds at least."""
+        """Returns a lower bound of the memory of a family with this recompute."""
         if not self._request.framework.is_parallel3d:
             return 0.0
         return self._lower_bound(family, _all_sharded(family.parallel), kind)
@@ -271,6 +282,6 @@ class TpPpSearch:
 
 
 def _all_sharded(parallel: ParallelConfig) -> ParallelConfig:
-    """Returns the layout with everything split over all of its data ranks."""
+    """Returns the layout fully sharded over its data-parallel ranks."""
     strategy = {"sharding": "FULL_SHARD", "gather": "microbatch"}
     return varied(parallel, dp_shard=parallel.dp, dp_replicate=1, **strategy)

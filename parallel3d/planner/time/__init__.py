@@ -1,2 +1,2 @@
-"""How long a step takes: operators on a roofline, collectives by latency and bandwidth, and the
-pipeline's schedule."""
+"""Step time: operators on a roofline, collectives by latency and bandwidth, and the pipeline
+schedule."""

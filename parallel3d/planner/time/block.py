@@ -1,5 +1,4 @@
-"""Seconds of one transformer block, of the embedding and of the head, on one rank and for one
-microbatch."""
+"""Seconds of one transformer block, of the embedding and of the head, per rank and microbatch."""
 
 from __future__ import annotations
 
@@ -12,49 +11,48 @@ from parallel3d.config.flops import attended_keys
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_s
 
-# Bytes moved per element of [tokens, hidden] by what stands outside the tp region: two norms, two
-# residual additions.
-_NORM_FORWARD, _NORM_BACKWARD = 8.0, 16.0  # both
-_OUTSIDE_FORWARD, _OUTSIDE_BACKWARD = 12.0, 16.0  # both
-_ROPE = 8.0  # per element of q and k, each way
+# Bytes moved per element of [tokens, hidden] outside the tp region by two norms and two residual
+# additions.
+_NORM_FORWARD, _NORM_BACKWARD = 8.0, 16.0  # for both norms
+_OUTSIDE_FORWARD, _OUTSIDE_BACKWARD = 12.0, 16.0  # for both additions
+_ROPE = 8.0  # per element of q and k, each direction
 _GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # per element of [tokens, ffn]
 _SWIGLU_FORWARD = 6.0
 _SWIGLU_BACKWARD = 10.0
-# Per element of [heads, seq, seq] of an attention that is not one kernel: scores written, softmax
-# read and written, dropout, read for the product with v (Korthikanti et al. 2022, arXiv 2205.05198,
-# section 4.1).
+# Bytes per element of [heads, seq, seq] of unfused attention: write scores, read and write softmax,
+# dropout, read for the matmul with v (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1).
 _SOFTMAX_FORWARD = 10.0
 _SOFTMAX_BACKWARD = 14.0
-# Per element of [tokens x experts of a token, hidden], each way: rows put in the order of their
-# experts, and back.
+# Bytes per element of [tokens x experts per token, hidden] in each direction to permute rows into
+# expert order and back.
 _PERMUTE = 10.0
-# Speed of batched matmuls around a softmax, of the best; with heads that are no multiple of 8 the
-# tensor cores get no 16-byte loads.
+# Relative speed of batched matmuls around a softmax. If the head dimension is not a multiple of 8,
+# tensor cores cannot use 16-byte loads.
 _BATCHED, _BATCHED_UNALIGNED = 0.5, 0.25
-# Share of adding a weight's gradient to that of earlier microbatches that the matmul does not hide,
-# and the two speeds above: set on the runs of tools/cases.
+# Exposed fraction of the time to accumulate a weight gradient. This and the two speeds above are
+# fitted on the runs of tools/cases.
 _ACCUMULATE = 0.4
-_LAUNCHES = 60  # kernels of one block's forward pass
-_EXPERT_LAUNCHES = 60  # more of them in an MoE layer: router, order of the experts, all-to-all
-_LOSS_PASSES = 10.0  # bytes read and written per logit, forward and backward
-# each expert's rows begin a tile of their own, where all experts of a rank are one product
+_LAUNCHES = 60  # kernels in one block's forward pass
+_EXPERT_LAUNCHES = 60  # additional kernels of an MoE layer: router, permutation, all-to-all
+_LOSS_PASSES = 10.0  # bytes read and written per logit, forward and backward pass
+# Each expert's rows start a new tile in a grouped matmul.
 _TILE_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
-    """Seconds of a block, never less than the host takes to launch it."""
+    """Seconds of a block, at least the time to launch its kernels."""
 
     forward_s: float
     backward_s: float
-    again_s: float  # the part of the forward that recompute repeats beside the backward
-    weight_s: float  # the part of backward_s that only weights' gradients need
+    again_s: float  # recomputed part of the forward pass
+    weight_s: float  # part of `backward_s` for weight gradients
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeParts:
-    """Seconds by cause: of a block and one microbatch in both directions, or of a step on the
-    busiest rank."""
+    """Seconds by cause: of a block and microbatch in both directions, or of a step on the busiest
+    rank."""
 
     compute: float
     recompute: float = 0.0
@@ -77,11 +75,11 @@ class TimeParts:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchTimes:
-    """Seconds of one microbatch: of a block, and forward and backward of the model's two ends."""
+    """Seconds of one microbatch: a block, and (forward, backward) of head and embedding."""
 
     block: TimeParts
-    forward_s: float  # of the block
-    weight_s: float  # the part of its backward that only weights' gradients need
+    forward_s: float  # forward pass of the block
+    weight_s: float  # part of the backward pass for weight gradients
     head_s: tuple[float, float]
     embedding_s: tuple[float, float]
 
@@ -95,8 +93,10 @@ class MicrobatchTimes:
 
 
 class Product(NamedTuple):
-    """A matrix product of a block's forward: [rows, inputs] x [inputs, outputs], or as many such as
-    there are `experts` on a rank, which divide the rows evenly and are computed at once."""
+    """A matmul [rows, inputs] x [inputs, outputs] of a block's forward pass.
+
+    With several `experts`, the rows are divided evenly and the matmul is grouped.
+    """
 
     rows: int
     outputs: int
@@ -104,8 +104,7 @@ class Product(NamedTuple):
     experts: int = 1
 
     def forward_s(self, kernels: Kernels, *, turned: bool = False) -> float:
-        """Returns the seconds of the product, or of the input's gradient, which is the same one
-        `turned`."""
+        """Returns the seconds of the forward matmul, or of the input gradient if `turned`."""
         outputs = self.outputs
         inputs = self.inputs
         if turned:
@@ -118,7 +117,7 @@ class Product(NamedTuple):
         return max(matmul_s(kernels, rows, outputs, inputs), read_s)
 
     def weight_s(self, kernels: Kernels) -> float:
-        """Returns the seconds of the weights' gradients."""
+        """Returns the seconds of the weight gradient."""
         rows = max(1, self.rows // self.experts)
         return matmul_s(kernels, self.experts * self.outputs, self.inputs, rows)
 
@@ -128,7 +127,7 @@ class Product(NamedTuple):
 
 
 def products(run: PlannedRun) -> list[Product]:
-    """Returns the products of a block; of a mixture those of a layer with experts."""
+    """Returns the matmuls of a block, or of an MoE layer."""
     shape = run.shape
     layout = run.layout
     tp = layout.tp
@@ -165,9 +164,11 @@ def products(run: PlannedRun) -> list[Product]:
 
 
 def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
-    """Returns the seconds of a block. Of a mixture all layers count as those with experts: its
-    first layers without have as many operations by design."""
-    # back: of the inputs' gradients; weight: of the weights'
+    """Returns the seconds of a block.
+
+    Dense layers of an MoE model count like MoE layers, which have as many FLOPs by design.
+    """
+    # `products_back_s` is for input gradients, `weight_s` for weight gradients.
     products_s = products_back_s = weight_s = 0.0
     for product in products(run):
         products_s += product.forward_s(kernels)
@@ -186,7 +187,7 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
     again = {
         "full": forward,
         "every_n": forward / layout.recompute_every,
-        # torchtitan keeps attention and every second matmul (Liang et al. 2024, arXiv 2410.06511)
+        # torchtitan saves attention and every second matmul (Liang et al. 2024, arXiv 2410.06511).
         "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
     }.get(layout.recompute, 0.0)
@@ -205,15 +206,15 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
 
 
 def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
-    """Returns the seconds to add a microbatch's gradient to that of earlier ones."""
+    """Returns the seconds to accumulate a microbatch's weight gradient."""
     if kernels.process is not None:
         return weights * kernels.process.gradient_s
     return weights * 2 * run.framework.gradient_bytes * _ACCUMULATE / kernels.memory_rate
 
 
 def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds of a block's attention, forward and backward; where only some layers have
-    a window, the mean of all."""
+    """Returns the seconds of a block's attention, forward and backward, averaged over windowed and
+    full layers."""
     shape = run.shape
     layout = run.layout
     framework = run.framework
@@ -245,8 +246,8 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
 
 
 def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
-    """Bytes that norms, residuals, activations, rope and the order of experts move, forward and
-    backward."""
+    """Returns the bytes moved by norms, residuals, activations, RoPE and expert permutation,
+    forward and backward."""
     shape = run.shape
     layout = run.layout
     t = run.tokens
@@ -277,8 +278,7 @@ def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
 
 
 def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds that the last norm, the output table and the loss take, forward and
-    backward."""
+    """Returns the seconds of the last norm, the head and the loss, forward and backward."""
     kernels = replace(kernels, precision=kernels.half)
     t = run.tokens
     h = run.shape.hidden
@@ -287,15 +287,14 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     weight = matmul_s(kernels, vocab, h, t)
     weight += _accumulate_s(run, kernels, vocab * h)
     back = matmul_s(kernels, t, h, vocab)
-    loss = 0.0  # which a calibrated host has measured apart
+    loss = 0.0  # A calibrated host has measured the loss separately.
     if kernels.process is None:
         loss = t * run.rank_vocab * _LOSS_PASSES / 2 / kernels.memory_rate
     return product + loss, back + weight + loss
 
 
 def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the look-up's seconds: forward it reads and writes rows, backward it adds gradients
-    into float32."""
+    """Returns the seconds of the embedding lookup. The backward pass accumulates in float32."""
     rows = run.tokens * run.shape.hidden
     forward = rows * 6.0 / kernels.memory_rate
     backward = rows * 12.0 / kernels.memory_rate

@@ -1,5 +1,4 @@
-"""This project's framework on a calibrated host: kernels by their curves, and measurements where
-`step` assumes."""
+"""Step time of parallel3d on a calibrated host, from measured curves instead of assumptions."""
 
 from __future__ import annotations
 
@@ -17,13 +16,15 @@ from parallel3d.planner.time.block import (
 from parallel3d.planner.time.collectives import hidden_bytes, send_s, tp_exchange_s
 from parallel3d.planner.time.roofline import Kernels
 
-_FORWARD = 0.4  # the forward's share of what a block dispatches
+_FORWARD = 0.4  # fraction of a block's dispatch time in the forward pass
 
 
 class CalibratedHost:
-    """The measurements that hold for a run. A CPU dispatches before each kernel and not beside it,
-    and ranks that are more than the cores share them: `shared` ranks have one core, and everything
-    that all ranks do at once takes `slowdown` longer."""
+    """The measurements that apply to a run.
+
+    A CPU does not overlap dispatch with kernels. If there are more ranks than cores, `shared` ranks
+    have one core, and work that all ranks do at once takes `slowdown` times as long.
+    """
 
     def __init__(self, run: PlannedRun, measured: Calibration) -> None:
         layout = run.layout
@@ -38,7 +39,8 @@ class CalibratedHost:
         if self.ranks:
             self.contention = self.ranks.contention
         self.slowdown = self.shared * self.contention
-        # What splits, and what repeats: FULL_SHARD stands for all whose parameters are split.
+        # Measured overhead of sharding and of replication. FULL_SHARD represents all strategies
+        # that shard parameters.
         shards = layout.optimizer_shards
         tp_axis = "tp_sequence" if layout.sequence_parallel else "tp"
         self.tp = measured.overhead(tp_axis, layout.tp)
@@ -57,7 +59,7 @@ class CalibratedHost:
         kernels = Kernels(device=run.cluster.device, precision=run.precision, process=process)
         block = block_times(run, kernels)
         tp_forward, tp_backward = self._tp_s()
-        # What recompute repeats costs its dispatch too, which was measured.
+        # Recompute repeats the dispatch, too. Its measured cost includes that.
         share = 1 / run.layout.recompute_every
         if recompute == "every_n":
             recompute = "full"
@@ -66,7 +68,7 @@ class CalibratedHost:
             tp_backward += share * tp_forward
         dispatch = _FORWARD * process.overhead.block
         dispatch_back = (1 - _FORWARD) * process.overhead.block
-        if not self.measured.synchronous:  # launched ahead: only what takes longer shows
+        if not self.measured.synchronous:  # Asynchronous launch hides dispatch behind kernels.
             dispatch = max(0.0, dispatch - block.forward_s)
             dispatch_back = max(0.0, dispatch_back - block.backward_s - again)
         added = _FORWARD * (self.tp.block + self.dp.block)
@@ -91,9 +93,12 @@ class CalibratedHost:
         )
 
     def _tp_s(self) -> tuple[float, float]:
-        """The layers' collectives beyond their smallest messages: two each way, of which those of
-        sequence parallelism are a gather and a reduce-scatter, with two more gathers in the
-        backward."""
+        """Seconds of the tp collectives minus those of their smallest messages, forward and
+        backward.
+
+        There are two all-reduces per direction. Sequence parallelism replaces each by an all-gather
+        and a reduce-scatter, and adds two all-gathers to the backward pass.
+        """
         run = self.run
         layout = run.layout
         measured = self.measured
@@ -109,8 +114,7 @@ class CalibratedHost:
         return 2 * (gather + scatter), 4 * gather + 2 * scatter
 
     def action_s(self) -> float:
-        """Seconds that an action of a pipeline takes beside its stage: its place in the schedule,
-        and a message."""
+        """Overhead of a pipeline action in seconds: scheduling and a message."""
         run = self.run
         layout = run.layout
         if layout.pp == 1:
@@ -125,8 +129,7 @@ class CalibratedHost:
         return self.ranks.action_s + beyond_smallest_s(self.ranks.transfer, bytes_)
 
     def once_s(self, part: StageSlice) -> tuple[float, float, float]:
-        """Returns a step's seconds of the data dimension, the optimizer and the host, on a rank
-        with this part."""
+        """Returns the seconds per step of data parallelism, the optimizer and the host."""
         base = self.process.overhead
         layout = self.run.layout
         layers = part.layers

@@ -1,11 +1,9 @@
-"""Seconds of collectives by the alpha-beta model, over groups whose ranks sit on one node or on
-several, and what data parallelism adds to a step with them: gradients reduced, parameters gathered,
-as far as it shows.
+"""Seconds of collectives by the alpha-beta model, and the exposed data-parallel communication.
 
-Rank order is the mesh's: pp, dp_replicate, dp_shard, (cp,) tp, the last innermost. A ring over n
-ranks moves (n - 1) / n of the bytes through its slowest link; NCCL builds a ring for each network
-port of a node, so that a group with g ranks on a node has g ports (Thakur et al. 2005; NCCL's
-tuning model in src/graph/tuning.cc).
+Ranks are in mesh order: pp, dp_replicate, dp_shard, (cp,) tp, the last one innermost. A ring over n
+ranks moves (n - 1) / n of the bytes through its slowest link. NCCL builds a ring for each network
+port of a node, so a group with g ranks per node uses g ports (Thakur et al. 2005; NCCL's tuning
+model in src/graph/tuning.cc).
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from parallel3d.planner.hardware.cluster import Cluster, Group
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 
-# Nodes over which a ring keeps half of the bandwidth between neighbours: stragglers, and rings that
-# meet in the network's upper tiers. Set on the runs of tools/cases, of 1 to 2,048 GPUs.
+# A ring over this many nodes has half the bandwidth between neighbours, because of stragglers
+# and congestion in the upper network tiers. Fitted on the runs of tools/cases with 1 to 2,048 GPUs.
 _HALF_SPEED_NODES = 256
-_HIDDEN = 0.5  # share of a step's one reduction or gather beside compute; set on the same runs
+_HIDDEN = 0.5  # overlapped fraction of a once-per-step reduction or gather, fitted on the same runs
 
 
 def ring_bandwidth(cluster: Cluster, group: Group) -> float:
-    """Bytes per second through the slowest link that the group crosses."""
+    """Bytes per second through the slowest link of the group."""
     if group.nodes == 1:
         return cluster.node.sustained
     network = group.per_node * cluster.network.sustained / _spread(cluster, group.span)
@@ -31,7 +29,8 @@ def ring_bandwidth(cluster: Cluster, group: Group) -> float:
 
 
 def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
-    """Seconds until each rank has `whole_bytes`; a reduce-scatter of them takes the same."""
+    """Returns the seconds of an all-gather with `whole_bytes` of output, or of a reduce-scatter
+    with that much input."""
     hops_inside = (group.size - group.nodes) * cluster.node.latency_s
     hops_across = (group.nodes - 1) * cluster.network.latency_s
     hops = hops_inside + hops_across
@@ -42,8 +41,8 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
 
 
 def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
-    """Seconds of a reduce-scatter and an all-gather; small tensors go by trees, of logarithmic
-    latency."""
+    """Returns the seconds of an all-reduce, by a ring or a tree. Small tensors are faster on a
+    tree."""
     ring = 2 * all_gather_s(cluster, group, whole_bytes)
     bandwidth = ring_bandwidth(cluster, group)
     inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s
@@ -67,9 +66,11 @@ def tp_exchange_s(run: PlannedRun) -> float:
 
 
 def experts_exchange_s(run: PlannedRun) -> float:
-    """Returns the seconds in which a microbatch's tokens go to the ranks of their experts, as they
-    come back. In this all-to-all each rank sends to ranks of its own node, and at once to others
-    through its own port."""
+    """Returns the seconds of the all-to-all of a microbatch's tokens to their experts.
+
+    The way back takes the same time. Sends within the node and through the rank's own network port
+    overlap.
+    """
     experts = run.shape.experts
     layout = run.layout
     cluster = run.cluster
@@ -77,15 +78,14 @@ def experts_exchange_s(run: PlannedRun) -> float:
         return 0.0
     group = run.group(layout.ep, layout.expert_tp)
     bytes_ = hidden_bytes(run) / layout.tp
-    # What came from another node goes on within this one to those of its ranks that have the
-    # experts.
+    # Tokens from another node are forwarded within this node to the ranks of their experts.
     copies_within = experts.per_token * (1 - 1 / group.per_node)
     within_s = bytes_ * copies_within / cluster.node.sustained + cluster.node.latency_s
     if group.nodes == 1:
         return within_s
-    away = 1 - 1 / group.nodes  # the share of what is sent evenly that goes to other nodes
+    away = 1 - 1 / group.nodes  # fraction of evenly distributed traffic that leaves the node
     copies = experts.per_token
-    if experts.most_groups is not None:  # a token goes to each of its nodes once
+    if experts.most_groups is not None:  # A token is sent to each node once.
         copies = min(copies, experts.most_groups, group.nodes)
     port = cluster.network.sustained / _spread(cluster, group.span)
     bandwidth = min(cluster.node.sustained, port)
@@ -94,25 +94,26 @@ def experts_exchange_s(run: PlannedRun) -> float:
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
-    """Returns the seconds of a transfer between pipeline stages that lie on so many nodes, by the
-    slowest link."""
+    """Returns the seconds of a transfer between pipeline stages on this number of nodes."""
     link = cluster.network if nodes > 1 else cluster.node
     bandwidth = link.sustained / _spread(cluster, nodes)
     return bytes_ / bandwidth + link.latency_s
 
 
 def _spread(cluster: Cluster, nodes: int) -> float:
-    """Returns what the network's upper tiers divide its bandwidth by where so many nodes share
-    it."""
+    """Returns the oversubscription of the upper network tiers for this number of nodes."""
     if nodes > cluster.network.whole_nodes:
         return cluster.network.oversubscription
     return 1.0
 
 
 def reduced_once_s(run: PlannedRun, part: StageSlice) -> float:
-    """Returns the exposed seconds of data parallelism with unsharded parameters (ZeRO-0 to ZeRO-2):
-    one reduction a step, and with a sharded optimizer one gather of what it wrote. `part`: what a
-    rank has of the model."""
+    """Returns the exposed data-parallel seconds per step with unsharded parameters (ZeRO-0 to
+    ZeRO-2).
+
+    There is one gradient reduction per step, and one all-gather of updated parameters if the
+    optimizer is sharded.
+    """
     shards = run.layout.optimizer_shards
     gather_s, reduce_s = _unit_s(run, part, shards)
     return (reduce_s + gather_s) * (1 - _HIDDEN)
@@ -124,10 +125,17 @@ def sharded_s(
     backward: float,
     ends_s: float,
 ) -> float:
-    """Seconds that show where parameters are sharded (FSDP, ZeRO-3): while a block computes, the
-    next one's parameters are gathered and the last one's gradients reduced; what takes longer than
-    the compute shows. The first gather and the last reduction always do. `forward`, `backward`:
-    seconds of a block; `ends_s`: of embedding and head in both."""
+    """Returns the exposed data-parallel seconds per step with sharded parameters (FSDP, ZeRO-3).
+
+    While a block computes, the next block is gathered and the gradients of the last one are
+    reduced. The first gather and the last reduction are never overlapped.
+
+    Args:
+        run: Run with sharded parameters.
+        forward: Seconds of a block's forward pass.
+        backward: Seconds of a block's backward pass.
+        ends_s: Seconds of embedding and head, forward and backward.
+    """
     layout = run.layout
     block = StageSlice(layers=1, embedding=False, head=False)
     gather_s, reduce_s = _unit_s(run, block, layout.parameter_shards)
@@ -149,9 +157,10 @@ def sharded_s(
 
 
 def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, float]:
-    """Returns the seconds to gather the parameters that a rank has of a part of the model, split
-    over `shards` ranks, and to reduce their gradients; experts are split over those ranks that have
-    the same ones."""
+    """Returns the seconds to gather a rank's parameters of a slice and to reduce their gradients.
+
+    Experts are sharded over the ranks that have the same ones.
+    """
     layout = run.layout
     ranks = layout.dp * layout.cp
     gather_s, reduce_s = _split_s(run, run.stage_parameters(part), shards, ranks, layout.tp)
@@ -176,8 +185,10 @@ def _split_s(
     ranks: int,
     stride: int,
 ) -> tuple[float, float]:
-    """Returns the seconds to gather so many parameters, split over `shards` of the `ranks` that
-    have them in common, which are `stride` apart, and to reduce their gradients."""
+    """Returns the seconds to gather parameters and to reduce their gradients.
+
+    They are sharded over `shards` of the `ranks` that share them, which are `stride` apart.
+    """
     framework = run.framework
     cluster = run.cluster
     gradients = parameters * framework.reduce_bytes
@@ -188,6 +199,6 @@ def _split_s(
     gather_s = all_gather_s(cluster, inner, parameters * run.item_bytes)
     scatter_s = all_gather_s(cluster, inner, gradients)
     replicas_s = all_reduce_s(cluster, outer, gradients / shards)
-    if inner.nodes == 1 and shards > 1:  # two streams: links in the node, and the network
+    if inner.nodes == 1 and shards > 1:  # Links in the node and the network work in parallel.
         return gather_s, max(scatter_s, replicas_s)
     return gather_s, scatter_s + replicas_s

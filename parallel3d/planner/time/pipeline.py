@@ -1,5 +1,4 @@
-"""The pipeline in a step's time: the schedule simulated, and closed forms for ranking candidates.
-No torch here."""
+"""Pipeline time: the simulated schedule, and closed forms to rank candidates."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from parallel3d.timeline.simulate import (
     action_starts,
 )
 
-_WINDOW = 4  # pipelines' depths of microbatches after which a schedule repeats itself
+_WINDOW = 4  # a schedule repeats itself after this many microbatches per pipeline rank
 
 
 def pipeline_s(
@@ -25,9 +24,17 @@ def pipeline_s(
     times: list[StageTimes],
     send_s: float = 0.0,
 ) -> float:
-    """Returns the makespan of a step's microbatches, in seconds; `times` are the stages'. A
-    transfer between them takes `send_s`. A long schedule repeats itself and is extrapolated from
-    two short ones."""
+    """Returns the makespan of a step's microbatches in seconds.
+
+    Long schedules are extrapolated from two short ones, because they repeat themselves.
+
+    Args:
+        name: Schedule.
+        pp: Pipeline ranks.
+        microbatches: Microbatches per step.
+        times: Seconds per microbatch of each stage.
+        send_s: Seconds of a transfer between stages.
+    """
     if pp == 1:
         return microbatches * sum(t.forward + t.backward for t in times)
     both = ActionTimes(stages=tuple(times), transfers=(send_s,) * (len(times) - 1))
@@ -62,14 +69,15 @@ def closed_form_s(
     times: list[StageTimes],
     send_s: float = 0.0,
 ) -> float:
-    """Adds the work of the slowest rank (where ranks have several stages, of the slowest in each
-    turn) and the bubble of an even pipeline, in seconds. The bubble is known for the classic
-    schedules (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) and simulated once for
-    others."""
+    """Returns the work of the slowest rank plus the bubble of an even pipeline, in seconds.
+
+    With virtual stages it takes the slowest rank of each turn. The bubble of classic schedules is a
+    formula (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). For others it is simulated once.
+    """
     virtual_stages = len(times) // pp
     stages_s = [stage.forward + stage.backward for stage in times]
     work = sum(stages_s)
-    if schedule_traits(name).ramp_bubble:  # whose stages go round and round
+    if schedule_traits(name).ramp_bubble:  # Stages are assigned to ranks in turn.
         slowest = max(sum(stages_s[rank::pp]) for rank in range(pp))
         bubble = (work - slowest) / virtual_stages
     else:
@@ -85,8 +93,10 @@ def _even_bubble(
     microbatches: int,
     virtual_stages: int,
 ) -> float:
-    """Simulates the bubble, in a rank's work on one microbatch, where forward and both halves of
-    backward are equal."""
+    """Simulates the bubble of equal stages, in units of a rank's work on one microbatch.
+
+    The forward pass and both halves of the backward pass take equal time.
+    """
     each = 1 / (3 * virtual_stages)
     times = [StageTimes(forward=each, input=each, weight=each)] * (pp * virtual_stages)
     return pipeline_s(name, pp, microbatches, times) - microbatches

@@ -1,4 +1,4 @@
-"""Seconds of one kernel on one device: matrix products, attention, and kernels bound by memory."""
+"""Seconds of one kernel on one device: matmuls, attention, and memory-bound kernels."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from parallel3d.planner.hardware.calibration import OneProcess, rate_at
 from parallel3d.planner.hardware.cluster import Device
 
 # Rows and columns of the output tile that cuBLAS and CUTLASS prefer (NVIDIA, "Matrix multiplication
-# background"). Smaller tiles made no run's prediction better.
+# background"). Smaller tiles did not improve any prediction.
 _TILE = (256, 128)
 Measured = TypeVar("Measured")
-# share of a last, partly filled wave of tiles that split-k and the next kernel's prologue do not
-# hide
+# Exposed fraction of a last, partly filled wave of tiles. Split-k and the next kernel's prologue
+# hide the rest.
 _TAIL = 0.5
-# k of a tile at which its prologue and epilogue take as long as its inner loop would lose
+# Inner loop length of a tile that takes as long as its prologue and epilogue.
 _DEPTH = 128
 _FLOAT8 = 0.9  # casts, transposes and amax around each matmul, and the power limit
-# Share of the device's figure, which is of the best kernel on long sequences. The second is a
-# further share on Hopper, whose figure is of FlashAttention-3 (arXiv 2407.08608). Both are set on
-# the runs of tools/cases.
+# Fraction of the device's attention rate, which is for the best kernel on long sequences. The
+# second factor applies to Hopper, whose rate is of FlashAttention-3 (arXiv 2407.08608). Both are
+# fitted on the runs of tools/cases.
 _ATTENTION, _HOPPER_ATTENTION = 0.7, 0.7
-# slow-down where a row is no multiple of 8 elements and tensor cores get no 16-byte loads (ibid.)
+# Slowdown if rows are not a multiple of 8 elements, so tensor cores cannot use 16-byte loads
+# (ibid.).
 _UNALIGNED = 2.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """A device as one framework's kernels use it."""
+    """A device with the kernels of one framework."""
 
     device: Device
     precision: str
-    process: OneProcess | None = None  # its own curves, where it was calibrated
+    process: OneProcess | None = None  # measured curves of a calibrated host
 
     @property
     def half(self) -> str:
-        """The precision of what float8 leaves alone."""
+        """Precision of operators that FP8 training does not quantize."""
         if self.precision in ("fp16", "fp32"):
             return self.precision
         return "bf16"
@@ -51,12 +52,13 @@ class Kernels:
 
 
 def _measured(by_precision: Mapping[str, Measured], precision: str) -> Measured:
-    """Returns what was measured in this precision, or in the first one that was."""
+    """Returns the measurement in this precision, or else in the first measured one."""
     return by_precision.get(precision, next(iter(by_precision.values())))
 
 
 def matmul_s(kernels: Kernels, m: int, n: int, k: int) -> float:
-    """Seconds of [m, k] x [k, n]: waves of tiles over the processors, never faster than memory."""
+    """Returns the seconds of [m, k] x [k, n]: waves of tiles over the processors, or the memory
+    bound."""
     device = kernels.device
     precision = kernels.precision
     if kernels.process is not None:
@@ -85,8 +87,10 @@ def flash_attention_s(
     head_dim: int,
     backward: bool,
 ) -> float:
-    """Returns a tiled causal kernel's seconds (Dao 2023, arXiv 2307.08691): half the products, 5
-    for 2 backward."""
+    """Returns the seconds of a tiled causal kernel (Dao 2023, arXiv 2307.08691).
+
+    The causal mask halves the matmuls. The backward pass has 5 matmuls, the forward pass 2.
+    """
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5
     if kernels.process is not None:
         rates = _measured(kernels.process.attention, kernels.precision)
@@ -96,8 +100,8 @@ def flash_attention_s(
     sustained = 1e12 * (best.backward if backward else best.forward) * _ATTENTION
     if kernels.device.family == "hopper":
         sustained *= _HOPPER_ATTENTION
-    # The diagonal's tiles are half wasted and short rows fill the pipeline badly (ibid., figures 4
-    # to 6); heads of 64 spend a larger share on the softmax.
+    # Tiles on the diagonal are half wasted, and short rows fill the pipeline badly (ibid., figures
+    # 4 to 6). A head dimension of 64 spends a larger fraction on the softmax.
     length = keys / (keys + (420.0 if backward else 300.0))
     depth = min(1.0, 0.62 + 0.38 * head_dim / 128)
     return products / (sustained * length * depth) + kernels.device.kernel_s

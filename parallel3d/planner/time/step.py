@@ -32,18 +32,18 @@ from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s
 from parallel3d.planner.time.roofline import Kernels
 from parallel3d.timeline.simulate import StageTimes
 
-# The layers' collectives reach this share of the speed that larger transfers have: copies around
-# each, and ranks that wait for each other. The second: on ranks of several nodes, beside the first.
+# Speed of the layers' tp collectives relative to larger transfers. Copies and ranks that wait for
+# each other slow them down. The second factor also applies if tp ranks are on several nodes.
 _TP_SPEED, _TP_ACROSS_NODES = 0.7, 0.3
-# Bytes per second between a GPU and its CPU, what PCIe 4.0 x16 sustains, and a GPU's share of the
-# CPU's memory bandwidth: 8 GPUs beside two sockets of 200 GB/s.
+# Bytes per second between a GPU and its CPU (sustained PCIe 4.0 x16), and a GPU's share of CPU
+# memory bandwidth (8 GPUs on two sockets of 200 GB/s).
 HOST_LINK = 25e9
 HOST_MEMORY = 50e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a step takes, and what that is worth."""
+    """Time and throughput of a step."""
 
     parts: TimeParts
     step_time_s: float
@@ -54,32 +54,36 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pipeline:
-    """Seconds of a step's microbatches, without the data dimension."""
+    """Seconds of a step's microbatches without data parallelism."""
 
     micro: MicrobatchTimes
-    rank_s: list[float]  # each rank's work on one microbatch
-    send_s: float  # an activation on its way to the next stage
-    blocked_s: float  # an action of a stage, beside its work
+    rank_s: list[float]  # work of each rank per microbatch
+    send_s: float  # transfer of an activation to the next stage
+    blocked_s: float  # overhead of a stage's action
     seconds: float
 
 
-# one model's on one cluster, by all that they depend on
+# Microbatch times of one model on one cluster, keyed by every input that affects them.
 BlockTimeCache = dict[tuple[object, ...], MicrobatchTimes]
 
 
 @dataclass(frozen=True)
 class CostCache:
-    """What has been computed for other layouts: pipelines by recompute, of those that differ in
-    nothing else but the split of the data ranks; a microbatch's times, of any."""
+    """Results shared between layouts. Pipelines are keyed by recompute and shared by layouts that
+    differ only in data parallelism."""
 
     blocks: BlockTimeCache = field(default_factory=dict)
     pipelines: dict[tuple[str, int], _Pipeline] = field(default_factory=dict)
 
 
 def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = None) -> Cost:
-    """Prices a step. `exact` simulates the schedule; without, its closed form ranks candidates
-    quickly. This project's own framework on a calibrated host is priced by what was measured there.
-    `known` is filled, and read."""
+    """Estimates the time of a step.
+
+    Args:
+        run: Run to estimate. parallel3d on a calibrated host uses the host's measurements.
+        exact: Simulate the schedule. False uses a closed form to rank candidates quickly.
+        known: Cache to read and fill.
+    """
     host = _calibrated_host(run)
     layout = run.layout
     pipeline = _pipeline(run, host, exact=exact, known=known or CostCache())
@@ -98,7 +102,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     if run.offloads:
         crossing_s, optimizer_s = _offload_s(run, part)
         data_s += crossing_s
-    each = work / rank_s[busiest]  # the microbatches, each as much longer as all take
+    each = work / rank_s[busiest]  # microbatches, scaled by the slowdown of the host
     p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
     travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
     blocks = pipeline.micro.block.scaled(part.layers * each)
@@ -123,19 +127,21 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
 
 
 def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
-    """Seconds that no layout with this pipeline goes below, however it uses its data ranks: its
-    microbatches, and what every step has. It is 0.0 where measurements price each use of the data
-    ranks for itself."""
+    """Returns a lower bound on the step time of all layouts that differ only in data parallelism.
+
+    It is 0 on a calibrated host, because each data-parallel layout has measured overhead.
+    """
     if _calibrated_host(run) is not None:
         return 0.0
     return run.framework.quality * _pipeline(run, None, exact=False, known=known).seconds
 
 
 def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
-    """Seconds that no pipeline of these microbatches goes below, whatever its stages: an even share
-    of all work for each rank, and the bubble of ranks that have at most so many `turns`
-    (`pipeline.closed_form_s`; none where they are infinite). It is known much sooner than
-    `least_step_s`, and never more."""
+    """Returns a lower bound on the step time of all pipelines with these microbatches.
+
+    It is an even share of all work plus the bubble with at most `turns` stages per rank
+    (`pipeline.closed_form_s`). It is cheaper than `least_step_s` and never larger.
+    """
     if _calibrated_host(run) is not None:
         return 0.0
     micro = _known_microbatch(run, known)
@@ -160,8 +166,7 @@ def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
 def _pipeline(
     run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache
 ) -> _Pipeline:
-    """Prices the microbatches of a step, or finds them in `known`, where no measurement depends on
-    more than that."""
+    """Estimates the microbatches of a step, cached in `known` if nothing is measured."""
     layout = run.layout
     pp = layout.pp
     recompute = layout.recompute, layout.recompute_every
@@ -175,8 +180,8 @@ def _pipeline(
     else:
         micro = _known_microbatch(run, known)
         if pp > 1:
-            # With tp each rank sends its part, and without sequence parallelism gathers (Narayanan
-            # et al. 2021, arXiv 2104.04473, section 4.1).
+            # Each tp rank sends its shard. Without sequence parallelism the receivers all-gather it
+            # (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
             send = send_s(run.cluster, hidden_bytes(run) / layout.tp, nodes=_nodes(run))
             blocked = send + run.framework.action_s
     times = _stage_times(run, micro, blocked)
@@ -187,13 +192,13 @@ def _pipeline(
     seconds = form(run.schedule, pp, layout.microbatches, times, send)
     published: str = layout.schedule
     if published == "zb-2p":
-        # Each microbatch that waits beside the pp of zb-1p hides one more weight gradient (Qi et
-        # al. 2023, arXiv 2401.10241, table 2).
+        # Each live microbatch beyond the pp of zb-1p hides one more weight gradient (Qi et al.
+        # 2023, arXiv 2401.10241, table 2).
         beside = max(0, min(pp - 1, layout.microbatches - pp))
         hidden_s = beside * times[0].weight
         seconds = max(layout.microbatches * max(rank_s), seconds - hidden_s)
     if host is not None:
-        # Ranks that share cores take no less than all their work, and a part of the bubble.
+        # Ranks that share cores take at least the sum of their work and a part of the bubble.
         even_s = layout.microbatches * sum(rank_s) / pp
         at_once = pp / host.shared
         bubble_s = (seconds - even_s) * max(0.0, at_once - 1) / max(1, pp - 1)
@@ -221,29 +226,30 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     kernels = _kernels(run)
     layout = run.layout
     block = block_times(run, kernels)
-    # A block's tp traffic that shows, each way: two all-reduces, or as many reduce-scatters and
-    # all-gathers. Sequence parallelism gathers the inputs once more for the weights' gradients,
-    # beside other work (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
+    # Exposed tp communication of a block per direction: two all-reduces, or two pairs of
+    # reduce-scatter and all-gather. Sequence parallelism gathers the inputs once more for weight
+    # gradients, overlapped with other work (Korthikanti et al. 2022, arXiv 2205.05198, section
+    # 4.2).
     tp = 2 * tp_exchange_s(run) / _TP_SPEED
     if run.group(layout.tp, 1).nodes > 1:
         tp /= _TP_ACROSS_NODES
     experts = run.shape.experts
-    # each rank routes its own tokens: the feed-forward half gathers for what is shared alone
+    # Each rank routes its own tokens, so the feed-forward half gathers only for shared experts.
     if experts is not None:
         if not experts.shared_hidden:
             tp *= 0.5
-        if layout.expert_tp > 1:  # a part of an expert needs the rows of all its neighbours
+        if layout.expert_tp > 1:  # a shard of an expert needs the rows of all its neighbours
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             neighbours = run.group(layout.expert_tp, 1)
             within = 2 * all_gather_s(run.cluster, neighbours, rows)
             tp += within / _TP_SPEED
-    # Keys and values go round a ring beside the attention (Liu et al. 2023, arXiv 2310.01889).
+    # Keys and values are sent around a ring, overlapped with attention (Liu et al. 2023, arXiv
+    # 2310.01889).
     kv_hidden = max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
     bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * kv_hidden
     ring = run.group(layout.cp, layout.tp)
     cp = 0.5 * all_gather_s(run.cluster, ring, bytes_)
-    # Nobody reads the output of a block that is recomputed, and its last collective is sent all the
-    # same.
+    # A recomputed block repeats its last collective, although its output is unused.
     repeated = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}
     again = repeated.get(layout.recompute, 0.0)
     ep = 2 * experts_exchange_s(run)
@@ -263,7 +269,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
-    made: dict[StageSlice, StageTimes] = {}  # stages in the middle are alike
+    made: dict[StageSlice, StageTimes] = {}  # stages in the middle are equal
     for stage in {*run.stages}:
         forward = stage.layers * micro.forward_s + action_s
         backward = stage.layers * micro.backward_s + action_s
@@ -279,8 +285,8 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
 
 
 def _once_s(run: PlannedRun, micro: MicrobatchTimes) -> tuple[float, float]:
-    """Returns the seconds of the data dimension and of the optimizer that come once a step, on the
-    rank with most parameters."""
+    """Returns the seconds per step of data parallelism and the optimizer on the rank with most
+    parameters."""
     layout = run.layout
     part = max({*run.ranks}, key=run.stage_parameters)
     if layout.parameter_shards > 1:
@@ -291,8 +297,8 @@ def _once_s(run: PlannedRun, micro: MicrobatchTimes) -> tuple[float, float]:
     if run.optimizer.muon is not None:
         optimizer += _muon_s(run, run.optimizer.muon, part)
     if run.shape.tied_embeddings and layout.pp > 1:
-        # The two copies of the table, on the first and the last stage, sum their gradients: a ring
-        # of two, each sends one half to be summed and then the other, summed.
+        # The first and the last stage sum the gradients of the tied table in a ring of two: each
+        # sends one half to be summed, then the summed other half.
         numel = run.shape.vocab * run.shape.hidden / layout.tp
         half_bytes = numel * run.framework.reduce_bytes / 2
         optimizer += 2 * send_s(run.cluster, half_bytes, nodes=_nodes(run))
@@ -300,10 +306,12 @@ def _once_s(run: PlannedRun, micro: MicrobatchTimes) -> tuple[float, float]:
 
 
 def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
-    """Returns the seconds in which parameters and gradients cross between GPU and CPU, and those of
-    AdamW on the CPU. Both are set, not measured, and nothing is hidden behind the compute."""
+    """Returns the seconds of transfers between GPU and CPU, and of AdamW on the CPU.
+
+    Both rates are assumptions, and nothing is overlapped with compute.
+    """
     shard = run.stage_parameters(part) / run.layout.parameter_shards
-    crossings = 2  # a gather, and the gradients
+    crossings = 2  # one gather, and the gradients
     if run.gathers_each_microbatch:
         crossings = 1 + 2 * run.layout.microbatches
     crossing_s = crossings * shard * master_bytes(run.precision) / HOST_LINK
@@ -311,8 +319,11 @@ def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
 
 
 def _optimizer_s(run: PlannedRun, part: StageSlice) -> float:
-    """AdamW reads weights, two moments and gradients, and writes all but the last, and the
-    computing copy; before it the gradient norm reads every gradient, and clipping writes it."""
+    """Returns the seconds of AdamW, the gradient norm and clipping.
+
+    AdamW reads weights, two moments and gradients, and writes weights, moments and the 16-bit copy.
+    The norm reads each gradient and clipping writes it.
+    """
     framework = run.framework
     layout = run.layout
     parameters = run.stage_parameters(part)
@@ -327,8 +338,10 @@ def _optimizer_s(run: PlannedRun, part: StageSlice) -> float:
 
 
 def _muon_s(run: PlannedRun, muon: MuonCosts, part: StageSlice) -> float:
-    """Muon's iterations, each of three products, of a stage's matrices, which its ranks divide, and
-    two all-to-alls of each rank's part (`optimizers.muon`)."""
+    """Returns the seconds of Muon's iterations and its two all-to-alls (`optimizers.muon`).
+
+    An iteration has three matmuls per matrix. The ranks of a stage divide the matrices.
+    """
     device = run.cluster.device
     layout = run.layout
     ranks = layout.dp * layout.tp

@@ -1,12 +1,14 @@
-"""Calculon (Isaev et al. 2023, https://github.com/calculon-ai/calculon) asked about a published
-run, with the system files of its own checkout. It is no dependency and in no package index (the
-package of that name there is another one): who wants it clones it and puts the clone on PYTHONPATH.
+"""Predictions of Calculon (Isaev et al. 2023, https://github.com/calculon-ai/calculon) for
+published runs, with its own system files.
 
-Its attention keeps the scores, its feed-forward is two matrices, every head has keys of its own,
-and it shards the optimizer's states alone. Asked as it is, other runs are left out. Approximated, a
-tiled attention is one whose scores are recomputed, a gated feed-forward two matrices with as many
-parameters as the three, grouped keys one for each head. Each axis goes over the network, of those
-it allows, that it finds fastest. Memory is compared with the case's device's.
+It is not a dependency: clone it and put the clone on PYTHONPATH. The package of that name in the
+package index is another one.
+
+Calculon saves attention scores, has an MLP of two matrices and one key-value head per query head,
+and shards only optimizer states. Other runs are excluded in the exact variant. The approximate
+variant models tiled attention as recomputed scores, a gated MLP as two matrices with the same
+number of parameters, and grouped keys as one per head. Each axis uses the fastest allowed network.
+Memory is compared with the device of the case.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
-_SYSTEMS = {"A100": "a100_80g.json", "H100": "h100_80g_nvl8.json"}  # by a part of the device's name
+_SYSTEMS = {"A100": "a100_80g.json", "H100": "h100_80g_nvl8.json"}  # by a part of the device name
 _RECOMPUTE = {"none": "none", "selective": "attn_only", "full": "full"}
-_GATED = 1.5  # three matrices as two
-_BOUNDLESS_GIB = 10**7  # what does not fit is refused instead of answered
+_GATED = 1.5  # two matrices with the parameters of three
+_BOUNDLESS_GIB = 10**7  # Calculon raises an error for layouts that do not fit
 
 
 class Calculon:
-    """The framework. `approximate`: also asked about runs that it has no exact words for."""
+    """The planner. `approximate` also allows runs that it cannot express exactly."""
 
     def __init__(self, *, approximate: bool) -> None:
-        """Raises ConfigError where it is not on the path, or without its system files."""
+        """Raises ConfigError if Calculon or its system files cannot be found."""
         self._approximate = approximate
         try:
             package = import_module("calculon")
@@ -52,10 +54,10 @@ class Calculon:
             ) from missing
 
     def cannot(self, case: PublishedCase) -> str:
-        """Returns why Calculon cannot express a case; empty where it can."""
+        """Returns the reason why Calculon cannot express a case, or ""."""
         run = case.run
         if not any(part in run.cluster.device.name for part in _SYSTEMS):
-            return "a device that it has no system file of"
+            return "no system file for the device"
         why = why_not(run.layout)
         if why or self._approximate:
             return why
@@ -68,8 +70,7 @@ class Calculon:
         return ""
 
     def predict(self, case: PublishedCase) -> Prediction:
-        """Returns the prediction of a case that Calculon can express. Raises ConfigError where it
-        refuses the case after all."""
+        """Predicts a case. Raises ConfigError if Calculon rejects it."""
         layout = case.run.layout
         shape = case.run.shape
         application = self._llm.Application(
@@ -84,7 +85,7 @@ class Calculon:
                 "num_blocks": shape.layers,
             }
         )
-        # The networks that tp, pp and dp may use: 0 is the node's, 1 the one between nodes.
+        # Networks that tp, pp and dp may use: 0 is within the node, 1 between nodes.
         allowed = [(0, 1) if ways > 1 else (0,) for ways in (layout.tp, layout.pp, layout.dp)]
         answers = []
         refusals = []
@@ -107,8 +108,7 @@ class Calculon:
     def _asked(
         self, case: PublishedCase, application: Any, networks: tuple[int, ...]
     ) -> tuple[float, float]:
-        """Returns the seconds of a step and the bytes of a device, with tp, pp and dp over these of
-        the system's networks."""
+        """Returns step seconds and bytes per device with these networks for tp, pp and dp."""
         run = case.run
         layout = case.run.layout
         tree = next(tree for part, tree in self._systems.items() if part in run.cluster.device.name)
@@ -124,7 +124,7 @@ class Calculon:
             "data_par_net": networks[2],
             "batch_size": run.global_batch_size,
             "microbatch_size": layout.microbatch_size,
-            # bfloat16 takes as long, and its system files have no figures for it
+            # bfloat16 has the same speed, but no figures in the system files
             "datatype": "float16",
             "fused_activation": True,
             "attention_type": "multihead",
@@ -146,11 +146,11 @@ class Calculon:
 
 
 def why_not(layout: RunLayout) -> str:
-    """Returns what of a layout Calculon has no word for; empty where it has words for all."""
+    """Returns the reason why Calculon cannot express a layout, or ""."""
     if layout.recompute not in _RECOMPUTE:
-        return f"recompute of a part ({layout.recompute})"
+        return f"partial recompute ({layout.recompute})"
     if layout.gradient_shards > 1 or layout.parameter_shards > 1:
         return "sharded gradients or parameters"
     if layout.optimizer_shards in (1, layout.dp):
         return ""
-    return "states sharded over a part of the data ranks"
+    return "states sharded over a part of the data-parallel ranks"

@@ -1,12 +1,10 @@
-"""llm-analysis (Li 2023, https://github.com/cli99/llm-analysis) asked about a published run: the
-same job that this project's planner is asked about, in that package's own words. The package is no
-dependency: who wants it installs it.
+"""Predictions of llm-analysis (Li 2023, https://github.com/cli99/llm-analysis) for published runs.
+It is not a dependency: install it to run this benchmark.
 
-What it has no words for is left to it, not corrected. Its step is FLOPs over efficiency x peak,
-without bubble and communication; a feed-forward is two matrices, and its FLOPs those of ffn = 4
-hidden; embeddings are tied; layers that pp does not divide are rounded down for memory. A gated
-feed-forward is given to it as two matrices with as many parameters as the three, which then keep as
-many activations.
+Simplifications of llm-analysis are not corrected. Step time is FLOPs / (efficiency x peak), without
+bubble and communication. An MLP has two matrices, and its FLOPs assume ffn = 4 hidden. Embeddings
+are tied. Layers per stage are rounded down for memory. A gated MLP is passed as two matrices with
+the same number of parameters, which then save as many activations.
 """
 
 from __future__ import annotations
@@ -20,34 +18,34 @@ from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
-# as ActivationRecomputation names it
+# Names in ActivationRecomputation.
 _RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}
-_GATED = 1.5  # three matrices as two
+_GATED = 1.5  # two matrices with the parameters of three
 
 
 class LlmAnalysis:
-    """The package, which takes a step to run at `efficiency` of the devices' peak."""
+    """The planner at an `efficiency` relative to the devices' peak."""
 
     def __init__(self, *, efficiency: float) -> None:
-        """Raises ConfigError where the package is not installed."""
+        """Raises ConfigError if the package is not installed."""
         self._efficiency = efficiency
         try:
             self._analysis = import_module("llm_analysis.analysis")
             self._config = import_module("llm_analysis.config")
-            # It warns of every run several times.
+            # It would print several warnings for each run.
             import_module("llm_analysis.logger").logger.setLevel(logging.CRITICAL)
         except ImportError as missing:
             raise ConfigError(
-                f"bench planner: needs llm-analysis ({missing}); pip install llm-analysis, in an "
-                "environment whose transformers may be older than 5"
+                f"bench planner: needs llm-analysis ({missing}); pip install llm-analysis in an "
+                "environment with transformers < 5"
             ) from missing
 
     def cannot(self, case: PublishedCase) -> str:
-        """Returns why llm-analysis cannot express a case; empty where it can."""
+        """Returns the reason why llm-analysis cannot express a case, or ""."""
         return why_not(case.run.layout)
 
     def predict(self, case: PublishedCase) -> Prediction:
-        """Returns the prediction of a case that llm-analysis can express."""
+        """Predicts a case that llm-analysis can express."""
         run = case.run
         layout = case.run.layout
         shape = case.run.shape
@@ -66,7 +64,8 @@ class LlmAnalysis:
         )
         device = self._config.GPUConfig(
             name=cluster.name,
-            mem_per_GPU_in_GB=cluster.device.memory_bytes / GIB,  # which it multiplies by 1024^3
+            # multiplied by 1024^3 in llm-analysis
+            mem_per_GPU_in_GB=cluster.device.memory_bytes / GIB,
             hbm_bandwidth_in_GB_per_sec=cluster.device.memory_bandwidth / 1e9,
             intra_node_bandwidth_in_GB_per_sec=cluster.node.bandwidth / 1e9,
             intra_node_min_message_latency=cluster.node.latency_s,
@@ -103,16 +102,16 @@ class LlmAnalysis:
 
 
 def why_not(layout: RunLayout) -> str:
-    """Returns what of a layout llm-analysis has no word for; empty where it has words for all."""
+    """Returns the reason why llm-analysis cannot express a layout, or ""."""
     if layout.recompute not in _RECOMPUTE:
-        return f"recompute of a part ({layout.recompute})"
+        return f"partial recompute ({layout.recompute})"
     if _zero_stage(layout) is None:
-        return "states sharded over a part of the data ranks"
+        return "states sharded over a part of the data-parallel ranks"
     return ""
 
 
 def _zero_stage(layout: RunLayout) -> int | None:
-    """The DeepSpeed ZeRO stage that a layout's shards are; None where they are of no stage."""
+    """Returns the DeepSpeed ZeRO stage of a layout, or None if there is none."""
     shards = (layout.optimizer_shards, layout.gradient_shards, layout.parameter_shards)
     stage = sum(number > 1 for number in shards)
     if shards == (layout.dp,) * stage + (1,) * (3 - stage):

@@ -1,2 +1,2 @@
-"""Training as a careful user of plain torch writes it: what the benchmarks and the tests compare
-with."""
+"""Training in plain torch as an experienced user writes it: the reference of benchmarks and
+tests."""

@@ -1,10 +1,8 @@
-"""A Llama in plain torch, one module after the other, and its training in one process by a plain
-loop: the referee of the tests and the peer of the benchmarks.
+"""A Llama in plain torch and a training loop in one process: the reference of tests and benchmarks.
 
-It shares nothing with the project's own layers but the numbers of `ModelConfig` and the names of
-the parameters, so that an error in the layers cannot hide in their referee. On a pipeline stage
-`embed`, `norm` and `head` may be None and `layers` a part of the whole: `forward` then takes and
-returns hidden states, as in torch's own pipelines.
+It shares only `ModelConfig` and parameter names with parallel3d's layers, so an error in the layers
+cannot hide in their reference. On a pipeline stage `embed`, `norm` and `head` may be None and
+`layers` incomplete. `forward` then takes and returns hidden states.
 
 Shapes: B batch, S sequence, D hidden, H heads, J key-value heads, K head dim, F ffn, V vocabulary.
 """
@@ -25,8 +23,7 @@ from parallel3d.tools.check_layout.plain import adamw
 
 
 class PlainRotary:
-    """Cosines and sines of the rotary angles, [S, K] each, kept for the last length that was asked
-    for."""
+    """Cosines and sines of the rotary angles, [S, K] each, cached for the last length."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim = head_dim
@@ -34,8 +31,7 @@ class PlainRotary:
         self.cos = self.sin = torch.empty(0, 0)
 
     def rotate(self, x_BHSK: Tensor) -> Tensor:
-        """Returns heads with their positions turned in, by Hugging Face's rotate-half: dim i turns
-        with dim i + K / 2."""
+        """Applies RoPE with Hugging Face's rotate-half: dim i is paired with dim i + K / 2."""
         length = x_BHSK.shape[2]
         device = x_BHSK.device
         if self.cos.shape[0] != length or self.cos.device != device:
@@ -54,10 +50,10 @@ class PlainRotary:
 
 
 class PlainAttention(nn.Module):
-    """Causal attention, [B, S, D] to [B, S, D]; H / J query heads share a key-value head.
+    """Causal attention, [B, S, D] to [B, S, D]. H / J query heads share a key-value head.
 
-    The heads are counted from the projections' outputs, not from the config: under tensor
-    parallelism they are fewer.
+    The number of heads follows from the projections' outputs, because tensor parallelism reduces
+    it.
     """
 
     def __init__(self, config: ModelConfig, rotary: PlainRotary) -> None:
@@ -112,8 +108,8 @@ class PlainBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Tokens [B, S] to logits [B, S, V]; on a pipeline stage without `embed` or `head`, hidden
-    states in or out."""
+    """Maps tokens [B, S] to logits [B, S, V]. Without `embed` or `head`, input or output is hidden
+    states."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -140,9 +136,12 @@ class PlainLlama(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Sets every parameter to the full tensor of its name. `weights` may have tensors of other
-        pipeline stages, and must have all of this stage's."""
-        for name, parameter in self.named_parameters():  # a tied weight comes once, as embed.weight
+        """Copies full tensors into the parameters by name.
+
+        `weights` may include tensors of other pipeline stages.
+        """
+        # a tied weight appears once, as embed.weight
+        for name, parameter in self.named_parameters():
             parameter.copy_(weights[name])
 
 
@@ -154,21 +153,20 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """How a peer trains: on which device, by bf16 products of float32 weights or in float32,
-    compiled or not."""
+    """Device and precision of a peer: bf16 autocast of float32 weights, or float32."""
 
     device: torch.device = torch.device("cpu")
     is_bf16: bool = False
     is_compiled: bool = False
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the context of a forward."""
+        """Returns the context manager of a forward pass."""
         if self.is_bf16:
             return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
 
     def compile(self, model: PlainLlama) -> None:
-        """Compiles each block, as users of torch's own stack do, where the peer is compiled."""
+        """Compiles each block if the peer is compiled, as is usual with PyTorch's native stack."""
         for layer in model.layers.values() if self.is_compiled else ():
             layer.compile()
 
@@ -177,8 +175,8 @@ FLOAT32_CPU = PeerSettings()
 
 
 class PlainStack:
-    """One process, whose `train_step` takes the whole global batch whatever layout
-    `recipe.parallel` names."""
+    """Training in one process. `train_step` takes the global batch, whatever `recipe.parallel`
+    says."""
 
     def __init__(
         self, recipe: Recipe, weights: Mapping[str, Tensor], settings: PeerSettings = FLOAT32_CPU
@@ -194,8 +192,7 @@ class PlainStack:
         ]
 
     def train_step(self, batch: Batch) -> tuple[float, float]:
-        """One step on `batch`; returns the mean loss over its tokens and the norm of its
-        gradient."""
+        """Runs one step. Returns the mean loss per token and the gradient norm."""
         self.model.zero_grad()
         device = self.settings.device
         total = torch.zeros((), device=device)
@@ -204,7 +201,7 @@ class PlainStack:
                 loss = token_loss(self.model(inputs), labels) / len(batch.inputs)
             loss.backward()
             total += loss.detach()
-        # An infinite limit measures the norm and leaves the gradient as it is.
+        # An infinite limit measures the norm without clipping.
         limit = float("inf") if self.grad_clip is None else self.grad_clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         for optimizer in self.optimizers:

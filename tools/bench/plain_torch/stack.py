@@ -1,10 +1,9 @@
-"""The same model and layout trained by torch's own stack, as its users set it up: the peer that the
-benchmarks time.
+"""Training with PyTorch's native stack as its users set it up: the peer of the benchmarks.
 
-One plain function an axis, in the order that torchtitan made customary: cut the stage,
-`parallelize_module` over tp, `fully_shard` over the data axes, then `torch.distributed.pipelining`
-over pp. Where torch leaves a choice, the fastest one is taken: one gradient reduction a step,
-parameters gathered once a step, static learning rate, foreach AdamW.
+One plain function per axis, in torchtitan's order: split the stages, `parallelize_module` over tp,
+`fully_shard` over data parallelism, then `torch.distributed.pipelining` over pp. The fastest
+settings are used: one gradient reduction and one parameter gather per step, a static learning rate,
+and foreach AdamW.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from parallel3d.tools.check_layout.plain import adamw
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
-    """Returns the layers of one pipeline stage, on the meta device. The cut is even; the first
-    stages take what is left."""
+    """Returns the layers of one pipeline stage on the meta device. The first stages get the
+    remainder."""
     with torch.device("meta"):
         model = PlainLlama(config)
     each, left_over = divmod(config.layers, stages)
@@ -61,10 +60,11 @@ def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
 
 
 def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Shards the matrices over `mesh`. Between blocks the hidden states are [B, S / tp, D] under
-    sequence parallelism.
+    """Shards the matrices over `mesh`. Under sequence parallelism hidden states between blocks are
+    [B, S / tp, D].
 
-    Without it the norms stay plain tensors and plain arithmetic: DTensor would only slow them down.
+    Without sequence parallelism the norms stay plain tensors, because DTensor would only slow them
+    down.
     """
     between = Shard(1) if sequence_parallel else Replicate()
     norm: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if sequence_parallel else {}
@@ -87,7 +87,7 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
             f"{part}_{name}": style for part in ("attention", "mlp") for name, style in norm.items()
         },
     }
-    # A stage in the middle has no ends, and parallelize_module warns of names that match nothing.
+    # A stage in the middle has no ends, and parallelize_module warns if a name matches nothing.
     ends = {name: style for name, style in ends.items() if getattr(model, name) is not None}
     parallelize_module(model, mesh, ends, src_data_rank=None)
     for layer in model.layers.values():
@@ -95,9 +95,10 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
 
 
 def apply_fsdp(model: PlainLlama, mesh: DeviceMesh, *, is_bf16: bool = False) -> None:
-    """Shards over `mesh`, one group a block. A block stays gathered until the last microbatch's
-    backward: gathering it anew for each one only costs time. With `is_bf16` parameters are gathered
-    in bf16, and gradients summed in float32.
+    """Shards over `mesh` with one group per block.
+
+    Blocks stay gathered until the backward pass of the last microbatch, which is fastest. `is_bf16`
+    gathers parameters in bf16 and reduces gradients in float32.
     """
     policy = MixedPrecisionPolicy()
     if is_bf16:
@@ -108,17 +109,23 @@ def apply_fsdp(model: PlainLlama, mesh: DeviceMesh, *, is_bf16: bool = False) ->
 
 
 def sync_in_last_backward(model: nn.Module, index: int, is_last: bool) -> None:
-    """Before microbatch `index`: has a `fully_shard` model reduce its gradients, and free what it
-    gathered, in the last microbatch's backward alone."""
-    if isinstance(model, FSDPModule) and (index == 0 or is_last):  # each call walks the whole model
+    """Makes a `fully_shard` model reduce gradients and reshard in the last microbatch only.
+
+    Called before microbatch `index`.
+    """
+    # each call traverses the full model
+    if isinstance(model, FSDPModule) and (index == 0 or is_last):
         model.set_requires_gradient_sync(is_last)
         model.set_is_last_backward(is_last)
         model.set_reshard_after_backward(is_last)
 
 
 class TorchStack:
-    """One rank of torch's own stack, whose `train_step` takes this data rank's share of the global
-    batch. `mesh` has all four axes."""
+    """One rank of PyTorch's native stack. `train_step` takes this data-parallel rank's share of a
+    batch.
+
+    `mesh` has all four axes.
+    """
 
     def __init__(
         self,
@@ -134,25 +141,25 @@ class TorchStack:
             or parallel.recompute != "none"
             or recipe.train.precision != precision
         ):
-            raise ConfigError(
-                f"TorchStack trains in {precision}, without tied embeddings and without recompute"
-            )
+            raise ConfigError(f"TorchStack: needs {precision}, untied embeddings and no recompute")
         if parallel.schedule != "1f1b" or parallel.dp_replicate > 1:
-            raise ConfigError("TorchStack pipelines by 1f1b alone, and shards over dp_shard alone")
+            raise ConfigError(
+                "TorchStack: supports only the 1f1b schedule, and dp_shard without dp_replicate"
+            )
         self.mesh = mesh
         self.grad_clip = recipe.train.grad_clip
         self.microbatches = recipe.microbatches
         stage = mesh["pp"].get_local_rank()
         self.model = cut_stage(recipe.model, stage, parallel.pp).to_empty(device=settings.device)
-        # before it is cut further: every rank slices the same full tensors, nothing is sent
+        # Loaded before sharding: every rank slices the same full tensors without communication.
         self.model.load(weights)
         if parallel.tp > 1:
             apply_tp(self.model, mesh["tp"], parallel.sequence_parallel)
         else:
-            # a whole model of compiled blocks has no backward along tp (2.13): a DTensor gets a
-            # plain gradient
+            # Compiled blocks fail in the backward pass along tp (torch 2.13): a DTensor gets a
+            # plain gradient.
             settings.compile(self.model)
-        # What is gathered in bf16 is computed in bf16, and needs no autocast.
+        # Parameters gathered in bf16 need no autocast.
         self.settings = replace(settings, is_bf16=settings.is_bf16 and parallel.dp == 1)
         if parallel.dp > 1:
             apply_fsdp(self.model, mesh["dp_shard"], is_bf16=settings.is_bf16)
@@ -161,8 +168,8 @@ class TorchStack:
             part = PipelineStage(
                 self.model, stage, parallel.pp, settings.device, group=mesh.get_group("pp")
             )
-            # The loss is divided by the microbatches, so that torch need not walk over every
-            # gradient to do it.
+            # Dividing the loss by the number of microbatches avoids torch's pass over all
+            # gradients.
             self.schedule = Schedule1F1B(
                 part, self.microbatches, loss_fn=self._loss, scale_grads=False
             )
@@ -172,8 +179,8 @@ class TorchStack:
         return token_loss(logits, labels) / self.microbatches
 
     def train_step(self, batch: Batch) -> tuple[float, float]:
-        """One step; returns, on every rank, the mean loss over the global batch and the global
-        gradient norm."""
+        """Runs one step. Returns the mean global loss and the global gradient norm on every
+        rank."""
         self.optimizer.zero_grad()
         device = self.settings.device
         inputs = batch.inputs.to(device)
@@ -183,8 +190,8 @@ class TorchStack:
         if self.mesh["dp_shard"].size() > 1:
             dist.all_reduce(loss, group=self.mesh.get_group("dp_shard"))
             loss = loss / self.mesh["dp_shard"].size()
-        # By optimizer group: with tp alone, matrices are DTensors and norms are not, and torch does
-        # not mix them.
+        # Computed per optimizer group: with tp only the matrices are DTensors, and torch cannot mix
+        # them with plain tensors.
         grads = [[p.grad for p in group["params"]] for group in self.optimizer.param_groups]
         squares = [_whole(nn.utils.get_total_norm(group, foreach=True)) ** 2 for group in grads]
         loss_and_square = torch.stack([loss, torch.stack(squares).sum()])
@@ -199,8 +206,8 @@ class TorchStack:
         return loss.item(), norm.item()
 
     def _losses(self, inputs: Tensor, labels: Tensor) -> Iterator[Tensor]:
-        """Runs forward and backward, and yields the microbatches' losses; a rank without the head
-        has none."""
+        """Runs forward and backward passes and yields the losses of microbatches, if this rank has
+        the head."""
         if self.schedule is not None:
             losses: list[Tensor] = []
             first = (inputs.flatten(0, 1),) if self.model.embed is not None else ()
