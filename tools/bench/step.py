@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -28,6 +29,7 @@ from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
 from parallel3d.models.llama import Llama
 from parallel3d.reporting.metrics import gpu_bytes
+from parallel3d.shared_memory import segment
 from parallel3d.tools.bench.harness import (
     AGREEMENT,
     TimedCase,
@@ -157,8 +159,12 @@ def bench_step(options: Options) -> list[ResultRow]:
 
     Rows against one process appear only if the case `single` of the size is selected.
     """
-    sizes = GPU_SIZES if options.device == "cuda" else SIZES
-    return run_cases(timed_cases(measure, sizes, LAYOUTS), options)
+    if options.device == "cuda":
+        return run_cases(timed_cases(measure, GPU_SIZES, LAYOUTS), options)
+    cases = timed_cases(measure, SIZES, LAYOUTS)
+    split = [replace(each, cpu_bars={}) for each in LAYOUTS if each.name in ("pp 2", "tp 2")]
+    cases |= timed_cases(measure_on_gloo, (OVERHEAD,), split, "gloo only, ")
+    return run_cases(cases, options)
 
 
 def timed_cases(
@@ -239,6 +245,17 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         rounds=rounds,
         steps=steps,
     )
+
+
+def measure_on_gloo(
+    size: StepSize, parallel: ParallelConfig, rounds: int, steps: int
+) -> list[Round]:
+    """Measures without shared memory, as between hosts: all messages go through gloo."""
+    folder, segment.MEMORY_FOLDER = segment.MEMORY_FOLDER, Path("/dev/null")
+    try:
+        return measure(size, parallel, rounds, steps)
+    finally:
+        segment.MEMORY_FOLDER = folder
 
 
 def time_train_steps(
