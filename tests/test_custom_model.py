@@ -17,7 +17,7 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.models import check_model, shape_cards
 
-PAGE = Path(__file__).parents[1] / "docs" / "add-a-model.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "custom-model.md"
 
 
 @pytest.fixture(autouse=True)

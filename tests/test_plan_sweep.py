@@ -1,5 +1,5 @@
 """`parallel3d-plan sweep`: each line is what `recommend` says of its size, and the cheapest in time
-is marked. docs/how-to/plan.md shows a page of it."""
+is marked. docs/how-to/plan.md shows an example."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from parallel3d.tools.check_layout import conformance
 from parallel3d.tools.check_layout.data import TrainingRecord
 from tests.distributed.training_cases import Curve, resume_beside
 
-PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "custom-model.md"
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 BOTH = [
     {"tp": 2, "pp": 2, "sequence_parallel": True},

@@ -78,7 +78,7 @@ _OPT = {
     "attention_dropout": 0.0,
 }
 _GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 4}
-# by the row of docs/how-to/library.md, of which the first word is the family
+# The first word is a `config.model_type` of the table in docs/how-to/library.md.
 MODELS: dict[str, Model] = {
     "llama": Model("LlamaForCausalLM"),
     "llama, a model without a head": Model("LlamaModel"),
