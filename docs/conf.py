@@ -17,7 +17,6 @@ exclude_patterns = ["reference/generated/*"]  # included by the pages of referen
 default_role = "code"  # single backticks in docstrings are code
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
-suppress_warnings = ["myst.xref_missing"]  # links to files of the repository outside docs/
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autodoc_typehints = "description"

@@ -57,4 +57,4 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr == ""
-    assert "class" in (tmp_path / "api.html").read_text()
+    assert "class" in (tmp_path / "reference" / "api.html").read_text()
