@@ -6,7 +6,7 @@ folder, as the reader would. An HTML comment before a block, or behind one comma
 differs:
 
     <!-- not run: needs a second machine -->            the block is left out (`# not run: needs ...`: the command)
-    <!-- run by tests/test_first_run.py -->             that test reads the page; above a page's title: the whole page
+    <!-- run by tests/test_x.py -->                     that test reads the page; above a page's title: the whole page
     <!-- given: cp recipes/quickstart.yaml my.yaml -->  what the reader has before the block
 
 A block whose commands begin with `$ ` shows what they print, and is not run. A block that opens with
@@ -33,8 +33,8 @@ LIBRARIES = {  # beyond the development tools
     "README": ("transformers",),
     "checkpoints": ("transformers",),
     "data": ("tokenizers",),
+    "first-run": ("tokenizers", "transformers"),
     "library": ("transformers",),
-    "train": ("tensorboard", "wandb", "mlflow"),
 }
 _BLOCK = re.compile(
     r"(?:<!-- ((?:(?!-->).)*?) -->\n+)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
