@@ -1,10 +1,11 @@
-"""Recipes as YAML files, `pretrain`, which runs one, and the function that each of its local
-workers runs. That is not in `pretrain`, because a process that multiprocessing starts runs the main
-module once more under another name."""
+"""Shipped recipes as YAML files, and the function that each local worker of a run executes.
+
+The function is not in `pretrain`, because processes of multiprocessing import the main module again
+under another name."""
 
 from __future__ import annotations
 
-# a bare `import recipes` would make a second class of everything
+# A bare `import recipes` would create a second copy of every class.
 if __name__ != "parallel3d.recipes":
     raise ImportError("import this as parallel3d.recipes")
 
@@ -23,27 +24,26 @@ from parallel3d.planner.hardware.cluster import cluster_of_cuda
 from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.tools.arguments import HARDWARE
 
-_FEWEST_LINES = 5  # of metrics.jsonl, since its first has the start in it
+_FEWEST_LINES = 5  # lines of metrics.jsonl; the first includes the start-up
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Returns the recipes of this folder, by their bare names."""
+    """Returns the shipped recipes by name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
 def find_recipe(name_or_path: str) -> Path:
-    """Returns the file of a recipe, which is given by its path or as the bare name of a shipped
-    recipe."""
+    """Returns the file of a recipe, given its path or the name of a shipped recipe."""
     shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
     path = Path(name_or_path)
-    if os.path.isfile(path):  # which a name that is too long is not; Path.is_file raises
+    if os.path.isfile(path):  # os.path, because Path.is_file raises for a name that is too long
         return path
     if os.path.isdir(path):
-        raise ConfigError(f"recipe {name_or_path}: a folder; name the YAML file in it")
+        raise ConfigError(f"recipe {name_or_path}: is a folder; use the path of a YAML file in it")
     near = get_close_matches(name_or_path, shipped, 1)
-    advice = f"shipped are {', '.join(shipped)}; or give the path of a file"
+    advice = f"use one of {', '.join(shipped)}, or the path of a file"
     if near:
         advice = f"did you mean {near[0]}?"
     raise ConfigError(f"recipe {name_or_path}: no such file or shipped recipe; {advice}")
@@ -51,14 +51,14 @@ def find_recipe(name_or_path: str) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """The job of all ranks of a recipe: a function of this module, which each of them calls with
-    the recipe, its place and `arguments`."""
+    """The job of all ranks of a recipe: a function of this module. Each rank calls it with the
+    recipe, its rendezvous and `arguments`."""
 
     recipe: Recipe
     function: str = "work"
     arguments: tuple[object, ...] = ()
-    notes: tuple[str, ...] = ()  # what the user is to know before it begins
-    is_restart: bool = False  # its launcher has started it again
+    notes: tuple[str, ...] = ()  # warnings for the user before the job starts
+    is_restart: bool = False  # the launcher has restarted the job
 
     @property
     def trains(self) -> bool:
@@ -66,21 +66,22 @@ class Job:
 
 
 def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    """Runs one rank of the run to its end."""
-    # this imports torch, which a wrong recipe need not wait for
+    """Runs one rank of the training."""
+    # This imports torch, so that errors in a recipe appear without that delay.
     from parallel3d.training.worker import run_worker
 
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
     if rendezvous.rank == 0 and (command := plan_with(recipe)):
-        said = f"plan with what this run measured: {command}"
+        said = f"to plan with the speed that this run measured: {command}"
         print(printable(said), file=sys.stderr, flush=True)
 
 
 def plan_with(recipe: Recipe) -> str | None:
-    """Returns the command that plans with what a run that is done has measured of its cluster; None
-    where it has too few lines of steady steps, or the planner does not know its model or its
+    """Returns the command that plans with the measured speed of a completed run.
+
+    Returns None if there are too few metric lines, or if the planner does not know the model or
     device."""
-    import torch  # which the run has imported
+    import torch  # already imported by the run
 
     metrics = Path(recipe.run_dir or "") / "metrics.jsonl"
     lines = metrics.read_text().count("\n") if metrics.is_file() else 0
@@ -104,7 +105,7 @@ def read_saved(recipe: Recipe, rendezvous: Rendezvous, command: str, as_json: bo
 
 
 def peak_flops(cuda_name: str, precision: str) -> float | None:
-    """Returns the dense peak FLOP/s of the GPU that CUDA calls so, from its hardware file; None
-    where none lists it."""
+    """Returns the dense peak FLOP/s of a GPU, given its CUDA device name, from its hardware file.
+    Returns None if no file lists it."""
     cluster = cluster_of_cuda(cuda_name, [HARDWARE])
     return None if cluster is None else cluster.device.peak(precision)

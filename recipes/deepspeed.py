@@ -1,5 +1,5 @@
-"""`parallel3d-train --from-deepspeed ds.json`: the keys of a recipe that a DeepSpeed configuration
-stands for. `deepspeed.toml` says what becomes of each of its keys."""
+"""Translates a DeepSpeed configuration to recipe keys (`parallel3d-train --from-deepspeed
+ds.json`). `deepspeed.toml` has the table of keys."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from parallel3d.config.hugging_face import read_config_json
 from parallel3d.config.yaml_text import dump_yaml, shown
 
 _OFF = (False, None, 0, "none", "null", "")
-_AUTO = "auto"  # transformers' Trainer fills it in
+_AUTO = "auto"  # filled in by the Trainer of transformers
 _BATCH, _MICROBATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
 _NEEDED = ("model.name", "train.seq_len", "train.steps", "train.global_batch_size")
 
 
 @dataclass
 class Translation:
-    """The keys of a recipe with their values, and a line on each key of DeepSpeed."""
+    """Recipe keys with their values, and a report line on each DeepSpeed key."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    open: list[str] = field(default_factory=list)  # keys whose value must still be given
-    refused: list[str] = field(default_factory=list)  # the training would be another
+    open: list[str] = field(default_factory=list)  # keys that still need a value
+    refused: list[str] = field(default_factory=list)  # keys whose effect is missing here
 
     def to_yaml(self) -> str:
-        """Returns the keys as the YAML of a recipe, below comments on what is still to be given."""
+        """Returns the recipe keys as YAML, with comments on the missing values."""
         tree: dict[str, Any] = {}
         for name, value in self.keys.items():
             section, _, key = name.partition(".")
             tree.setdefault(section, {})[key] = value
-        return "".join(f"# to be given: {line}\n" for line in self.open) + dump_yaml(tree)
+        return "".join(f"# missing: {line}\n" for line in self.open) + dump_yaml(tree)
 
     def lines(self) -> Iterator[str]:
-        """Yields the lists for people, each under its heading."""
+        """Yields the report lines, each list under its heading."""
         headings = {
-            "taken": self.taken,
-            "without a meaning here": self.ignored,
-            "to be given": self.open,
+            "translated": self.taken,
+            "ignored": self.ignored,
+            "missing": self.open,
             "refused": self.refused,
         }
         for heading, lines in headings.items():
@@ -77,7 +77,7 @@ def from_deepspeed(path: Path) -> Translation:
 def _translate(
     key: str, config: Mapping[str, Any], table: Mapping[str, Any], found: Translation
 ) -> None:
-    """Adds what becomes of one key."""
+    """Translates one key."""
     value, switch = config[key], _switch(key, config)
     usual = key.replace("bfloat16", "bf16").replace("stage3_", "")
     name, said = table["keys"].get(usual), f"{key} = {shown(value)}"
@@ -95,7 +95,7 @@ def _translate(
         ours = values.get(shown(value)) if values else value
         is_nested = isinstance(value, list) and any(isinstance(x, list | dict) for x in value)
         if ours is None or is_nested:
-            reason = f"{name} has nothing like it"
+            reason = f"{name} does not support this value"
             (found.ignored if is_off else found.refused).append(f"{said}: {reason}")
             return
         if name == "logging.sinks":
@@ -105,7 +105,8 @@ def _translate(
 
 
 def _set_ranks(config: Mapping[str, Any], found: Translation) -> None:
-    """Sets the data-parallel ranks that the batch, the microbatch and their number stand for."""
+    """Sets the data-parallel size that follows from batch size, microbatch size and accumulation
+    steps."""
     batch: Any = config.get(_BATCH)
     micro: Any = config.get(_MICROBATCH)
     times: Any = config.get("gradient_accumulation_steps")
@@ -119,7 +120,7 @@ def _set_ranks(config: Mapping[str, Any], found: Translation) -> None:
 
 
 def _flat(tree: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested mappings by their dotted names; an empty section is a leaf."""
+    """Yields the leaves of nested mappings by dotted names. An empty section is a leaf."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{under}{key}.")
@@ -128,7 +129,8 @@ def _flat(tree: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _switch(key: str, config: Mapping[str, Any]) -> Any:
-    """Returns what turns the innermost section of a key on or off, or the value of the key."""
+    """Returns the value that turns the innermost section of a key on or off, or else the value of
+    the key."""
     section = key
     while section := section.rpartition(".")[0]:
         for name in ("enabled", "device"):
@@ -138,7 +140,7 @@ def _switch(key: str, config: Mapping[str, Any]) -> Any:
 
 
 def _find(table: Mapping[str, str], key: str) -> str | None:
-    """Returns the words for a key, or for the innermost section that has words."""
+    """Returns the entry for a key, or for its innermost section that has an entry."""
     while key and key not in table:
         key = key.rpartition(".")[0]
     return table.get(key)

@@ -19,11 +19,9 @@ from parallel3d.reporting.sinks import SINKS, SinkRun, cause_of
 from parallel3d.tools.arguments import Parser
 
 _DESCRIPTIONS = {
-    "evaluate": (
-        "Prints the loss and the perplexity of a run's newest checkpoint on its validation text."
-    ),
-    "generate": "Writes text with a run's newest checkpoint.",
-    "replay": "Sends all lines of a run's metrics.jsonl to a dashboard, as a new run there.",
+    "evaluate": "Computes the validation loss and perplexity of the newest checkpoint of a run.",
+    "generate": "Generates text with the newest checkpoint of a run.",
+    "replay": "Sends all lines of metrics.jsonl of a run to a dashboard, as a new run there.",
 }
 COMMANDS = tuple(_DESCRIPTIONS)
 _EXAMPLES = {
@@ -37,21 +35,21 @@ _EXAMPLES = {
     ],
     "replay": ["runs/quickstart tensorboard", "runs/quickstart wandb logging.project=mine"],
 }
-_SAMPLING = {  # options of `generate` -> the key of the recipe that each of them sets
-    "--prompt": ("train.sample_prompt", "the text to go on from"),
-    "--tokens": ("train.sample_tokens", "how many tokens to write at most (default: 200)"),
+_SAMPLING = {  # option of `generate` -> key of the recipe, help text
+    "--prompt": ("train.sample_prompt", "prompt of the text (default: train.sample_prompt)"),
+    "--tokens": ("train.sample_tokens", "maximum number of tokens to generate (default: 200)"),
     "--top-k": (
         "train.sample_top_k",
-        "draw from so many of the likeliest tokens; 1 takes the likeliest",
+        "number of most likely tokens to draw from; 1: greedy (default: train.sample_top_k)",
     ),
     "--temperature": (
         "train.sample_temperature",
-        "below 1 prefers likely tokens, above 1 unlikely ones",
+        "sampling temperature; below 1 favors likely tokens (default: train.sample_temperature)",
     ),
-    "--seed": ("train.sample_seed", "another seed draws another text"),
+    "--seed": ("train.sample_seed", "seed for drawing tokens (default: train.sample_seed)"),
 }
-# These keys say how parameters are stepped and what is logged. A model that is only read has the
-# defaults, an optimizer without states, and a single run instead of local SGD.
+# Keys about optimization and logging. For reading a model they are reset to their defaults, with an
+# optimizer without states and without local SGD.
 _NOT_READ = (
     "optimizer.",
     "loss_scale.",
@@ -74,8 +72,8 @@ _OVERRIDES += [
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parses the command line of one of COMMANDS. Its `load` makes a `Job` of the options of
-    evaluate and generate."""
+    """Parses the command line of one of COMMANDS. Sets `load`, which returns the `Job` of evaluate
+    and generate."""
     command, *rest = arguments
     prog = f"parallel3d-train {command}"
     epilog = "\n".join(["examples:", *(f"  {prog} {example}" for example in _EXAMPLES[command])])
@@ -85,33 +83,38 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", metavar="RUN", nargs="?", help="the folder of a run (its run_dir)")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="folder of a run (its run_dir)")
     if command == "replay":
         names = get_args(SinkName)
-        parser.add_argument("sink", metavar="SINK", nargs="?", help=f"one of {', '.join(names)}")
+        parser.add_argument(
+            "sink", metavar="SINK", nargs="?", help=f"dashboard to send to: {', '.join(names)}"
+        )
     parser.add_argument(
         "overrides",
         metavar="key=value",
         nargs="*",
-        help="a key of the run's recipe and its value",
+        help="key of the run's recipe to change, and its value",
     )
     if command != "replay":
         parser.add_argument(
-            "--step", type=int, help="load the checkpoint of this step, not the newest"
+            "--step", type=int, help="step of the checkpoint to load (default: the newest)"
         )
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.add_argument(
+            "--json", action="store_true", help="print one JSON object instead of text"
+        )
     for option, (_, words) in _SAMPLING.items() if command == "generate" else ():
         parser.add_argument(option, help=words)
     options = parser.parse_intermixed_args(rest)
     if options.run is None:
-        parser.error("no RUN is given; name the folder of a run, such as runs/quickstart")
+        parser.error("no RUN given; use the folder of a run, such as runs/quickstart")
     options.command, options.print_config, options.command_line = command, False, arguments
     options.load = _job
     return options
 
 
 def _job(options: argparse.Namespace) -> Job:
-    from parallel3d.checkpoint.store import find_checkpoints  # not needed for --help
+    # imported late: --help does not need it
+    from parallel3d.checkpoint.store import find_checkpoints
 
     sampling = []
     if options.command == "generate":
@@ -131,7 +134,7 @@ def _job(options: argparse.Namespace) -> Job:
         words = f"--step {options.step}: no such checkpoint" if there else "has no checkpoint"
         tries = f"there are {', '.join(there)}" if there else "train with checkpoint.every=100"
         raise ConfigError(f"{folder}: {words}; {tries}")
-    # Nothing is written into the run's folder.
+    # These commands write nothing to the folder of the run.
     recipe = replace(
         recipe, run_dir=None, checkpoint=replace(recipe.checkpoint, resume=str(saved[0]))
     )
@@ -139,18 +142,20 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Sends a run's metrics to a sink, and returns the exit status. Raises SinkError where the sink
-    fails."""
+    """Sends the metrics of a run to a sink and returns the exit status. Raises SinkError if the
+    sink fails."""
     if options.sink not in SINKS:
         raise ConfigError(f"SINK = {options.sink}: no such sink; try {' or '.join(SINKS)}")
     folder = Path(options.run)
     run = SinkRun(_recipe_of(folder, options.overrides), folder, resumed_step=0)
     file = folder / "metrics.jsonl"
     if not file.exists():
-        raise ConfigError(f"{folder}: has no metrics.jsonl; nothing was trained there")
+        raise ConfigError(
+            f"{folder}: has no metrics.jsonl, so it is not the folder of a run; try runs/quickstart"
+        )
     *whole, _cut_off = file.read_text(errors="replace").split("\n")
     with locked(folder):
-        # a new run, which later lines go to as well
+        # Start a new run in the dashboard. Later lines of this run go there too.
         run.id_file(options.sink).unlink(missing_ok=True)
         try:
             sink = SINKS[options.sink]()
@@ -160,14 +165,14 @@ def replay(options: argparse.Namespace) -> int:
             sink.finish(succeeded=True)
         except Exception as error:
             raise SinkError(f"{options.sink}: {cause_of(error, options.sink)}") from error
-    print(f"{len(whole)} lines of {file} are in {options.sink}")
+    print(f"sent {len(whole)} lines of {file} to {options.sink}")
     return 0
 
 
 def _recipe_of(folder: Path, overrides: list[str]) -> Recipe:
-    """Returns the recipe that a run's folder holds, changed by `key=value` overrides."""
+    """Returns the recipe in a run's folder, with `key=value` overrides."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder}: has no config.yaml, so it is no run's folder; try runs/quickstart"
+            f"{folder}: has no config.yaml, so it is not the folder of a run; try runs/quickstart"
         )
     return load_recipe(folder / "config.yaml", overrides, cards=shape_cards())

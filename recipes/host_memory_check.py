@@ -1,5 +1,7 @@
-"""Checks with the planner that the memory of this host holds a run on its CPUs, before any worker
-starts. Otherwise Linux would kill a worker without a message. GPUs are not checked."""
+"""Checks with the planner, before any worker starts, that a run on CPUs fits into the memory of
+this host.
+
+Otherwise Linux would kill a worker without a message. GPUs are not checked."""
 
 from __future__ import annotations
 
@@ -22,21 +24,21 @@ from parallel3d.planner.report.page import si
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.tools.arguments import HARDWARE
 
-# what a worker has of its own beside the model: Python objects, gloo, a share of torch
+# Memory of a worker in addition to the model: Python objects, gloo, part of torch.
 _WORKER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What processes of this host can still take, and who limits it."""
+    """Memory that is still available on this host, and the limit that determines it."""
 
     bytes_: int
     limit: str
 
 
 def question_of(recipe: Recipe) -> PlanRequest:
-    """Returns the question that a recipe's layout answers; of the hardware only CPU or GPU matters
-    here."""
+    """Returns the plan request for the layout of a recipe. The hardware matters only as CPU or
+    GPU."""
     return PlanRequest(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [HARDWARE]),
@@ -49,9 +51,8 @@ def question_of(recipe: Recipe) -> PlanRequest:
 
 
 def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> None:
-    """Raises ConfigError if the first `ranks` ranks, which this host runs on its CPUs, need more
-    memory than there is. `free` is asked of
-    the system if it is not given."""
+    """Raises ConfigError if `ranks` ranks on the CPUs of this host need more memory than is
+    available. `free` defaults to the memory that the system reports."""
     device, free = recipe.train.device, free or free_memory()
     may_have_gpu = device == "cuda" or (device == "auto" and has_gpu_files())
     if may_have_gpu or free is None or recipe.model.is_custom:
@@ -62,15 +63,16 @@ def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> No
         return
     parameters = si(total_parameters(from_config(recipe.model)))
     raise ConfigError(
-        f"model.layers = {recipe.model.layers}: to train {parameters} parameters {ranks} processes "
-        f"of this host need {needed / GIB:,.1f} GiB, and {free.limit} leaves "
-        f"{free.bytes_ / GIB:,.1f}; try parallel.recompute=full, a smaller model or "
-        f"parallel.microbatch_size, or {ceil(needed / free.bytes_)} such hosts under torchrun"
+        f"model.layers = {recipe.model.layers}: training {parameters} parameters with {ranks} "
+        f"processes on this host needs {needed / GIB:,.1f} GiB, but {free.limit} leaves "
+        f"{free.bytes_ / GIB:,.1f} GiB; try parallel.recompute=full, a smaller model or "
+        f"parallel.microbatch_size, or {ceil(needed / free.bytes_)} such hosts with torchrun"
     )
 
 
 def _host_bytes(recipe: Recipe, ranks: int) -> float:
-    """Returns what the first ranks hold at their fullest, each at its own moment."""
+    """Returns the sum of the peak memory of the first ranks, even if their peaks are at different
+    times."""
     by_rank = memory_by_rank(question_of(recipe).planned_run(recipe.parallel))
     stages = Counter(recipe.parallel.coordinates(rank).pp for rank in range(ranks))
     return ranks * _WORKER_BYTES + sum(count * by_rank[pp].total for pp, count in stages.items())
@@ -79,8 +81,8 @@ def _host_bytes(recipe: Recipe, ranks: int) -> float:
 def free_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> FreeMemory | None:
-    """Returns the least that the system and the control groups of this process leave; None where
-    they do not say."""
+    """Returns the smallest memory that the system and the control groups of this process leave.
+    Returns None if it is unknown."""
     try:
         meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
         found = [FreeMemory(int(meminfo["MemAvailable"].split()[0]) << 10, "the system")]
@@ -89,15 +91,14 @@ def free_memory(
         return None
     for _, controllers, path in groups:
         inner = cgroups / path.lstrip("/")
-        if not controllers:  # version 2 of control groups
+        if not controllers:  # cgroup version 2
             for group in (inner, *inner.parents):
                 found += _left_in(group)
     return min(found, key=lambda free: free.bytes_)
 
 
 def _left_in(group: Path) -> Iterator[FreeMemory]:
-    """Yields what a control group with a limit leaves: pages of files that nobody reads are given
-    up first."""
+    """Yields the free memory of a control group with a limit. Inactive file pages count as free."""
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":
@@ -109,5 +110,5 @@ def _left_in(group: Path) -> Iterator[FreeMemory]:
             + int(stat.get("inactive_file", 0))
         )
     except (OSError, ValueError):
-        return  # not a group of this mount, as in a container
-    yield FreeMemory(max(left, 1), f"the control group's limit of {int(limit) / GIB:,.1f} GiB")
+        return  # the group is not visible here, as in a container
+    yield FreeMemory(max(left, 1), f"the cgroup limit of {int(limit) / GIB:,.1f} GiB")

@@ -1,10 +1,8 @@
-"""Trains a recipe: the command `parallel3d-train`, and the worker that it, torchrun or srun starts.
-`evaluate` has the commands on a run that is there already.
+"""The command `parallel3d-train`, and the worker that it, torchrun or srun starts. Its commands on
+existing runs are in `evaluate`.
 
-Everything that can be refused is refused here, before any other process starts, and before torch is
-imported, but for a class of the user's own (`model.architecture: module:Class`), whose module
-imports torch itself.
-"""
+All checks run here, before other processes start and before torch is imported. Only a custom model
+class (`model.architecture: module:Class`) imports torch earlier."""
 
 from __future__ import annotations
 
@@ -41,22 +39,22 @@ from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
 from parallel3d.tools.cli_output import exit_status
 
-# more on one machine is a slip: a layout for a cluster, started without its launcher
+# More workers on one machine are a mistake: a cluster layout that was started without its launcher.
 _MOST_LOCAL_WORKERS = 256
-# These are imported once for all local workers. Even eager code needs parts of the compiler, half
-# a second in each.
+# Modules to import once for all local workers. Even eager code needs parts of the compiler, which
+# take half a second in each.
 _PRELOAD = ("torch", "torch._dynamo", "parallel3d.training.worker", "parallel3d.models.llama")
 _USAGE = """\
 %(prog)s [options] RECIPE [key=value ...]
        %(prog)s {range-test,evaluate,generate,replay} ...
 """
 _DESCRIPTION = """\
-Trains a recipe. Starts as many local workers as its layout needs; under torchrun or srun it is one
-worker.
+Trains a model as described by a recipe. Starts one local worker per device of the layout. Under
+torchrun or srun it runs as one of the workers.
 """
 _RANGE_TEST = """\
-Trains a recipe for 100 steps while the learning rate rises to optimizer.lr, and prints the loss at
-each rate.
+Finds a learning rate. Trains a recipe for 100 steps while the learning rate rises from 1e-6 to 1,
+prints the loss at each rate, and suggests a peak learning rate.
 """
 _RANGE_TEST_EPILOG = """\
 examples:
@@ -68,31 +66,31 @@ examples:
   parallel3d-train quickstart
   parallel3d-train quickstart train.steps=50 optimizer.lr=1e-3
   parallel3d-train my.yaml checkpoint.resume=auto
-  parallel3d-train range-test my.yaml optimizer.lr=0.1    the loss at each learning rate up to 0.1
-  parallel3d-train --from-deepspeed ds.json > my.yaml    keys of a DeepSpeed configuration
+  parallel3d-train --from-deepspeed ds.json > my.yaml
   torchrun --nproc-per-node 8 -m parallel3d.recipes.pretrain my.yaml
 
-on the folder of a run, each with its own --help:
-  parallel3d-train evaluate RUN       the loss of its newest checkpoint
-  parallel3d-train generate RUN       text of its newest checkpoint
-  parallel3d-train replay RUN SINK    its metrics, to a dashboard
+commands, each with its own --help:
+  range-test RECIPE    find a learning rate
+  evaluate RUN         compute the validation loss of the newest checkpoint of a run
+  generate RUN         generate text with the newest checkpoint of a run
+  replay RUN SINK      send the metrics of a run to a dashboard
 
 exit status:
     0  done
-    2  usage, or a recipe that breaks a rule
-   65  data or a checkpoint that cannot be read
+    2  wrong usage, or a recipe that breaks a rule
+   65  data or a checkpoint cannot be read
    69  the workers did not find each other
    70  a rank failed, was killed or hung
    71  the loss or the gradient norm is not finite
    73  a checkpoint or stdout cannot be written, another run uses the folder, or a replay failed
-   75  stopped by SIGTERM, with the state saved
-  130  stopped by Ctrl-C, with the state saved if checkpoint.every is set; twice: at once
-  143  stopped by SIGTERM, with nothing saved
+   75  stopped by SIGTERM after saving
+  130  stopped by Ctrl-C, after saving if checkpoint.every is set and it was pressed once
+  143  stopped by SIGTERM without saving
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line: returns the exit status."""
+    """Runs the command line and returns the exit status."""
     return exit_status(argv, _run)
 
 
@@ -113,7 +111,7 @@ def _run(arguments: list[str]) -> int:
             recipe = fit_to_workers(recipe, rendezvous.world_size)
         print(to_yaml(recipe), end="")
         return 0
-    with handled((SAVE_SIGNAL,), signal.SIG_IGN):  # until there is something to save
+    with handled((SAVE_SIGNAL,), signal.SIG_IGN):  # nothing can be saved yet
         return _launch(options) if rendezvous is None else _join(options, rendezvous)
 
 
@@ -128,20 +126,24 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_recipe(parser, shipped_recipes())
     parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved recipe as YAML and exit"
+        "--print-config",
+        action="store_true",
+        help="print the recipe with all defaults as YAML and exit",
     )
     parser.add_argument(
         "--print-schema",
         action="store_true",
-        help="print the JSON schema of a recipe, for editors, and exit",
+        help="print the JSON schema of recipe files, for completion in editors, and exit",
     )
     parser.add_argument(
         "--from-deepspeed",
         metavar="DS.JSON",
-        help="print a recipe's keys for a DeepSpeed configuration",
+        help="translate a DeepSpeed configuration, print the recipe keys as YAML, and exit",
     )
     version = f"parallel3d {parallel3d.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="show the version")
+    parser.add_argument(
+        "--version", action="version", version=version, help="print the version and exit"
+    )
     options, unknown = parser.parse_known_intermixed_args(arguments[is_range_test:])
     if unknown:
         meant = (
@@ -156,12 +158,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         return options
     if options.recipe is None and options.from_deepspeed is None:
         parser.error(
-            "no RECIPE is given; try quickstart, another that --help lists, or the path of a YAML "
-            "file"
+            "no RECIPE given; try quickstart, another name that --help lists, or the path of a "
+            "YAML file"
         )
     unread = "range-test" if is_range_test else options.recipe
     if unread is not None and options.from_deepspeed is not None:
-        parser.error(f"--from-deepspeed prints a recipe, and takes none; leave out {unread}")
+        parser.error(f"--from-deepspeed cannot be combined with a recipe; remove {unread}")
     if is_range_test:
         options.overrides = [*range_test_settings(options.recipe), *options.overrides]
     options.command = "train" if options.from_deepspeed is None else "from-deepspeed"
@@ -173,8 +175,8 @@ def _load(options: argparse.Namespace) -> Job:
 
 
 def _translate(path: Path) -> int:
-    """Prints the keys of a recipe on stdout, and what became of DeepSpeed's own on stderr. Returns
-    the exit status."""
+    """Prints the recipe keys to stdout, and a report on each DeepSpeed key to stderr. Returns the
+    exit status."""
     found = from_deepspeed(path)
     print(printable("\n".join(found.lines())), file=sys.stderr)
     print(found.to_yaml(), end="")
@@ -182,16 +184,16 @@ def _translate(path: Path) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """Starts the workers on this machine, even if it is only one. Returns the exit status."""
+    """Starts the workers on this machine. Returns the exit status."""
     job: Job = options.load(options)
     job = _restarted(job) if was_requeued() else job
     recipe = job.recipe
     world_size = recipe.parallel.world_size
     if world_size > _MOST_LOCAL_WORKERS:
         raise ConfigError(
-            f"parallel needs {product(recipe.parallel.axes)} workers, and one machine is given at "
-            f"most {_MOST_LOCAL_WORKERS}; start them with torchrun on each machine, or shrink the "
-            "layout"
+            f"the layout needs {product(recipe.parallel.axes)} workers, but one machine starts at "
+            f"most {_MOST_LOCAL_WORKERS}; start them with torchrun on each machine, or use a "
+            "smaller layout"
         )
     check_model(recipe.model)
     notes = _check(job, world_size)
@@ -211,15 +213,15 @@ def _launch(options: argparse.Namespace) -> int:
     ):
         kept = [each for each in options.command_line if not each.startswith("checkpoint.resume=")]
         print(
-            f"go on with: {shlex.join(['parallel3d-train', *kept, 'checkpoint.resume=auto'])}",
+            f"resume with: {shlex.join(['parallel3d-train', *kept, 'checkpoint.resume=auto'])}",
             file=sys.stderr,
         )
     return status
 
 
 def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
-    """Runs this process's rank; returns the exit status. Until training starts all ranks fail
-    alike: rank 0 says so."""
+    """Runs the rank of this process and returns the exit status. Errors before training are the
+    same on all ranks, so only rank 0 prints them."""
     speaks = rendezvous.rank == 0
     try:
         job: Job = options.load(options)
@@ -229,8 +231,8 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         job = _restarted(job) if rendezvous.is_restart else job
         recipe = job.recipe
         if speaks:
-            # Where the run is started again it has fitted before, and its last processes may not
-            # have gone yet.
+            # A restarted run has fitted into memory before, and its last processes may still be
+            # ending.
             notes = _check(job, 0 if rendezvous.is_restart else rendezvous.local_world_size)
     except ConfigError as error:
         if speaks:
@@ -247,18 +249,20 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
 def run_rank(
     work: Callable[[], None], recipe: Recipe, rendezvous: Rendezvous, *, verbose: bool = False
 ) -> tuple[int, bool]:
-    """Does the work of this process's rank, and tells how it ended. Returns the exit status, and
-    whether a process group is open, and is left so by `end_process`."""
+    """Runs the work of this rank and reports how it ended.
+
+    Returns the exit status, and True if a process group is still open. `end_process` then ends the
+    process."""
     speaks = rendezvous.rank == 0
     outcome = RunOutcome()
     try:
         with writing_output():
             work()
-    except (PreemptedError, ConfigError, ClusterError) as error:  # all ranks raise it
+    except (PreemptedError, ConfigError, ClusterError) as error:  # raised on all ranks
         if speaks:
             print_error(str(error))
         outcome = RunOutcome(exit_status=error.exit_status, reason=str(error))
-    except ReportedError as error:  # a group is open, and is left so
+    except ReportedError as error:  # the process group stays open
         outcome = RunOutcome.of(error.failure)
         if error.is_ours:
             print_error(error.failure.line() + error.failure.traceback_for_user(verbose=verbose))
@@ -277,9 +281,10 @@ def run_rank(
 
 
 def _restarted(job: Job) -> Job:
-    """Returns the job as a launcher's restart does it: it goes on from the newest checkpoint of the
-    run's folder, whatever the recipe says, and where there is none yet from the checkpoint that the
-    recipe names."""
+    """Returns the job for a restart by the launcher.
+
+    It resumes the newest checkpoint of the run's folder, whatever the recipe says. If there is
+    none, it uses the checkpoint that the recipe names."""
     from parallel3d.checkpoint.store import find_checkpoints
 
     job = replace(job, is_restart=True)
@@ -291,16 +296,16 @@ def _restarted(job: Job) -> Job:
     ):
         return job
     note = (
-        "the launcher has started this run again, which goes on as with checkpoint.resume=auto, "
-        f"not {resume}"
+        "the launcher has restarted this run, which resumes as with checkpoint.resume=auto "
+        f"instead of {resume}"
     )
     recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
     return replace(job, recipe=recipe, notes=(note,))
 
 
 def _record_for_torchrun(error: BaseException) -> None:
-    """Writes the error where torchrun reads the cause of a failure from, if torchrun has started
-    this process."""
+    """Writes the error to the file from which torchrun reads the cause of a failure, if torchrun
+    started this process."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -308,17 +313,18 @@ def _record_for_torchrun(error: BaseException) -> None:
 
 
 def _check(job: Job, local_ranks: int) -> list[str]:
-    """Checks the memory of this host, which runs so many ranks, the data, the compiler and the
-    checkpoints: one process for all, before they meet, and before anything is written. Returns
-    lines for the user."""
+    """Checks the host memory for `local_ranks` ranks, the data, the compiler and the checkpoints.
+    Returns warnings for the user.
+
+    Only one process of a run does this, before anything is written."""
     recipe = job.recipe
     if job.trains and not job.is_restart:
         check_run_dir(recipe)
     if job.trains:
-        from parallel3d.recipes.host_memory_check import check_host  # this imports the planner
+        from parallel3d.recipes.host_memory_check import check_host  # imports the planner
 
         check_host(recipe, local_ranks)
-    # these import pydantic's models or numpy, which --help and a wrong key need not wait for
+    # These imports are slow (pydantic models, numpy), and --help or a wrong key does not need them.
     from parallel3d.checkpoint.store import (
         check_manifests,
         check_start,
@@ -342,15 +348,15 @@ def _check(job: Job, local_ranks: int) -> list[str]:
     saved = find_checkpoints(resume, Path(recipe.run_dir or "") / "checkpoints")
     check_manifests(saved)
     if start is not None and not saved:
-        # a run that goes on needs its beginning no more
+        # a resumed run does not need its initial weights
         notes = check_start(find_start(start)[0], recipe.model)
     return [*job.notes, *notes]
 
 
 @contextmanager
 def _folder_of(job: Job, notes: Sequence[str]) -> Iterator[None]:
-    """Holds the folder that a job writes into, and prints what the user should know before the
-    workers start; does nothing for a job that only reads."""
+    """Locks the folder of a training job and prints warnings before the workers start. Does nothing
+    for other jobs."""
     if not job.trains or job.recipe.run_dir is None:
         yield
         return

@@ -1,7 +1,8 @@
-"""The learning-rate range test: a short run of a recipe whose rate rises by the same factor in each
-step, over many orders of magnitude, and ends when the loss rises (Smith 2017, arXiv 1506.01186).
-The run is an ordinary one, in any layout and under any launcher: the test is a schedule of the rate
-and a callback."""
+"""The learning-rate range test (Smith 2017, arXiv 1506.01186).
+
+It is a short run whose learning rate rises by the same factor in each step, over many orders of
+magnitude, and which ends when the loss rises. It consists of a learning-rate schedule and a
+callback, so it works in any layout and under any launcher."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from parallel3d.training.callbacks import Callback, RunView
 
-if TYPE_CHECKING:  # --help does not wait for torch
+if TYPE_CHECKING:  # --help does not need torch
     from parallel3d.training.step_result import StepResult
 
 RESULT_FILE = "range_test.json"
-_MEMORY = 0.9  # the share of the smoothed loss that a step keeps
-_DIVERGED = 1.3  # times the lowest smoothed loss
-# Smith's choice among the rates below that of the lowest loss: an order of magnitude
+_MEMORY = 0.9  # decay rate of the smoothed loss
+_DIVERGED = 1.3  # ratio to the lowest smoothed loss that ends the test
+# Ratio of the rate with the lowest loss to the suggested rate.
 _BELOW_LOWEST = 10.0
 _MOST_ROWS = 25
 _SETTINGS = """
@@ -47,14 +48,14 @@ logging.profile_steps=null
 
 
 def range_test_settings(recipe: str) -> list[str]:
-    """Returns the overrides that make a range test of a recipe. The user's own come after them, so
-    that `train.steps=200 optimizer.lr=0.1` makes a longer one up to a rate of 0.1."""
+    """Returns the overrides that turn a recipe into a range test. Overrides of the user come after
+    them."""
     return [*_SETTINGS.split(), f"run_dir=runs/{Path(recipe).stem}-range-test"]
 
 
 class RateRangeTest(Callback):
-    """Notes the loss of each rate, ends the run when the loss has risen, and then prints and writes
-    what it found."""
+    """Records the loss at each learning rate, stops the run when the loss has risen, and prints and
+    writes the result."""
 
     def __init__(self) -> None:
         self._rates: list[float] = []
@@ -72,7 +73,7 @@ class RateRangeTest(Callback):
         if not self._rates:
             return
         lowest = min(range(len(self._smoothed)), key=self._smoothed.__getitem__)
-        is_open = lowest == len(self._smoothed) - 1  # the loss has not come to its lowest
+        is_open = lowest == len(self._smoothed) - 1  # the loss was still falling
         suggested = None if is_open or lowest == 0 else self._rates[lowest] / _BELOW_LOWEST
         rows = zip(self._rates, self._losses, self._smoothed, strict=True)
         found = {
@@ -93,16 +94,16 @@ class RateRangeTest(Callback):
             )
         if suggested is None:
             tries = "a higher optimizer.lr" if is_open else "a lower optimizer.lr"
-            print(f"no rate is suggested: the loss is lowest at the end of the range; try {tries}")
+            print(f"no suggestion: the loss is lowest at the end of the range; try {tries}")
         else:
             print(
-                f"suggested: optimizer.lr={suggested:.1e}, a tenth of the rate of the lowest loss; "
-                f"{path}"
+                f"suggested: optimizer.lr={suggested:.1e}, a tenth of the learning rate with the "
+                f"lowest loss; {path}"
             )
 
 
 def smoothed(losses: Iterable[float]) -> list[float]:
-    """Returns the running mean after each of the losses, corrected for its start."""
+    """Returns the exponential moving average after each loss, with bias correction."""
     mean, means = 0.0, []
     for count, loss in enumerate(losses, 1):
         mean = _MEMORY * mean + (1.0 - _MEMORY) * loss

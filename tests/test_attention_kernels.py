@@ -123,16 +123,16 @@ def test_what_a_gpu_would_write_out_is_refused_before_anything_starts() -> None:
     dropped = recipe_of(attention_dropout=0.1)
     # 2 sequences of 32 heads of 8,192^2 scores: 32 bytes each.
     assert attention_errors(dropped, H100) == [
-        "model.attention_dropout = 0.1: dropout needs the probabilities of attention, S^2 a head, "
-        "written out, which takes 128.0 GiB a block and microbatch, and may take 8 on a GPU; try "
+        "model.attention_dropout = 0.1: attention dropout materializes seq_len^2 probabilities per "
+        "head, 128.0 GiB per block and microbatch, but at most 8 GiB are allowed on a GPU; try "
         "model.attention_dropout=0, or a smaller parallel.microbatch_size"
     ]
-    with pytest.raises(ConfigError, match=r"model.attention_dropout = 0.1: .* takes 128.0 GiB"):
+    with pytest.raises(ConfigError, match=r"model.attention_dropout = 0.1: .* 128.0 GiB"):
         validate(dropped)
     validate(replace(dropped, train=replace(dropped.train, device="cpu")))
     longer = replace(dropped, train=replace(dropped.train, seq_len=2080))
     (line,) = attention_errors(longer, H100)
-    assert "takes 8.3 GiB" in line
+    assert "8.3 GiB per block" in line
     assert "a smaller parallel.microbatch_size" in line
     # 2 heads, 1 sequence
     assert attention_errors(replace(dropped, parallel=ParallelConfig(tp=16)), H100) == []

@@ -78,12 +78,12 @@ def refusal(**train: object) -> str:
 
 def test_sizes_that_the_layout_cannot_divide_are_refused_with_ones_that_it_can() -> None:
     validate(RECIPE)
-    slice_ = "must be a multiple of data ranks 2 x parallel.microbatch_size 2 = 4"
+    slice_ = "must be a multiple of 2 data-parallel ranks x parallel.microbatch_size 2 = 4"
     assert refusal(batch_warmup_start=6, batch_warmup_increment=26) == (
         f"train.batch_warmup_start = 6: {slice_}; try 4 or 8\ntrain.batch_warmup_increment = 26: "
         f"{slice_}; try 24 or 28"
     )
-    assert "needs train.batch_warmup_steps; try 10" in refusal(batch_warmup_steps=None)
-    assert "batch_warmup_steps = 10: needs train.batch_warmup_start, and that is null" in (
+    assert "requires train.batch_warmup_steps; try 10" in refusal(batch_warmup_steps=None)
+    assert "batch_warmup_steps = 10: only used with train.batch_warmup_start, but it is null" in (
         refusal(batch_warmup_start=None, batch_warmup_increment=None)
     )

@@ -146,7 +146,9 @@ def test_a_class_is_found_in_the_working_directory_and_no_other_class_is_taken(
     own = Recipe(model=MODEL, train=replace(TRAIN, callbacks=("my_own_watcher:Watch",)))
     assert [issubclass(found, Callback) for found in callback_classes(own)] == [True]
     other = Recipe(model=MODEL, train=replace(TRAIN, callbacks=("pathlib:Path",)))
-    with pytest.raises(ConfigError, match=r"train.callbacks = pathlib:Path: Path is no parallel3d"):
+    with pytest.raises(
+        ConfigError, match=r"train.callbacks = pathlib:Path: Path is not a parallel3d"
+    ):
         callback_classes(other)
 
 

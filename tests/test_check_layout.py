@@ -84,7 +84,7 @@ def test_the_gradient_that_the_backward_pass_reaches_first_is_named_with_its_rat
     assert found.name == NAMES[-1]
     assert found.causes[0].startswith("it is 3 x the reference: summed instead of averaged")
     text = as_text(comparison)
-    assert text.startswith("dp_replicate 3 x tp 2 against one process, 2 steps in float32")
+    assert text.startswith("dp_replicate 3 x tp 2 compared with one process, 2 steps in float32")
     said = "differs first in step 2: gradient of down.weight, by 2 (limit 0.0001), on ranks 0, 1, 2"
     assert said in text
 
@@ -110,7 +110,7 @@ def test_a_gradient_that_only_one_side_has_is_named() -> None:
     for found in (frozen, missing):
         assert found.what == "gradient"
         assert found.name == "up.weight"
-        assert found.causes[0].startswith("one side has no gradient for it")
+        assert found.causes[0].startswith("only one side has a gradient for it")
 
 
 def test_the_norm_is_compared_with_the_gradients_of_its_own_layout() -> None:
@@ -168,13 +168,16 @@ def test_shrinking_keeps_the_layout_and_what_it_divides() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("", "takes a RECIPE, such as quickstart"),
-        ("quickstart --steps 0", "--steps: '0' must be a whole number from 1 on"),
+        ("", "give a RECIPE, such as quickstart"),
+        ("quickstart --steps 0", "--steps: '0' must be an integer of at least 1"),
         ("quickstart parallel.dp_shard=8", "a check starts at most 16; 2 along each axis"),
         ("--model nowhere:build parallel.tp=2", "nowhere:build: No module named 'nowhere'"),
-        ("--model json parallel.tp=2", "must be the module:function of a function (mesh, *, vocab"),
-        ("--model json:dumps parallel.pp=2", "only parallel.dp_replicate, dp_shard and tp are"),
-        ("--model json:dumps", "at least two processes in all; try parallel.tp=2"),
+        ("--model json parallel.tp=2", "must be module:function of a function (mesh, *, vocab"),
+        (
+            "--model json:dumps parallel.pp=2",
+            "with --model set only parallel.dp_replicate, dp_shard and tp",
+        ),
+        ("--model json:dumps", "at least two processes in total; try parallel.tp=2"),
         (f"--model {__name__}:forgetful parallel.tp=2 --layers 3", "keyword argument 'layers'"),
     ],
 )

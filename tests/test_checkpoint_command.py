@@ -79,11 +79,11 @@ def test_ls_says_what_is_whole_what_is_best_and_what_is_left_over(
     assert rows[0]["bytes"] == sum(file.stat().st_size for file in files)
     assert rows[0]["saved"][:4].isdigit()
     said = answer(capsys, "ls", folder).out
-    assert said.startswith(f"{folder}: 2 whole of 4")
+    assert said.startswith(f"{folder}: 2 of 4 complete")
     assert "whole, best\n" in said
     assert "damaged, __0_0.distcp: has" in said
     refusal = answer(capsys, "ls", run_dir / "nothing", status=2).err
-    assert "has no checkpoints; try the folder of a run" in refusal
+    assert "no checkpoints found; try the folder of a run" in refusal
 
 
 def test_inspect_says_what_a_checkpoint_holds(run_dir: Path, capsys: Said) -> None:
@@ -106,7 +106,7 @@ def test_inspect_says_what_a_checkpoint_holds(run_dir: Path, capsys: Said) -> No
 
 
 def test_verify_reads_every_byte_and_names_files_and_tensors(run_dir: Path, capsys: Said) -> None:
-    assert answer(capsys, "verify", run_dir).out.count("every byte is what was saved") == 2
+    assert answer(capsys, "verify", run_dir).out.count("every byte matches the checksums") == 2
     damaged = run_dir / "checkpoints/step_00000004"
     flip_last_byte(damaged / "config.yaml")
     manifest = json.loads((damaged / "manifest.json").read_text())
@@ -127,7 +127,10 @@ def test_verify_reads_every_byte_and_names_files_and_tensors(run_dir: Path, caps
     assert "    model.norm.weight\n" in said
     (damaged / "manifest.json").unlink()
     assert "manifest.json: cannot be read" in answer(capsys, "verify", damaged, status=65).out
-    assert "has no whole checkpoint" in answer(capsys, "verify", run_dir / "nothing", status=2).err
+    assert (
+        "no complete checkpoint found"
+        in answer(capsys, "verify", run_dir / "nothing", status=2).err
+    )
 
 
 MODEL = ModelConfig(
@@ -183,8 +186,8 @@ def test_import_writes_the_recipe_of_a_model(tmp_path: Path, capsys: Said) -> No
 @pytest.mark.parametrize(
     "others, refusal",
     [
-        ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias = true of config.json is left out"),
-        ({"rope_parameters": [1] * 9999}, "must hold keys and values, or be null"),
+        ({"mlp_bias": True, "hidden_act": "relu"}, "mlp_bias = true of config.json is ignored"),
+        ({"rope_parameters": [1] * 9999}, "must be an object with keys and values, or null"),
     ],
 )
 def test_import_names_what_a_recipe_cannot_say(
@@ -204,7 +207,7 @@ def test_import_compares_the_tensors_with_the_config(tmp_path: Path, capsys: Sai
     assert "model.layers.2.self_attn.q_proj.weight is missing there and [24, 16] here" in said
     (tmp_path / "model.safetensors").unlink()
     refusal = answer(capsys, "import", tmp_path, status=2).err
-    assert "has no safetensors (pickles are not read)" in refusal
+    assert "contains no safetensors (pickle files are not supported)" in refusal
 
 
 def test_an_incomplete_newest_checkpoint_fails_verify_and_is_named_where_an_older_one_is_taken(

@@ -22,7 +22,7 @@ from parallel3d.recipes import pretrain
 Said = pytest.CaptureFixture[str]
 
 BAD_INPUTS = [
-    ("", "no RECIPE is given; try quickstart, another that --help lists"),
+    ("", "no RECIPE given; try quickstart, another name that --help lists"),
     ("--frobnicate quickstart", "--frobnicate: no such option; see parallel3d-train --help"),
     (
         "quickstart --train.steps=3",
@@ -30,10 +30,10 @@ BAD_INPUTS = [
     ),
     (
         "range-test --from-deepspeed ds.json",
-        "--from-deepspeed prints a recipe, and takes none; leave out range-test",
+        "--from-deepspeed cannot be combined with a recipe; remove range-test",
     ),
     ("quickstrat", "recipe quickstrat: no such file or shipped recipe; did you mean quickstart?"),
-    (".", "recipe .: a folder; name the YAML file in it"),
+    (".", "recipe .: is a folder; use the path of a YAML file in it"),
     ("quickstart parallel.tp=3", "parallel.tp = 3: must divide"),
     (
         "quickstart checkpoint.resume=no/such/step",
@@ -163,7 +163,7 @@ def test_under_torchrun_only_rank_0_tells_a_mistake(
         assert pretrain.main(["quickstart"]) == 2
         said.append(capsys.readouterr().err)
     assert said[0].startswith(
-        "error: WORLD_SIZE = 6: parallel needs pp 2 x dp_shard 2 x tp 2 = 8 workers"
+        "error: WORLD_SIZE = 6: the layout needs pp 2 x dp_shard 2 x tp 2 = 8 workers"
     )
     assert said[1] == ""
 

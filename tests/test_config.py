@@ -128,7 +128,7 @@ UNREADABLE = [
     ("parallel.ttp=2", "parallel.ttp (command line): unknown key; did you mean parallel.tp?"),
     (
         "parallel.dp=2",
-        "parallel.dp (command line): unknown key; the data ranks are parallel.dp_shard",
+        "parallel.dp (command line): unknown key; the data-parallel size is parallel.dp_shard",
     ),
     (
         "batch_size=8",
@@ -152,7 +152,7 @@ UNREADABLE = [
     ),
     (
         "optimizer.lr=${oc.env:HOME}",
-        "optimizer.lr = ${oc.env:HOME} (command line): must be text in UTF-8 without ${variables}",
+        "optimizer.lr = ${oc.env:HOME} (command line): must be UTF-8 text without ${variables}",
     ),
     (
         "model.name=llama3-9b",
@@ -182,12 +182,12 @@ BROKEN = [
     ),
     (
         [*YARN, "model.rope_scaling.low_freq_factor=2"],
-        "low_freq_factor = 2.0: needs model.rope_scaling.type = llama3, and that is yarn",
+        "low_freq_factor = 2.0: only used with model.rope_scaling.type = llama3, but it is yarn",
         "model.rope_scaling.type=llama3",
     ),
     (
         ["parallel.recompute=every_n"],
-        "parallel.recompute_every = null: is for parallel.recompute = every_n",
+        "parallel.recompute_every = null: must be set if and only if parallel.recompute = every_n",
         "parallel.recompute_every=2",
     ),
     (
@@ -197,12 +197,12 @@ BROKEN = [
     ),
     (
         ["model.vocab=256"],
-        "model.vocab = 256: must be at least 257, the ids of data.tokenizer = bytes; try 258",
+        "model.vocab = 256: must be at least 257, the number of token IDs of data",
         "model.vocab=258",
     ),
     (
         ["parallel.pp=8"],
-        "parallel.pp = 8: model.layers = 4 cannot fill 8 stages",
+        "parallel.pp = 8: 8 stages (parallel.virtual_stages = 1) need at least as many layers",
         "parallel.pp=4",
     ),
     (
@@ -212,22 +212,22 @@ BROKEN = [
     ),
     (
         ["train.global_batch_size=15"],
-        "train.global_batch_size = 15: must be a multiple of data ranks 2 x parallel.m",
+        "train.global_batch_size = 15: must be a multiple of 2 data-parallel ranks x",
         "train.global_batch_size=12",
     ),
     (
         ["parallel.zero_stage=1", "parallel.sharding=NO_SHARD"],
-        "another name for parallel.sharding = SHARD_OPTIMIZER, and that is NO_SHARD",
+        "means parallel.sharding = SHARD_OPTIMIZER, but that is NO_SHARD",
         "parallel.zero_stage=null",
     ),
     (
         ["parallel.reduce=microbatch", "parallel.reduce_dtype=bf16", "parallel.dp_replicate=2"],
-        "parallel.dp_replicate = 2 and parallel.reduce_dtype = bf16 would add microbat",
+        "would accumulate gradients in bf16, because parallel.reduce_dtype = bf16",
         "parallel.reduce_dtype=fp32",
     ),
     (
         ["parallel.sharding=FULL_SHARD", "parallel.dp_replicate=2"],
-        "parallel.sharding = FULL_SHARD: leaves nothing to replicate",
+        "parallel.sharding = FULL_SHARD: does not support replicas",
         "parallel.sharding=HYBRID_SHARD",
     ),
     (
@@ -237,20 +237,24 @@ BROKEN = [
     ),
     (
         ["optimizer.schedule=wsd"],
-        "optimizer.schedule = wsd: needs the step up to which the rate stays at its pe",
+        "optimizer.schedule = wsd: requires optimizer.decay_start",
         "optimizer.decay_start=90",
     ),
     (
         ["data.evaluation=[{name: validation, path: w.txt}]", "train.eval_every=9"],
-        "data.evaluation[0].name = validation: must be of letters",
+        "data.evaluation[0].name = validation: must contain only letters",
         "data.evaluation=[{name: validation-1, path: w.txt}]",
     ),
     (
         ["data.documents=mask", "model.attention_dropout=0.1"],
-        "data.documents = mask: computes each document by itself, for which model.atte",
+        "data.documents = mask: is not supported with model.attention_dropout",
         "model.attention_dropout=0",
     ),
-    (["data.source=text"], "data.source = text needs a file or a folder", "data.path=corpus.txt"),
+    (
+        ["data.source=text"],
+        "data.source = text requires a file or a folder",
+        "data.path=corpus.txt",
+    ),
     (
         ["checkpoint.every=100", "checkpoint.keep_every=250"],
         "checkpoint.keep_every = 250: must be a multiple of checkpoint.every = 100; try 200 or 300",
@@ -300,24 +304,24 @@ def test_all_problems_are_told_at_once_a_line_each(load: Load) -> None:
             "",
             "model.layers, model.hidden, model.heads, model.ffn_hidden, model.vocab, train.steps",
         ),
-        ("", "or pick a shape card, such as model.name = llama3-8b"),
-        ("- 1", "small.yaml: must hold keys and values"),
-        ("just words", "small.yaml: must hold keys and values"),
+        ("", "or choose a shape card, such as model.name = llama3-8b"),
+        ("- 1", "small.yaml: must contain keys and values"),
+        ("just words", "small.yaml: must contain keys and values"),
         ("model: {\n", "small.yaml:2: not valid YAML"),
         ("model:\n\tlayers: 2\n", "small.yaml:2: not valid YAML"),
         ("\x00", "small.yaml: not valid YAML"),
         (
             SMALL + "parallel: {tp: 1}\n",
-            "parallel.tp = 1 (small.yaml:5): given before, at small.yaml:3",
+            "parallel.tp = 1 (small.yaml:5): already set at small.yaml:3",
         ),
         (SMALL + "modle: {a: 1}\n", "modle.a (small.yaml:5): unknown key"),
         (
             SMALL + "data: {path: '${oc.env:HOME}'}\n",
-            "data.path = ${oc.env:HOME} (small.yaml:5): must be text in UTF-8 without",
+            "data.path = ${oc.env:HOME} (small.yaml:5): must be UTF-8 text without",
         ),
         (
             SMALL + "checkpoint: {resume: no}\n",
-            "checkpoint.resume = false (small.yaml:5): must be text (YAML reads a bare",
+            "checkpoint.resume = false (small.yaml:5): must be text (YAML reads yes, no",
         ),
         (SMALL + "run_dir: 2024\n", "run_dir = 2024 (small.yaml:5): must be text; try '2024'"),
         (SMALL + "data: !!python/object/apply:os.getcwd []\n", "small.yaml:5: not valid YAML"),
@@ -344,27 +348,27 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
     [
         (
             "parallel.offload=true;optimizer.name=muon",
-            "parallel.offload = true: keeps momenta on the CPU, and optimizer.name = muon sends",
+            "parallel.offload = true: keeps momentum on the CPU, but optimizer.name = muon sends",
         ),
         (
             "parallel.offload=true;parallel.zero_stage=1",
-            "parallel.sharding = SHARD_OPTIMIZER has full parameters on each rank; try",
+            "SHARD_OPTIMIZER, which keeps full parameters on each rank; try",
         ),
         (
             "train.offload_activations=1",
-            "unknown key; parallel.offload=true moves",
+            "unknown key; use parallel.offload=true",
         ),
         (
             "parallel.bucket_mib=2",
-            "parallel.bucket_mib = 2.0: parallel.sharding = FULL_SHARD sends block by block",
+            "parallel.bucket_mib = 2.0: not used with parallel.sharding = FULL_SHARD",
         ),
         (
             "train.on_spike=rollback",
-            "goes back to a checkpoint, and checkpoint.every = null; try checkpoint.every=100",
+            "requires checkpoints, but checkpoint.every = null; try checkpoint.every=100",
         ),
         (
             "data.skip=[{first: 9, last: 3}]",
-            "last = 3: comes before its first, 9; try {first: 3, last: 9}",
+            "last = 3: must not be below first = 9; try {first: 3, last: 9}",
         ),
         (
             "data.skip=[3, 9]",
@@ -372,7 +376,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
         ),
         (
             "data.ignore_token_ids=[256, 300]",
-            "300 is no token of model.vocab = 264; try ids from 0 to 263",
+            "300 is not a token ID, because model.vocab = 264; try IDs from 0 to 263",
         ),
     ],
 )

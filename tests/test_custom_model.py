@@ -68,14 +68,14 @@ def test_options_are_read_from_the_file_and_the_command_line_and_written_again(
         ),
         (
             "model.architecture=palms:Palm",
-            "there is no module palms; it is looked for on PYTHONPATH",
+            "there is no module palms; it is searched on PYTHONPATH",
             "PYTHONPATH=",
         ),
-        ("model.architecture=palm:Plam", "Plam is not there in palm (", "try palm:Palm"),
+        ("model.architecture=palm:Plam", "Plam is not defined in palm (", "try palm:Palm"),
         (
             "model.architecture=llama",
-            "model.options = {'activation': 'gelu_tanh', 'biases': True}: are for",
-            "try to drop",
+            "model.options = {'activation': 'gelu_tanh', 'biases': True}: only",
+            "try to remove",
         ),
         (
             "model.options.scales=1",

@@ -30,8 +30,8 @@ def test_text_one_token_short_of_a_window_is_refused_and_its_suggestion_is_accep
     data = text_data(tmp_path, b"x" * 1000)  # 950 and 50 bytes, each with an end_of_text
     check_data(data, seq_len=50, vocab=264)
     assert refusal(data, seq_len=51) == (
-        f"train.seq_len = 51: a window is seq_len + 1 = 52 tokens, and there are 51 in data.path = "
-        f"{data.path} for validation; try train.seq_len=50, or more text"
+        f"train.seq_len = 51: needs windows of seq_len + 1 = 52 tokens, but "
+        f"data.path = {data.path} for validation has 51; try train.seq_len=50, or more text"
     )
     check_data(replace(data, validation_fraction=0.1), seq_len=51, vocab=264)
 
@@ -47,7 +47,7 @@ def test_the_check_counts_the_tokens_that_loading_gives(tmp_path: Path) -> None:
     corpus = load_corpus(data)
     shorter = min(len(corpus.train), len(corpus.validation))
     check_data(data, seq_len=shorter - 1, vocab=264)
-    assert f"there are {shorter} in" in refusal(data, seq_len=shorter)
+    assert f" has {shorter}; try" in refusal(data, seq_len=shorter)
 
 
 def test_a_file_that_cannot_be_read_is_found_though_the_window_is_full_before_it(

@@ -101,7 +101,7 @@ def test_what_the_trainer_fills_in_is_still_to_be_given(tmp_path: Path) -> None:
     assert not found.keys.keys() & {"optimizer.lr", "train.precision", "train.grad_clip"}
     for key in ("optimizer.lr", "train.grad_clip", "train.precision", "train.seq_len"):
         assert any(line.startswith(key) for line in found.open), key
-    assert found.to_yaml().startswith("# to be given: ")
+    assert found.to_yaml().startswith("# missing: ")
 
 
 def test_what_would_train_another_way_is_refused(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_would_train_another_way_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("[1]", "must hold keys and values"),
+        ("[1]", "must be an object with keys and values"),
         ("{", "cannot be read as JSON"),
         ('{"steps_per_print": [[[1]]]}', "refused:"),
         ('{"\\u001b[2J": 1}', "refused:"),

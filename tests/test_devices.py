@@ -50,7 +50,7 @@ def test_a_rank_takes_its_gpu_of_those_that_it_sees_and_the_cpu_only_without_any
     assert choose_device("auto", 0).type == "cpu"
     for wanted, visible, is_hidden in (("cuda", None, False), ("auto", "9", True)):
         host(0, visible, hidden=is_hidden)
-        words = rf"{wanted}: torch sees no GPU here \(CUDA_VISIBLE_DEVICES = {visible}\)"
+        words = rf"{wanted}: torch does not see a GPU \(CUDA_VISIBLE_DEVICES = {visible}\)"
         with pytest.raises(ConfigError, match=words):
             choose_device(wanted, 0)  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def test_ranks_with_a_gpu_each_are_accepted() -> None:
     "gpus, message",
     [
         (("a0", "a1", "a0", "a1"), r"ranks 0 and 2 \(a\) share one GPU; start fewer workers there"),
-        (("a0", "a1", "b"), r"rank 2 \(b\) see no GPU, and the others do; ask the launcher"),
+        (("a0", "a1", "b"), r"rank 2 \(b\) see no GPU, but the others do; request one GPU"),
         (("a0",) + ("b",) * 12, r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and others \(b\)"),
     ],
 )

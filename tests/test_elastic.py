@@ -47,13 +47,13 @@ def test_the_number_of_workers_sets_dp_shard_and_keeps_the_global_batch(
     [
         (
             6,
-            "WORLD_SIZE = 6: must be a multiple of 4, which parallel.elastic keeps; try 4, 8, 12,",
+            "must be a multiple of 4, the workers per data-parallel shard; try 4, 8, 12,",
         ),
         (2, "WORLD_SIZE = 2: must be a multiple of 4"),
         (
             20,
-            "makes dp_shard = 5, and then train.global_batch_size = 24: must be a multiple of data "
-            "ranks 5 x parallel.microbatch_size 2 = 10; try 4, 8, 12, 16, 24 or 48 workers",
+            "gives dp_shard = 5, but train.global_batch_size = 24: must be a multiple of 5 "
+            "data-parallel ranks x parallel.microbatch_size 2 = 10; try 4, 8, 12,",
         ),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_recipe_that_is_not_elastic_says_how_many_it_needs() -> None:
     fixed = replace(RECIPE, parallel=replace(RECIPE.parallel, elastic=False))
     assert fit_to_workers(fixed, 8) is fixed
     with pytest.raises(
-        ConfigError, match="WORLD_SIZE = 4: parallel needs pp 2 x dp_shard 2 x tp 2 = 8 workers"
+        ConfigError, match="WORLD_SIZE = 4: the layout needs pp 2 x dp_shard 2 x tp 2 = 8 workers"
     ):
         fit_to_workers(fixed, 4)
 
@@ -75,6 +75,6 @@ def test_a_recipe_that_is_not_elastic_says_how_many_it_needs() -> None:
 def test_replicas_that_train_apart_are_not_elastic() -> None:
     parallel = ParallelConfig(dp_replicate=2, elastic=True)
     with pytest.raises(
-        ConfigError, match="parallel.elastic = true: .* local_sgd.sync_every = 4 .*=false"
+        ConfigError, match="parallel.elastic = true: .* local_sgd.sync_every = 4, .*=false"
     ):
         validate(replace(RECIPE, parallel=parallel, local_sgd=LocalSgdConfig(sync_every=4)))

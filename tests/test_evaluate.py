@@ -122,7 +122,7 @@ def test_replay_sends_every_whole_line_as_a_new_run(
     assert pretrain.main(["replay", str(run_dir), "wandb", "logging.project=mine"]) == 0
     lines = read_metrics(run_dir)
     assert got == [("run", "mine", 0, False), *lines, True]
-    assert capsys.readouterr().out == f"4 lines of {run_dir}/metrics.jsonl are in wandb\n"
+    assert capsys.readouterr().out == f"sent 4 lines of {run_dir}/metrics.jsonl to wandb\n"
     monkeypatch.setattr(Kept, "log", lambda self, line: 1 / 0)
     assert pretrain.main(["replay", str(run_dir), "wandb"]) == 73
     assert capsys.readouterr().err == "error: wandb: ZeroDivisionError: division by zero\n"
@@ -131,14 +131,14 @@ def test_replay_sends_every_whole_line_as_a_new_run(
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("evaluate nowhere", "nowhere: has no config.yaml, so it is no run's folder"),
+        ("evaluate nowhere", "nowhere: has no config.yaml, so it is not the folder of a run"),
         (
             "evaluate RUN --step 3",
             "RUN: --step 3: no such checkpoint; there are step_00000004, step_00000002",
         ),
         (
             "generate RUN --temperature 2",
-            "needs train.sample_top_k, and that is 1; try train.sample_top_k=40",
+            "only used with train.sample_top_k, but it is 1; try train.sample_top_k=40",
         ),
         ("replay RUN", "SINK = None: no such sink; try tensorboard or wandb or mlflow"),
     ],

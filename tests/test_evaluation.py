@@ -54,12 +54,12 @@ def test_a_set_that_does_not_fit_is_told_by_its_key(tmp_path: Path) -> None:
     assert evaluation_windows(config(path, sequences=2), 4)[0].windows == 2
     with pytest.raises(
         ConfigError,
-        match=r"data.evaluation\[0\].sequences = 3: .* has 2 of .*; try 2, or null",
+        match=r"data.evaluation\[0\].sequences = 3: .* has only 2 sequences of .*; try 2, or null",
     ):
         evaluation_windows(config(path, sequences=3), 4)
     with pytest.raises(
         ConfigError,
-        match=r"train.seq_len = 9: .* there are 9 in data.evaluation\[0\].path = .*; try train",
+        match=r"train.seq_len = 9: .* data.evaluation\[0\].path = .* has 9; try train",
     ):
         evaluation_windows(config(path), 9)
     assert evaluation_windows(replace(config(path), evaluation=()), 9) == []

@@ -82,7 +82,7 @@ def names(
 
 
 def killed(rank: int, launch: Launch = local) -> Fault:
-    how = "was killed by SIGKILL" if launch is local else "ended without a word"
+    how = "was killed by SIGKILL" if launch is local else "ended without an error message"
     fate = rf" {how}, last seen in [a-z ]+ after step \d+; "
     return names(rank, fate, to_rank(rank, KILL), FOUR, launch)
 
@@ -162,7 +162,7 @@ ENDS = [
     Fault(
         name="SIGKILL of the fork server",
         act=to_fork_server(KILL),
-        said=("all ranks do when the server that forks them is killed",),
+        said=("all ranks end like this if their fork server is killed",),
     ),
     names(1, " was killed by SIGABRT", plant(1, "abort")),
     names(1, " was killed by SIGSEGV", to_rank(1, signal.SIGSEGV)),

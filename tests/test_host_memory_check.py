@@ -46,7 +46,7 @@ def test_the_least_of_the_system_and_of_all_control_groups_above_is_left(tmp_pat
     assert host(tmp_path / "open", "0::/job\n", open_group) == FreeMemory(8 * GIB, "the system")
     outer = {"job/memory.max": f"{4 * GIB}\n", "job/memory.current": f"{3 * GIB}\n"}
     outer["job/memory.stat"] = f"anon 7\ninactive_file {GIB // 2}\n"
-    limited = FreeMemory(3 * GIB // 2, "the control group's limit of 4.0 GiB")
+    limited = FreeMemory(3 * GIB // 2, "the cgroup limit of 4.0 GiB")
     assert host(tmp_path / "outer", "0::/job/step\n", open_group | outer) == limited
     assert free_memory(tmp_path / "nothing") is None
 
@@ -58,6 +58,8 @@ def test_a_batch_that_does_not_fit_is_answered_with_a_leaner_layout() -> None:
         "train.global_batch_size=2048",
         "train.eval_sequences=2048",
     )
-    with pytest.raises(ConfigError, match="6.0; try parallel.recompute=full, a smaller model or"):
+    with pytest.raises(
+        ConfigError, match="6.0 GiB; try parallel.recompute=full, a smaller model or"
+    ):
         check_host(quickstart(*large), 8, free)
     check_host(quickstart(*large, "parallel.recompute=full", "parallel.microbatch_size=1"), 8, free)

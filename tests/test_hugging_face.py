@@ -157,7 +157,7 @@ def test_both_forms_of_the_rotary_base_give_transformers_the_same_angles(
         ),
         (
             replace(LLAMA, qk_norm=True, qkv_bias=True),
-            "model.qk_norm = true: .* only false beside model.qkv_bias",
+            "model.qk_norm = true: .* only false with model.qkv_bias",
         ),
         (replace(GPT2, kv_heads=2), "model.kv_heads = 2: .* only 4 can"),
         (replace(GPT2, head_dim=16), "model.head_dim = 16: .* only 8 can"),

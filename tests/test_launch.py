@@ -228,8 +228,8 @@ def test_a_launchers_environment_says_who_a_worker_is(environ: dict[str, str], t
     "environ, message",
     [
         (TORCHRUN | {"MASTER_PORT": "1"}, "and MASTER_ADDR must name the host of rank 0"),
-        (TORCHRUN | {"MASTER_ADDR": "host0"}, "MASTER_PORT = None: must be a whole number"),
-        (TORCHRUN | MASTER | {"RANK": "one"}, "RANK = one: must be a whole number"),
+        (TORCHRUN | {"MASTER_ADDR": "host0"}, "MASTER_PORT = None: must be an integer"),
+        (TORCHRUN | MASTER | {"RANK": "one"}, "RANK = one: must be an integer"),
         (TORCHRUN | MASTER | {"RANK": "8"}, "RANK = 8: must be below WORLD_SIZE = 8"),
     ],
 )

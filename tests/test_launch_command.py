@@ -53,7 +53,7 @@ def test_settings_of_gpus_have_their_reasons_and_a_run_on_cpus_has_none(
     for setting in ("TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}", "NCCL_DEBUG=$"):
         assert setting in with_gpus
         assert setting not in without
-    assert kind == "k8s" or "# NCCL's flight recorder" in with_gpus
+    assert kind == "k8s" or "# NCCL flight recorder" in with_gpus
     asked = {
         "slurm": "#SBATCH --gpus-per-node=8",
         "torchx": "--gpu 8",
@@ -107,7 +107,10 @@ QUICK = ["quickstart", "data.source=text", "data.path=c"]
     [
         (["pbs", "quickstart"], "pbs: no such command; known are torchrun, slurm"),
         (["slurm"], "RECIPE: required; try parallel3d-launch slurm quickstart"),
-        (["slurm", *QUICK, "--gpus-per-node", "3"], "must divide the layout's pp 2 x dp_shard 2 x"),
+        (
+            ["slurm", *QUICK, "--gpus-per-node", "3"],
+            "must divide the number of workers of the layout, pp 2 x",
+        ),
         (["slurm", *QUICK, "parallel.tp=5"], "parallel.tp = 5"),
         (["torchrun", *QUICK, "--partition", "gpu"], "unrecognized arguments: --partition gpu"),
         # what a script cannot hold
@@ -117,13 +120,13 @@ QUICK = ["quickstart", "data.source=text", "data.path=c"]
         (["k8s", *QUICK, "--image", "image\n   securityContext: {privileged: true}"], "--image "),
         (["k8s", *QUICK, "--claim", "a\nb"], "--claim "),
         # what pods do not mount
-        (["k8s", *QUICK, "run_dir=/scratch/run"], "run_dir = /scratch/run: is not in /work"),
-        (["k8s", *QUICK, "data.path=~/corpus"], "/corpus: is not in /work"),
+        (["k8s", *QUICK, "run_dir=/scratch/run"], "run_dir = /scratch/run: must be in /work"),
+        (["k8s", *QUICK, "data.path=~/corpus"], "/corpus: must be in /work"),
         (
             ["k8s", *QUICK, "data.path=null", "data.sources=[{path: /x, weight: 1}]"],
-            "path = /x: is",
+            "path = /x: must",
         ),
-        (["k8s", *QUICK, "checkpoint.start_from=/model"], "start_from = /model: is not in /work"),
+        (["k8s", *QUICK, "checkpoint.start_from=/model"], "start_from = /model: must be in /work"),
     ],
 )
 def test_a_mistake_is_a_line_and_status_2(words: list[str], said: str, capsys: Said) -> None:
@@ -138,8 +141,8 @@ def test_what_a_launcher_cannot_mend_is_a_warning(capsys: Said) -> None:
     printed("torchrun quickstart", capsys)
     assert main(shlex.split("torchrun quickstart --gpus-per-node 1 checkpoint.every=null")) == 0
     said = capsys.readouterr().err
-    assert "parallel.tp = 2: does not divide a node of 1" in said
-    assert "checkpoint.every is not set, so a restart begins anew" in said
+    assert "parallel.tp = 2: does not divide the 1 workers of a node" in said
+    assert "checkpoint.every is not set, so a restart starts from step 0" in said
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)

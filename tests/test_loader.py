@@ -133,8 +133,8 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
     with pytest.raises(ConfigError) as caught:
         replace(loader(), dp_size=4, microbatch_size=2)
     assert str(caught.value) == (
-        "train.global_batch_size = 12: must be a multiple of dp = 4 times parallel.microbatch_size "
-        "= 2; try 16"
+        "train.global_batch_size = 12: must be a multiple of 4 data-parallel ranks x "
+        "parallel.microbatch_size 2; try 16"
     )
     replace(loader(), dp_size=4, microbatch_size=2, global_batch_size=16)
 

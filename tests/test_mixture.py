@@ -152,11 +152,11 @@ REFUSED = [
     ),
     (
         "data.sources=[{path: a/web}, {path: b/web}]",
-        "data.sources[1].name = web: is the name of another source; try name: web-1",
+        "data.sources[1].name = web: is already the name of another source; try name: web-1",
     ),
     (
         "data.sources=[{path: a, weight: 0.1234567}, {path: b, weight: 0.8765433}]",
-        "whole numbers add up to at most 100000; try [1, 1]",
+        "add up to at most 100000 when scaled to integers; try [1, 1]",
     ),
     (
         "data.stages=[{from_step: 2, weights: [1]}]",
@@ -164,7 +164,7 @@ REFUSED = [
     ),
     (
         "data.stages=[{from_step: 9, weights: [1, 1]}, {from_step: 9, weights: [1, 2]}]",
-        "data.stages[1].from_step = 9: must be above 9, that of the stage before; try ",
+        "data.stages[1].from_step = 9: must be above 9, the step of the stage before; try ",
     ),
 ]
 
@@ -190,7 +190,7 @@ def test_the_check_of_the_data_names_the_source_that_will_not_do(tmp_path: Path)
     short = text_source(tmp_path / "code", "c" * 3000)
     with pytest.raises(
         ConfigError,
-        match=r"2001 tokens, and there are 151 in data.sources\[1\].path = .*code for validation",
+        match=r"2001 tokens, but data.sources\[1\].path = .*code for validation has 151",
     ):
         check_data(DataConfig(source="text", sources=(fine, short)), seq_len=2000, vocab=264)
 

@@ -122,9 +122,9 @@ def test_a_matrix_comes_from_the_nearest_replica() -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ("momentum=0.9", "needs optimizer.name = sgd or muon, and that is adamw; try"),
+        ("momentum=0.9", "only used with optimizer.name = sgd or muon, but it is adamw; try"),
         ("name=sgd momentum=1.0", "(command line): must be below 1; try 0.5"),
-        ("name=sgd momentum=0.0 nesterov=true", "optimizer.nesterov = true: needs momentum"),
+        ("name=sgd momentum=0.0 nesterov=true", "optimizer.nesterov = true: requires momentum"),
         ("state_dtype=bf16 betas=[0.9,0.999]", "at most 0.99 with optimizer.state_dtype = bf16"),
         ("stochastic_rounding=true", "removed; try train.precision=bf16"),
     ],

@@ -55,5 +55,5 @@ def test_a_reader_that_has_gone_ends_a_command_silently_and_a_closed_stdout_is_r
     module, *options = command.split()
     arguments = ["-m", f"parallel3d.{module}", *options]
     assert ended(arguments, "", unbuffered=unbuffered) == (141, "")
-    closed = "error: stdout: it is closed; try > /dev/null\n"
+    closed = "error: stdout: is closed; try > /dev/null\n"
     assert ended(arguments, ">&-", unbuffered=unbuffered) == (73, closed)

@@ -97,4 +97,4 @@ def test_a_neighbour_whose_process_has_ended_is_named_at_once(store: dist.TCPSto
     gone.wait()
     places = [Place(host="here", pid=os.getpid()), Place(host="here", pid=gone.pid)]
     error = monitor(store, 0, places).report(lost_peer(0))
-    assert "dp_shard 1, tp 0) ended without a word" in str(error)
+    assert "dp_shard 1, tp 0) ended without an error message" in str(error)

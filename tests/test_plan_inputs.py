@@ -76,7 +76,7 @@ BAD_INPUTS = [
     ),
     (
         f"--model llama3-8b --hardware less.yaml {BATCH}",
-        "less.yaml: device.memory_gib: required and not given",
+        "less.yaml: device.memory_gib: required but not set",
     ),
     (f"--model llama3-8b --hardware open.yaml {BATCH}", "hardware open.yaml:2: not valid YAML"),
     (f"--model llama3-8b --cluster nowhere.yaml {BATCH}", "hardware h9000: unknown; did you mean"),
@@ -84,7 +84,7 @@ BAD_INPUTS = [
         f"--model llama3-8b --hardware share.yaml {BATCH}",
         "efficiency = 50: must be at most 1; try 1",
     ),
-    ("--model llama3-8b --gpu h100 --gpus 0", "--gpus: '0' must be a whole number from 1 on"),
+    ("--model llama3-8b --gpu h100 --gpus 0", "--gpus: '0' must be an integer of at least 1"),
     ("--model llama3-8b --gpu h100", "--gpus, --seq-len, --global-batch: required; try --gpus 64"),
     (f"--model gpt2 {ON}", "--seq-len 4096: must not exceed the positions of gpt2; try 1024"),
     (
@@ -95,7 +95,7 @@ BAD_INPUTS = [
         f"{ASKED} --fix tp=7",
         "parallel.tp = 7: must divide model.heads = 32 and model.kv_heads = 8; try 1, 2, 4 or 8",
     ),
-    (f"{ASKED} --fix pp=64", "parallel.pp = 64: model.layers = 32 cannot fill 64 stages"),
+    (f"{ASKED} --fix pp=64", "parallel.pp = 64: 64 stages (parallel.virtual_stages = 1) need"),
     (f"{ASKED} --fix tp=8 --max-tp 4", "with tp = 8, max_tp = 4; try"),
     (f"{ASKED} --fix dp_shard=3", "dp_shard = 3: must divide gpus = 16; try --gpus 18"),
     (
@@ -120,13 +120,13 @@ BAD_INPUTS = [
     ),
     (
         f"{ASKED} --fix dp=8",
-        "--fix dp=8: the data ranks are those that tp and pp leave; fix dp_shard",
+        "--fix dp=8: the data-parallel size follows from tp and pp; set dp_shard",
     ),
-    (f"{ASKED} --fix tp=8 tp=4", "--fix tp=4: tp is given twice"),
-    (f"{ASKED} --fix tp=-1", "--fix tp=-1: must be a whole number from 1 on"),
+    (f"{ASKED} --fix tp=8 tp=4", "--fix tp=4: tp is set twice"),
+    (f"{ASKED} --fix tp=-1", "--fix tp=-1: must be an integer of at least 1"),
     (f"{ASKED} --fix recompute=some", "--fix recompute=some: must be one of none, selective, full"),
     (f"{ASKED} --schedule 1f1c", "--schedule: invalid choice: '1f1c'"),
-    (f"{ASKED} --risk 2", "--risk: '2' must be a chance above 0 and below 1, such as 0.05"),
+    (f"{ASKED} --risk 2", "--risk: '2' must be a probability above 0 and below 1, such as 0.05"),
     ("--model quickstart --gpu cpu --fragmentation 0", "--context-memory: apply to GPUs only"),
     (
         f"{ASKED} --tokens lots",
@@ -150,10 +150,10 @@ BAD_INPUTS = [
         "model.heads = 7: must divide model.hidden = 100; try 1, 2, 5,",
     ),
     (f"--model uneven.json {ON}", "uneven.json: model.heads = 7: must divide model.hidden = 256"),
-    (f"--model mixtral.json {ON}", "mixtral.json: hidden_size = null: must be a whole number"),
+    (f"--model mixtral.json {ON}", "mixtral.json: hidden_size = null: must be an integer"),
     (
         f"--model layers.json {ON}",
-        "layers.json: decoder_sparse_step = 2: must be 1, because experts must be in every layer after",
+        "layers.json: decoder_sparse_step = 2: must be 1, because experts must be in every layer",
     ),
     (f"--model bert.json {ON}", "model_type = bert: must be one of"),
     (f"--model text.json {ON}", "text.json: hidden_size = big: must be a whole number"),

@@ -62,14 +62,14 @@ def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("", "no command is given; known are recommend, memory, verify, timeline"),
+        ("", "no command given; known are recommend, memory, verify, timeline"),
         ("timelime", "timelime: no such command; did you mean timeline?"),
-        ("timeline", "--schedule: required, or --schedule-file; try --schedule 1f1b"),
+        ("timeline", "--schedule: required unless --schedule-file is given; try --schedule 1f1b"),
         ("timeline --schedule 1f1c", "--schedule: invalid choice: '1f1c'"),
         ("timeline --schedule 1f1b", "--pp: required with --schedule; try --pp 8"),
         (
             "timeline --schedule 1f1b --pp 0",
-            "--pp: '0' must be a whole number from 1 on; see parallel3d-plan timeline",
+            "--pp: '0' must be an integer of at least 1; see parallel3d-plan timeline",
         ),
         (SMALL + " --virtual-stages 2", "schedule 1f1b: pp = 4, 8 microbatches and 2 stages"),
         (SMALL + " --split 1 nan", "--split: 'nan' must be a time"),
@@ -79,7 +79,7 @@ def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
         ),
         (
             SMALL + "88888888",
-            "actions, and at most 5,000,000 are simulated; try --microbatches 32",
+            "actions, but at most 5,000,000 can be simulated; try --microbatches 32",
         ),
         ("timeline --schedule-file /no/such/file", "/no/such/file: cannot be read: No such file"),
     ],

@@ -250,7 +250,7 @@ def test_a_page_of_json_says_where_the_peak_is(
     [
         (["--rank", "8"], "--rank 8: the layout has ranks 0 to 7"),
         (["--pipeline-rank", "2"], "--pipeline-rank 2: the layout has pipeline ranks 0 to 1"),
-        (["--rank", "1", "--pipeline-rank", "1"], "one of the two"),
+        (["--rank", "1", "--pipeline-rank", "1"], "use only one"),
         (
             ["model.window=16", "train.device=auto"],
             "model.window = 16: the memory model supports float32 windows only on CPUs",

@@ -82,12 +82,12 @@ def with_fact(report: CheckReport, rank: int, **changes: Any) -> CheckReport:
         (
             2,
             {"free_bytes": GIB},
-            "ranks 2 and 3 (node1): the recipe needs 2.0 GiB and 1.0 are free",
+            "ranks 2 and 3 (node1): the recipe needs 2.0 GiB, but only 1.0 GiB are free",
         ),
         (
             4,
             {"disk_free_bytes": 2 * GIB},
-            "node2: run_dir has 2.0 GiB free, and 3 checkpoints take 3.0",
+            "node2: run_dir has 2.0 GiB free, but 3 checkpoints take 3.0",
         ),
         (4, {"problems": ("run_dir = /x: cannot be written",)}, "node2: run_dir = /x: cannot be"),
     ],
@@ -112,7 +112,7 @@ def test_a_folder_that_another_host_does_not_see_is_told(tmp_path: Path) -> None
     assert found.disk_free_bytes
     assert found.problems == ()
     (problem,) = host_facts(facts, RECIPE, run_dir, mark).problems
-    assert "is not the folder that rank 0 writes into" in problem
+    assert "is not on storage shared with rank 0" in problem
     assert not [*tmp_path.iterdir()]
 
 

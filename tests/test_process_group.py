@@ -63,7 +63,7 @@ def test_workers_that_do_not_come_are_named_in_time(tmp_path: Path) -> None:
     with (
         pytest.raises(
             RendezvousError,
-            match="rank 0 of 3 did not meet .* within 1 s: ranks 1 and 2 of 3 did not come",
+            match="rank 0 of 3: rendezvous at .* within 1 s: ranks 1 and 2 of 3 did not connect",
         ),
         process_group(recipe(tmp_path, 1.0), rendezvous(tmp_path / "a", 3)),
     ):

@@ -72,7 +72,7 @@ def test_a_new_store_was_lost_with_its_node_if_an_agent_counts_a_restart(
 def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore) -> None:
     with pytest.raises(
         RendezvousError,
-        match="rank 0 of 3 did not meet the others in 1 s: ranks 1 and 2 did not come",
+        match="rank 0 of 3: rendezvous failed within 1 s: ranks 1 and 2 did not come",
     ):
         join_attempt(rendezvous(0, 3), 1.0)
 

@@ -179,9 +179,9 @@ def test_a_signal_to_all_processes_saves_and_the_command_is_told_that_goes_on(
     assert told.startswith(
         f"error: stopped by {'Ctrl-C' if is_ctrl_c else 'SIGTERM'} after step {last}, saved: "
     )
-    (goes_on,) = [line for line in said if line.startswith("go on with: ")]
+    (goes_on,) = [line for line in said if line.startswith("resume with: ")]
     assert (
-        goes_on == f"go on with: parallel3d-train {shlex.join(command[3:])} checkpoint.resume=auto"
+        goes_on == f"resume with: parallel3d-train {shlex.join(command[3:])} checkpoint.resume=auto"
     )
     outcome = json.loads((run_dir / "outcome.json").read_text())
     assert outcome["exit_status"] == process.returncode

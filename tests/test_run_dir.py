@@ -100,7 +100,7 @@ def test_a_resume_from_another_run_does_not_mix_with_the_run_in_the_folder(
     capsys.readouterr()
     assert train(f"run_dir={tmp_path / 'ours'}", other, "train.steps=3") == 2
     assert (
-        f"{other.replace('=', ' = ')}: is of another run than that in run_dir"
+        f"{other.replace('=', ' = ')}: belongs to another run than the one in run_dir"
         in capsys.readouterr().err
     )
     assert files(tmp_path / "ours") == before
@@ -149,7 +149,7 @@ def test_a_file_that_no_run_has_written_is_not_overwritten(
     (tmp_path / name).write_text(text)
     before = files(tmp_path)
     assert train(f"run_dir={tmp_path}", f"checkpoint.resume={resume}") == 2
-    assert f"would overwrite the {name} there, which no run has" in capsys.readouterr().err
+    assert f"would overwrite {name}, which is not from a run" in capsys.readouterr().err
     assert files(tmp_path) == before
 
 

@@ -55,12 +55,12 @@ def test_a_second_run_is_refused_with_the_name_of_the_first_until_that_is_killed
     folder = tmp_path / "run"
     first = hold(folder)
     try:
-        who = rf"{folder}: a run \(host {os.uname().nodename}, pid {first.pid}, since .*\)"
-        assert re.match(f"{who} writes there", refusal(folder))
+        who = rf"a run \(host {os.uname().nodename}, pid {first.pid}, since .*\)"
+        assert re.match(f"{folder}: in use by {who}", refusal(folder))
     finally:
         end(first)
     with locked(folder) as notice:  # at once: the kernel has freed it
-        assert re.match(f"{who} did not close it and is gone: taken over", notice)
+        assert re.match(f"{folder}: {who} ended without releasing it; this run takes over", notice)
     assert not [*folder.iterdir()]
     with locked(folder) as notice:
         assert notice == ""
@@ -78,7 +78,7 @@ def test_only_a_restart_of_a_job_waits_for_its_earlier_attempt(
         threading.Timer(0.3, end, [first]).start()
     monkeypatch.setattr(run_lock, "RESTART_S", 60.0)
     with locked(tmp_path, is_restart=True) as notice:
-        assert "taken over" in notice
+        assert "takes over" in notice
 
 
 Said = pytest.CaptureFixture[str]
@@ -106,7 +106,7 @@ def test_a_second_start_moves_nothing_of_the_run_that_trains(
     with locked(earlier):
         for resume in ("none", "auto"):
             assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 73
-            assert capsys.readouterr().err.startswith(f"error: {earlier}: a run ")
+            assert capsys.readouterr().err.startswith(f"error: {earlier}: in use by a run ")
         for setting in ("RANK=0", "WORLD_SIZE=8", "MASTER_ADDR=localhost", "MASTER_PORT=1"):
             monkeypatch.setenv(*setting.split("="))
         assert pretrain.main(["quickstart"]) == 73

@@ -19,7 +19,7 @@ from parallel3d.sharding.units import units_of
     [
         (
             {"zero_stage": 1, "sharding": "FULL_SHARD"},
-            "another name for parallel.sharding = SHARD_OPTIMIZER",
+            "means parallel.sharding = SHARD_OPTIMIZER",
         ),
         (
             {"sharding": "FULL_SHARD", "dp_replicate": 2},
@@ -27,9 +27,9 @@ from parallel3d.sharding.units import units_of
         ),
         (
             {"sharding": "NO_SHARD", "gather": "microbatch"},
-            "NO_SHARD has full parameters and gradients on each rank",
+            "NO_SHARD, which keeps full parameters and gradients on each rank",
         ),
-        ({"reduce": "microbatch", "pp": 2, "schedule": "zb_h1"}, "needs backwards in one piece"),
+        ({"reduce": "microbatch", "pp": 2, "schedule": "zb_h1"}, "which splits the backward pass"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_reason(settings: dict, said: str) -> None:

@@ -51,12 +51,12 @@ def test_a_folder_is_searched_recursively_and_sorted_by_relative_path(tmp_path: 
 @pytest.mark.parametrize(
     "config, words",
     [
-        (DataConfig(path="a.md"), "data.path = a.md: not read if data.source = stdlib"),
+        (DataConfig(path="a.md"), "data.path = a.md: not for data.source = stdlib"),
         (DataConfig(source="text", path="gone"), "data.path = gone: no such file or folder at "),
         (DataConfig(source="text", path="a.md/b"), "data.path = a.md/b: no such file or folder"),
         (
             folder(Path(), "*.txt"),
-            "data.path = .: none of its files that match data.pattern = *.txt",
+            "data.path = .: contains no text in files that match data.pattern = *.txt",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_recipe_that_names_no_file_is_refused(
 def test_a_binary_file_is_refused_by_its_first_zero_byte(tmp_path: Path) -> None:
     path = tmp_path / "tokens.txt"
     path.write_bytes(b"\x65\x01\x66\x00")
-    with pytest.raises(DataError, match=r"tokens\.txt: is a binary file, not text: byte 3 is zero"):
+    with pytest.raises(DataError, match=r"tokens\.txt: binary file, not text: byte 3 is zero"):
         Document(name=path.name, path=path, stop=4).read()
     with pytest.raises(DataError, match="byte 3 is zero"):
         Document(name=path.name, path=path, start=2, stop=4).read()

@@ -145,12 +145,12 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
         ),
         (
             "checkpoint.start_from=runs/mine run_dir=runs/mine",
-            "lies in run_dir = runs/mine, where the new run is",
+            "must not be inside run_dir = runs/mine, the folder of the new run",
         ),
         (
             "checkpoint.start_from=runs/a checkpoint.resume=runs/b",
-            "checkpoint.resume = runs/b: resumes a run, and checkpoint.start_from = runs/a "
-            "begins a new one; try",
+            "checkpoint.resume = runs/b: resumes a run, but checkpoint.start_from = runs/a "
+            "starts a new one; try",
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
         json.dumps({**config, "attention_bias": True, "hidden_act": "gelu"})
     )
     with pytest.raises(
-        ConfigError, match="(?s)attention_bias = true of config.json is left out.*hidden_act = gelu"
+        ConfigError, match="(?s)attention_bias = true of config.json is ignored.*hidden_act = gelu"
     ):
         check_start(tmp_path, model)
     (tmp_path / "config.json").unlink()

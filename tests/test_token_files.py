@@ -87,7 +87,7 @@ def test_windows_of_shards_are_those_of_the_same_ids_in_memory(tmp_path: Path) -
 def test_an_id_that_the_vocabulary_has_not_is_refused(tmp_path: Path) -> None:
     for wrong in (-1, 10, 65_536):
         folder = FolderWriter(tmp_path, vocab_size=10, end_of_text=9)
-        with pytest.raises(DataError, match=f"token id {wrong}: ids are 0 to 9"), folder:
+        with pytest.raises(DataError, match=f"token ID {wrong}: must be from 0 to 9"), folder:
             folder.add("train", np.array([1, wrong, 9]))
     assert not (tmp_path / "tokens.json").exists()
 
@@ -102,8 +102,8 @@ def test_what_is_damaged_is_found(tmp_path: Path) -> None:
     assert fault.startswith(f"{shard}: crc32 is")
     TokensJson.write(replace(header, largest_id=7, vocab_size=8, end_of_text=3), tmp_path)
     faults = "; ".join(verify(tmp_path))
-    assert "has token id 50000, tokens.json has largest_id = 7, vocab_size = 8" in faults
-    assert "has 0 ends of a text, tokens.json has" in faults
+    assert "contains token ID 50000, but tokens.json has largest_id = 7, vocab_size = 8" in faults
+    assert "0 document ends, but" in faults
 
 
 def test_a_file_that_is_cut_is_found_at_the_start_and_one_that_shrinks_when_it_is_read(
@@ -116,13 +116,13 @@ def test_a_file_that_is_cut_is_found_at_the_start_and_one_that_shrinks_when_it_i
         DataError, match=r"train-00000\.bin: shrank below 120 bytes while it was read"
     ):
         files.train.read(np.array([0]), 60)
-    with pytest.raises(DataError, match=r"train-00000\.bin: has 100 bytes and must have"):
+    with pytest.raises(DataError, match=r"train-00000\.bin: has 100 bytes but must have"):
         open_tokens(tmp_path, 0.05)
     shard.unlink()
     with pytest.raises(DataError, match=r"train-00000\.bin: cannot be read \(No such file"):
         open_tokens(tmp_path, 0.05)
     (tmp_path / "tokens.json").write_text('{"format": 1, "dtype": "uint16"}')
-    with pytest.raises(DataError, match=r"tokens\.json: is damaged"):
+    with pytest.raises(DataError, match=r"tokens\.json: damaged"):
         open_tokens(tmp_path, 0.05)
 
 
@@ -137,17 +137,17 @@ def test_the_last_of_megatrons_documents_are_for_validation(
 
 def test_what_is_no_data_set_of_megatrons_is_refused(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "corpus", DOCUMENTS, end=END)
-    with pytest.raises(DataError, match=r"nothing: is not a folder of tokens, and .*nothing\.idx"):
+    with pytest.raises(DataError, match=r"nothing: not a folder of tokens, and .*nothing\.idx"):
         open_tokens(tmp_path / "nothing", 0.05)
     index = Path(f"{prefix}.idx")
     whole = index.read_bytes()
     for content in (whole[:-1], whole[:-8], b"PK" + whole[2:], whole[:17] + b"\x06" + whole[18:]):
         index.write_bytes(content)
-        with pytest.raises(DataError, match=r"is not an index of Megatron's of version 1"):
+        with pytest.raises(DataError, match=r"not a Megatron index of version 1"):
             open_tokens(prefix, 0.05)
     index.write_bytes(whole)
     Path(f"{prefix}.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"corpus\.bin: has 0 bytes and must have"):
+    with pytest.raises(DataError, match=r"corpus\.bin: has 0 bytes but must have"):
         open_tokens(prefix, 0.05)
 
 
@@ -163,12 +163,12 @@ def test_a_run_on_tokens_that_could_not_train_is_refused_before_it_starts(tmp_pa
     data = DataConfig(source="tokens", path=str(write_all(tmp_path)))
     check_data(data, seq_len=8, vocab=END + 1)
     assert refusal(data, vocab=END) == (
-        f"model.vocab = 50000: must be at least 50001, for the ids of data.path = {tmp_path}; try "
+        f"model.vocab = 50000: must be at least 50001, for the IDs of data.path = {tmp_path}; try "
         "50008"
     )
     validation = len(joined(DOCUMENTS[90:]))
     check_data(data, seq_len=validation - 1, vocab=END + 1)
-    assert f"for validation; try train.seq_len={validation - 1}" in refusal(
+    assert f"for validation has {validation}; try train.seq_len={validation - 1}" in refusal(
         data, seq_len=validation
     )
     assert "must be a tokenizer.json if data.path" in refusal(data, samples_text=True)
@@ -185,8 +185,8 @@ def test_documents_end_by_the_id_that_the_files_or_their_tokenizer_name(tmp_path
         documents="mask",
     )
     assert refusal(megatron) == (
-        f"data.documents = mask: data.path = {megatron.path} does not say which id ends a "
-        "document; try data.tokenizer=tokenizer.json, the path of their tokenizer, or "
+        f"data.documents = mask: data.path = {megatron.path} does not specify the end-of-text ID; "
+        "try data.tokenizer=tokenizer.json, the path of its tokenizer, or "
         "data.documents=join"
     )
 
@@ -199,6 +199,6 @@ def test_the_tokenizer_follows_from_the_folder(tmp_path: Path) -> None:
     corpus = load_corpus(data)
     shown = corpus.tokenizer.decode(corpus.train.read(np.array([0]), 10)[0])
     assert shown == "some text<|end_of_text|>"
-    assert "and left out if it has" in refusal(
+    assert "and must not be set if it does" in refusal(
         replace(data, tokenizer="mine.json"), samples_text=True
     )

@@ -142,7 +142,7 @@ def test_a_missing_library_is_said_with_the_line_that_installs_it(
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     said = (
-        "the library tokenizers; try pip install 'parallel3d[data]', in a clone pip install -e "
+        "the library tokenizers; try pip install 'parallel3d[data]', or in a clone pip install -e "
         "'.[data]'"
     )
     with pytest.raises(ConfigError, match=re.escape(said)):

@@ -1,4 +1,5 @@
-"""The commands beside training: benchmarks, checks, and the planner's front."""
+"""The commands besides training: the planner's command line, checks, benchmarks."""
 
-if __name__ != "parallel3d.tools":  # a bare `import tools` would make a second class of everything
+# A bare `import tools` would create a second copy of every class.
+if __name__ != "parallel3d.tools":
     raise ImportError("import this as parallel3d.tools")

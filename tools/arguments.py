@@ -1,8 +1,6 @@
-"""What the argument parsers of all commands share: errors of one line, recipes, and amounts as
-people write them.
+"""Shared parts of all argument parsers: one-line errors, recipes, and amounts with units.
 
-This module imports next to nothing, so that --help and a mistyped option answer at once.
-"""
+This module imports very little, so that --help and errors in options appear at once."""
 
 from __future__ import annotations
 
@@ -15,17 +13,17 @@ from typing import Any, NoReturn
 
 from parallel3d.errors import ConfigError
 
-# the files of devices and clusters that come with the project
+# hardware files shipped with the project
 HARDWARE = Path(__file__).parent / "hardware"
 
 VERBOSE = ("-v", "--verbose")
-_MOST_SIZES = 32  # doublings of a cluster
+_MOST_SIZES = 32  # maximum number of sizes in a range
 _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SHARES = {"": 1.0, "%": 0.01}
 _BYTES = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "tib": 2.0**40, "tb": 1e12}
-# The case of a rate's unit counts: GB/s are bytes, Gb/s bits. A bare number and gb/s are what the
-# options' names say.
+# Rates are case-sensitive: GB/s are bytes, Gb/s are bits. A bare number and gb/s are GB/s, as the
+# names of the options say.
 _RATES = {
     **{"": 1e9, "gb/s": 1e9, "GB/s": 1e9, "GBps": 1e9, "GB/s/gpu": 1e9, "TB/s": 1e12, "MB/s": 1e6},
     **dict.fromkeys(("Gbps", "gbps", "Gb/s", "Gbit/s"), 1e9 / 8),
@@ -35,17 +33,17 @@ _NUMBER = re.compile(r"((?:[0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with --verbose, whose usage errors are ConfigErrors of one line, which says where to
-    read on."""
+    """An argument parser with --verbose. Its usage errors are ConfigErrors of one line that refer
+    to --help."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        words = "show tracebacks of errors that have a message"
+        words = "also show the traceback of an error"
         self.add_argument(*VERBOSE, action="store_true", help=words)
 
     def error(self, message: str) -> NoReturn:
         if message.startswith(_MISSING):
-            # Intermixed parsing reports optional positional arguments as required, too.
+            # Intermixed parsing also reports optional positional arguments as required.
             missing = [
                 name for name in message.removeprefix(_MISSING).split(", ") if "=" not in name
             ]
@@ -61,44 +59,45 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_recipe(parser: argparse.ArgumentParser, shipped: Iterable[str]) -> None:
-    """Adds a recipe and what the command line changes of it, as `recipe` (None where not given) and
-    `overrides`."""
+    """Adds the arguments `recipe` (None if not given) and `overrides`."""
     names = ", ".join(shipped)
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
         nargs="?",
-        help=f"a YAML file, or the name of a shipped recipe: {names}",
+        help=f"recipe: a YAML file, or the name of a shipped recipe: {names}",
     )
     parser.add_argument(
         "overrides",
         metavar="key=value",
         nargs="*",
-        help="a key of the recipe and its value, such as train.steps=50",
+        help="key of the recipe to change, and its value, such as train.steps=50",
     )
 
 
 def new_path(text: str) -> Path:
-    """Parses the path of something new, which has a name of its own."""
+    """Parses the path of a new file or folder."""
     path = Path(text)
     if path.name in ("", ".."):
-        raise argparse.ArgumentTypeError(f"{text!r} must name something new, such as data/web")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a path with a file name, such as data/web"
+        )
     return path
 
 
 def whole(text: str) -> int:
-    """Parses a count, a whole number from 1 on."""
+    """Parses a positive integer."""
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return number
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Parses numbers of devices: 16,24,32, or the doublings 64-1024."""
+    """Parses numbers of devices: 16,24,32, or the powers of two in 64-1024."""
     first, dash, last = text.partition("-")
     try:
         numbers = [whole(part) for part in ([first, last] if dash else text.split(","))]
@@ -117,8 +116,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def amount(what: str, *, zero: bool = True) -> Callable[[str], float]:
-    """Returns the parser of a finite number that is not below zero; `what` names the number in its
-    error."""
+    """Returns the parser of a finite number of at least 0. `what` names the number in its error."""
     least = "at least 0" if zero else "above 0"
 
     def parse(text: str) -> float:
@@ -133,12 +131,12 @@ def tokens(text: str) -> float:
 
 
 def memory_bytes(text: str) -> float:
-    """Parses 80GB (powers of ten) or 80GiB (powers of two) to bytes."""
+    """Parses 80GB (powers of ten) or 80GiB (powers of two) as bytes."""
     return _with_unit(text, _BYTES, "an amount of memory with its unit, such as 80GB or 75GiB")
 
 
 def bytes_per_s(text: str) -> float:
-    """Parses 50 or 50GB/s (bytes), 400Gbps or 400Gb/s (bits) to bytes per second."""
+    """Parses 50 or 50GB/s (bytes), 400Gbps or 400Gb/s (bits) as bytes per second."""
     return _with_unit(text, _RATES, "GB/s, such as 50, 50GB/s or 400Gbps", any_case=False)
 
 
@@ -151,19 +149,21 @@ def dollars(text: str) -> float:
 
 
 def fraction(text: str) -> float:
-    """Parses a share above 0 and at most 1: 0.9 or 90%."""
-    what = "a share above 0 and at most 1, such as 0.92"
+    """Parses a fraction above 0 and up to 1: 0.9 or 90%."""
+    what = "a fraction above 0 and at most 1, such as 0.92"
     return _with_unit(text, _SHARES, what, below=1 + 1e-9)
 
 
 def share(text: str) -> float:
-    """Parses a share from 0 to 1, both included: 0.04 or 4%."""
-    return _with_unit(text, _SHARES, "a share from 0 to 1, such as 0.04", below=1 + 1e-9, zero=True)
+    """Parses a fraction from 0 to 1, inclusive: 0.04 or 4%."""
+    return _with_unit(
+        text, _SHARES, "a fraction from 0 to 1, such as 0.04", below=1 + 1e-9, zero=True
+    )
 
 
 def chance(text: str) -> float:
-    """Parses a chance above 0 and below 1: 0.05 or 5%."""
-    return _with_unit(text, _SHARES, "a chance above 0 and below 1, such as 0.05", below=1.0)
+    """Parses a probability above 0 and below 1: 0.05 or 5%."""
+    return _with_unit(text, _SHARES, "a probability above 0 and below 1, such as 0.05", below=1.0)
 
 
 def _with_unit(
@@ -176,8 +176,8 @@ def _with_unit(
     below: float = math.inf,
     zero: bool = False,
 ) -> float:
-    """Parses a number above 0 (or `zero`) and `below`, followed by one of `units`. `what` describes
-    it, and `said` quotes it, in the error."""
+    """Parses a number with one of `units`. It must be above 0 (or at least 0 with `zero`) and less
+    than `below`. In errors, `what` describes it and `said` quotes it."""
     found = _NUMBER.fullmatch(text.strip())
     unit = found[2].strip() if found else ""
     unit = unit.lower() if any_case else unit
@@ -192,7 +192,7 @@ _BY_NAME: tuple[Callable[[str], Any], ...] = (
     *(new_path, int, whole, sizes, tokens, memory_bytes, bytes_per_s),
     *(dollars, fraction, share, chance),
 )
-PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that a table of options has for them
+PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that commands.toml uses
     **{parser.__name__: parser for parser in _BY_NAME},
     **{"path": Path, "time": amount("a time"), "days": amount("days", zero=False)},
     **{"hours": amount("hours", zero=False), "seconds": amount("seconds", zero=False)},

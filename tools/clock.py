@@ -1,5 +1,5 @@
-"""The clock of a device, by which benchmarks, calibration and the acceptance on a GPU time what
-they run. torch is imported by the function that needs it."""
+"""Timing of work on a device, for benchmarks, calibration and GPU tests. Functions import torch
+when they need it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceClock:
-    """Times what a device does. On a CPU it reads the host's clock. On a GPU it puts events into
-    the stream, so that the times are those of the stream, and nothing waits before both events have
-    passed."""
+    """Measures time on a device: with the host clock on CPUs, with events in the stream on GPUs.
+    The host waits only when an elapsed time is read."""
 
     device: torch.device
 
     def mark(self) -> Any:
-        """Returns a mark of this moment: seconds, or an event in the current stream."""
+        """Returns a time mark: seconds on a CPU, an event in the current stream on a GPU."""
         if self.device.type != "cuda":
             return time.perf_counter()
         import torch
@@ -31,8 +30,7 @@ class DeviceClock:
         return event
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Returns the seconds from one mark to a later one. On a GPU it waits until the later one
-        has passed."""
+        """Returns the seconds between two marks. On a GPU it waits for the later one."""
         if self.device.type != "cuda":
             return float(end - start)
         end.synchronize()
@@ -45,9 +43,10 @@ class DeviceClock:
         *,
         ahead: Callable[[], object] | None = None,
     ) -> float:
-        """Returns the seconds of a call, the mean of `calls` of them. `ahead` is called before the
-        clock starts: work that keeps a GPU busy while the host dispatches the calls, whose kernels
-        are then timed without gaps."""
+        """Returns the mean seconds of `calls` calls of `work`.
+
+        `ahead` is called before the clock starts. It keeps a GPU busy while the host dispatches the
+        calls, so that their kernels are timed without gaps."""
         if ahead is not None:
             ahead()
         start = self.mark()

@@ -1,10 +1,9 @@
-"""The front of a command with subcommands: it reads the command line, prints a subcommand's answer
-and tells errors.
+"""Front end of commands with subcommands: parses the command line, runs a subcommand, and prints
+its reply or error.
 
-A subcommand's module is imported once the options are known to be right. To add one: a function
-`(options: argparse.Namespace) -> Reply` in a module that imports no torch at its top, and an entry
-in the command's commands.toml, which holds all options and the texts of --help.
-"""
+A subcommand's module is imported only after the options are valid. To add a subcommand, write a
+function `(options: argparse.Namespace) -> Reply` in a module that does not import torch at its top,
+and add an entry to commands.toml, which contains all options and help texts."""
 
 from __future__ import annotations
 
@@ -23,26 +22,26 @@ from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.arguments import PARSERS, VERBOSE, Parser
 from parallel3d.tools.cli_output import Reply, exit_status
 
-Options = Mapping[str, Mapping[str, Any]]  # argparse's settings, by an option's flags
+Options = Mapping[str, Mapping[str, Any]]  # settings of argparse, keyed by the flags of an option
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subcommand:
-    """A subcommand, as commands.toml says it. `answer` is `module:function` of a function (options)
-    -> Reply."""
+    """A subcommand as described in commands.toml. `answer` is `module:function` of a function
+    (options) -> Reply."""
 
     answer: str
     summary: str
-    does: str = ""  # the summary, unless there is more to say
+    does: str = ""  # description; default: the summary
     epilog: str = ""
     takes: str | None = None
-    json: str = "one JSON object on stdout and nothing else"
+    json: str = "print one JSON object instead of the report"
     shared: Sequence[str] = ()
     groups: Mapping[str, Options] = field(default_factory=dict)
 
     def parser(self, name: str, shared: Mapping[str, Options]) -> Parser:
-        """Returns the parser of all options, --json among them. `name` is how the subcommand is
-        called, and `shared` has the groups that several subcommands take."""
+        """Returns the parser of all options, including --json. `name` is the full name of the
+        command, and `shared` has the groups of options that several subcommands share."""
         parser = Parser(
             prog=name,
             usage=self.takes and f"{name} {self.takes}",
@@ -65,7 +64,7 @@ class Subcommand:
 
 
 def _argument(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns argparse's settings of an option, from those of the table."""
+    """Converts the settings of an option in the table to those of argparse."""
     found = dict(settings)
     if "type" in found:
         found["type"] = PARSERS[found["type"]]
@@ -79,8 +78,8 @@ def _argument(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CommandLine:
-    """The command line of `prog`, whose subcommands are those of the file `table`. An option in the
-    place of a subcommand is the first one of `default`."""
+    """A command whose subcommands are described in the file `table`. If the first argument is an
+    option, the subcommand is `default`."""
 
     def __init__(self, prog: str, table: Path, default: str | None = None) -> None:
         self.prog = prog
@@ -91,7 +90,7 @@ class CommandLine:
         }
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Runs the command line, and returns the exit status."""
+        """Runs the command line and returns the exit status."""
         return exit_status(arguments, self._run)
 
     def _run(self, words: list[str]) -> int:
@@ -113,7 +112,7 @@ class CommandLine:
         if name not in self.commands:
             near = get_close_matches(name, self.commands, 1)
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(self.commands)}"
-            said = f"{name}: no such command" if name else "no command is given"
+            said = f"{name}: no such command" if name else "no command given"
             raise ConfigError(f"{said}; {advice}; see {self.prog} --help")
         asked = self.parse(name, words[1:])
         module, _, function = self.commands[name].answer.partition(":")
@@ -121,6 +120,6 @@ class CommandLine:
         return reply.print(as_json=asked.json)
 
     def parse(self, name: str, words: Iterable[str]) -> argparse.Namespace:
-        """Returns a subcommand's options. Raises ConfigError for one that it does not have."""
+        """Parses the options of a subcommand. Raises ConfigError for an unknown one."""
         parser = self.commands[name].parser(f"{self.prog} {name}", self.table.get("shared", {}))
         return parser.parse_intermixed_args([*words])

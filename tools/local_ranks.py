@@ -1,5 +1,5 @@
-"""Runs a function on local processes that share a process group: gloo with one thread each on
-CPUs, NCCL on GPUs."""
+"""Runs a function on local processes with a process group: gloo with one thread each on CPUs, NCCL
+on GPUs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from parallel3d.launch.local import start_fork_server
 T = TypeVar("T")
 CPU = torch.device("cpu")
 _TIMEOUT_S = 300.0
-# With these NCCL takes each rank for a host of its own, so that ranks can share a GPU. It then
-# sends through sockets.
+# With these NCCL treats each rank as a separate host, so that ranks can share a GPU. It then
+# communicates through sockets.
 _OWN_HOST = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -39,19 +39,18 @@ _OWN_HOST = {
 def run_ranks(
     function: Callable[..., T], *arguments: object, world_size: int, device: str = "cpu"
 ) -> T:
-    """Calls `function(*arguments)` on ranks 0 to world_size - 1 of the default group, and returns
-    the result of rank 0. Arguments and results are pickled. With `device` "cuda" each rank has a
-    GPU, which is torch's current device; if the host has fewer, ranks share one.
+    """Calls `function(*arguments)` on `world_size` ranks and returns the result of rank 0.
 
-    Raises the error of this project that a rank raised, or RankError if a rank raised another one
-    (its traceback is on stderr) or died. The other ranks are then stopped.
-    """
-    # The fork server imports once what each rank needs, which saves seconds for each process.
+    Arguments and results are pickled. With `device` "cuda" the current device of each rank is its
+    GPU. Ranks share GPUs if the host has fewer. If a rank raises an error of this project, it is
+    raised here. If a rank raises another error, whose traceback is on stderr, or dies, RankError is
+    raised. The other ranks are then stopped."""
+    # The fork server imports the modules once, which saves seconds per process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__, "torch._dynamo"])
     start_fork_server()
     processes: list[ForkServerProcess] = []
-    rank_of: dict[Any, int] = {}  # by the pipe of its result
+    rank_of: dict[Any, int] = {}  # keyed by the pipe of the result
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -61,7 +60,7 @@ def run_ranks(
                 args = (sender, place, device, function, arguments, BESIDE_RECIPES)
                 process = context.Process(target=_rank, args=args, daemon=True)
                 process.start()
-                sender.close()  # so that reading from a dead rank ends
+                sender.close()  # so that reading from a dead rank raises EOFError
                 processes.append(process)
                 rank_of[receiver] = rank
             while rank_of:
@@ -70,7 +69,7 @@ def run_ranks(
                     try:
                         results[rank] = cast(Connection, report).recv()
                     except EOFError:
-                        died = f"rank {rank} of {world_size} died before its result"
+                        died = f"rank {rank} of {world_size} died before it returned a result"
                         raise RankError(died) from None
                     if isinstance(results[rank], Parallel3dError):
                         raise results[rank]
@@ -92,7 +91,7 @@ def _rank(
     BESIDE_RECIPES.extend(beside_recipes)
     init_method, rank, world_size = place
     torch.set_num_threads(1)
-    # DTensor recommends a flattened mesh for the norm, which torch has no public function for.
+    # Silences advice to flatten the mesh for norms, for which torch has no public function.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     backend = "gloo"
     if device == "cuda":
@@ -113,8 +112,10 @@ def _rank(
 
 
 def device_of_rank(device: str, rank: int, world_size: int) -> torch.device:
-    """Returns the device of a rank of this host. Call it before NCCL starts: if the host has fewer
-    GPUs than ranks, it sets environment variables by which they share GPUs."""
+    """Returns the device of a rank on this host.
+
+    Call it before NCCL starts. If there are fewer GPUs than ranks, it sets environment variables
+    that let ranks share GPUs."""
     if device != "cuda":
         return CPU
     gpus = max(1, torch.cuda.device_count())

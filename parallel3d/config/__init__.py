@@ -1,2 +1,2 @@
-"""A recipe: its keys as dataclasses, the YAML file that holds them, and the rules that they keep.
-No torch here."""
+"""Recipes: their keys as dataclasses, loading from YAML, and the rules between keys. Does not
+import torch."""

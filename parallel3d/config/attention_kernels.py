@@ -1,28 +1,28 @@
-"""Which kernel computes an attention on which device, and the bytes that it makes for scores. The
-layers choose by this table, the rules of a recipe refuse by it, and the planner counts with it. No
-torch here.
+"""Selection of the attention kernel for a device, and the memory that the kernel needs for scores.
 
-`scaled_dot_product_attention` takes the first of its kernels that accepts a call, and the last of
-them, `math`, accepts every call and writes the scores out: S^2 numbers a head, where all others
-make a few numbers a token. What each one accepts was read in torch's sources of 2.11 to 2.15
+The layers, the rules of a recipe and the planner all use this module. It does not import torch.
+
+`scaled_dot_product_attention` uses the first of its kernels that accepts a call. The last one,
+`math`, accepts every call and materializes the scores: S^2 numbers per head. All others need a few
+numbers per token. The conditions are those in the sources of torch 2.11 to 2.15
 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h,
 torch/nn/attention/varlen.py). On CUDA:
 
-                takes                                       refuses
-    flash       16 bits; grouped heads; compute             masks; heads above 256, and of 193 to 224 in training on
+                accepts                                     rejects
+    flash       16 bits; grouped heads; compute             masks; head_dim above 256, and 193 to 224 in training on
                 capability 8.0 and later                    8.6 to 8.9 and 12.x
-    cudnn       16 bits; grouped heads; masks. It is asked  heads above 128 or no multiple of 8
+    cudnn       16 bits; grouped heads; masks. It is tried  head_dim above 128 or not a multiple of 8
                 first on 9.x and 10.x with cuDNN > 9.15.0
-    efficient   float32 and fp16, from 8.0 on bf16; masks   grouped heads (until 2.13); heads of other than multiples
+    efficient   float32 and fp16, from 8.0 on bf16; masks   grouped heads (until 2.13); heads that are not a multiple
                                                             of 16 bytes; float64
-    varlen      as flash, from torch 2.12 on: documents of  masks; heads that are no multiple of 8; AMD's devices
+    varlen      as flash, from torch 2.12 on: documents of  masks; head_dim not a multiple of 8; AMD GPUs
                 any lengths, and windows
     math        everything                                  nothing
 
-So that nothing falls to `math` unasked, the layers repeat keys and values for the query heads that
-share them wherever `efficient` may be taken (`repeats_heads`), and compute documents one by one
-without `varlen` (`in_pieces`). Without it a window is a mask, which costs S^2 numbers. CPUs have
-one fused kernel for all dtypes, grouped heads and masks.
+Two measures avoid `math`. If `efficient` may be used, the layers repeat keys and values for the
+query heads that share them (`repeats_heads`). Without `varlen` they compute documents one by one
+(`in_pieces`), and a window becomes a mask of S^2 numbers. CPUs have one fused kernel for all dtypes,
+grouped heads and masks.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from parallel3d.config.recipe import Recipe
 
 KernelName = Literal["cpu", "flash", "cudnn", "efficient", "varlen", "math", "scores"]
 
-# The most bytes of scores that one attention may write out on a GPU: a tenth of the memory of an 80
-# GB device. 32 heads reach it with `math` at 4,730 tokens, with dropout at 2,896.
+# Maximum memory for the scores of one attention on a GPU: a tenth of an 80 GB device. 32 heads
+# reach it at 4,730 tokens with `math`, and at 2,896 with dropout.
 MOST_SCORE_BYTES = 8 * 2**30
 
-_HASH_BYTES = 24  # what `exact` dropout draws a number from: three int64 at a time
+_HASH_BYTES = 24  # Bytes per element for the random numbers of dropout: three int64.
 
 
 @dataclass(frozen=True)
 class AttentionDevice:
-    """What the choice of a kernel depends on of a device and its software. The defaults are those
-    of an A100."""
+    """Properties of a device and its software that select the kernel. The defaults are those of an
+    A100."""
 
-    type: str  # as torch names it
-    capability: tuple[int, int] = (8, 0)  # of CUDA; any other device has none
+    type: str  # type of the torch.device
+    capability: tuple[int, int] = (8, 0)  # CUDA compute capability; not used on other devices
     torch: tuple[int, int] = (2, 13)
-    cudnn: int = 0  # 91501 is 9.15.1; 0 where it is unknown, and then not preferred
+    cudnn: int = 0  # cuDNN version, 91501 for 9.15.1. 0: unknown, so cuDNN is not preferred
     is_rocm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What the choice of a kernel depends on of a call."""
+    """Properties of an attention call that select the kernel."""
 
     item_bytes: int  # 8, 4 or 2
     is_bf16: bool = False
     head_dim: int
     is_grouped: bool = False  # fewer key-value heads than query heads
-    has_mask: bool = False  # a mask of S^2 numbers that the caller made
+    has_mask: bool = False  # the caller passes a mask of S^2 numbers
     has_window: bool = False
     has_documents: bool = False
     has_dropout: bool = False
@@ -71,32 +71,34 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """How a call is computed, and its bytes that grow with the square of the sequence: those of
-    each score (a query, a key and a head), and of each query and key of a mask. All are 0 where
-    memory grows with the sequence alone."""
+    """The kernel of a call, and its memory that grows with the square of the sequence length.
+
+    Score bytes are per query, key and head. Mask bytes are per query and key. All are 0 for a
+    kernel with linear memory."""
 
     name: KernelName
-    repeats_heads: bool = False  # keys and values are repeated for every query head
-    in_pieces: bool = False  # one call for each document
-    kept_bytes: int = 0  # of a score, between forward and backward
-    forward_bytes: int = 0  # of a score, beside those at the most
+    repeats_heads: bool = False  # keys and values are repeated for each query head
+    in_pieces: bool = False  # one call per document
+    kept_bytes: int = 0  # per score, saved for the backward pass
+    forward_bytes: int = 0  # per score, in addition, at the peak of the forward pass
     backward_bytes: int = 0
     mask_bytes: int = 0
 
     @property
     def score_bytes(self) -> int:
-        """The bytes of a score at the most."""
+        """Peak bytes per score."""
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
 
 def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionKernel:
-    """Returns the kernel of a call on a device."""
+    """Returns the kernel that computes a call on a device."""
     item = call.item_bytes
-    if call.has_dropout:  # by the layer: torch's kernels drop other elements in every layout
+    # The layer computes dropout itself, because masks of torch's kernels depend on the layout.
+    if call.has_dropout:
         wide = max(item, 4)
-        # The softmax, a byte of the mask and the dropped probabilities are kept. While the mask is
-        # drawn the latter two do not exist yet, but the scores do, and the softmax in the dtype of
-        # the values.
+        # The backward pass needs the softmax, one byte of mask, and the dropped probabilities. The
+        # last two do not exist yet while the mask is drawn. The scores do, and the softmax in the
+        # dtype of the values.
         casted = item if item < wide else 0
         return AttentionKernel(
             "scores",
@@ -107,7 +109,7 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
         )
     if device.type != "cuda":
         return AttentionKernel("cpu", in_pieces=call.has_documents)
-    has_mask = call.has_mask or call.has_window  # which SDPA gets as numbers
+    has_mask = call.has_mask or call.has_window  # SDPA receives a window as a mask
     is_cut = call.has_documents or call.has_window
     if is_cut and not call.has_mask and _has_varlen(call, device):
         return AttentionKernel("varlen")
@@ -121,13 +123,13 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
     )
     if name != "math":
         return kernel
-    # The softmax in float32; the scores, and the softmax of a row that may see nothing.
+    # Saved: the softmax in float32. At the peaks also the scores, and the softmax without NaN rows.
     return replace(kernel, kept_bytes=4, forward_bytes=8, backward_bytes=8)
 
 
 def _fused(call: AttentionCall, device: AttentionDevice, *, has_mask: bool) -> KernelName:
-    """Returns the kernel that `scaled_dot_product_attention` takes on CUDA, with repeated heads if
-    it needs them."""
+    """Returns the kernel that `scaled_dot_product_attention` uses on CUDA, with repeated heads if
+    that kernel needs them."""
     is_half = call.item_bytes == 2
     is_ampere = device.capability >= (8, 0)
     head = call.head_dim
@@ -157,11 +159,11 @@ def _has_varlen(call: AttentionCall, device: AttentionDevice) -> bool:
 
 
 def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel:
-    """Returns the kernel of every block's attention in a recipe's training."""
+    """Returns the kernel that the attention of every block uses in training."""
     model = recipe.model
     train = recipe.train
     tp = recipe.parallel.tp
-    if train.deterministic:  # cuDNN's kernel is not
+    if train.deterministic:  # the cuDNN kernel is not deterministic
         device = replace(device, cudnn=0)
     call = AttentionCall(
         item_bytes=4 if train.precision == "fp32" else 2,
@@ -176,8 +178,8 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
 
 
 def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
-    """Returns a line if a block's attention would write out more than `MOST_SCORE_BYTES` on a GPU
-    such as `device`."""
+    """Returns an error line if the attention scores of a block need more than `MOST_SCORE_BYTES` on
+    a GPU such as `device`."""
     kernel = kernel_of_recipe(recipe, device)
     train = recipe.train
     parallel = recipe.parallel
@@ -189,15 +191,15 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     tries = "fp16"
     if train.precision == "fp32" and device.capability >= (8, 0):
         tries = "bf16"
-    why = "a window is a mask of S^2 numbers here"
+    why = "without a varlen kernel, model.window needs a mask of seq_len^2 numbers"
     if kernel.name == "scores":
         key = "model.attention_dropout"
         tries = "0"
-        why = "dropout needs the probabilities of attention, S^2 a head, written out"
+        why = "attention dropout materializes seq_len^2 probabilities per head"
     elif kernel.score_bytes:
-        why = "no fused kernel takes these heads, so that S^2 scores a head are written out"
+        why = "no fused kernel supports these heads, so seq_len^2 scores per head are stored"
     return [
-        f"{key} = {attrgetter(key)(recipe)}: {why}, which takes {quadratic_bytes / 2**30:.1f} GiB "
-        f"a block and microbatch, and may take {MOST_SCORE_BYTES / 2**30:.0f} on a GPU; try "
-        f"{key}={tries}, or a smaller parallel.microbatch_size"
+        f"{key} = {attrgetter(key)(recipe)}: {why}, {quadratic_bytes / 2**30:.1f} GiB per block "
+        f"and microbatch, but at most {MOST_SCORE_BYTES / 2**30:.0f} GiB are allowed on a GPU; "
+        f"try {key}={tries}, or a smaller parallel.microbatch_size"
     ]

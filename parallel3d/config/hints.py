@@ -1,4 +1,4 @@
-"""What an unknown key of a recipe was meant to be."""
+"""Hints for unknown keys of a recipe."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import re
 from collections.abc import Collection
 from difflib import get_close_matches
 
-# A key of other programs, of an earlier version, or that this version lacks -> the hint.
+# Keys of other frameworks, of earlier versions, or of missing features -> the hint.
 _DATA_PARALLEL = (
-    "the data ranks are parallel.dp_shard (sharded) x parallel.dp_replicate (copies); try "
-    "parallel.dp_shard=2"
+    "the data-parallel size is parallel.dp_shard (sharded) x parallel.dp_replicate (replicated); "
+    "try parallel.dp_shard=2"
 )
-_NO_CONTEXT_PARALLELISM = (
-    "context parallelism is not there yet; try parallel.tp=2 with parallel.sequence_parallel=true"
-)
-_NO_ADAFACTOR = "removed: it was a key of Adafactor; try optimizer.name=adamw"
+_NO_CONTEXT_PARALLELISM = "not supported yet; try parallel.tp=2 and parallel.sequence_parallel=true"
+_NO_ADAFACTOR = "removed together with Adafactor; try optimizer.name=adamw"
 _HINTS = {
     "dp": _DATA_PARALLEL,
     "data_parallel_size": _DATA_PARALLEL,
     "cp": _NO_CONTEXT_PARALLELISM,
     "context_parallel": _NO_CONTEXT_PARALLELISM,
-    "ep": "models with experts are not there yet; try parallel.dp_shard=2",
-    "offload": "parallel.offload=true moves parameters, gradients and optimizer states to the CPU",
+    "ep": "expert parallelism is not supported yet; try parallel.dp_shard=2",
+    "offload": ("use parallel.offload=true, which keeps sharded states on the CPU"),
     "gradient_accumulation_steps": (
-        "it follows from train.global_batch_size and parallel.microbatch_size; set those"
+        "computed from train.global_batch_size and parallel.microbatch_size; set those"
     ),
     "stochastic_rounding": "removed; try train.precision=bf16, whose weights are float32",
     "beta2_decay": _NO_ADAFACTOR,
@@ -31,7 +29,7 @@ _HINTS = {
     "label_smoothing": "removed",
     "step_in_backward": "removed; to hold fewer gradients try parallel.sharding=FULL_SHARD",
 }
-# A key of this version -> its names in other frameworks.
+# Keys of this version -> their names in other frameworks.
 _OTHER_NAMES = {
     "parallel.tp": (
         "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size "
@@ -80,7 +78,8 @@ for _key, _names in _OTHER_NAMES.items():
 
 
 def advice_on(name: str, known: Collection[str]) -> str:
-    """Returns what to write instead of an unknown key, which is none of the `known` ones."""
+    """Returns advice for an unknown key: the key that was probably meant, or all `known` keys of
+    its section."""
     name = re.sub(r"\[\d+]", "", name)
     section, _, leaf = name.rpartition(".")
     leaf = leaf.lower().replace("-", "_")

@@ -1,5 +1,5 @@
-"""Models from and to the `config.json` of transformers, as version 4 has it and as version 5 does.
-No torch here."""
+"""Conversion between a recipe's model section and the `config.json` of Hugging Face transformers 4
+and 5. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel3d.config.schema import range_errors, read
 from parallel3d.config.yaml_text import read_short, shown
 from parallel3d.errors import ConfigError
 
-_GPT2 = {  # the keys of a config.json, by those of a recipe's `model:`
+_GPT2 = {  # key of `model:` in a recipe -> key of config.json
     "layers": "n_layer",
     "hidden": "n_embd",
     "heads": "n_head",
@@ -38,14 +38,14 @@ _LLAMA = {
     "init_std": "initializer_range",
     "tied_embeddings": "tie_word_embeddings",
 }
-# What transformers takes if a file leaves a key out.
+# Defaults that transformers uses for missing keys.
 _DEFAULTS = {
     "layer_norm_epsilon": 1e-5,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "rope_theta": 10_000.0,
 }
-# `model_type` -> the class of transformers
+# `model_type` -> class of transformers
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -55,9 +55,9 @@ _CLASSES = {
 }
 _LONGEST = "max_position_embeddings"
 _ORIGINAL = f"original_{_LONGEST}"
-# as Mixtral, Qwen and DeepSeek call them
+# Number of experts, as Mixtral, Qwen and DeepSeek name the key.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# The values of a key with which a model computes what it computes here.
+# Values of keys that the models here implement. Other values would change the computation.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -70,16 +70,15 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Returns the keys of a `config.json`. Raises ConfigError for a file that cannot be read as
-    one."""
+    """Reads a `config.json`. Raises ConfigError if it is not a readable JSON object."""
     try:
         config = json.loads(read_short(path, "a config.json is a short JSON file"))
         if not isinstance(config, dict):
-            raise ValueError("it must hold keys and values")
+            raise ValueError("it must be an object with keys and values")
     except (OSError, ValueError, RecursionError) as problem:
         why = getattr(problem, "strerror", problem)
         raise ConfigError(
-            f"{path}: cannot be read as JSON ({why}); try the path of a whole config.json"
+            f"{path}: cannot be read as JSON ({why}); try the path of a complete config.json"
         ) from problem
     for key in (_LONGEST, "sliding_window", "max_window_layers", "sliding_window_pattern"):
         if config.get(key) is not None:
@@ -90,9 +89,10 @@ def read_config_json(path: Path) -> dict[str, Any]:
 def from_hugging_face(
     config: Mapping[str, Any], path: Path, *, others: Iterable[str] = ()
 ) -> ModelConfig:
-    """Returns the model of the keys of the `config.json` at `path`, without a name. Raises
-    ConfigError if it is of another family or its numbers do not agree. `others`: families that the
-    caller takes in addition to these, for an error to name."""
+    """Returns the model section for the keys of the `config.json` at `path`, without a name.
+
+    Raises ConfigError if the model family is not supported or sizes contradict each other. `others`
+    are further families that the caller supports, for the error message."""
     kind = str(config.get("model_type", "(not given)"))
     experts = [f" with {key} = {shown(config[key])}" for key in _EXPERTS if config.get(key)]
     if kind not in _CLASSES or experts:
@@ -131,12 +131,12 @@ def from_hugging_face(
 
 
 def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """Yields what a config.json says of the model's computation and a recipe cannot say: with it
-    the same weights would compute something else here."""
+    """Yields a warning for each key of a config.json that changes the computation but has no
+    equivalent in a recipe."""
     rope = _rope(config, path)
     kind = rope["rope_type"]
     known = ["rope_type", "rope_theta", _ORIGINAL, *RopeScaling.__dataclass_fields__]
-    unknown = {f"rope_scaling's {key}": rope[key] for key in rope if key not in known}
+    unknown = {f"rope_scaling.{key}": rope[key] for key in rope if key not in known}
     if kind not in ("default", *SCALING_KEYS):
         unknown = {"rope_scaling": kind}
     for key, ours in _FIXED.items():
@@ -145,17 +145,17 @@ def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     if 0 < windowed_layers(config) < config.get("num_hidden_layers", 0):
         unknown["sliding_window of some layers only"] = config["sliding_window"]
     for key, value in unknown.items():
-        yield f"{key} = {shown(value)} of config.json is left out: a recipe has no key for it"
+        yield f"{key} = {shown(value)} of config.json is ignored: a recipe has no key for it"
 
 
 def check_numbers(model: ModelConfig, where: str) -> None:
-    """Raises ConfigError for the first number of a model that is out of its range."""
+    """Raises ConfigError for the first size of a model that is out of range."""
     for line in range_errors(model):
         raise ConfigError(f"{where}: {line}")
 
 
 def check_model(model: ModelConfig, where: str) -> None:
-    """Raises ConfigError if the numbers of a model are out of range or contradict each other."""
+    """Raises ConfigError if the sizes of a model are out of range or contradict each other."""
     check_numbers(model, where)
     train = TrainConfig(steps=1, global_batch_size=1, seq_len=1)
     for line in model_errors(Recipe(model=model, train=train)):
@@ -163,12 +163,12 @@ def check_model(model: ModelConfig, where: str) -> None:
 
 
 def family_of(model: ModelConfig) -> str:
-    """Returns the `model_type` of the family of transformers that has a model. Raises ConfigError,
-    which names the key, if none has it."""
+    """Returns the `model_type` of the Hugging Face family that can represent the model. Raises
+    ConfigError with the key that none supports."""
     is_gpt = model.architecture == "gpt"
     faults = {
         "architecture": (model.is_custom, "llama or gpt"),
-        "qk_norm": (model.qk_norm and model.qkv_bias, "false beside model.qkv_bias"),
+        "qk_norm": (model.qk_norm and model.qkv_bias, "false with model.qkv_bias"),
         "kv_heads": (is_gpt and model.key_value_heads != model.heads, model.heads),
         "head_dim": (is_gpt and model.query_hidden != model.hidden, model.hidden // model.heads),
     }
@@ -176,7 +176,7 @@ def family_of(model: ModelConfig) -> str:
         if is_wrong:
             said = f"model.{key} = {shown(getattr(model, key))}"
             raise ConfigError(
-                f"{said}: no family of transformers has it; only {only} can be exported"
+                f"{said}: no model of transformers supports it; only {only} can be exported"
             )
     if is_gpt:
         return "gpt2"
@@ -190,10 +190,12 @@ def family_of(model: ModelConfig) -> str:
 def to_hugging_face(
     model: ModelConfig, *, seq_len: int, dtype: str, end_of_text: int | None
 ) -> dict[str, Any]:
-    """Returns the config.json of a model that was trained on sequences of `seq_len`. `dtype` is
-    torch's name of its weights' type, and `end_of_text` the id that ends a text. Of rotary
-    positions it has the form of transformers 5 and that of 4, because older readers take a base of
-    10,000 for one that they do not find. Raises ConfigError if no family has the model."""
+    """Returns the config.json of a model.
+
+    `dtype` is the torch name of the dtype of its weights, `end_of_text` the ID of its end-of-text
+    token, and `seq_len` the sequence length of its training. `rope_theta` is written for both
+    versions of transformers, because each assumes 10,000 if its own key is missing. Raises
+    ConfigError if no model family supports the model."""
     family = family_of(model)
     keys = _GPT2 if family == "gpt2" else _LLAMA
     config: dict[str, Any] = {
@@ -204,7 +206,7 @@ def to_hugging_face(
         "eos_token_id": end_of_text,
         "pad_token_id": None,
         "dtype": dtype,
-        "torch_dtype": dtype,  # the key of transformers 4
+        "torch_dtype": dtype,  # key of transformers 4
         "use_cache": True,
     }
     if family == "gpt2":
@@ -223,8 +225,8 @@ def to_hugging_face(
             if (value := getattr(scaling, key)) is not None:
                 rope[key] = value
         longest = round(scaling.original_max_positions * scaling.factor)
-        # From a yarn's longest sequence, versions of transformers 4 compute its factor, whatever
-        # else the config says.
+        # Some versions of transformers 4 compute the factor of yarn from the maximum positions and
+        # ignore `factor`.
         if scaling.type != "yarn":
             longest = max(seq_len, longest)
     return config | {
@@ -237,54 +239,57 @@ def to_hugging_face(
         "rope_theta": model.rope_theta,
         "rope_scaling": None if scaling is None else rope,
         "sliding_window": model.window,
-        # these two are Qwen's
+        # These two keys are only for Qwen.
         "use_sliding_window": model.window is not None,
         "max_window_layers": 0,
     }
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Keys that a query sees at most; None: all. Qwens name a window and use it only where they say
-    so."""
+    """Returns the sliding attention window in tokens, or None for full attention. Qwen models can
+    name a window without using it."""
     is_used = config.get("use_sliding_window", config.get("model_type") not in ("qwen2", "qwen3"))
     window = config.get("sliding_window")
     return int(window) if window and is_used else None
 
 
 def windowed_layers(config: Mapping[str, Any]) -> int:
-    """Returns in how many layers `sliding_window` holds: as `layer_types` lists them, or by the
-    family's own rule."""
+    """Returns the number of layers with a sliding window, from `layer_types` or by the rule of the
+    model family."""
     layers = config.get("num_hidden_layers")
     kind = str(config.get("model_type"))
     if sliding_window(config) is None or not isinstance(layers, int):
         return 0
     if types := config.get("layer_types"):
         return list(types).count("sliding_attention")
-    if kind in ("qwen2", "qwen3"):  # the layers from this one on
+    if kind in ("qwen2", "qwen3"):  # layers with an index from `max_window_layers` on
         return max(0, layers - int(config.get("max_window_layers", 28)))
-    if kind == "gemma2":  # every other layer, the first among them
+    if kind == "gemma2":  # every other layer, beginning with the first
         return (layers + 1) // 2
-    if kind.startswith("gemma3"):  # all but each so-many-th
+    if kind.startswith("gemma3"):  # all except every `sliding_window_pattern`-th
         return layers - layers // int(config.get("sliding_window_pattern", 6))
     return layers
 
 
 def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
-    """Returns the number of a key. Raises ConfigError if it is missing or no whole number."""
+    """Returns the value of a key. Raises ConfigError if it is missing or not an integer of at least
+    0."""
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 or value < 0:
         said = f"{path}: {key} = {shown(json.dumps(value))}"
-        raise ConfigError(f"{said}: must be a whole number from 0")
+        raise ConfigError(f"{said}: must be an integer of at least 0")
     return int(value)
 
 
 def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns what is said of rotary positions: by transformers 5 in `rope_parameters`, by 4 in
-    `rope_theta` and `rope_scaling`. A model that gives no context before has its own."""
+    """Returns the settings of the rotary positions in the form of transformers 5.
+
+    Version 5 writes them to `rope_parameters`, version 4 to `rope_theta` and `rope_scaling`. The
+    original context length defaults to the model's maximum positions."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(said, dict):
         words = f"rope_scaling = {shown(json.dumps(said))}"
-        raise ConfigError(f"{path}: {words}: must hold keys and values, or be null")
+        raise ConfigError(f"{path}: {words}: must be an object with keys and values, or null")
     given = {key: value for key, value in said.items() if value is not None}
     given.setdefault("rope_theta", config.get("rope_theta", _DEFAULTS["rope_theta"]))
     given.setdefault(_ORIGINAL, config.get(_LONGEST))

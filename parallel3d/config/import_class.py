@@ -1,6 +1,7 @@
-"""A class of the user's own, which a recipe names as `package.module:Class`. Importing a module
-runs it, so only a command that uses the class imports it, and the folder of the recipe is searched
-only during that import."""
+"""Imports a user's class that a recipe names as `package.module:Class`.
+
+Importing a module executes it. So only a command that uses the class imports it, and the folder of
+the recipe is on the search path only during the import."""
 
 from __future__ import annotations
 
@@ -16,29 +17,30 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 
-# the folders of the recipes that this process has loaded, and that name a class
+# Folders of the loaded recipes that name a class.
 BESIDE_RECIPES: list[str] = []
 _OURS = re.compile(r"config/import_class\.py$|models/custom\.py$|importlib")
 
 
 def import_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
-    """Returns the class that the recipe's `key` names: `base`, which people know as `base_name`, or
-    one derived from it. Raises ConfigError if there is no such module or class, and with the
-    traceback of the user's own code if that fails."""
+    """Returns the class that `key` of a recipe names. It must be `base` or a subclass of it.
+
+    `base_name` names `base` in errors. Raises ConfigError if the module or class does not exist, or
+    if the user's module fails, with its traceback."""
     said = f"{key} = {name}"
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name:
         first, _, last = name.strip(":").rpartition(".")
         tries = f"{first or 'my_module'}:{last or 'MyClass'}"
         raise ConfigError(f"{said}: must name a class as package.module:Class; try {tries}")
-    with naming_user_code(f"{said}: importing {module_name} fails"):
+    with naming_user_code(f"{said}: importing {module_name} failed"):
         try:
             with _recipe_folders():
                 module = import_module(module_name)
         except ModuleNotFoundError as error:
             if not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # a module that the user's own imports
-            where = "it is looked for on PYTHONPATH, beside the recipe and in the current folder"
+                raise  # an import inside the user's module failed
+            where = "it is searched on PYTHONPATH, next to the recipe and in the current folder"
             raise ConfigError(
                 f"{said}: there is no module {error.name}; {where}; try PYTHONPATH=its/folder"
             ) from None
@@ -48,7 +50,7 @@ def import_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
     own = [each for each in vars(module).values() if isinstance(each, type)]
     names = [each.__name__ for each in own if issubclass(each, base) and each is not base]
     near = get_close_matches(class_name, names, 1) or names[-1:] or ["MyClass"]
-    fault = "is not there" if found is None else f"is no {base_name}"
+    fault = "is not defined" if found is None else f"is not a {base_name}"
     file = getattr(module, "__file__", None) or "built into Python"
     raise ConfigError(
         f"{said}: {class_name} {fault} in {module_name} ({file}); try {module_name}:{near[0]}"
@@ -57,9 +59,10 @@ def import_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
 
 @contextmanager
 def _recipe_folders() -> Iterator[None]:
-    """Adds the folders of recipes and the current folder to the end of sys.path, so that no file in
-    them hides an installed module. torch comes first, because it tries to import optional
-    modules."""
+    """Appends the folders of recipes and the current folder to sys.path.
+
+    They come last, so that no file in them hides an installed module. torch is imported before,
+    because it tries to import optional modules."""
     import_module("torch")
     added = [folder for folder in (*BESIDE_RECIPES, os.getcwd()) if folder not in sys.path]
     sys.path += added
@@ -72,8 +75,8 @@ def _recipe_folders() -> Iterator[None]:
 
 @contextmanager
 def naming_user_code(words: str) -> Iterator[None]:
-    """Turns an error of the user's module into a ConfigError with the part of its traceback that is
-    in their files. An error of this project's that is about the recipe stays as it is."""
+    """Converts an error of the user's module into a ConfigError with the traceback inside the
+    user's files. ConfigErrors pass unchanged."""
     try:
         yield
     except ConfigError:

@@ -1,9 +1,8 @@
-"""From a YAML file to a checked recipe, and back.
+"""Loads a recipe from YAML and writes it back.
 
-`load_recipe` reads a file, lays `key=value` overrides over it, and checks everything before any
-process starts. PyYAML reads values with their lines, OmegaConf merges the layers, and pydantic
-checks types and ranges.
-"""
+`load_recipe` reads a file, applies `key=value` overrides, and checks everything before any process
+starts. PyYAML reads the values with their lines, OmegaConf merges the layers, and pydantic checks
+types and ranges."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from parallel3d.config.yaml_text import (
 )
 from parallel3d.errors import ConfigError
 
-# Keys of earlier versions -> the default, which files that a run wrote still have.
+# Removed keys -> their default. Files of earlier runs still contain them.
 _REMOVED = {
     "optimizer.stochastic_rounding": False,
     "optimizer.beta2_decay": None,
@@ -50,12 +49,23 @@ _UNREADABLE = r"\$\{|[\ud800-\udfff]"
 
 
 def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str, Path]) -> Recipe:
-    """Returns the validated recipe of a YAML file: defaults <- shape card <- the file <-
-    `key=value` overrides.
+    """Loads and validates the recipe in a YAML file.
 
-    `cards` are the shape cards that `model.name` may pick. A card picked by an override wins over
-    the numbers of the file, which gave them for another model. Raises `ConfigError` with a line for
-    each problem. No module that the recipe names is imported.
+    Values come, in ascending priority, from defaults, the shape card, the file, and overrides. A
+    shape card chosen by an override takes priority over sizes in the file, which were meant for
+    another model. Modules that the recipe names are not imported.
+
+    Args:
+        path: YAML file of the recipe.
+        overrides: Settings of the form `key=value`, such as "train.steps=50".
+        cards: Shape cards that `model.name` can select, by name, as `shape_cards()` returns them.
+
+    Returns:
+        The recipe with all defaults filled in.
+
+    Raises:
+        ConfigError: The file cannot be read or the recipe breaks a rule. It has one line per
+            problem.
 
     Example:
         >>> from pathlib import Path
@@ -76,9 +86,9 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     if not run_dirs or run_dirs[-1] is None:
         default = Setting(key="run_dir", value=f"runs/{path.stem}", origin="its default")
         settings.append(default)
-    # UTF-8 cannot encode surrogates, which stand for bytes that are not UTF-8
+    # Surrogates stand for bytes that are not UTF-8.
     unreadable = [each for each in settings if re.search(_UNREADABLE, str(each.value))]
-    rule = "must be text in UTF-8 without ${variables}; write the value itself"
+    rule = "must be UTF-8 text without ${variables}; write the value itself"
     refuse([f"{setting}: {rule}" for setting in unreadable])
     recipe, errors = read(Recipe, _merge(settings), settings)
     refuse(errors)
@@ -89,9 +99,10 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
 
 
 def read_options(owner: type[Any], options: Mapping[str, Any]) -> object:
-    """Returns `model.options` as the dataclass of your own class. Its fields say the names, types,
-    ranges (`in_range`) and defaults. Raises `ConfigError` with a line for each option that does not
-    fit it."""
+    """Converts `model.options` into the options dataclass of your model class.
+
+    Its fields give names, types, ranges (`in_range`) and defaults. Raises ConfigError with one line
+    for each invalid option."""
     model = make_dataclass("model", [("options", owner)])
     recipe = make_dataclass("recipe", [("model", model)])
     recipe.__pydantic_config__ = Recipe.__pydantic_config__  # type: ignore[attr-defined]
@@ -101,23 +112,23 @@ def read_options(owner: type[Any], options: Mapping[str, Any]) -> object:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Returns the whole recipe as YAML, which `load_recipe` reads back to an equal recipe."""
+    """Returns the complete recipe as YAML. `load_recipe` reads it back to an equal recipe."""
     return dump_yaml(asdict(recipe))
 
 
 def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
-    """Returns settings as nested dicts; a later setting wins."""
-    from omegaconf import OmegaConf  # --help needs none
+    """Merges settings into nested dicts. A later setting wins."""
+    from omegaconf import OmegaConf  # imported late: --help does not need it
 
-    # pydantic refuses the objects that YAML makes of some texts, such as sets.
+    # Allow objects such as sets, which YAML can produce. pydantic refuses them later.
     tree = OmegaConf.create({"model": {}, "train": {}}, flags={"allow_objects": True})
     for setting in settings:
         if setting.value is None and setting.key in Recipe.__dataclass_fields__:
-            continue  # all keys of the section are commented out
+            continue  # an empty section
         try:
             OmegaConf.update(tree, setting.key, setting.value, merge=False, force_add=True)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{setting}: a list is given as a whole; write [...]") from error
+            raise ConfigError(f"{setting}: a list must be set completely; write [...]") from error
     merged: dict[str, Any] = OmegaConf.to_container(tree)  # type: ignore[assignment]
     return merged
 
@@ -125,8 +136,8 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
 def _with_card(
     said: list[Setting], asked: list[Setting], cards: Mapping[str, Path]
 ) -> list[Setting]:
-    """Returns all settings, of which a later one wins. The shape card comes just before the layer
-    that names it last."""
+    """Returns all settings in ascending priority, with those of the shape card just before the
+    layer that names it."""
     naming = [setting for setting in (*said, *asked) if setting.key == "model.name"]
     if not naming or naming[-1].value is None:
         return [*said, *asked]
@@ -142,13 +153,14 @@ def _with_card(
 
 
 def _parse_override(text: str) -> Setting:
-    """Reads a `key=value` of the command line. Raises ConfigError for another form."""
+    """Parses a `key=value` of the command line. Raises ConfigError for any other form."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
         words = "not an override; write key=value, such as optimizer.lr=1e-4"
         raise ConfigError(f"{shown(text)}: {words}")
-    # Text is taken as it stands, unless it is quoted or null: *.py means something else in YAML.
+    # The value of a text key is used literally unless it is quoted or null. YAML would misread
+    # `*.py`.
     is_text_key = name in KEYS and KEYS[name].hint is str
     is_plain = value != "null" and not value.startswith(("'", '"'))
     parsed = value if is_text_key and is_plain else parse_value(value, name)

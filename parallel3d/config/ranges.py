@@ -1,4 +1,5 @@
-"""The range of a number in a recipe: `scale: Annotated[float, in_range(gt=0, le=1)] = 0.5`."""
+"""The range of a number in a recipe, as in `scale: Annotated[float, in_range(gt=0, le=1)] =
+0.5`."""
 
 from annotated_types import Interval
 

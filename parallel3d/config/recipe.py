@@ -1,5 +1,8 @@
-"""The sections of a recipe as frozen dataclasses: types, ranges, choices and defaults. pydantic
-checks the values (`schema`), and `rules` checks what must fit together. A new key is one line here.
+"""The sections of a recipe as frozen dataclasses: types, ranges, choices and defaults.
+
+`schema` checks each value with pydantic, and `rules` checks values that depend on each other. The
+reference of recipe keys is generated from the comments here: the comment before a field, or behind
+it on the same line, describes its key.
 """
 
 from __future__ import annotations
@@ -43,30 +46,33 @@ Seconds = Annotated[float, in_range(gt=0, le=10000000)]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """The stretching of rotary frequencies to a longer context, whose formulas
-    `layers/positions.py` has. A key that its type does not read is refused unless it is left at its
-    default (`rules_layout`)."""
+    """Scaling of the rotary frequencies for a context longer than the pretraining context.
 
+    A key of the other `type` is refused unless it has its default."""
+
+    # Formula of the scaling. llama3: that of Llama 3.1. yarn: YaRN (arXiv 2309.00071).
     type: Literal["llama3", "yarn"]
-    # how many times longer the context became
+    # Ratio of the new context length to the original one.
     factor: Ratio
-    original_max_positions: int  # tokens of the context before
-    # llama3: up to so many turns in it are stretched
+    # Context length of the original model, in tokens.
+    original_max_positions: int
+    # llama3: frequencies with at most this many turns in the original context are divided by
+    # `factor`.
     low_freq_factor: Positive = 1.0
-    # llama3: from so many turns in it they stay
+    # llama3: frequencies with at least this many turns in the original context stay unchanged.
     high_freq_factor: Positive = 4.0
-    # yarn: those that turn more often in it stay
+    # yarn: frequencies with more turns in the original context than this stay unchanged.
     beta_fast: Positive = 32.0
-    # yarn: those that turn less often are stretched
+    # yarn: frequencies with fewer turns in the original context than this are divided by `factor`.
     beta_slow: Positive = 1.0
-    # yarn: how much queries and keys grow; None: 0.1 ln(factor) + 1.
+    # yarn: factor that multiplies queries and keys. None: 0.1 ln(factor) + 1.
     attention_factor: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a transformer. `name` picks a shape card of `models/`; numbers beside it replace
-    the card's.
+    """Architecture and size of the transformer. Give `name`, or the sizes, or both: a size in the
+    recipe replaces the size in the shape card.
 
     Example:
         >>> config = parallel3d.ModelConfig(layers=2, hidden=64, heads=4, ffn_hidden=256, vocab=264)
@@ -74,37 +80,46 @@ class ModelConfig:
         16
     """
 
+    # Name of a shape card in `models/`, such as llama3-8b. None: the recipe gives all sizes.
     name: str | None = None
-    architecture: str = "llama"  # llama, gpt, or module:Class (docs/how-to/custom-model.md)
-    # what the class of module:Class reads, by name
+    # Model class: llama, gpt, or module:Class for your own class (docs/how-to/custom-model.md).
+    architecture: str = "llama"
+    # Options that a class of your own reads, by name.
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    layers: Annotated[int, in_range(ge=1, le=1024)]
-    hidden: Size
-    heads: Size
-    kv_heads: Size | None = None  # None: equal to heads
-    head_dim: Size | None = None  # features of one head; None: hidden / heads
-    ffn_hidden: Size
-    vocab: Size
-    rope_theta: AboveOne = 10_000.0
-    # llama: rotary frequencies for a longer context; None: as they are
+    layers: Annotated[int, in_range(ge=1, le=1024)]  # Number of transformer blocks.
+    hidden: Size  # Size of the hidden states.
+    heads: Size  # Number of query heads.
+    # Number of key-value heads (grouped-query attention). None: equal to `heads`.
+    kv_heads: Size | None = None
+    head_dim: Size | None = None  # Size of one attention head. None: `hidden` / `heads`.
+    ffn_hidden: Size  # Hidden size of the MLP in each block.
+    vocab: Size  # Vocabulary size. It must be larger than the largest token ID.
+    rope_theta: AboveOne = 10_000.0  # llama: base of the rotary frequencies.
+    # llama: scaling of the rotary frequencies for a longer context. None: unscaled.
     rope_scaling: RopeScaling | None = None
-    norm_eps: Positive = 1e-5
-    tied_embeddings: bool = False
+    norm_eps: Positive = 1e-5  # Epsilon that RMSNorm or LayerNorm adds to the variance.
+    tied_embeddings: bool = False  # Share one weight between the embedding and the head.
+    # Standard deviation of the initial weights. The output projections of attention and MLP use
+    # `init_std` / sqrt(2 `layers`).
     init_std: Positive = 0.02
-    # The probability of dropping a number of the embedding's output, and of what each half of a
-    # block adds.
+    # Dropout probability on the embedding output, and on the attention and MLP outputs of each
+    # block.
     dropout: Fraction = 0.0
-    # ... of attention's probabilities
-    attention_dropout: Fraction = 0.0
-    qkv_bias: bool = False  # llama: biases on q, k and v (Qwen 2); gpt has biases everywhere
-    qk_norm: bool = False  # llama: RMSNorm of each head's queries and keys (Qwen 3)
-    # llama: most keys that a query sees (Mistral's sliding window); None: all keys before it
+    attention_dropout: Fraction = 0.0  # Dropout probability on the attention probabilities.
+    # llama: add biases to the query, key and value projections, as Qwen 2 does. gpt always has
+    # biases.
+    qkv_bias: bool = False
+    # llama: apply RMSNorm to each head of queries and keys, as Qwen 3 does.
+    qk_norm: bool = False
+    # llama: length of the sliding attention window in tokens, including the query itself (Mistral).
+    # None: full causal attention.
     window: Count | None = None
-    max_positions: Size | None = None  # gpt: rows of the table of learned positions
+    # gpt: number of learned position embeddings, at least train.seq_len. Required for gpt.
+    max_positions: Size | None = None
 
     @property
     def is_custom(self) -> bool:
-        """True if the model is a class of the user's, module:Class."""
+        """True if `architecture` is module:Class, a class outside this project."""
         return ":" in self.architecture
 
     @property
@@ -113,32 +128,32 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """The features of one head: what `head_dim` stands for."""
+        """Size of one attention head, with the default of `head_dim` filled in."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def query_hidden(self) -> int:
-        """The features of all queries, which need not be `hidden`."""
+        """Size of all query heads together. It can differ from `hidden`."""
         return self.heads * self.head_size
 
     def has_window(self, seq_len: int) -> bool:
-        """Returns whether the window hides any key in sequences of this length."""
+        """Returns True if the window hides keys in sequences of this length."""
         return self.window is not None and self.window < seq_len
 
     @property
     def block_weights(self) -> int:
-        """The weights of one block's matrices."""
+        """Number of weights in the matrices of one block."""
         return block_weights(
             hidden=self.hidden,
             query_hidden=self.query_hidden,
             kv_hidden=self.key_value_heads * self.head_size,
             ffn_hidden=self.ffn_hidden,
-            ffn_matrices=2 if self.architecture == "gpt" else 3,  # without a gate, and with one
+            ffn_matrices=2 if self.architecture == "gpt" else 3,  # llama's MLP has a gate
         )
 
     def part_costs(self, seq_len: int) -> PartCosts:
-        """Returns what embedding, block and head cost, for cutting the model into pipeline
-        stages."""
+        """Returns the costs of embedding, block and head. They decide how the model is split into
+        pipeline stages."""
         return PartCosts.of(
             block_weights=self.block_weights,
             hidden=self.hidden,
@@ -149,7 +164,7 @@ class ModelConfig:
 
 
 class Coordinates(NamedTuple):
-    """The coordinates of a rank on the mesh."""
+    """Coordinates of a rank on the mesh."""
 
     pp: int
     dp_replicate: int
@@ -162,8 +177,10 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The size of each axis of the mesh, and how it is used. The fields pp to tp are the axes,
-    outermost first.
+    """Layout of a run: the size of each axis of the mesh, and how each axis is used.
+
+    The number of workers is `pp` x `dp_replicate` x `dp_shard` x `tp`. Ranks are numbered with `tp`
+    innermost, then `dp_shard`, `dp_replicate` and `pp`.
 
     Example:
         >>> layout = parallel3d.ParallelConfig(pp=2, dp_shard=4, tp=2)
@@ -171,47 +188,67 @@ class ParallelConfig:
         (16, 'FULL_SHARD')
     """
 
+    # Number of pipeline ranks. The blocks of the model are divided over them.
     pp: Devices = 1
+    # Number of replicas of the model. Each replica trains on its own part of the batch.
     dp_replicate: Devices = 1
+    # Number of data-parallel ranks that share one replica, as `sharding` says. Each trains on its
+    # own part of the batch.
     dp_shard: Devices = 1
+    # Number of tensor-parallel ranks. The matrices of each layer are split over them. It must
+    # divide model.heads and model.ffn_hidden.
     tp: Devices = 1
-    virtual_stages: Count = 1  # stages on each pipeline rank
-    # first block of each stage but the first; None: balanced by cost
+    # Number of pipeline stages on each pipeline rank. Interleaved schedules need at least 2.
+    virtual_stages: Count = 1
+    # Index of the first block of each stage, except the first stage. None: balanced by cost.
     stage_boundaries: tuple[int, ...] | None = None
+    # Pipeline schedule: the order of forward and backward passes (docs/reference/schedules.md).
     schedule: ScheduleName = "1f1b"
-    microbatch_size: Count = 1  # sequences
-    # None: HYBRID_SHARD where dp_replicate > 1, else FULL_SHARD
+    microbatch_size: Count = 1  # Number of sequences in one forward pass of one data-parallel rank.
+    # Strategy that says which of parameters, gradients and optimizer states are split over dp_shard
+    # (docs/reference/sharding.md). None: HYBRID_SHARD if dp_replicate > 1, else FULL_SHARD.
     sharding: ShardingName | None = None
-    # 0 to 3: ZeRO's number of the strategy
+    # ZeRO stage, as another way to choose `sharding`. None: `sharding` decides.
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    # Gathered parameters are freed after each step, or after each microbatch.
-    # None: microbatch for ZeRO-3 without a pipeline, else step
+    # How long all-gathered parameters are kept. step: until the last backward pass of the step.
+    # microbatch: for one microbatch, and with ZeRO-3 for one forward or backward pass of a block.
+    # None: microbatch for ZeRO-3 without a pipeline, else step.
     gather: Cadence | None = None
-    # whether gradients are summed over the data ranks once a step, or for each microbatch
+    # When gradients are reduced over the data-parallel ranks: once per step, or after each
+    # microbatch, which needs less memory and more communication.
     reduce: Cadence = "step"
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # the type in which gradients are sent
-    # blocks whose parameters are gathered ahead; None: as torch chooses
+    # Dtype of the gradients that data-parallel ranks send to each other.
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    # Number of blocks whose parameters are all-gathered ahead of their use. None: torch's default,
+    # which is 1.
     prefetch: Count | None = None
-    # Parameters, gradients and optimizer states are on the CPU; a unit's parameters are on the GPU
-    # while it computes.
+    # Keep sharded parameters, gradients and optimizer states in CPU memory. A block's parameters
+    # are on the GPU only while they are gathered.
     offload: bool = False
-    # The least gradients that are reduced in one go; None: `usual_bucket_mib`.
+    # NO_SHARD and SHARD_OPTIMIZER: minimum size in MiB of a bucket of gradients.
+    # None: 25 on CPUs, 100 on GPUs.
     bucket_mib: Positive | None = None
+    # Split the sequence over the tensor-parallel ranks in norms, dropout and residual additions,
+    # which saves activation memory.
     sequence_parallel: bool = False
+    # Activations that the backward pass recomputes instead of saving. selective: those inside
+    # attention. full: all of a block, whose input is saved. every_n: as full, for every
+    # `recompute_every`-th block.
     recompute: Recompute = "none"
-    recompute_every: Count | None = None  # every_n: every so-many-th block is recomputed in full
-    # Under torchrun or srun dp_shard is what their number of workers leaves for it, and need not be
-    # given.
+    # every_n: distance between recomputed blocks. Required with every_n, and only then.
+    recompute_every: Count | None = None
+    # Set `dp_shard` from the number of workers that torchrun or srun started. The global batch
+    # stays the same.
     elastic: bool = False
 
     @property
     def strategy(self) -> ShardingName:
-        """The strategy that `sharding` and `zero_stage` stand for."""
+        """Sharding strategy that `sharding`, `zero_stage` and `dp_replicate` select."""
         return strategy_of(self.sharding, self.zero_stage, self.dp_replicate)
 
     @property
     def gather_cadence(self) -> Cadence:
-        """`gather`, or its default for this layout."""
+        """`gather`, with its default filled in."""
         return self.gather or default_gather(self.strategy, self.pp)
 
     @property
@@ -220,21 +257,21 @@ class ParallelConfig:
 
     @property
     def dp(self) -> int:
-        """The number of ranks that the global batch is divided over."""
+        """Number of data-parallel ranks, which divide the global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def stages(self) -> int:
-        """The number of pipeline stages in the whole model."""
+        """Number of pipeline stages of the model, over all pipeline ranks."""
         return self.pp * self.virtual_stages
 
     @property
     def axes(self) -> dict[str, int]:
-        """The sizes of the mesh's axes, outermost first."""
+        """Size of each axis of the mesh, outermost first."""
         return {axis: getattr(self, axis) for axis in Coordinates._fields}
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Returns the coordinates of `rank`, which counts row-major over `axes`, tp innermost."""
+        """Returns the coordinates of a rank. Ranks count row-major over `axes`, tp innermost."""
         place = {}
         for axis, size in reversed(self.axes.items()):
             rank, place[axis] = divmod(rank, size)
@@ -243,118 +280,155 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The length of a run, its batches, its precision and its device."""
+    """Length of the run, batches, precision, checks of the numbers, evaluation and device."""
 
-    steps: Size
-    global_batch_size: Size  # sequences
-    # sequences of the first steps' global batch; None: no warm-up
+    steps: Size  # Number of optimizer steps.
+    # Number of sequences in one step, over all data-parallel ranks. It must be a multiple of
+    # dp_replicate x dp_shard x microbatch_size.
+    global_batch_size: Size
+    # Number of sequences in the global batch of the first step. The batch grows from there to
+    # `global_batch_size`. None: the batch has its full size from the start.
     batch_warmup_start: Count | None = None
-    # sequences that the batch grows by at a time; None: batch_warmup_start
+    # Number of sequences that each growth adds to the batch. None: `batch_warmup_start`.
     batch_warmup_increment: Count | None = None
-    batch_warmup_steps: Count | None = None  # steps until the batch has its full size
-    seq_len: Size  # tokens
+    # Number of steps until the batch has its full size. Required with `batch_warmup_start`.
+    batch_warmup_steps: Count | None = None
+    seq_len: Size  # Length of a sequence in tokens.
+    # Seed of the initial weights, the order of the data and dropout.
     seed: Index = 0
+    # Dtypes of the run. fp32: float32. bf16, fp16: compute in 16 bits, with float32 weights and
+    # optimizer states. bf16_pure: everything in bfloat16.
     precision: Precision = "fp32"
-    # tokens whose logits exist at a time; None: all, unless they are large
+    # Number of tokens whose logits are in memory at a time. None: all tokens of the microbatch, or
+    # chunks if their logits take 1 GiB or more.
     loss_chunk_tokens: Count | None = None
-    # Both are part of the loss that is trained on, and not of a validation's.
-    z_loss: NonNegative = 0.0  # the factor of the squared log of softmax's sum
-    # torch.compile each block, or with tp > 1 or a split backward what is between its products
+    # Factor of the z-loss, the squared log of the softmax normalizer, in the training loss.
+    # Validation losses do not include it.
+    z_loss: NonNegative = 0.0
+    # Compile each block with torch.compile. With tp > 1, a schedule that splits the backward pass,
+    # selective recompute or data.documents = mask, only the parts of a block between matmuls.
     compile: bool = False
-    deterministic: bool = False  # deterministic algorithms alone, where torch has others
-    # largest global gradient norm; None: no clipping
+    # Use only deterministic kernels. An operator that does not have one raises an error.
+    deterministic: bool = False
+    # Maximum global gradient norm. Larger gradients are scaled down. None: no clipping.
     grad_clip: Positive | None = 1.0
-    # skip: leave out a step whose loss or gradient is not finite, and go on
+    # Reaction to a loss or gradient norm that is not finite. stop: end the run. skip: leave out the
+    # update and continue.
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    # the steps that `skip` leaves out one after the other, before it ends the run
+    # skip: number of consecutive steps that may be left out before the run ends.
     nonfinite_in_a_row: Count = 10
-    # What is done about a step whose loss or gradient norm stands out (training/guard.py). skip:
-    # its update is left out. rollback: the run goes back to a checkpoint, and leaves out the
-    # sequences of the last steps.
+    # Reaction to a spike of the loss or gradient norm. warn: log it. skip: leave out the update.
+    # rollback: return to a checkpoint and leave out the sequences around the spike.
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
-    # finite steps that a step is compared with
+    # Number of previous finite steps that define a normal loss and gradient norm.
     spike_window: Annotated[int, in_range(ge=4, le=10000)] = 128
-    # a spike is so many above their median, ...
+    # Minimum distance of a spike from the median of the window, in robust standard deviations
+    # (1.4826 times the median absolute deviation).
     spike_deviations: Positive = 6.0
-    # ... and its loss more than so many times that
+    # Minimum ratio of the loss of a spike to the median loss of the window.
     spike_loss_ratio: Ratio = 1.1
-    # ... or its gradient norm than that of the norms
+    # Minimum ratio of the gradient norm of a spike to the median norm of the window.
     spike_norm_ratio: Ratio = 3.0
-    # rollback: the steps up to the spike, and with it, whose sequences are left out
+    # rollback: number of steps whose sequences are left out. The last of them is the spike.
     spike_steps: Count = 2
-    # the spikes that `skip` or `rollback` mend one after the other, before they end the run
+    # Number of consecutive spikes that skip or rollback handles before the run ends.
     spikes_in_a_row: Count = 5
-    eval_every: Count | None = None  # steps; None: no validation
+    # Number of steps between evaluations. None: no evaluation.
+    eval_every: Count | None = None
+    # Number of validation sequences in each evaluation. It must be a multiple of dp_replicate x
+    # dp_shard x microbatch_size.
     eval_sequences: Size = 64
-    callbacks: tuple[str, ...] = ()  # classes that watch the run, each as package.module:Class
-    sample_tokens: Index = 0  # tokens generated after the last step; 0: none
+    # Classes that observe the run, each as package.module:Class (docs/how-to/train.md).
+    callbacks: tuple[str, ...] = ()
+    # Number of tokens to generate and print after the last step. 0: none.
+    sample_tokens: Index = 0
+    # Prompt of the text that is generated after the last step.
     sample_prompt: Text = "def "
-    sample_top_k: Count = 1  # the likeliest tokens, of which one is drawn; 1: greedy
-    # divides the logits of what is drawn
+    # Top-k sampling: the next token is one of the k most likely ones. 1: greedy.
+    sample_top_k: Count = 1
+    # Sampling temperature. Logits are divided by it.
     sample_temperature: Positive = 1.0
-    sample_seed: Index | None = None  # None: train.seed
+    # Seed for drawing tokens. None: train.seed.
+    sample_seed: Index | None = None
+    # Device of the workers. auto: a GPU if the worker sees one, else the CPU.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # steps between comparisons of what ranks must hold alike; None: none
+    # Number of steps between comparisons of the values that ranks hold in common, such as
+    # replicated parameters. None: no comparison.
     compare_replicas_every: Count | None = None
-    # The longest that workers wait for each other until the first step is done, which loads,
-    # compiles and connects ...
+    # Maximum time in seconds that workers wait for each other until the first step is done. This
+    # includes connecting, loading and compiling.
     start_timeout_s: Seconds = 1800.0
-    timeout_s: Seconds = 300.0  # ... and from then on
+    # Maximum time in seconds that workers wait for each other after the first step.
+    timeout_s: Seconds = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """The factor on the loss with train.precision = fp16, which keeps small gradients from
-    vanishing."""
+    """Loss scale for train.precision = fp16. It keeps small gradients from underflowing.
 
-    initial: Positive = 65536.0
-    # the factor after `interval` steps with finite gradients
+    It follows the rule of torch.amp.GradScaler. Other precisions do not use this section."""
+
+    initial: Positive = 65536.0  # Loss scale of the first step.
+    # Factor on the scale after `interval` consecutive steps with finite gradients.
     growth: AboveOne = 2.0
-    # the factor after a step whose gradients are not finite
+    # Factor on the scale after a step with gradients that are not finite.
     backoff: PositiveFraction = 0.5
+    # Number of consecutive steps with finite gradients before the scale grows.
     interval: Count = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and its rate: a linear warm-up, then as `schedule` says, by default a cosine
-    down to `min_lr_ratio` of the peak at `decay_steps`.
+    """Optimizer and learning rate.
 
-    A key that the optimizer does not read is refused unless it is left at its default (`rules`).
-    None stands for the optimizer's own default, which docs/reference/optimizers-and-precision.md gives."""
+    A key that the chosen optimizer or schedule does not use is refused unless it has its default.
+    """
 
+    # Update rule. muon: Muon for the matrices of the blocks, AdamW for all other parameters.
     name: OptimizerName = "adamw"
-    lr: Positive = 3e-4
-    # applies to matrices, not to norms and biases
+    lr: Positive = 3e-4  # Peak learning rate.
+    # Weight decay of matrices and embeddings. Norms and biases are not decayed.
     weight_decay: NonNegative = 0.1
-    # betas and eps are AdamW's, which steps all parameters with adamw, and with muon all but the
-    # blocks' matrices.
+    # Decay rates of the first and second moments, for adamw and the AdamW part of muon.
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    # Number that is added to the root of the second moment, for adamw and the AdamW part of muon.
     eps: Positive = 1e-8
-    # sgd and muon read it
+    # Momentum of sgd and muon. None: 0.9 for sgd, 0.95 for muon.
     momentum: Fraction | None = None
-    nesterov: bool | None = None  # sgd and muon read it
-    # The peak rate of muon's matrices; None: lr.
+    # Use Nesterov momentum in sgd and muon. None: false for sgd, true for muon.
+    nesterov: bool | None = None
+    # muon: peak learning rate of the matrices of the blocks. None: `lr`.
     muon_lr: Positive | None = None
-    # muon: how a matrix's shape changes its rate
+    # muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(longer side), so that
+    # `lr` and `weight_decay` of AdamW can stay. original: sqrt(rows / columns), at least 1. None:
+    # match_rms_adamw.
     lr_adjust: Literal["original", "match_rms_adamw"] | None = None
-    ns_steps: Annotated[int, in_range(ge=1, le=99)] | None = None  # muon: Newton-Schulz iterations
-    # muon: the type of the iterations and of what is sent for them
+    # muon: number of Newton-Schulz iterations. None: 5.
+    ns_steps: Annotated[int, in_range(ge=1, le=99)] | None = None
+    # muon: dtype of the Newton-Schulz iterations and of the matrices sent for them. None: bf16.
     ns_dtype: Literal["fp32", "bf16"] | None = None
-    # the type of moments and momentum; None: the parameters' type
+    # Dtype of the optimizer states (moments and momentum). None: the dtype of the weights that the
+    # optimizer updates.
     state_dtype: Literal["fp32", "bf16"] | None = None
+    # Number of steps of the linear warmup from 0 to `lr`.
     warmup_steps: Index = 0
+    # Learning rate after the warmup. constant: stays at `lr`. linear, cosine: falls at once. wsd:
+    # stays at `lr` up to `decay_start`, then falls. range_test: rises by the same factor in each
+    # step (`parallel3d-train range-test`).
     schedule: Literal["constant", "linear", "cosine", "wsd", "range_test"] = "cosine"
-    decay_start: Count | None = None  # wsd: the step up to which the rate stays at its peak
-    # wsd: how the rate falls from there; None: linear
+    # wsd: last step at the peak learning rate. Required with wsd.
+    decay_start: Count | None = None
+    # wsd: shape of the decay. sqrt: 1 - sqrt(progress). None: linear.
     decay_shape: Literal["linear", "cosine", "sqrt"] | None = None
-    decay_steps: Count | None = None  # the step at which the rate has come down; None: train.steps
+    # Last step of the decay. The learning rate is `min_lr_ratio` of its peak from then on. None:
+    # train.steps.
+    decay_steps: Count | None = None
+    # Final learning rate as a fraction of the peak. range_test: initial rate as a fraction of `lr`.
     min_lr_ratio: Annotated[float, in_range(ge=0, le=1)] = 0.1
 
     @property
     def resolved(self) -> OptimizerConfig:
-        """This section with the optimizer's own defaults in the place of None, where it has a
-        default."""
+        """This section with `OPTIMIZER_DEFAULTS` filled in."""
         missing = {
             key: value
             for key, value in OPTIMIZER_DEFAULTS[self.name].items()
@@ -363,7 +437,7 @@ class OptimizerConfig:
         return replace(self, **missing)
 
 
-# What None stands for in the keys of an optimizer.
+# Values that replace None in the keys of each optimizer.
 OPTIMIZER_DEFAULTS: dict[OptimizerName, dict[str, Any]] = {
     "adamw": {},
     "sgd": {"momentum": 0.9, "nesterov": False},
@@ -379,24 +453,27 @@ OPTIMIZER_DEFAULTS: dict[OptimizerName, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgdConfig:
-    """Replicas (dp_replicate) that train apart and synchronise every `sync_every` steps: local SGD
-    or DiLoCo. docs/how-to/local-sgd.md says when to use them."""
+    """Local SGD or DiLoCo: the replicas of dp_replicate train independently and synchronize every
+    `sync_every` steps. docs/how-to/local-sgd.md says when to use it."""
 
-    # steps; None: gradients are summed over dp_replicate in every step
+    # Number of steps between synchronizations. None: local SGD is off, and gradients are reduced
+    # over dp_replicate in every step.
     sync_every: Count | None = None
+    # Learning rate of the outer optimizer, which applies the mean change of the replicas.
     outer_lr: Positive = 0.7
-    outer_momentum: Fraction = 0.9
-    nesterov: bool = True
+    outer_momentum: Fraction = 0.9  # Momentum of the outer optimizer.
+    nesterov: bool = True  # Use Nesterov momentum in the outer optimizer.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """A source of a mixture: what `data.path` would name, and its weight beside the other
-    sources."""
+    """One corpus of a data mixture and its weight."""
 
-    path: Text
+    path: Text  # File, folder or prefix of the corpus, as in data.path.
+    # Share of the sequences drawn from this corpus, relative to the weights of the others.
     weight: NonNegative = 1.0
-    name: str | None = None  # what the run calls it; None: the last part of `path`
+    # Name of the corpus in logs and metrics. None: the last part of `path`.
+    name: str | None = None
 
     @property
     def label(self) -> str:
@@ -405,67 +482,73 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """Other weights of the sources, from a step on."""
+    """New weights for the corpora of a data mixture, from a given step on."""
 
-    # the first step with these weights, counted from 1 as in metrics.jsonl
+    # First step with these weights. Steps count from 1, as in metrics.jsonl.
     from_step: Annotated[int, in_range(ge=2)]
-    # one for each source
+    # Weights of the corpora, one for each entry of data.sources, in the same order.
     weights: tuple[NonNegative, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """A named set of sequences on which the run is evaluated, beside the part of its own data kept
-    for validation."""
+    """A further evaluation set, in addition to the validation part of the training data."""
 
-    name: str
-    # as `data.path`, read as `data.source` says; the standard library's source stands for text here
+    name: str  # Name of the set in logs and metrics.
+    # File, folder or prefix of the set, as in data.path. Its kind is data.source, or text if
+    # data.source is stdlib.
     path: str
-    sequences: Count | None = None  # the first ones of the set; None: all
+    # Number of sequences to evaluate, from the start of the set. None: all.
+    sequences: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRange:
-    """Sequences that follow each other in the order of a run, by the first and the last number,
-    which count from 0."""
+    """A range of consecutive training sequences. Sequences count from 0 in the order of the run."""
 
-    first: Index
-    last: Index
+    first: Index  # Index of the first sequence of the range.
+    last: Index  # Index of the last sequence of the range.
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The source of the tokens. Sequences are windows of one stream, in an order that the seed
-    alone decides."""
+    """Training data. All documents form one stream of tokens, which is cut into sequences. The
+    order of the sequences depends only on the seed."""
 
-    # stdlib: the Python standard library's own source files
+    # Kind of the data. stdlib: the source code of the Python standard library. text: text files.
+    # tokens: files of token IDs.
     source: Literal["stdlib", "text", "tokens"] = "stdlib"
-    # text: a file, or a folder searched for files that match `pattern`; tokens: a folder with a
-    # tokens.json, or PREFIX, where PREFIX.bin and PREFIX.idx are Megatron's.
+    # Location of the data. text: a file, or a folder that is searched for `pattern`. tokens: a
+    # folder with a tokens.json, or PREFIX of Megatron's PREFIX.bin and PREFIX.idx. None: only for
+    # stdlib, or if `sources` is set.
     path: str | None = None
+    # text: pattern of the file names to read if `path` is a folder. Subfolders are searched too.
     pattern: str = "*.txt"
-    tokenizer: str = "bytes"  # bytes, or the path of a tokenizer.json
-    # the token of a tokenizer.json that ends a document; None: found by its name
+    # Tokenizer of the text: bytes, or the path of a tokenizer.json.
+    tokenizer: str = "bytes"
+    # Token of the tokenizer.json that ends a document, such as `<|endoftext|>`. None: found by its
+    # usual names.
     end_of_text: str | None = None
-    # join: a token sees all before it in its sequence. mask: its own document alone, whose
-    # positions begin at 0.
+    # Attention across documents in one sequence. join: a token attends to all tokens before it.
+    # mask: it attends only to its own document, and positions start at 0 in each document.
     documents: Literal["join", "mask"] = "join"
-    # The share of the files (of the bytes, where there is a single file; of the documents, where
-    # they are Megatron's) that is kept for validation. A folder of tokens has a part of its own for
-    # that.
+    # Fraction of the data that is kept for validation: of the files, of the bytes of a single file,
+    # or of the documents of Megatron's files. A folder of tokens has its own validation part.
     validation_fraction: PositiveFraction = 0.05
-    ignore_token_ids: tuple[int, ...] = ()  # labels that are not learned, such as padding
-    # further sets to evaluate on, after each train.eval_every steps
+    # Token IDs that are excluded from the loss as labels, such as padding.
+    ignore_token_ids: tuple[int, ...] = ()
+    # Further evaluation sets, evaluated every train.eval_every steps.
     evaluation: tuple[EvaluationConfig, ...] = ()
-    # several corpora of the kind `source`, in the place of `path`
+    # Corpora of a data mixture, instead of `path`. All are of the kind `source`.
     sources: tuple[SourceConfig, ...] = ()
-    stages: tuple[WeightsConfig, ...] = ()  # weights of `sources` that follow the first ones
-    # sequences that the run leaves out; those behind them move up
+    # Changes of the weights of `sources` during the run, in the order of their steps.
+    stages: tuple[WeightsConfig, ...] = ()
+    # Ranges of sequences that the run leaves out. The sequences after them move up.
     skip: tuple[SequenceRange, ...] = ()
 
     @property
     def corpora(self) -> tuple[DataConfig, ...]:
-        """This section for each of the corpora that it names: one for each source, or itself."""
+        """One copy of this section for each of `sources`, or this section if there are none."""
         return tuple(
             replace(self, path=source.path, sources=(), stages=()) for source in self.sources
         ) or (self,)
@@ -473,55 +556,67 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: Count | None = None  # steps; None: no checkpoints
-    keep: Count = 2  # the newest checkpoints to keep
-    # steps: a checkpoint of each multiple stays for good; None: of none
+    """Saving and resuming. Checkpoints are in run_dir/checkpoints. They resume in any layout."""
+
+    # Number of steps between checkpoints. The last step is also saved. None: no checkpoints.
+    every: Count | None = None
+    keep: Count = 2  # Number of newest checkpoints to keep.
+    # Keep all checkpoints whose step is a multiple of this number, which must be a multiple of
+    # `every`. None: keep none of them.
     keep_every: Count | None = None
-    # the checkpoints to keep beside them whose validation losses are lowest
+    # Number of checkpoints with the lowest validation losses to keep, in addition to `keep`.
     keep_best: Index = 0
-    in_background: bool = False  # train on while a copy in the host's memory is written
-    # warn: say that a save has failed, and train on to the next one
+    # Copy the state to host memory and write it while training continues.
+    in_background: bool = False
+    # Reaction to a save that fails. stop: end the run. warn: log it and train on to the next save.
     on_error: Literal["stop", "warn"] = "stop"
-    # Seconds after SIGTERM, SIGHUP or Ctrl-C within which the state must be saved; None: however
-    # long it takes.
+    # Time limit in seconds for the save after SIGTERM, SIGHUP or Ctrl-C. None: no limit.
     grace_s: Positive | None = None
-    resume: Text = "none"  # none | auto (the newest of run_dir) | the path of a checkpoint
-    allow_other_data: bool = False  # resume also where the data is not that of the checkpoint
-    # The path of a checkpoint, or of a run's folder, whose weights a new run begins with; None:
-    # with drawn ones.
+    # Checkpoint to resume. none: start a new run. auto: the newest complete one in run_dir. Else
+    # the path of a checkpoint.
+    resume: Text = "none"
+    # Allow a resume if the training data differs from that of the checkpoint.
+    allow_other_data: bool = False
+    # Initial weights of a new run: the path of a checkpoint, of a run's folder, or of a folder in
+    # Hugging Face format. None: random weights.
     start_from: Text | None = None
-    # Which of the checkpoints saved on time are also written to run_dir/export, as a folder that
-    # transformers opens.
+    # Scheduled checkpoints that are also exported in Hugging Face format, to run_dir/export. last:
+    # the one of the last step.
     export: Literal["none", "last", "all"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    every: Count = 10  # steps
-    # The dense peak of one device, of which MFU is the share; None: that of the planner's hardware
-    # file of its name.
+    """Log lines, metrics, profiles and dashboards."""
+
+    every: Count = 10  # Number of steps between log lines, which are also in metrics.jsonl.
+    # Peak dense TFLOP/s of one device, for the computation of MFU. None: looked up by the name of
+    # the GPU.
     peak_tflops: Positive | None = None
-    # the step whose actions all ranks record into run_dir; None: no step
+    # Step whose pipeline actions are recorded in run_dir as a trace for Perfetto. None: no step.
     timeline: Count | None = None
-    # the first and last step that torch.profiler records
+    # First and last step that torch.profiler records. None: no profile.
     profile_steps: tuple[int, int] | None = None
-    # the ranks that it records
+    # Ranks that torch.profiler records.
     profile_ranks: tuple[Index, ...] = (0,)
-    sinks: tuple[SinkName, ...] = ()  # dashboards that get the lines of metrics.jsonl as well
-    # the project of Weights & Biases and the experiment of MLflow that the run belongs to
+    # Dashboards that also receive the lines of metrics.jsonl: tensorboard, wandb, mlflow.
+    sinks: tuple[SinkName, ...] = ()
+    # Project of the run in Weights & Biases, or its experiment in MLflow.
     project: Text = "parallel3d"
-    run_name: Text | None = None  # the run's name there; None: that of run_dir's folder
+    # Name of the run in the dashboards. None: the name of the folder run_dir.
+    run_name: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The sequences in the batch of step 0, 1, ...: `start` at first, then `increment` more at a
-    time, evenly over `warmup_steps`, after which the batch is `full`. `increment` divides full -
-    start. Early gradients agree with each other, so that a large batch buys little (McCandlish et
-    al. 2018, arXiv 1812.06162).
+    """Size of the global batch in each step, with a batch warmup.
 
-    The size depends on the step and the recipe alone, never on the layout, so that every layout
-    sees the same sequences in the same steps, and a run resumes in the middle by arithmetic."""
+    The batch begins with `start` sequences and grows by `increment` at a time, evenly over
+    `warmup_steps`, to `full`. `increment` must divide `full - start`. Early gradients agree with
+    each other, so a large batch gains little at first (McCandlish et al. 2018, arXiv 1812.06162).
+
+    The size depends only on the step and the recipe. Every layout therefore sees the same sequences
+    in the same steps, and a run can resume at any step."""
 
     full: int
     start: int
@@ -530,18 +625,18 @@ class BatchSizes:
 
     @property
     def rises(self) -> int:
-        """The number of times that the batch grows."""
+        """Number of times that the batch grows."""
         return (self.full - self.start) // self.increment
 
     def at(self, step: int) -> int:
-        """Returns the size of the batch of `step`, which counts from 0."""
+        """Returns the number of sequences in the batch of `step`. Steps count from 0."""
         if step >= self.warmup_steps:
             return self.full
         return self.start + self.increment * (self.rises * step // self.warmup_steps)
 
     def before(self, step: int) -> int:
-        """Returns the sequences in all batches before `step`, which is the number of its first
-        sample."""
+        """Returns the number of sequences in all batches before `step`, which is the index of its
+        first sample."""
         grown = (
             max(0, step - -(-rise * self.warmup_steps // self.rises))
             for rise in range(1, self.rises + 1)
@@ -551,7 +646,7 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything about a run, as one YAML file says it.
+    """Complete description of a run, as read from one YAML file.
 
     Example:
         >>> recipe = parallel3d.load_recipe(Path("my.yaml"), cards=shape_cards())
@@ -559,30 +654,38 @@ class Recipe:
         (200, 2, 4)
     """
 
-    # for pydantic; it holds for all sections
+    # pydantic applies this to all sections.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
 
+    # Architecture and size of the transformer.
     model: ModelConfig
+    # Length of the run, batches, precision, checks and evaluation.
     train: TrainConfig
+    # Layout: the size and the use of each axis of the mesh.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    # Optimizer and learning rate.
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # Loss scale for train.precision = fp16.
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    # Local SGD or DiLoCo.
     local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
+    # Training data and evaluation sets.
     data: DataConfig = field(default_factory=DataConfig)
+    # Saving and resuming.
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    # Log lines, metrics, profiles and dashboards.
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    run_dir: Text | None = None  # None: runs/<recipe name>
+    # Folder for everything that the run writes. None: `runs/<recipe name>`.
+    run_dir: Text | None = None
 
     @property
     def microbatches(self) -> int:
-        """The microbatches that each pipeline runs per step (fewer during a warm-up of the
-        batch)."""
+        """Number of microbatches per step and data-parallel rank, for a batch of full size."""
         return self.train.global_batch_size // (self.parallel.dp * self.parallel.microbatch_size)
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The global batch of each step. Without a start of the warm-up the batch is always
-        full."""
+        """Size of the global batch in each step."""
         train = self.train
         full = self.train.global_batch_size
         start = train.batch_warmup_start or full
@@ -592,14 +695,15 @@ class Recipe:
 
     @property
     def of_one_replica(self) -> Recipe:
-        """The recipe of one replica's run, on its share of the batch, if replicas train apart."""
+        """Recipe for one replica of local SGD: one replica, with its share of the batch."""
         share = self.train.global_batch_size // self.parallel.dp_replicate
         alone = replace(self.parallel, dp_replicate=1)
         return replace(self, parallel=alone, train=replace(self.train, global_batch_size=share))
 
 
-# The keys that are read only if another key has one of some values. A number must not have its
-# default; the value that stands here is an example.
+# Condition -> keys that are used only under that condition. A condition is a key and the values
+# that it may have. If the value of the key is a number or null, any value other than its default
+# will do, and the value here is an example for error messages.
 READ_IF = {
     "model.architecture llama": (
         "model.rope_theta model.qkv_bias model.qk_norm model.window model.rope_scaling"

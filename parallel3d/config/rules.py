@@ -1,10 +1,9 @@
-"""The rules between keys: the one registry that the trainer, the planner, `shard()` and the layers
-read.
+"""The rules between keys of a recipe. The trainer, the planner, `shard()` and the layers share
+them.
 
-Each rule is a function that yields one line for each value that breaks it: the key, its value, the
-rule, and a value that works. `schema` checks each value on its own, `rules_layout` the model and
-its layout, and this file all else.
-"""
+Each rule is a function that yields one line per violation: the key, its value, the rule, and a
+value that works. `schema` checks each value on its own, and `rules_layout` the model and its
+layout. This file has all other rules."""
 
 from __future__ import annotations
 
@@ -37,25 +36,25 @@ from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 from parallel3d.shard_sizes import divisors
 
-_MOST_PROBLEMS = 5  # lines of an error; further problems are counted
-# A step moves a running mean by 1 - beta of its distance from the new value, and bf16 rounds away a
-# change below 1/512.
+_MOST_PROBLEMS = 5  # Maximum number of problems that an error lists.
+# Largest beta or momentum with bf16 states. A step moves a running mean by 1 - beta of its distance
+# from the new value, and bf16 cannot represent relative changes below 1/512.
 _LARGEST_BF16_BETA = 0.99
-_BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end of a text
-# key -> the key and the values that it is read with
+_BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end-of-text token
+# Key -> the condition (another key and its values) under which it is used.
 _CONDITIONS = {key: condition for condition, keys in READ_IF.items() for key in keys.split()}
 _INSIDE_A_REPLICA = {hybrid: strategy for strategy, hybrid in HYBRID_OF.items()}
 
 
 def validate(recipe: Recipe) -> None:
-    """Raises one `ConfigError` with a line for each range and each rule that `recipe` breaks."""
+    """Raises one `ConfigError` with a line for each range and each rule that `recipe` violates."""
     refuse(range_errors(recipe))
     check_rules(recipe)
 
 
 def check_rules(recipe: Recipe) -> None:
-    """Raises one `ConfigError` with a line for each rule between keys that `recipe` breaks. Its
-    numbers are in range."""
+    """Raises one `ConfigError` with a line for each rule between keys that `recipe` violates.
+    Ranges must have been checked before."""
     checks = (
         unread_errors,
         model_errors,
@@ -73,7 +72,7 @@ def check_rules(recipe: Recipe) -> None:
         optimizer_errors,
     )
     lines = [line for check in checks for line in check(recipe)]
-    # a worker that finds a GPU by itself asks again, about that one
+    # With device = auto, the worker repeats this check for the GPU that it finds.
     if recipe.train.device == "cuda":
         lines += attention_errors(recipe, AttentionDevice("cuda"))
     is_apart = recipe.local_sgd.sync_every is not None
@@ -82,8 +81,8 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def refuse(problems: list[str]) -> None:
-    """Raises a `ConfigError` of all `problems`, the first few of them in full; returns where the
-    list is empty."""
+    """Raises a `ConfigError` that lists the first few of `problems` and counts the rest. Does
+    nothing if there are none."""
     if problems:
         rest = len(problems) - _MOST_PROBLEMS
         more = [f"... and {rest} more"] if rest > 0 else []
@@ -91,28 +90,29 @@ def refuse(problems: list[str]) -> None:
 
 
 def fit_to_workers(recipe: Recipe, workers: int) -> Recipe:
-    """Returns the recipe for so many workers, which the launcher has started. An elastic one keeps
-    tp, pp and dp_replicate and gets another dp_shard; the global batch stays, so that the losses
-    do, to rounding. Raises ConfigError where the layout needs another number of workers, with those
-    that it could have."""
+    """Adapts the recipe to the number of workers that the launcher has started.
+
+    With `parallel.elastic` only dp_shard changes. The global batch stays the same, so losses agree
+    to rounding. Raises ConfigError with the numbers of workers that would fit if the layout needs
+    another number."""
     parallel = recipe.parallel
     train = recipe.train
     if workers == parallel.world_size:
         return recipe
     if not parallel.elastic:
         raise ConfigError(
-            f"WORLD_SIZE = {workers}: parallel needs {product(parallel.axes)} workers; start that "
-            "many, change the layout, or try parallel.elastic=true, which sets dp_shard"
+            f"WORLD_SIZE = {workers}: the layout needs {product(parallel.axes)} workers; start "
+            "that many, change the layout, or try parallel.elastic=true, which sets dp_shard"
         )
     each = parallel.world_size // parallel.dp_shard
     dp_shard, rest = divmod(workers, each)
-    fault = f"must be a multiple of {each}, which parallel.elastic keeps"
+    fault = f"must be a multiple of {each}, the workers per data-parallel shard"
     if dp_shard and not rest:
         try:
             return _with_dp_shard(recipe, dp_shard)
         except ConfigError as error:
             broken = str(error).partition("\n")[0].partition("; try ")[0]
-            fault = f"makes dp_shard = {dp_shard}, and then {broken}"
+            fault = f"gives dp_shard = {dp_shard}, but {broken}"
     fitting = []
     for number in divisors(train.global_batch_size):
         with suppress(ConfigError):
@@ -129,18 +129,18 @@ def _with_dp_shard(recipe: Recipe, dp_shard: int) -> Recipe:
 
 
 def product(axes: Mapping[str, int]) -> str:
-    """Returns a layout as a product: pp 2 x dp_shard 2 x tp 2 = 8."""
+    """Formats the sizes of a layout, as in pp 2 x dp_shard 2 x tp 2 = 8."""
     factors = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "1"
     return f"{factors} = {prod(axes.values())}"
 
 
 def unread_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each key that is set and would not be read, so that no option is silently
-    ignored."""
+    """Yields an error line for each key that is set but would not be used, so that no option is
+    silently ignored."""
     for name, condition in _CONDITIONS.items():
         other, *values = condition.split()
         is_absent = recipe.model.rope_scaling is None and name.startswith("model.rope_scaling.")
-        # `models.custom` sees what a class of the user's own reads.
+        # A custom model class checks its own keys (`models.custom`).
         if is_absent or (recipe.model.is_custom and other == "model.architecture"):
             continue
         value, found = attrgetter(name, other)(recipe)
@@ -153,64 +153,65 @@ def unread_errors(recipe: Recipe) -> Iterator[str]:
             continue
         said = f"{name} = {shown(value)}" if isinstance(value, str | int | float) else name
         yield (
-            f"{said}: needs {wanted}, and that is {shown(found)}; try {other}={values[0]}, or drop "
-            f"{name}"
+            f"{said}: only used with {wanted}, but it is {shown(found)}; try {other}={values[0]}, "
+            f"or remove {name}"
         )
 
 
 @rule
 def local_sgd_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each setting of local SGD that does not fit the layout, the model or the length
-    of the run."""
+    """Yields an error line for each setting of local SGD that conflicts with the layout or the
+    length of the run."""
     local = recipe.local_sgd
     parallel = recipe.parallel
     if local.sync_every is None:
         return
     if parallel.elastic:
         yield (
-            "<parallel.elastic>: would move ranks between replicas, which <local_sgd.sync_every> "
-            "keeps apart; try parallel.elastic=false"
+            "<parallel.elastic>: cannot be combined with <local_sgd.sync_every>, because it "
+            "would move ranks between replicas; try parallel.elastic=false"
         )
     if parallel.dp_replicate == 1:
         yield (
-            "<local_sgd.sync_every>: needs replicas, and <parallel.dp_replicate>; try "
-            "parallel.dp_replicate=2, or local_sgd.sync_every=null"
+            "<local_sgd.sync_every>: requires at least 2 replicas, but <parallel.dp_replicate>; "
+            "try parallel.dp_replicate=2, or local_sgd.sync_every=null"
         )
     if parallel.sharding in _INSIDE_A_REPLICA:
         yield (
-            "<parallel.sharding>: sums gradients over parallel.dp_replicate in every step, which "
-            f"<local_sgd.sync_every> is to avoid; try {_INSIDE_A_REPLICA[parallel.sharding]}"
+            "<parallel.sharding>: reduces gradients over parallel.dp_replicate in every step, "
+            f"but <local_sgd.sync_every>; try {_INSIDE_A_REPLICA[parallel.sharding]}"
         )
     steps = recipe.train.steps
     yield from at_most(recipe, "local_sgd.sync_every", "train.steps", max(1, steps // 10))
     if local.nesterov and local.outer_momentum == 0:
         yield (
-            "<local_sgd.nesterov>: needs momentum, and <local_sgd.outer_momentum>; try "
+            "<local_sgd.nesterov>: requires momentum, but <local_sgd.outer_momentum>; try "
             "local_sgd.nesterov=false, or local_sgd.outer_momentum=0.9"
         )
 
 
 @rule
 def offload_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each section that sends parameters or momenta, which then are on the CPU."""
+    """Yields an error line for each feature that sends parameters or momentum between GPUs, because
+    offloading keeps them on the CPU."""
     if not recipe.parallel.offload:
         return
     if recipe.optimizer.name == "muon":
         yield (
-            "<parallel.offload>: keeps momenta on the CPU, and <optimizer.name> sends them between "
-            "GPUs; try optimizer.name=adamw, or parallel.offload=false"
+            "<parallel.offload>: keeps momentum on the CPU, but <optimizer.name> sends it "
+            "between GPUs; try optimizer.name=adamw, or parallel.offload=false"
         )
     if recipe.local_sgd.sync_every is not None:
         yield (
-            "<parallel.offload>: keeps parameters on the CPU, and <local_sgd.sync_every> sends "
+            "<parallel.offload>: keeps parameters on the CPU, but <local_sgd.sync_every> sends "
             "them between GPUs; try local_sgd.sync_every=null, or parallel.offload=false"
         )
 
 
 @rule
 def train_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each rule of the length of the run, its learning rate, its evaluations and its
-    samples."""
+    """Yields an error line for each violated rule of the length of the run, the learning rate,
+    evaluations and samples."""
     train = recipe.train
     optimizer = recipe.optimizer
     end = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
@@ -220,70 +221,68 @@ def train_errors(recipe: Recipe) -> Iterator[str]:
     yield from at_most(recipe, "optimizer.warmup_steps", "optimizer.decay_start", 0)
     if optimizer.schedule == "wsd" and optimizer.decay_start is None:
         yield (
-            "<optimizer.schedule>: needs the step up to which the rate stays at its peak; try "
-            f"optimizer.decay_start={last * 9 // 10}"
+            "<optimizer.schedule>: requires optimizer.decay_start, the last step at the peak "
+            f"learning rate; try optimizer.decay_start={last * 9 // 10}"
         )
     if optimizer.schedule == "range_test" and optimizer.min_lr_ratio == 0:
         yield (
-            "<optimizer.min_lr_ratio>: the rate of a range test rises from that share of its last; "
-            "try 1e-6"
+            "<optimizer.min_lr_ratio>: must be above 0 for a range test, whose learning rate "
+            "begins at this fraction of its end; try 1e-6"
         )
     names = [each.name for each in recipe.data.evaluation]
     for index, name in enumerate(names):
         if not re.fullmatch(r"[\w.-]+", name) or name in ("validation", *names[:index]):
             yield (
-                f"data.evaluation[{index}].name = {name}: must be of letters, digits, -, _ and ., "
-                f"and neither validation nor the name of another set; try set-{index + 1}"
+                f"data.evaluation[{index}].name = {name}: must contain only letters, digits, -, _ "
+                f"and ., must be unique, and must not be validation; try set-{index + 1}"
             )
     if train.on_spike == "rollback" and recipe.checkpoint.every is None:
         yield (
-            "<train.on_spike>: goes back to a checkpoint, and <checkpoint.every>; try "
+            "<train.on_spike>: requires checkpoints, but <checkpoint.every>; try "
             "checkpoint.every=100"
         )
-    yield from at_most(recipe, "train.sample_top_k", "model.vocab", "1, which is greedy")
+    yield from at_most(recipe, "train.sample_top_k", "model.vocab", "1 (greedy)")
 
 
 @rule
 def data_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each setting of the data that contradicts another one."""
+    """Yields an error line for each setting of the data that conflicts with another one."""
     data = recipe.data
     vocab = recipe.model.vocab
     if data.tokenizer == "bytes" and data.source != "tokens":
         if vocab < _BYTE_TOKENIZER_IDS:
             yield (
-                f"<model.vocab>: must be at least {_BYTE_TOKENIZER_IDS}, the ids of "
-                "<data.tokenizer>; try "
-                f"{multiple_from(_BYTE_TOKENIZER_IDS, recipe.parallel.tp)}"
+                f"<model.vocab>: must be at least {_BYTE_TOKENIZER_IDS}, the number of token IDs "
+                f"of <data.tokenizer>; try {multiple_from(_BYTE_TOKENIZER_IDS, recipe.parallel.tp)}"
             )
         if data.end_of_text is not None:
             yield (
-                "<data.end_of_text>: <data.tokenizer> has one of its own; try data.end_of_text=null"
+                "<data.end_of_text>: must be null with <data.tokenizer>; try data.end_of_text=null"
             )
     if data.documents == "mask" and recipe.model.attention_dropout:
         yield (
-            "<data.documents>: computes each document by itself, for which "
-            "<model.attention_dropout> has no kernel; try model.attention_dropout=0, or "
-            "data.documents=join"
+            "<data.documents>: is not supported with <model.attention_dropout>; try "
+            "model.attention_dropout=0, or data.documents=join"
         )
     for token in data.ignore_token_ids:
         if not 0 <= token < vocab:
             yield (
-                f"<data.ignore_token_ids>: {token} is no token of <model.vocab>; try ids from 0 to "
-                f"{vocab - 1}"
+                f"<data.ignore_token_ids>: {token} is not a token ID, because <model.vocab>; try "
+                f"IDs from 0 to {vocab - 1}"
             )
     for index, each in enumerate(data.skip):
         if each.last < each.first:
             yield (
-                f"data.skip[{index}].last = {each.last}: comes before its first, {each.first}; try "
-                f"{{first: {each.last}, last: {each.first}}}"
+                f"data.skip[{index}].last = {each.last}: must not be below first = {each.first}; "
+                f"try {{first: {each.last}, last: {each.first}}}"
             )
     if data.source != "stdlib" and not data.path and not data.sources:
-        yield "<data.path>: <data.source> needs a file or a folder; try data.path=corpus"
+        yield "<data.path>: <data.source> requires a file or a folder; try data.path=corpus"
 
 
 @rule
 def file_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each rule of checkpoints and folders."""
+    """Yields an error line for each violated rule of checkpoints and folders."""
     checkpoint = recipe.checkpoint
     run_dir = recipe.run_dir
     start = recipe.checkpoint.start_from
@@ -301,19 +300,20 @@ def file_errors(recipe: Recipe) -> Iterator[str]:
         return
     if checkpoint.resume not in ("none", "auto"):
         yield (
-            "<checkpoint.resume>: resumes a run, and <checkpoint.start_from> begins a new one; try "
-            "checkpoint.resume=auto, or checkpoint.start_from=null"
+            "<checkpoint.resume>: resumes a run, but <checkpoint.start_from> starts a new one; "
+            "try checkpoint.resume=auto, or checkpoint.start_from=null"
         )
     elif run_dir is not None and Path(start).resolve().is_relative_to(Path(run_dir).resolve()):
         yield (
-            "<checkpoint.start_from>: lies in <run_dir>, where the new run is to be; try "
-            f"run_dir={run_dir}-2"
+            "<checkpoint.start_from>: must not be inside <run_dir>, the folder of the new run; "
+            f"try run_dir={run_dir}-2"
         )
 
 
 @rule
 def logging_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each setting of profiles that means nothing in this run."""
+    """Yields an error line for each setting of timelines and profiles outside the steps or ranks of
+    the run."""
     logging = recipe.logging
     steps = recipe.train.steps
     ranks = recipe.parallel.world_size
@@ -333,16 +333,16 @@ def logging_errors(recipe: Recipe) -> Iterator[str]:
 
 @rule
 def optimizer_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each rule of the optimizer's own keys."""
+    """Yields an error line for each violated rule of the keys of the optimizer."""
     config = recipe.optimizer.resolved
     if config.name == "sgd" and config.nesterov and config.momentum == 0:
         yield (
-            "<optimizer.nesterov>: needs momentum, and <optimizer.momentum>; try "
+            "<optimizer.nesterov>: requires momentum, but <optimizer.momentum>; try "
             "optimizer.momentum=0.9"
         )
     if config.state_dtype != "bf16":
         return
-    limit = f"at most {_LARGEST_BF16_BETA} with <optimizer.state_dtype>, or bf16 rounds steps away"
+    limit = f"at most {_LARGEST_BF16_BETA} with <optimizer.state_dtype>, or bf16 loses updates"
     if config.name != "sgd" and max(config.betas) > _LARGEST_BF16_BETA:
         yield f"<optimizer.betas>: must be {limit}; try [0.9, 0.95]"
     if (config.momentum or 0) > _LARGEST_BF16_BETA:

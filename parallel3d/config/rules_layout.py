@@ -1,5 +1,5 @@
-"""The rules that a model and its layout must keep: what tp, the data ranks, the stages and the
-microbatches divide."""
+"""The rules for a model and its layout: divisibility by tp, data-parallel ranks, stages and
+microbatches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from parallel3d.shard_sizes import divisors, shard_rows
 
 
 def rule(check: Callable[[Recipe], Iterator[str]]) -> Callable[[Recipe], Iterator[str]]:
-    """Decorates a function that yields error lines: a key in angle brackets is given its value, so
-    that `<parallel.tp>` becomes `parallel.tp = 3`."""
+    """Decorates a function that yields error lines. A key in angle brackets is followed by its
+    value, so that `<parallel.tp>` becomes `parallel.tp = 3`."""
 
     def lines(recipe: Recipe) -> Iterator[str]:
         for line in check(recipe):
@@ -38,52 +38,53 @@ def rule(check: Callable[[Recipe], Iterator[str]]) -> Callable[[Recipe], Iterato
 
 
 def at_most(recipe: Recipe, key: str, limit: str, tries: object) -> Iterator[str]:
-    """One line, for a `rule` to yield, if the number at `key` is larger than the one at the key
-    `limit`."""
+    """Yields an error line, for use in a `rule`, if the value of `key` is larger than the value of
+    the key `limit`."""
     value, most = attrgetter(key, limit)(recipe)
     if None not in (value, most) and value > most:
         yield f"<{key}>: must be at most <{limit}>; try {tries}"
 
 
 def divides_key_value_heads(kv_heads: int, tp: int) -> bool:
-    """True if each tp rank computes equally many key-value heads, or tp / kv_heads ranks compute
-    each of them."""
+    """Returns True if tp splits the key-value heads evenly, or if each of them can be replicated on
+    tp / kv_heads ranks."""
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
 @rule
 def model_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each key of the model that does not fit the others, tp or the length of a
-    sequence."""
+    """Yields an error line for each key of the model that conflicts with other keys, tp or the
+    sequence length."""
     model = recipe.model
     tp = recipe.parallel.tp
     seq_len = recipe.train.seq_len
     if model.head_dim is None and model.hidden % model.heads:
-        # A divisor of half the width leaves an even number to each head.
+        # A divisor of hidden / 2 gives an even head_dim.
         tries = any_of(nearest(divisors(model.hidden // 2), model.heads) or [1])
         yield f"<model.heads>: must divide <model.hidden>; try {tries}"
     elif model.head_size % 2 and model.architecture == "llama":
         yield (
-            f"model.head_dim = {model.head_size}: must be even, as rotary positions turn pairs of "
-            f"numbers; try model.head_dim={model.head_size + 1}"
+            f"model.head_dim = {model.head_size}: must be even for rotary positions; try "
+            f"model.head_dim={model.head_size + 1}"
         )
     if model.heads % model.key_value_heads:
         tries = any_of(nearest(divisors(model.heads), model.key_value_heads))
         yield f"<model.kv_heads>: must divide <model.heads>; try {tries}"
     if not shard_rows(model.vocab, tp - 1, tp):
         yield (
-            "<model.vocab>: leaves a rank of <parallel.tp> without a row of the embedding; try "
+            "<model.vocab>: leaves a rank without embedding rows, because <parallel.tp>; try "
             f"{multiple_from(model.vocab, tp)}"
         )
     if model.architecture not in ("llama", "gpt") and not model.is_custom:
         yield "<model.architecture>: must be llama, gpt or module:Class; try my_model:MyModel"
     elif model.options and not model.is_custom:
-        yield "<model.options>: are for a class of your own, my_model:MyModel; try to drop them"
+        yield "<model.options>: only for a class of your own, my_model:MyModel; try to remove them"
     if model.architecture == "gpt" and (model.max_positions or 0) < seq_len:
         yield f"<model.max_positions>: must be at least <train.seq_len>; try {seq_len}"
 
 
-# The keys that only one type of `model.rope_scaling` has, the lower bound of its blend first.
+# Keys of `model.rope_scaling` that only one type uses. The lower bound of the blend is first, the
+# upper second.
 SCALING_KEYS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast", "attention_factor"),
@@ -92,7 +93,7 @@ SCALING_KEYS = {
 
 @rule
 def rope_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each key of `model.rope_scaling` that does not fit the others."""
+    """Yields an error line if the bounds in `model.rope_scaling` are in the wrong order."""
     scaling = recipe.model.rope_scaling
     if scaling is None:
         return
@@ -106,7 +107,7 @@ def rope_errors(recipe: Recipe) -> Iterator[str]:
 
 @rule
 def parallel_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each rule that tp or recompute breaks."""
+    """Yields an error line for each violated rule of tp or recompute."""
     model = recipe.model
     parallel = recipe.parallel
     split_by_tp = {"model.heads": model.heads, "model.ffn_hidden": model.ffn_hidden}
@@ -125,72 +126,71 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
         )
     if (parallel.recompute == "every_n") != (parallel.recompute_every is not None):
         yield (
-            "<parallel.recompute_every>: is for parallel.recompute = every_n, and that is "
-            f"{parallel.recompute}; try parallel.recompute=every_n with parallel.recompute_every=2"
+            "<parallel.recompute_every>: must be set if and only if parallel.recompute = "
+            "every_n; try parallel.recompute=every_n with parallel.recompute_every=2"
         )
     yield from at_most(recipe, "parallel.recompute_every", "model.layers", 2)
 
 
 def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
-    """One line for each rule of the data dimension that a layout breaks."""
+    """Yields an error line for each violated rule of the data-parallel axes."""
     stage = parallel.zero_stage
     replicas = parallel.dp_replicate
     strategy = parallel.strategy
     if stage is not None and (meant := strategy_of(None, stage, replicas)) != strategy:
         yield (
-            f"parallel.zero_stage = {stage}: is another name for parallel.sharding = {meant}, "
-            f"and that is {strategy}; try parallel.zero_stage=null"
+            f"parallel.zero_stage = {stage}: means parallel.sharding = {meant}, but that is "
+            f"{strategy}; try parallel.zero_stage=null"
         )
     if (error := replication_error(strategy, replicas)) is not None:
         yield error
     is_replicated = strategy in REPLICATED
     for key, usual, other in (("gather", None, 3), ("reduce", "step", 2), ("prefetch", None, 3)):
-        # Earlier runs have written down gather=step.
+        # config.yaml of earlier runs contains gather = step.
         if is_replicated and getattr(parallel, key) not in (usual, "step"):
             yield (
-                f"parallel.{key} = {getattr(parallel, key)}: parallel.sharding = {strategy} has "
-                "full parameters and gradients on each rank; try "
+                f"parallel.{key} = {getattr(parallel, key)}: not used with parallel.sharding = "
+                f"{strategy}, which keeps full parameters and gradients on each rank; try "
                 f"parallel.{key}={shown(usual)}, or parallel.zero_stage={other}"
             )
     if is_replicated and parallel.offload:
         yield (
-            f"parallel.offload = true: parallel.sharding = {strategy} has full parameters on each "
-            "rank; try parallel.sharding=FULL_SHARD"
+            f"parallel.offload = true: not supported with parallel.sharding = {strategy}, which "
+            "keeps full parameters on each rank; try parallel.sharding=FULL_SHARD"
         )
-    # Earlier runs have written down the usual size.
+    # config.yaml of earlier runs contains the default size.
     if not is_replicated and parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):
         yield (
-            f"parallel.bucket_mib = {parallel.bucket_mib}: parallel.sharding = {strategy} sends "
-            "block by block; drop it, or try parallel.sharding=NO_SHARD"
+            f"parallel.bucket_mib = {parallel.bucket_mib}: not used with parallel.sharding = "
+            f"{strategy}, which sends block by block; remove it, or try parallel.sharding=NO_SHARD"
         )
     if parallel.reduce == "microbatch" and SCHEDULES[parallel.schedule].splits_backward:
         yield (
-            "parallel.reduce = microbatch: needs backwards in one piece, and parallel.schedule = "
-            f"{parallel.schedule} splits them; try parallel.reduce=step, or parallel.schedule=1f1b"
+            f"parallel.reduce = microbatch: not with parallel.schedule = {parallel.schedule}, "
+            "which splits the backward pass; try parallel.reduce=step, or parallel.schedule=1f1b"
         )
     if parallel.reduce == "microbatch" and parallel.reduce_dtype == "bf16" and replicas > 1:
         yield (
-            f"parallel.reduce = microbatch: parallel.dp_replicate = {replicas} and "
-            "parallel.reduce_dtype = bf16 would add microbatches up in bf16; try "
+            "parallel.reduce = microbatch: would accumulate gradients in bf16, because "
+            f"parallel.reduce_dtype = bf16 and parallel.dp_replicate = {replicas}; try "
             "parallel.reduce=step, or parallel.reduce_dtype=fp32"
         )
 
 
 def replication_error(strategy: ShardingName, dp_replicate: int) -> str | None:
-    """The error of a strategy that splits over all data ranks where there are replicas; None where
-    the two fit."""
+    """Returns the error of a strategy that does not allow replicas, or None if strategy and
+    replicas are compatible."""
     if strategy not in HYBRID_OF or dp_replicate == 1:
         return None
     return (
-        f"parallel.sharding = {strategy}: leaves nothing to replicate, and parallel.dp_replicate = "
+        f"parallel.sharding = {strategy}: does not support replicas, but parallel.dp_replicate = "
         f"{dp_replicate}; try {HYBRID_OF[strategy]}, or parallel.dp_replicate=1"
     )
 
 
 @rule
 def schedule_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each rule of the pipeline that the recipe breaks: its stages, and the schedule's
-    on each rank."""
+    """Yields an error line for each violated rule of the pipeline stages and the schedule."""
     parallel = recipe.parallel
     layers = recipe.model.layers
     virtual = parallel.virtual_stages
@@ -198,8 +198,8 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
     boundaries = parallel.stage_boundaries
     if parallel.stages > layers:
         yield (
-            f"<parallel.pp>: <model.layers> cannot fill {parallel.stages} stages, with "
-            f"<parallel.virtual_stages>; try parallel.pp={max(1, layers // virtual)} or "
+            f"<parallel.pp>: {parallel.stages} stages (<parallel.virtual_stages>) need at least "
+            f"as many layers, but <model.layers>; try parallel.pp={max(1, layers // virtual)} or "
             f"model.layers={parallel.stages}"
         )
     elif boundaries is not None and (
@@ -217,21 +217,21 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
         )
     elif stages.usual > 1 and 1 in (virtual, parallel.pp):
         yield (
-            "<parallel.schedule>: interleaves the stages of a pipeline, and needs more than "
-            "<parallel.pp> and <parallel.virtual_stages>; try parallel.pp=2 with "
+            "<parallel.schedule>: interleaves stages, so pp and virtual_stages must be at least "
+            "2, but <parallel.pp> and <parallel.virtual_stages>; try parallel.pp=2 with "
             "parallel.virtual_stages=2, or parallel.schedule=1f1b with parallel.virtual_stages=1"
         )
 
 
 @rule
 def batch_errors(recipe: Recipe) -> Iterator[str]:
-    """One line for each number of sequences that does not divide over the data ranks and their
-    microbatches, and for each rule that the warm-up of the batch breaks."""
+    """Yields an error line for each number of sequences that data-parallel ranks and microbatches
+    do not divide, and for each violated rule of the batch warmup."""
     parallel = recipe.parallel
     train = recipe.train
     start = train.batch_warmup_start
     full = train.global_batch_size
-    # sequences that one microbatch takes over all data ranks
+    # sequences in one microbatch of all data-parallel ranks
     slice_ = parallel.dp * parallel.microbatch_size
     sizes = {"global_batch_size": full}
     if train.eval_every is not None:
@@ -242,7 +242,7 @@ def batch_errors(recipe: Recipe) -> Iterator[str]:
     for key, size in sizes.items():
         if size % slice_:
             yield (
-                f"train.{key} = {size}: must be a multiple of data ranks {parallel.dp} x "
+                f"train.{key} = {size}: must be a multiple of {parallel.dp} data-parallel ranks x "
                 f"parallel.microbatch_size {parallel.microbatch_size} = {slice_}; try "
                 f"{any_of(multiples_near(size, slice_))}"
             )
@@ -250,7 +250,7 @@ def batch_errors(recipe: Recipe) -> Iterator[str]:
         return
     if train.batch_warmup_steps is None:
         yield (
-            "<train.batch_warmup_start>: needs train.batch_warmup_steps; try "
+            "<train.batch_warmup_start>: requires train.batch_warmup_steps; try "
             f"{max(1, train.steps // 10)}"
         )
     yield from at_most(recipe, "train.batch_warmup_start", "train.global_batch_size", slice_)

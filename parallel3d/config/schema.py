@@ -1,4 +1,4 @@
-"""The keys of a recipe, read off its dataclasses, and pydantic's errors in this project's words."""
+"""The keys of a recipe, read from its dataclasses, and the translation of pydantic's errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel3d.config.yaml_text import Setting, shown
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-# pydantic's words -> ours
+# pydantic's words -> the words of this project's errors
 _WORDS = {
     "Input should be": "must be",
     "String should": "must",
@@ -35,14 +35,14 @@ _WORDS = {
 
 
 class Key(NamedTuple):
-    """The type of a key, without None and ranges, and its default."""
+    """Type of a key, without None and its range, and its default."""
 
     hint: Any
     default: Any
 
     @property
     def section(self) -> Any:
-        """The dataclass of a section, or of the entries of a list; else None."""
+        """Dataclass of a section or of the entries of a list, else None."""
         for each in (self.hint, *get_args(self.hint)):
             if is_dataclass(each):
                 return each
@@ -51,8 +51,8 @@ class Key(NamedTuple):
 
 @cache
 def keys_of(owner: Any, under: str = "") -> dict[str, Key]:
-    """Returns the keys of a dataclass and of its sections by dotted names. Those of a list's
-    entries are named as if the list were a section."""
+    """Returns the keys of a dataclass and its sections by dotted names. Keys inside a list are
+    named as if the list were a section."""
     hints = get_type_hints(owner)
     keys = {}
     for field in fields(owner):
@@ -71,32 +71,36 @@ KEYS = keys_of(Recipe)
 
 @cache
 def adapter(owner: Any) -> TypeAdapter[Any]:
-    """Returns the validator of a dataclass. pydantic is imported here: --help needs none."""
+    """Returns the pydantic validator of a dataclass. pydantic is imported here because --help does
+    not need it."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(owner)
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Returns the JSON schema of a recipe file, for editors."""
+    """Returns the JSON schema of a recipe file, for completion in editors."""
     schema = adapter(Recipe).json_schema()
-    del schema["$defs"]["ModelConfig"]["required"]  # a shape card may give these
+    del schema["$defs"]["ModelConfig"]["required"]  # A shape card can provide these.
     return schema
 
 
 def range_errors(section: Any) -> list[str]:
-    """Returns a line for each number of a section, or of a recipe, that is out of its range."""
+    """Returns an error line for each number of a section or recipe that is out of range."""
     return read(type(section), asdict(section))[1]
 
 
 def read(
     owner: Any, tree: Mapping[str, Any], settings: Sequence[Setting] = ()
 ) -> tuple[Any, list[str]]:
-    """Returns the dataclass that a tree of values stands for, or None and a line for each error.
-    `settings` say where each value comes from."""
+    """Validates a tree of values as the dataclass `owner`.
+
+    Returns the dataclass, or None and an error line for each problem. `settings` give the origin of
+    each value."""
     from pydantic import ValidationError
 
-    # JSON has the types of YAML: lists for tuples, dicts for sections, nothing else converted.
+    # Validate as JSON, which has the types of YAML: lists become tuples, dicts become sections, and
+    # nothing else is converted.
     text = json.dumps(tree, default=str)
     try:
         return adapter(owner).validate_json(text, strict=True), []
@@ -107,8 +111,8 @@ def read(
     if missing:
         tries = "set them" if missing[1:] else "set it"
         if "model.layers" in missing:
-            tries += ", or pick a shape card, such as model.name = llama3-8b"
-        lines.append(f"{', '.join(missing)}: required and not given; {tries}")
+            tries += ", or choose a shape card, such as model.name = llama3-8b"
+        lines.append(f"{', '.join(missing)}: required but not set; {tries}")
     return None, lines
 
 
@@ -118,8 +122,8 @@ def _name(place: Sequence[int | str]) -> str:
 
 
 def _line(owner: Any, error: Mapping[str, Any], settings: Sequence[Setting]) -> str:
-    """Returns the line of one of pydantic's errors: the key, its value and origin, the rule, and a
-    value that works."""
+    """Formats one error of pydantic: the key, its value and origin, the rule, and a value that
+    works."""
     name = _name(error["loc"])
     value = error["input"]
     listed = name.partition("[")[0]
@@ -135,7 +139,7 @@ def _line(owner: Any, error: Mapping[str, Any], settings: Sequence[Setting]) -> 
         rule = rule.replace(theirs, ours)
     tries = _example(key, error.get("ctx", {}))
     if isinstance(value, bool):
-        rule += " (YAML reads a bare yes, no, on or off as true or false; quote it)"
+        rule += " (YAML reads yes, no, on and off without quotes as true or false; add quotes)"
     elif error["type"] == "string_type" and not isinstance(value, list | dict):
         tries = f"; try '{shown(value)}'"
     elif key.section is not None:
@@ -144,7 +148,7 @@ def _line(owner: Any, error: Mapping[str, Any], settings: Sequence[Setting]) -> 
 
 
 def _example(key: Key, limits: Mapping[str, Any]) -> str:
-    """Returns a value that works: the default, or one at a limit of the range."""
+    """Returns a value that works: the default, or one at the limit of the range."""
     if key.default not in (MISSING, None, ()):
         return f"; try {shown(key.default)}"
     if "gt" in limits:

@@ -1,8 +1,7 @@
-"""Reads YAML text into a flat list of settings, each of which knows its file and line.
+"""Reads YAML text into a flat list of settings, each with its file and line.
 
-The text may come from outside: only plain YAML is read (no tags, no references to the environment),
-and every fault in it is a `ConfigError` of one line.
-"""
+The text may come from an untrusted source. Only plain YAML is accepted, without tags, aliases or
+environment variables, and every error is a `ConfigError` of one line."""
 
 from __future__ import annotations
 
@@ -16,37 +15,39 @@ import yaml
 from parallel3d.errors import ConfigError
 
 COMMAND_LINE = "command line"
-# a recipe has a few kB, and one of 1 MiB takes half a minute to parse
+# Recipes have a few kB. Parsing 1 MiB would take half a minute.
 _LARGEST_FILE_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One value for one key."""
+    """A value for a key, with its origin."""
 
-    key: str  # dotted: optimizer.lr
-    value: object  # a number, text, a bool, None, a list of them, or a list of dicts of all these
-    origin: str  # the place that gives it: "my.yaml:12", "command line"
+    key: str  # dotted name, such as optimizer.lr
+    value: object  # scalar, list of scalars, or list of dicts
+    origin: str  # source of the value, such as "my.yaml:12" or "command line"
 
     def __str__(self) -> str:
         return f"{shown(self.key)} = {shown(self.value)} ({self.origin})"
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Reads plain YAML, and 1e-4 as a number, which YAML 1.1 reads as text because it wants 1.0e-4.
-    References are refused, because they can make a short file larger than memory."""
+    """Loads plain YAML. Accepts 1e-4 as a number, which YAML 1.1 reads as text, and refuses
+    aliases, which can expand a short file beyond memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.MarkedYAMLError(
-                problem="a reference (*name) is not read; write the value out", problem_mark=mark
+                problem="aliases (*name) are not supported; write the value itself",
+                problem_mark=mark,
             )
         return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `PlainLoader` reads: quotes text such as 1e-4, and writes tuples as lists."""
+    """Dumps YAML that `PlainLoader` reads back: quotes text such as "1e-4", and writes tuples as
+    lists."""
 
 
 for _side in (PlainLoader, _Dumper):
@@ -59,8 +60,8 @@ _Dumper.add_representer(tuple, _Dumper.represent_list)
 
 
 def read_settings(path: Path, *, under: str = "") -> list[Setting]:
-    """Returns the settings of a YAML file, in its order. `under` is put before each key (`model`
-    for a shape card)."""
+    """Reads the settings of a YAML file, in order. `under` is prefixed to each key (`model` for a
+    shape card)."""
     try:
         loader = PlainLoader(read_short(path, "a recipe is a short YAML file").decode())
         root = loader.get_single_node()
@@ -68,7 +69,7 @@ def read_settings(path: Path, *, under: str = "") -> list[Setting]:
             return []
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(
-                f"{path}: must hold keys and values, such as `train:` and below it `  steps: 100`"
+                f"{path}: must contain keys and values, such as `train:` and below it `  steps: 1`"
             )
         settings = list(_flatten(loader, root, under, path.name))
     except OSError as e:
@@ -81,17 +82,18 @@ def read_settings(path: Path, *, under: str = "") -> list[Setting]:
     for setting in settings:
         if first.setdefault(setting.key, setting) is not setting:
             raise ConfigError(
-                f"{setting}: given before, at {first[setting.key].origin}; keep one of the two"
+                f"{setting}: already set at {first[setting.key].origin}; keep one of the two"
             )
     return settings
 
 
 def read_short(path: Path, kind: str, most: int = _LARGEST_FILE_BYTES) -> bytes:
-    """Returns the content of a file that people write. Raises ConfigError, which says what `kind`
-    of file it should be, where the file is too large, or a pipe or a device, which might never end;
-    and OSError as `open` does."""
-    if path.is_fifo():  # opening it would wait for ever
-        raise ConfigError(f"{path}: is no regular file; {kind}")
+    """Returns the content of a short file written by a user.
+
+    Raises OSError as `open` does, and ConfigError if the file is too large or is a pipe or device,
+    which may never end. `kind` describes the expected file in the error."""
+    if path.is_fifo():  # opening it could block forever
+        raise ConfigError(f"{path}: not a regular file; {kind}")
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -100,8 +102,8 @@ def read_short(path: Path, kind: str, most: int = _LARGEST_FILE_BYTES) -> bytes:
 
 
 def plain_name(name: object) -> str:
-    """Returns `name`, which a file gives for another file of its own folder. Raises ValueError if
-    it is not the name of such a file, because a path could lead anywhere."""
+    """Returns a file name that a file gives for another file in its own folder. Raises ValueError
+    for a path, which could point anywhere."""
     if (
         not isinstance(name, str)
         or not name.isprintable()
@@ -113,7 +115,7 @@ def plain_name(name: object) -> str:
 
 
 def parse_value(text: str, key: str) -> object:
-    """Returns the value of `key=text` on the command line, read as YAML reads it in a file."""
+    """Parses the value of `key=text` on the command line as YAML."""
     try:
         return yaml.load(text, PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as e:
@@ -123,12 +125,12 @@ def parse_value(text: str, key: str) -> object:
 
 
 def dump_yaml(tree: object) -> str:
-    """Returns the YAML text of plain dicts, lists, tuples and scalars, in their order."""
+    """Dumps plain dicts, lists, tuples and scalars as YAML, in their order."""
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def shown(value: object) -> str:
-    """Returns a value as a person would type it, cut to a length that fits an error's line."""
+    """Formats a value as a user would type it, shortened to fit an error line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     text = str(list(value) if isinstance(value, tuple) else value) or "''"

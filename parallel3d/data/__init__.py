@@ -1,1 +1,1 @@
-"""From files to batches: source -> corpus -> order -> loader. The loader alone imports torch."""
+"""From files to batches: source -> corpus -> order -> loader. Only the loader imports torch."""

@@ -1,6 +1,7 @@
-"""A corpus: two streams of token ids, for training and for validation. Text is tokenized at the
-start, and every process holds all of it in memory; files of ids (`data.source: tokens`) are read
-when their windows are drawn."""
+"""A corpus: two streams of token IDs, for training and validation.
+
+Text is tokenized when the run starts, and every process keeps all of it in memory. Files of token
+IDs (`data.source: tokens`) are read when their windows are drawn."""
 
 from __future__ import annotations
 
@@ -22,27 +23,28 @@ from parallel3d.errors import ConfigError, DataError
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token ids of the documents, one after the other, each followed by the end of text."""
+    """Token IDs of all documents in sequence, each followed by the end-of-text token."""
 
     train: TokenStream
     validation: TokenStream
     config: DataConfig
-    document_end: int | None  # the id that ends a document, if attention stays within documents
+    document_end: int | None  # end-of-text ID, if attention stays within documents
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the ids come from. A run on files of ids works without its library."""
+        """The tokenizer of the token IDs. It is created on use, so that training on token files
+        does not need its library."""
         return find_tokenizer(self.config)
 
 
 def load_corpora(data: DataConfig) -> tuple[Corpus, ...]:
-    """Loads the corpora that `data` names: one for each of its sources, or a single one."""
+    """Loads the corpora in `data`: one per source, or a single one."""
     return tuple(load_corpus(each) for each in data.corpora)
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Reads and tokenizes all documents that `config` names, or opens the files of ids. Raises
-    ConfigError and DataError as `find_documents` and `open_tokens` do."""
+    """Reads and tokenizes all documents in `config`, or opens its token files. Raises ConfigError
+    and DataError as `find_documents` and `open_tokens` do."""
     if config.source == "tokens":
         files = open_token_files(config)
         return Corpus(files.train, files.validation, config, document_end(config, files))
@@ -54,14 +56,15 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 
 def open_token_files(config: DataConfig) -> TokenFiles:
-    """Opens the files of ids that `data.path` names. Raises DataError where they are not whole."""
+    """Opens the token files at `data.path`. Raises DataError if they are incomplete."""
     return open_tokens(Path(os.path.expanduser(config.path or "")), config.validation_fraction)
 
 
 def find_tokenizer(config: DataConfig) -> Tokenizer:
-    """Returns the tokenizer of a corpus, without a look at its text: the own one of a folder of ids
-    if it has one, else `data.tokenizer`. Raises ConfigError or DataError if neither or both name it
-    or it cannot be read."""
+    """Returns the tokenizer of a corpus without reading its text: that of a folder of tokens if it
+    has one, else `data.tokenizer`.
+
+    Raises ConfigError or DataError if neither or both name a tokenizer, or if it cannot be read."""
     own = None
     if config.source == "tokens":
         header = open_token_files(config).header
@@ -70,8 +73,8 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
         if (own is None) == (config.tokenizer == "bytes"):
             raise ConfigError(
                 f"data.tokenizer = {config.tokenizer}: must be a tokenizer.json if data.path = "
-                f"{config.path} has no tokenizer, and left out if it has; train.sample_tokens=0 "
-                "needs none"
+                f"{config.path} does not include a tokenizer, and must not be set if it does; or "
+                "try train.sample_tokens=0, which needs no tokenizer"
             )
     if own is None:
         return build_tokenizer(config.tokenizer, config.end_of_text)
@@ -83,7 +86,7 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMemory:
-    """Reads and tokenizes the documents, each followed by the end of text."""
+    """Reads and tokenizes the documents, each followed by the end-of-text token."""
     pieces: list[TokenIds] = []
     for document in documents:
         ids = ids_of(document, tokenizer)
@@ -92,8 +95,8 @@ def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMe
 
 
 def document_end(config: DataConfig, files: TokenFiles) -> int | None:
-    """Returns the id that ends a document of `files`, or None if documents are joined. Raises
-    ConfigError if attention stays within documents and nothing names that id."""
+    """Returns the ID that ends a document of `files`, or None if documents are joined. Raises
+    ConfigError if attention stays within documents but the ID is unknown."""
     if config.documents == "join":
         return None
     if files.header is None:
@@ -102,27 +105,29 @@ def document_end(config: DataConfig, files: TokenFiles) -> int | None:
     elif files.header.end_of_text is not None:
         return files.header.end_of_text
     raise ConfigError(
-        f"data.documents = mask: data.path = {config.path} does not say which id ends a document; "
-        "try data.tokenizer=tokenizer.json, the path of their tokenizer, or data.documents=join"
+        f"data.documents = mask: data.path = {config.path} does not specify the end-of-text ID; "
+        "try data.tokenizer=tokenizer.json, the path of its tokenizer, or data.documents=join"
     )
 
 
 def ids_of(document: Document, tokenizer: Tokenizer) -> TokenIds:
-    """Returns the ids of a document. Raises DataError where it cannot be read, or is no text to
-    `tokenizer`."""
+    """Returns the token IDs of a document. Raises DataError if it cannot be read or is not valid
+    text for `tokenizer`."""
     try:
         return tokenizer.encode(document.read())
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{document.path}: is no text in UTF-8 ({error.reason}); convert it or take it out of "
-            "the corpus, or try data.tokenizer=bytes"
+            f"{document.path}: not valid UTF-8 ({error.reason}); convert it or remove it from the "
+            "corpus, or try data.tokenizer=bytes"
         ) from None
 
 
 def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool = False) -> None:
-    """Raises ConfigError if a run on `data` could not train, validate or show a sample of text, and
-    DataError for a file that cannot be read. It is called before any worker starts. It reads only
-    as many files of text as fill a window of each part, and of files of ids only headers."""
+    """Checks, before any worker starts, that a run on `data` could train, validate and print a
+    sample.
+
+    Reads only as much text as fills a window of each part, and only the headers of token files.
+    Raises ConfigError, and DataError for a file that cannot be read."""
     for index, corpus in enumerate(data.corpora):
         try:
             _check_corpus(corpus, seq_len, vocab, samples_text=samples_text and index == 0)
@@ -134,9 +139,10 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
 
 
 def _refuse_other_tokenizers(data: DataConfig) -> None:
-    """Raises ConfigError if the ids of two sources are known to come from different tokenizers, or
-    if attention stays within documents that end with different ids."""
-    first: dict[str, tuple[object, str]] = {}  # by what is compared: the first source's, its name
+    """Raises ConfigError if the token IDs of two sources come from different tokenizers, or if
+    masked documents end with different IDs."""
+    # property -> (its value in the first source, that source)
+    first: dict[str, tuple[object, str]] = {}
     for index, corpus in enumerate(data.corpora):
         name = f"data.sources[{index}].path = {corpus.path}"
         files = open_token_files(corpus)
@@ -148,8 +154,8 @@ def _refuse_other_tokenizers(data: DataConfig) -> None:
             value_of_first, name_of_first = first.setdefault(key, (value, name))
             if value != value_of_first:
                 raise ConfigError(
-                    f"{name}: its tokenizer or the id that ends a document is another than that "
-                    f"of {name_of_first}; try tokens that one tokenizer has made"
+                    f"{name}: its tokenizer or end-of-text ID differs from that of "
+                    f"{name_of_first}; use tokens from one tokenizer"
                 )
 
 
@@ -168,9 +174,9 @@ def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: b
         parts = split_documents(find_documents(data), data.validation_fraction)
         tokens_of = [_up_to_a_window(part, tokenizer, seq_len) for part in parts]
     if needed > vocab:
-        fits = -(-needed // 8) * 8  # divides by the usual tp
+        fits = -(-needed // 8) * 8  # divisible by the usual tp sizes
         raise ConfigError(
-            f"model.vocab = {vocab}: must be at least {needed}, for the ids of {corpus}; try {fits}"
+            f"model.vocab = {vocab}: must be at least {needed}, for the IDs of {corpus}; try {fits}"
         )
     for part, tokens in zip(("training", "validation"), tokens_of, strict=True):
         refuse_short(seq_len, tokens, f"{corpus} for {part}")
@@ -180,16 +186,16 @@ def refuse_short(seq_len: int, tokens: int, corpus: str) -> None:
     """Raises ConfigError if the tokens of a corpus do not fill a window."""
     if tokens <= seq_len:
         raise ConfigError(
-            f"train.seq_len = {seq_len}: a window is seq_len + 1 = {seq_len + 1} tokens, and "
-            f"there are {tokens} in {corpus}; try train.seq_len={max(tokens - 1, 1)}, or more text"
+            f"train.seq_len = {seq_len}: needs windows of seq_len + 1 = {seq_len + 1} tokens, but "
+            f"{corpus} has {tokens}; try train.seq_len={max(tokens - 1, 1)}, or more text"
         )
 
 
 def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len: int) -> int:
-    """Returns the number of tokens of `documents`, or of those that fill one window."""
+    """Returns the number of tokens of `documents`, counted only until one window is full."""
     tokens = 0
     for document in documents:
-        tokens += len(ids_of(document, tokenizer)) + 1  # its end_of_text
+        tokens += len(ids_of(document, tokenizer)) + 1  # plus the end-of-text token
         if tokens > seq_len:
             break
     return tokens
@@ -198,16 +204,17 @@ def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len
 def split_documents(
     documents: Sequence[Document], validation_fraction: float
 ) -> tuple[list[Document], list[Document]]:
-    """Divides `documents` into two parts that are not empty, each in the order of `documents`. The
-    last `validation_fraction` of a single document's bytes is for validation.
+    """Splits `documents` into a training and a validation part, neither empty, each in the original
+    order.
 
-    Each file's own name decides (a hash of it against the fraction), so that a file added to a
-    corpus moves no other across the border, and a run that is resumed on a larger corpus does not
-    validate on what it was trained on. Where few documents leave a part empty, the one whose hash
-    is nearest to the border goes there (the only case where adding a file may move another)."""
+    A hash of the file name decides about each file. A file added to the corpus therefore moves no
+    other file, and a run resumed on a larger corpus does not validate on its training data. If a
+    part would be empty, the file whose hash is nearest to the threshold goes there. Only then can
+    an added file move another. A single document gives its last `validation_fraction` of bytes to
+    validation."""
     if len(documents) == 1:
         (only,) = documents
-        most = max(only.stop - 1, 1)  # a byte stays for training
+        most = max(only.stop - 1, 1)  # at least one byte stays for training
         border = only.stop - min(max(round(only.stop * validation_fraction), 1), most)
         return [replace(only, stop=border)], [replace(only, start=border)]
     draws = {document.name: _draw(document.name) for document in documents}
@@ -221,6 +228,6 @@ def split_documents(
 
 
 def _draw(name: str) -> float:
-    """Returns a number in [0, 1) that depends only on the name, and is equal on every machine."""
+    """Returns a number in [0, 1) that depends only on the name and is the same on every machine."""
     digest = hashlib.blake2b(os.fsencode(name), digest_size=6).digest()
-    return int.from_bytes(digest, "big") / 2**48  # 48 bits are exact in a float
+    return int.from_bytes(digest, "big") / 2**48  # a float represents 48 bits exactly

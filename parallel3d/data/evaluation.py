@@ -1,4 +1,4 @@
-"""The sets of `data.evaluation`: whole corpora, or their first sequences, in order."""
+"""The sets of `data.evaluation`: complete corpora or their first sequences, in order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from parallel3d.errors import ConfigError
 
 
 def evaluation_windows(config: DataConfig, seq_len: int) -> list[ShuffledWindows]:
-    """Reads each evaluation set, and returns its windows in the order of its text. Raises
-    ConfigError where a set is not there or has fewer sequences than are asked for, and DataError
+    """Reads the evaluation sets and returns their windows in the order of the text.
+
+    Raises ConfigError if a set does not exist or has fewer sequences than requested, and DataError
     for a file that cannot be read."""
     windows = []
     for index, chosen in enumerate(config.evaluation):
@@ -27,16 +28,16 @@ def evaluation_windows(config: DataConfig, seq_len: int) -> list[ShuffledWindows
         found = ShuffledWindows(stream, seq_len=seq_len, seed=None)
         if chosen.sequences is not None and chosen.sequences > found.windows:
             raise ConfigError(
-                f"{key}.sequences = {chosen.sequences}: {chosen.path} has {found.windows} of "
-                f"train.seq_len = {seq_len} tokens; try {found.windows}, or null"
+                f"{key}.sequences = {chosen.sequences}: {chosen.path} has only {found.windows} "
+                f"sequences of train.seq_len = {seq_len} tokens; try {found.windows}, or null"
             )
         windows.append(found)
     return windows
 
 
 def _whole_stream(config: DataConfig, chosen: EvaluationConfig) -> TokenStream:
-    """Returns all tokens of a set: of files of ids both parts, of text all documents. Raises
-    ConfigError where the ids are not those of the run's own tokenizer."""
+    """Returns all tokens of a set: both parts of a folder of tokens, or all documents of a text
+    corpus. Raises ConfigError if the tokenizer differs from that of the training data."""
     if config.source != "tokens":
         own = replace(config, source="text", path=chosen.path)
         return stream_of(find_documents(own), find_tokenizer(own))
@@ -44,6 +45,6 @@ def _whole_stream(config: DataConfig, chosen: EvaluationConfig) -> TokenStream:
     trained = config.corpora[0]
     trained_on = open_token_files(trained).header
     if files.header and trained_on and files.header.tokenizer != trained_on.tokenizer:
-        words = f"its ids are of another tokenizer than those of {trained.path}"
-        raise ConfigError(f"data.path = {chosen.path}: {words}; tokenize both with the same")
+        words = f"its tokenizer differs from that of {trained.path}"
+        raise ConfigError(f"data.path = {chosen.path}: {words}; tokenize both with one tokenizer")
     return FileTokens([*files.train.slices, *files.validation.slices], files.train.dtype)

@@ -1,5 +1,5 @@
-"""Identifies the data of a run, so that a resume on other data is noticed. The path of the data
-does not matter. Of files of ids, only the header is read."""
+"""Fingerprints of a run's data, so that a resume on other data is detected. The path of the data
+does not matter. Only the headers of token files are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def data_fingerprint(corpora: Sequence[Corpus]) -> tuple[dict[str, Any], ...]:
 
 
 def differences(then: Sequence[Fingerprint], now: Sequence[Fingerprint]) -> list[str]:
-    """Returns in words what differs between the data of a checkpoint and that of this run."""
+    """Describes the differences between the data of a checkpoint and of this run."""
     if len(then) != len(now):
         return [f"{len(then)} sources, now {len(now)}"]
     found = []
@@ -43,7 +43,7 @@ def _fingerprint(corpus: Corpus) -> dict[str, Any]:
             checksum.update(stream.ids.tobytes())
     else:
         header = open_token_files(corpus.config).header
-        if header is None:  # Megatron's files have no checksum
+        if header is None:  # Megatron's files do not have checksums
             return found
         checksum.update(header.dtype.encode())
         for shard in header.shards:

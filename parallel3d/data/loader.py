@@ -1,5 +1,5 @@
-"""Batches: the sequences of a step, drawn from a window source and cut into the microbatches of
-each data rank."""
+"""Batches: the sequences of a step, drawn from a window source and divided into microbatches of
+each data-parallel rank."""
 
 from __future__ import annotations
 
@@ -18,37 +18,35 @@ from parallel3d.data.windows import WindowSource
 from parallel3d.errors import ConfigError
 from parallel3d.layers.positions import PackedDocuments
 
-IGNORED = -100  # the label of a token that is not learned, as in torch's cross-entropy
-# of each microbatch; None: a token sees all before it in its sequence
+IGNORED = -100  # label that the loss ignores, as in cross_entropy of torch
+# Documents of each microbatch. None: a token attends to all tokens before it in its sequence.
 Documents = Sequence[PackedDocuments] | None
 
 
 @dataclass(frozen=True, order=True)
 class WrongId:
-    """A token id that the model's vocabulary has not."""
+    """A token ID outside the model's vocabulary."""
 
     sample: int
     token_id: int
-    largest_id: int  # the largest one of the share that it is in
+    largest_id: int  # largest ID in this rank's share of the batch
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One dp rank's share of a global batch, on the CPU."""
+    """Share of a global batch for one data-parallel rank, on the CPU."""
 
     inputs: Tensor  # int64 [microbatches, microbatch_size, seq]
-    # int64 [microbatches, microbatch_size, seq]: the token after each input; IGNORED: none is
-    # learned
+    # int64 [microbatches, microbatch_size, seq]: the token after each input, or IGNORED
     labels: Tensor
-    # int64 [microbatches, microbatch_size]: each sequence's number in the order of the whole run
+    # int64 [microbatches, microbatch_size]: index of each sample in the order of the run
     samples: Tensor
-    # the first one of the share, in whose place is 0; the trainer ends the run by it
+    # First invalid token ID in the share, replaced by 0. The trainer ends the run because of it.
     wrong_id: WrongId | None = None
-    documents: Documents = None  # with data.documents = mask alone
+    documents: Documents = None  # only with data.documents = mask
 
     def pinned(self) -> Batch:
-        """Returns the batch in pinned memory, from which it is copied to a GPU while the host goes
-        on."""
+        """Returns the batch in pinned memory, so that the copy to a GPU is asynchronous."""
         documents = self.documents and [each.moved(Tensor.pin_memory) for each in self.documents]
         return replace(
             self,
@@ -60,15 +58,30 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class BatchLoader:
-    """Gives dp rank `dp_rank` its share of any step's global batch, and draws no other from
-    `source`.
+    """Loads the share of data-parallel rank `dp_rank` of any global batch. It reads no other
+    sequences from `source`.
 
-    A step's sequences follow those of the steps before it: they begin at step * global_batch_size,
-    or earlier where the batch warms up. Sequence i of the run is sample i, or a later one where
-    samples before it are `left_out`. Rank r has the r-th of `dp_size` equal runs of a step's
-    sequences, so the global batch is the same whatever the layout. Labels among `ignored_ids` are
-    not learned, nor are those of the samples from `stop` on. Raises ConfigError where the
-    batch does not divide.
+    The sequences of a step follow those of the previous step. They begin at step *
+    global_batch_size, or earlier with a batch warmup. Sequence i is sample i, or a later sample if
+    samples before it are `left_out`. Rank r has the r-th of `dp_size` equal ranges of sequences, so
+    the global batch is the same in every layout.
+
+    Args:
+        source: Windows to draw from.
+        global_batch_size: Number of sequences in the global batch.
+        microbatch_size: Number of sequences in a microbatch.
+        dp_rank: Index of this data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        vocab: Vocabulary size of the model.
+        sizes: Global batch sizes of a batch warmup.
+        left_out: Samples that the run skips.
+        ignored_ids: Token IDs that the loss ignores as labels.
+        stop: Number of samples. The labels of later samples, which fill up the last batch, are
+            ignored.
+        document_end: Token ID that ends a document, if documents are masked.
+
+    Raises:
+        ConfigError: The batch size is not divisible.
     """
 
     source: WindowSource
@@ -78,11 +91,11 @@ class BatchLoader:
     dp_rank: int
     dp_size: int
     vocab: int
-    sizes: BatchSizes | None = None  # the global batch's sizes where it warms up
+    sizes: BatchSizes | None = None  # global batch sizes of a batch warmup
     left_out: SkippedRanges = SkippedRanges()
     ignored_ids: tuple[int, ...] = ()
-    stop: float = inf  # samples that there are, where a last batch is to be filled up
-    # the id that ends a document, if batches are to tell documents apart
+    stop: float = inf  # number of samples; later ones fill up the last batch
+    # token ID that ends a document, if documents are masked
     document_end: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,15 +103,15 @@ class BatchLoader:
         if self.global_batch_size < 1 or self.global_batch_size % unit:
             would_do = max(ceil(self.global_batch_size / unit), 1) * unit
             raise ConfigError(
-                f"train.global_batch_size = {self.global_batch_size}: must be a multiple of dp = "
-                f"{self.dp_size} times parallel.microbatch_size = {self.microbatch_size}; try "
-                f"{would_do}"
+                f"train.global_batch_size = {self.global_batch_size}: must be a multiple of "
+                f"{self.dp_size} data-parallel ranks x parallel.microbatch_size "
+                f"{self.microbatch_size}; try {would_do}"
             )
 
     def evaluating(
         self, source: WindowSource, global_batch_size: int, *, stop: float = inf
     ) -> BatchLoader:
-        """Returns a loader of an evaluation's batches in the layout of this one."""
+        """Returns a loader for an evaluation in the layout of this loader."""
         return replace(
             self,
             source=source,
@@ -109,7 +122,7 @@ class BatchLoader:
         )
 
     def batch(self, step: int) -> Batch:
-        """Returns this rank's share of the global batch of `step`, which counts from 0."""
+        """Returns this rank's share of the global batch of `step`. Steps count from 0."""
         sizes = self.sizes or BatchSizes(full=self.global_batch_size, start=self.global_batch_size)
         share = sizes.at(step) // self.dp_size
         first = sizes.before(step) + self.dp_rank * share
@@ -124,7 +137,7 @@ class BatchLoader:
             wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), largest)
             drawn = np.where(is_wrong, 0, drawn)
         ids = torch.from_numpy(drawn.astype(np.int64))
-        # Copies: of a single sequence both slices are contiguous, and would share their memory.
+        # Clone, because both slices of a single sequence are contiguous and would share memory.
         inputs = ids[:, :-1].clone(memory_format=torch.contiguous_format)
         labels = ids[:, 1:].clone(memory_format=torch.contiguous_format)
         labels[torch.from_numpy(is_beyond)] = IGNORED
@@ -142,8 +155,8 @@ class BatchLoader:
 
 
 def documents_ended_by(end_of_text: int | None, ids: Tensor) -> Documents:
-    """Returns the documents that microbatches of ids [microbatches, batch, seq] are packed of, each
-    ended by `end_of_text`; None where there is no such id."""
+    """Returns the documents in microbatches of IDs [microbatches, batch, seq], each ended by
+    `end_of_text`. Returns None if `end_of_text` is None."""
     if end_of_text is None:
         return None
     return [PackedDocuments.ended_by(end_of_text, each) for each in ids]
@@ -151,20 +164,20 @@ def documents_ended_by(end_of_text: int | None, ids: Tensor) -> Documents:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSet:
-    """Some sequences on which a run is evaluated, as this data rank's shares of equally large
-    global batches."""
+    """Sequences to evaluate on, as this rank's shares of equally large global batches."""
 
     name: str
     loader: BatchLoader
-    steps: int = 1  # batches
+    steps: int = 1  # number of batches
 
     @classmethod
     def build(
         cls, name: str, like: BatchLoader, source: WindowSource, sequences: int | None
     ) -> EvaluationSet:
-        """Returns the first `sequences` of `source` (None: all) in batches for the layout of
-        `like` that are no larger than its own. Sequences that only fill up the last batch have
-        no labels."""
+        """Builds a set from the first `sequences` of `source` (None: all).
+
+        Batches have the layout of `like` and are not larger than its batches. Sequences that only
+        fill up the last batch have no labels."""
         wanted = source.windows if sequences is None else sequences
         steps = ceil(wanted / like.global_batch_size)
         unit = like.dp_size * like.microbatch_size
@@ -173,24 +186,25 @@ class EvaluationSet:
 
     @property
     def batches(self) -> Iterator[Batch]:
-        """This data rank's batches, made one by one."""
+        """Batches of this data-parallel rank, loaded one by one."""
         return (self.loader.batch(step) for step in range(self.steps))
 
 
 def batches_ahead(
     loader: BatchLoader, steps: range, device: torch.device
 ) -> Generator[Batch, None, None]:
-    """Yields the batches of `steps` in their order, each made by a thread while the caller has the
-    one before; for a GPU they are in pinned memory. No batch is made further ahead. An error of the
-    loader is raised when its batch is asked for. The thread ends with the generator, so close the
-    generator where you may leave it early."""
+    """Yields the batches of `steps` in order. A thread loads one batch ahead.
+
+    For a GPU, batches are in pinned memory. An error of the loader is raised when its batch is
+    requested. The thread ends with the generator, so close the generator if you may leave it
+    early."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="next_batch") as thread:
         coming: Future[Batch] | None = None
         for step in steps:
             batch = (coming or thread.submit(loader.batch, step)).result()
             coming = thread.submit(loader.batch, step + 1) if step + 1 in steps else None
-            # Pinned by the caller's thread, because CUDA may wait for the whole device to give
-            # pinned memory, which it must not do in the middle of a pipeline's step.
+            # Pin in the caller's thread. Allocating pinned memory may make CUDA wait for the
+            # device, which must not happen in the middle of a pipeline step.
             if device.type == "cuda":
                 batch = batch.pinned()
             yield batch

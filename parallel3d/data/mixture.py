@@ -1,16 +1,14 @@
-"""A mixture: windows of several sources, of which each has its share of a run's samples to within
-one sample.
+"""A data mixture: each source has its share of the samples of a run to within one sample.
 
-The weights of a stage are whole numbers w_i that add up to W. The pattern of W samples has source i
-w_i times, and it repeats, so sample n of the stage is place n % W of its n // W-th repetition: an
-exact, stateless lookup for any n.
+The weights of a stage are integers w_i with sum W. A pattern of W samples contains source i w_i
+times and repeats. Sample n of the stage is position n % W of repetition n // W, an exact and
+stateless lookup.
 
 The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32,
-1980): of the first n samples source i has n * w_i / W, to within 1 - 1 / (2k - 2) where k sources
-have a weight; there is no smaller bound. Sample m of source i has a first and a last place beyond
-which the bound would be broken, and each place in turn takes, of the samples that may have it, the
-one whose last place comes soonest.
-"""
+1980). Among the first n samples source i has n * w_i / W to within 1 - 1 / (2k - 2), where k is the
+number of sources with a positive weight. No pattern has a smaller bound. The bound gives each
+sample of a source a first and a last allowed position. Each position takes, among the samples
+allowed there, the one with the earliest last position."""
 
 from __future__ import annotations
 
@@ -33,24 +31,24 @@ Int64s = NDArray[np.int64]
 
 @cache
 def mixture_pattern(weights: tuple[int, ...]) -> tuple[Int64s, Int64s]:
-    """Returns the pattern of sources with `weights`, which are whole numbers and not all 0: the
-    source of each sample until they repeat, and how many samples of that source come before."""
+    """Returns the pattern for integer `weights`, not all 0: the source of each sample, and the
+    number of earlier samples of that source."""
     period = sum(weights)
-    twice = max(2 * np.count_nonzero(weights) - 2, 1)  # 2k - 2; a single source: any
+    twice = max(2 * np.count_nonzero(weights) - 2, 1)  # 2k - 2; any number for a single source
     source = np.repeat(np.arange(len(weights)), weights)
     earlier = np.concatenate([np.arange(weight) for weight in weights])
     share = twice * np.repeat(weights, weights)
-    # Sample m may be the n-th only if m + 1 - n * w / W, by which its source is then ahead, is
-    # within the bound ...
+    # Sample m of a source can be at position n (from 1) only if m + 1 - n * w / W, the lead of the
+    # source, is within the bound.
     first = -(-(earlier * twice + 1) * period // share)
-    # ... and it must come before n with which n * w / W - m, by which its source is behind without
-    # it, is beyond it.
+    # It must come before the first n at which n * w / W - m, the lag of the source without it,
+    # exceeds the bound.
     last = ((earlier + 1) * twice - 1) * period // share + 1
-    samples_from = defaultdict(list)  # by the first place that they may have
+    samples_from = defaultdict(list)  # keyed by the first allowed position
     for sample, place in enumerate(first.tolist()):
         samples_from[place].append(sample)
     pattern = []
-    waiting: list[tuple[int, int]] = []  # the last place of a sample, and the sample
+    waiting: list[tuple[int, int]] = []  # (last allowed position, sample)
     for place in range(1, period + 1):
         for sample in samples_from[place]:
             heapq.heappush(waiting, (int(last[sample]), sample))
@@ -61,13 +59,13 @@ def mixture_pattern(weights: tuple[int, ...]) -> tuple[Int64s, Int64s]:
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """The source of each sample of a run. A source goes on where it stood when the weights changed,
-    so that its own samples are 0, 1, 2, ... over all `stages`."""
+    """Source of each sample of a run. A source continues after a change of weights, so its own
+    samples are numbered 0, 1, 2, ... over all stages."""
 
     stages: tuple[MixtureStage, ...]
 
     def drawn(self, samples: int) -> Int64s:
-        """Returns how many of the first `samples` are drawn from each source."""
+        """Returns how many of the first `samples` come from each source."""
         total = np.zeros(len(self.stages[0].weights), dtype=np.int64)
         end = samples
         for first, weights in reversed(self.stages):
@@ -80,7 +78,8 @@ class MixtureOrder:
         return total
 
     def draws(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Returns the source of each of `samples`, and which of that source's own samples it is."""
+        """Returns the source of each of `samples`, and the index of the sample within that
+        source."""
         source = np.empty_like(samples)
         own = np.empty_like(samples)
         begins = [stage.first_sample for stage in self.stages]
@@ -99,19 +98,19 @@ class MixtureOrder:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A window source over several, which `order` draws from."""
+    """A window source that draws from several sources in `order`."""
 
     sources: Sequence[WindowSource]
     order: MixtureOrder
 
     @property
     def windows(self) -> int:
-        """The number of windows of all sources, each of which has epochs of its own."""
+        """Number of windows of all sources. Each source has its own epochs."""
         return sum(source.windows for source in self.sources)
 
     def draw(self, samples: Int64s) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's
-        global order."""
+        """Returns the windows `[samples, seq_len + 1]` of samples, given by their indices in the
+        run."""
         chosen, own = self.order.draws(samples)
         by_source = np.argsort(chosen, kind="stable")
         parts = []
@@ -124,9 +123,10 @@ class Mixture:
 def windows_of_run(
     recipe: Recipe, streams: Sequence[TokenStream], *, for_validation: bool = False
 ) -> WindowSource:
-    """Returns what a run of the recipe draws from the training parts of its corpora, one stream or
-    one a source. From their validation parts it draws with the weights of the first stage, and the
-    same for every seed of the run."""
+    """Returns the window source of a run, from one token stream per corpus.
+
+    With `for_validation`, weights are those of the first stage, and the order is the same for every
+    seed of the run."""
     stages = mixture_stages(recipe)
     seed = recipe.train.seed
     if for_validation:
@@ -141,8 +141,8 @@ def windows_of_run(
 
 
 def drawn_by_source(recipe: Recipe, steps: int, left_out: SkippedRanges) -> dict[str, int]:
-    """Returns how many sequences the first `steps` steps draw from each of `data.sources`, by name,
-    without those that they draw none from. It is empty where the recipe has no sources."""
+    """Returns how many sequences the first `steps` steps draw from each of `data.sources`, by name.
+    Sources without sequences are omitted."""
     order = MixtureOrder(mixture_stages(recipe))
     sequences = recipe.batch_sizes.before(steps)
     drawn = order.drawn(left_out.end(sequences))

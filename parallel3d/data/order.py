@@ -1,20 +1,18 @@
-"""The order of samples: sample i lies in epoch i // windows, at a place of that epoch's permutation
-of the windows.
+"""The order of samples. Sample i is in epoch i // windows, at a position in the permutation of that
+epoch.
 
-The order is a pure function of (seed, i), so a run resumes at any step and in any layout by
-arithmetic. A small cipher computes it a sample at a time: a table for 10^9 windows would be 8 GB in
-every process and tens of seconds at every epoch, and numpy's `permutation` may change with its
-version.
+The order is a pure function of (seed, i), so a run can resume at any step and in any layout. A
+small cipher computes it for one sample at a time. A table for 10^9 windows would take 8 GB in every
+process and tens of seconds in every epoch, and `permutation` of numpy may change between versions.
 
 A run that skips samples (`SkippedRanges`) trains on the order without them.
 
 The cipher is the generalized Feistel network of Black and Rogaway, "Ciphers with Arbitrary Finite
-Domains" (CT-RSA 2002): a window is a cell of a grid of `wide` columns; each round turns every row,
-or every column, by an amount that is hashed from the row's (column's) number, which can be undone,
-so the whole is a bijection. A grid has up to `wide` cells too many; a walk that meets one of those
-goes on until it is back among the windows ("cycle walking"). The hash is the output function of
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
-"""
+Domains" (CT-RSA 2002). A window is a cell of a grid with `wide` columns. Each round rotates every
+row, or every column, by an amount that is hashed from its index. Each rotation can be undone, so
+the result is a bijection. The grid has up to `wide` extra cells. A walk that reaches one of them
+continues until it is back among the windows ("cycle walking"). The hash is the output function of
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
 
 from __future__ import annotations
 
@@ -29,21 +27,21 @@ from parallel3d.config.recipe import SequenceRange
 
 Uint64s = NDArray[np.uint64]
 
-# all permutations of 2 to 7 windows are then equally likely by a chi-squared test of 100,000 (12:
-# not yet)
+# With this number a chi-squared test of 100,000 draws finds all permutations of 2 to 7 windows
+# equally likely. With 12 it does not.
 ROUNDS = 24
 
 
 @dataclass(frozen=True)
 class SkippedRanges:
-    """The samples that a run skips, as ranges that ascend and do not touch. The sequences 0, 1, 2,
-    ... of the run are the other samples in their order, whatever the layout."""
+    """The samples that a run skips, as ascending ranges with gaps. Sequences 0, 1, 2, ... of the
+    run are the other samples in order, in every layout."""
 
     ranges: tuple[SequenceRange, ...] = ()
 
     @classmethod
     def merge(cls, ranges: Iterable[SequenceRange]) -> SkippedRanges:
-        """Merges ranges in any order, which may overlap."""
+        """Merges ranges in any order. They may overlap."""
         merged: list[SequenceRange] = []
         for each in sorted(ranges, key=lambda each: each.first):
             if merged and each.first <= merged[-1].last + 1:
@@ -54,7 +52,7 @@ class SkippedRanges:
         return cls(tuple(merged))
 
     def samples(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the sample that each of the run's `sequences` is."""
+        """Returns the sample index of each of the run's `sequences`."""
         samples = sequences.copy()
         for each in self.ranges:
             samples[samples >= each.first] += each.last - each.first + 1
@@ -65,12 +63,12 @@ class SkippedRanges:
         return tuple(each for each in self.ranges if each.last < self.end(sequences))
 
     def end(self, sequences: int) -> int:
-        """Returns the number of samples up to the last of the first `sequences` sequences, with
-        those skipped."""
+        """Returns the number of samples up to the last of the first `sequences` sequences, skipped
+        ones included."""
         return self.span(0, sequences).last + 1 if sequences else 0
 
     def span(self, begin: int, end: int) -> SequenceRange:
-        """Returns the samples from the run's sequence `begin` to the last one before `end`."""
+        """Returns the range of samples from sequence `begin` to the last one before `end`."""
         first, last = self.samples(np.array([begin, end - 1])).tolist()
         return SequenceRange(first=first, last=last)
 
@@ -78,9 +76,10 @@ class SkippedRanges:
 def window_order(
     samples: NDArray[np.int64], *, windows: int, seed: int | None
 ) -> NDArray[np.int64]:
-    """Returns the window of each of `samples` (global indices, `[count]`); where `seed` is None, in
-    the corpus's order. Each epoch (`windows` consecutive samples from a multiple of `windows`)
-    holds every window once."""
+    """Returns the window of each sample index in `samples` `[count]`. If `seed` is None, windows
+    stay in the order of the corpus.
+
+    An epoch is `windows` consecutive samples and contains every window once."""
     epoch, place = np.divmod(samples, windows)
     if seed is None:
         return place
@@ -88,7 +87,7 @@ def window_order(
     epoch_key = _hash(seed_key ^ epoch.astype(np.uint64))
     place = place.astype(np.uint64)
     wide = math.isqrt(windows - 1) + 1
-    wide += wide % 2  # turns of odd rows and columns only would never give an odd permutation
+    wide += wide % 2  # with odd sizes only, rotations would never give an odd permutation
     tall = -(-windows // wide)
     place = _turn(place, epoch_key, wide, tall)
     outside = place >= windows
@@ -99,7 +98,7 @@ def window_order(
 
 
 def _turn(cell: Uint64s, key: Uint64s, wide: int, tall: int) -> Uint64s:
-    """Maps each cell of the `wide` x `tall` grid to another one, a bijection for each key."""
+    """Maps each cell of the `wide` x `tall` grid to a cell, as a bijection for each key."""
     row, column = np.divmod(cell, wide)
     for _ in range(ROUNDS // 2):
         key = _hash(key)
@@ -112,7 +111,7 @@ def _turn(cell: Uint64s, key: Uint64s, wide: int, tall: int) -> Uint64s:
 
 
 def _hash(x: Uint64s) -> Uint64s:
-    """Returns SplitMix64's next output from state `x`; products wrap around 2^64."""
+    """Returns the next output of SplitMix64 from state `x`, modulo 2^64."""
     x = x + 0x9E3779B97F4A7C15  # 2^64 / golden ratio
     x ^= x >> 30
     x *= 0xBF58476D1CE4E5B9

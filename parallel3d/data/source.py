@@ -20,9 +20,10 @@ NOT_STDLIB = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """The bytes `start` to `stop` of a file: all of it, unless a single file is split in two."""
+    """A document: the bytes `start` to `stop` of a file. It is the complete file, unless a single
+    file is split in two."""
 
-    name: str  # path below the corpus's folder, with slashes: the same on every machine
+    name: str  # path relative to the folder of the corpus, with slashes on every machine
     path: Path
     start: int = 0
     stop: int
@@ -36,11 +37,11 @@ class Document:
                 content = file.read(self.stop - self.start)
         except OSError as error:
             _refuse(error)
-        # Text has no such byte. Compressed files and files of numbers have many.
+        # Text does not contain zero bytes. Compressed and numeric files contain many.
         if (zero := content.find(0)) >= 0:
             raise DataError(
-                f"{self.path}: is a binary file, not text: byte {self.start + zero:,} is zero; "
-                "name a file of text, or leave this one out by data.pattern"
+                f"{self.path}: binary file, not text: byte {self.start + zero:,} is zero; use a "
+                "text file, or exclude this one with data.pattern"
             )
         if len(content) < self.stop - self.start:
             raise DataError(
@@ -51,13 +52,15 @@ class Document:
 
 
 def find_documents(config: DataConfig) -> list[Document]:
-    """Returns the non-empty files of the corpus, sorted by name. Links to files are followed, links
-    to folders are not (they may loop). Only folders and sizes are read. Raises ConfigError if
-    `config` names no file with text in it, DataError for a file or folder that cannot be read."""
+    """Returns the non-empty files of the corpus, sorted by name.
+
+    Links to files are followed. Links to folders are not, because they may loop. Only folders and
+    sizes are read. Raises ConfigError if `config` names no file with text, and DataError for a file
+    or folder that cannot be read."""
     if config.source == "stdlib":
         if config.path is not None:
             raise ConfigError(
-                f"data.path = {config.path}: not read if data.source = stdlib; try data.source=text"
+                f"data.path = {config.path}: not for data.source = stdlib; try data.source=text"
             )
         root = Path(sysconfig.get_path("stdlib"))
         files = walk_files(root, NOT_STDLIB.__contains__)
@@ -70,7 +73,7 @@ def find_documents(config: DataConfig) -> list[Document]:
                 "try the path of a text file or of a folder of them, or data.source=stdlib"
             )
         if root.is_dir():
-            pattern = config.pattern.removeprefix("**/") or "*"  # the search is recursive as it is
+            pattern = config.pattern.removeprefix("**/") or "*"  # the search is always recursive
             names = [name for name in walk_files(root) if PurePosixPath(name).match(pattern)]
         else:
             names = [root.name]
@@ -86,8 +89,8 @@ def find_documents(config: DataConfig) -> list[Document]:
             documents.append(Document(name=name, path=path, stop=size))
     if not documents:
         raise ConfigError(
-            f"data.path = {config.path}: none of its files that match data.pattern = "
-            f"{config.pattern} holds text; try a folder with text in it, or data.pattern=*"
+            f"data.path = {config.path}: contains no text in files that match data.pattern = "
+            f"{config.pattern}; try a folder with text files, or data.pattern=*"
         )
     return documents
 
@@ -95,8 +98,8 @@ def find_documents(config: DataConfig) -> list[Document]:
 def walk_files(
     root: Path, is_left_out: Callable[[str], bool] = lambda folder: False
 ) -> Iterator[str]:
-    """Yields the names of all files below `root`, outside folders whose name is left out. Raises
-    DataError for a folder that cannot be listed."""
+    """Yields the names of all files below `root`, except in folders that `is_left_out` selects by
+    name. Raises DataError for a folder that cannot be listed."""
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not is_left_out(name)]
         for file in files:
@@ -105,6 +108,6 @@ def walk_files(
 
 def _refuse(error: OSError) -> NoReturn:
     raise DataError(
-        f"{error.filename}: cannot be read ({error.strerror}); make it readable or take it out of "
+        f"{error.filename}: cannot be read ({error.strerror}); make it readable or remove it from "
         "the corpus"
     ) from error

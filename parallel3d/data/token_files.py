@@ -1,14 +1,13 @@
-"""Token ids in files, as two streams: a folder of shards with a `tokens.json`, or Megatron's data
-set. Only the folder is written here.
+"""Token IDs in files, as two streams: a folder of shards with a `tokens.json`, or a data set of
+Megatron. Only the folder format is written here.
 
-A shard `train-00000.bin` is little-endian ids, one document after the other, each followed by the
-end of text. Megatron's ids are in PREFIX.bin. PREFIX.idx is a header, the lengths of sequences
-(int32), their places in bytes (int64), and the sequences at which documents begin and the last one
-ends (int64).
+A shard such as `train-00000.bin` contains little-endian IDs of consecutive documents, each followed
+by the end-of-text token. Megatron's IDs are in PREFIX.bin. PREFIX.idx has a header, the lengths of
+sequences (int32), their offsets in bytes (int64), and the indices of the first sequence of each
+document and of the end (int64).
 
-Ids are read by position into the batch's own array. No file is mapped, so a process's memory does
-not grow with what it has read.
-"""
+IDs are read by position into the array of the batch. Files are not memory-mapped, so the memory of
+a process does not grow with the data that it has read."""
 
 from __future__ import annotations
 
@@ -37,9 +36,9 @@ TOKENS_JSON = "tokens.json"
 TOKENIZER_JSON = "tokenizer.json"
 Part = Literal["train", "validation"]
 PARTS: tuple[Part, ...] = ("train", "validation")
-PlainName = Annotated[str, AfterValidator(plain_name)]  # of a file in the same folder
-_OPEN_FILES = 64  # a corpus may have more shards than a process may open
-# Megatron's magic, version, code of the ids' type, numbers of sequences and of document borders
+PlainName = Annotated[str, AfterValidator(plain_name)]  # name of a file in the same folder
+_OPEN_FILES = 64  # a corpus may have more shards than a process may open files
+# Megatron's header: magic, version, dtype code, number of sequences, number of document boundaries.
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -47,22 +46,22 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of ids, as `tokens.json` describes it."""
+    """One file of token IDs, as described in `tokens.json`."""
 
     file: PlainName
     tokens: int = 0
     documents: int = 0
-    crc32: int = 0  # the checksum of the file's bytes
+    crc32: int = 0  # CRC-32 of the file
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardTokenizer:
-    """The tokenizer that the ids come from: `bytes`, or a tokenizer.json beside the shards."""
+    """The tokenizer of the token IDs: `bytes`, or a tokenizer.json in the same folder."""
 
     kind: Literal["bytes", "json"]
     file: PlainName | None = None
-    sha256: str | None = None  # the file's
-    end_of_text: str | None = None  # the token after each document, if the file does not tell
+    sha256: str | None = None  # SHA-256 of the file
+    end_of_text: str | None = None  # token that ends a document, if the file does not say
 
     @property
     def label(self) -> str:
@@ -71,16 +70,16 @@ class ShardTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensJson:
-    """The content of `tokens.json`."""
+    """Content of `tokens.json`."""
 
-    # strict for the classes above, too
+    # also applies to the classes above
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     format: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
     largest_id: int
-    end_of_text: int | None  # the id after each document
+    end_of_text: int | None  # ID that ends a document
     tokenizer: ShardTokenizer | None
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
@@ -90,7 +89,7 @@ class TokensJson:
         return self.train + self.validation
 
     def write(self, folder: Path) -> None:
-        """Writes `tokens.json`, complete or not at all. It is written last: a folder without it is
+        """Writes `tokens.json` atomically. It is written last, so a folder without it is
         incomplete."""
         partial = folder / f"{TOKENS_JSON}.partial"
         partial.write_bytes(_TOKENS_JSON.dump_json(self, indent=1) + b"\n")
@@ -98,20 +97,19 @@ class TokensJson:
 
     @classmethod
     def read(cls, folder: Path) -> TokensJson:
-        """Reads `tokens.json`. Raises DataError if it is missing, or not what this version
-        writes."""
+        """Reads `tokens.json`. Raises DataError if it is missing or invalid."""
         path = folder / TOKENS_JSON
         try:
             return _TOKENS_JSON.validate_json(path.read_bytes())
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be read ({error.strerror}); make the folder with parallel3d-data"
+                f"{path}: cannot be read ({error.strerror}); try parallel3d-data tokenize"
             ) from error
         except ValidationError as error:
             fault = error.errors()[0]
             key = ".".join(map(str, fault["loc"]))
             raise DataError(
-                f"{path}: is damaged ({key}: {fault['msg']}); write the folder anew"
+                f"{path}: damaged ({key}: {fault['msg']}); tokenize the data again"
             ) from error
 
 
@@ -120,7 +118,7 @@ _TOKENS_JSON = TypeAdapter(TokensJson)
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The ids `first` to `first + tokens` of a file."""
+    """Token IDs `first` to `first + tokens` of a file."""
 
     path: Path
     tokens: int
@@ -128,8 +126,7 @@ class FileSlice:
 
 
 class FileTokens:
-    """The stream of ids of several files, one after the other. Only what `read` returns is in
-    memory."""
+    """A stream of token IDs over several files. Only the IDs that `read` returns are in memory."""
 
     def __init__(self, slices: Sequence[FileSlice], dtype: np.dtype[np.integer]) -> None:
         self.slices = tuple(slices)
@@ -141,8 +138,8 @@ class FileTokens:
         return self._starts[-1]
 
     def read(self, starts: NDArray[np.int64], length: int) -> TokenIds:
-        """Returns `length` tokens from each of `starts`, as `[starts, length]`; a run may cross
-        from one file into the next. Raises DataError for a file that cannot be read."""
+        """Returns `length` tokens from each of `starts`, as `[starts, length]`. A range may span
+        several files. Raises DataError for a file that cannot be read."""
         found = np.empty((len(starts), length), self.dtype)
         for row, start in zip(found, starts.tolist(), strict=True):
             at = bisect_right(self._starts, start) - 1
@@ -157,7 +154,7 @@ class FileTokens:
         return found
 
     def _fill(self, ids: TokenIds, source: FileSlice, place: int) -> None:
-        """Fills `ids` with those of `source` from `place` on."""
+        """Fills `ids` from `source`, starting at its token `place`."""
         at = (source.first + place) * self.dtype.itemsize
         try:
             count = os.preadv(self._open(source.path).number, [ids.data.cast("B")], at)
@@ -165,13 +162,13 @@ class FileTokens:
             raise _unreadable(source.path, error) from error
         if count < ids.nbytes:
             raise DataError(
-                f"{source.path}: shrank below {at + ids.nbytes} bytes while it was read; start the "
-                "run again"
+                f"{source.path}: shrank below {at + ids.nbytes} bytes while it was read; start "
+                "the run again"
             )
 
 
 class _Descriptor:
-    """A file that is open for reading until nothing refers to this object."""
+    """A file that stays open for reading as long as this object exists."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY)
@@ -180,7 +177,7 @@ class _Descriptor:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """The two streams that a path names. `header` is None for Megatron's files."""
+    """The training and validation stream at a path. `header` is None for Megatron's files."""
 
     train: FileTokens
     validation: FileTokens
@@ -188,9 +185,10 @@ class TokenFiles:
 
 
 def open_tokens(path: Path, validation_fraction: float) -> TokenFiles:
-    """Opens a folder with a `tokens.json`, or Megatron's files with the prefix `path`, of whose
-    documents the last `validation_fraction` are for validation. Only headers and sizes are read.
-    Raises DataError if a file is missing or has another size."""
+    """Opens a folder with a `tokens.json`, or Megatron's files with the prefix `path`.
+
+    Of Megatron's documents, the last `validation_fraction` are for validation. Only headers and
+    sizes are read. Raises DataError if a file is missing or has the wrong size."""
     if not path.is_dir():
         return _open_megatron(path, validation_fraction)
     header = TokensJson.read(path)
@@ -220,18 +218,18 @@ def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
         size_bytes = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize
         tokens = size_bytes // dtype.itemsize
         first = tokens - max(round(tokens * validation_fraction), 1)
-        if borders > 2:  # a single document gives its end
+        if borders > 2:  # a single document is split
             held_out = min(max(round((borders - 1) * validation_fraction), 1), borders - 2)
             first = int(starts[first_sequences[-1 - held_out]]) // dtype.itemsize
     except OSError as error:
         raise DataError(
-            f"{prefix}: is not a folder of tokens, and {error.filename} cannot be read "
+            f"{prefix}: not a folder of tokens, and {error.filename} cannot be read "
             f"({error.strerror}); try a folder with a tokens.json"
         ) from error
     except (ValueError, LookupError, OverflowError, struct.error) as error:
         raise DataError(
-            f"{index}: is not an index of Megatron's of version 1 with ids of an integer type "
-            f"({error}); build it anew"
+            f"{index}: not a Megatron index of version 1 with integer IDs ({error}); create it "
+            "again"
         ) from error
     _check_size(path, size_bytes)
     train = FileSlice(path, first)
@@ -246,7 +244,7 @@ def _check_size(path: Path, size_bytes: int) -> None:
         raise _unreadable(path, error) from error
     if found != size_bytes:
         raise DataError(
-            f"{path}: has {found} bytes and must have {size_bytes}; copy it again, or write it anew"
+            f"{path}: has {found} bytes but must have {size_bytes}; copy or create it again"
         )
 
 
@@ -257,9 +255,11 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 
 class FolderWriter(AbstractContextManager["FolderWriter"]):
-    """Writes a folder of tokens: `add` documents to its parts, and a shard that reaches
-    `shard_tokens` is closed for the next one. `tokens.json` comes last, so a folder that an error
-    or a kill left does not count as complete."""
+    """Writes a folder of tokens.
+
+    `add` appends documents to a part. A shard that reaches `shard_tokens` is closed, and the next
+    one begins. `tokens.json` is written last, so a folder left by an error or a kill does not count
+    as complete."""
 
     def __init__(
         self,
@@ -282,13 +282,13 @@ class FolderWriter(AbstractContextManager["FolderWriter"]):
         self._files: dict[Part, BinaryIO] = {}
 
     def add(self, part: Part, ids: TokenIds, documents: int = 1) -> None:
-        """Appends documents, each with its end of text, to `part`. Raises DataError for an id
-        beyond the vocabulary."""
+        """Appends documents, each with its end-of-text token, to `part`. Raises DataError for an ID
+        outside the vocabulary."""
         largest = int(ids.max())
         for each in (ids.min(), largest):
             if not 0 <= each < self.vocab_size:
                 last = self.vocab_size - 1
-                raise DataError(f"{self.folder}: token id {each}: ids are 0 to {last}")
+                raise DataError(f"{self.folder}: token ID {each}: must be from 0 to {last}")
         shards = self._shards[part]
         if not shards or shards[-1].tokens >= self.shard_tokens:
             self._close(part)

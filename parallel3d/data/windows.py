@@ -1,9 +1,7 @@
-"""A stream of token ids, and its windows in the order of a run's samples: what a loader draws its
-sequences from.
+"""Streams of token IDs, and their windows in the order of a run's samples.
 
-A window is `seq_len + 1` tokens at stride `seq_len`: the inputs are its first `seq_len` tokens, the
-labels its last.
-"""
+A window is `seq_len + 1` tokens at stride `seq_len`. Its first `seq_len` tokens are the inputs, and
+its last `seq_len` tokens are the labels."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from numpy.typing import NDArray
 
 from parallel3d.data.order import window_order
 
-TokenIds = NDArray[np.integer]  # uint16, or uint32 where a vocabulary needs it
+TokenIds = NDArray[np.integer]  # uint16, or uint32 for large vocabularies
 
 
 class TokenStream(Protocol):
-    """Token ids, one document after the other, of which any run can be read."""
+    """Token IDs of consecutive documents, with random access."""
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
@@ -32,22 +30,22 @@ class TokenStream(Protocol):
 
 
 class WindowSource(Protocol):
-    """What a loader draws its sequences from."""
+    """Windows from which a loader draws sequences."""
 
     @property
     def windows(self) -> int:
-        """The number of windows in one epoch."""
+        """Number of windows in one epoch."""
         ...
 
     def draw(self, samples: NDArray[np.int64]) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's
-        global order. It is a function of the numbers alone, whatever was drawn before."""
+        """Returns the windows `[samples, seq_len + 1]` of samples, given by their indices in the
+        run. The result does not depend on earlier calls."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class TokensInMemory:
-    """A stream of ids that the process holds in memory."""
+    """A stream of token IDs in memory."""
 
     ids: TokenIds
 
@@ -56,15 +54,14 @@ class TokensInMemory:
 
     def read(self, starts: NDArray[np.int64], length: int) -> TokenIds:
         """Returns `length` tokens from each of `starts`, as `[starts, length]`."""
-        every_run: TokenIds = sliding_window_view(self.ids, length)  # a view: nothing is copied
+        every_run: TokenIds = sliding_window_view(self.ids, length)  # a view without a copy
         return every_run[starts]
 
 
 @dataclass(frozen=True, eq=False)
 class ShuffledWindows:
-    """The windows of one stream, each once an epoch, shuffled by `seed` (None: in the stream's
-    order). Past the last window the samples go on with the next epoch. The stream is no shorter
-    than one window."""
+    """The windows of one stream, each once per epoch, shuffled by `seed`, or in order if it is
+    None. The stream must have at least one window."""
 
     stream: TokenStream
     _: KW_ONLY
@@ -73,11 +70,11 @@ class ShuffledWindows:
 
     @property
     def windows(self) -> int:
-        """The number of windows in one epoch."""
+        """Number of windows in one epoch."""
         return (len(self.stream) - 1) // self.seq_len
 
     def draw(self, samples: NDArray[np.int64]) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples by their numbers in the run's
-        global order."""
+        """Returns the windows `[samples, seq_len + 1]` of samples, given by their indices in the
+        run."""
         windows = window_order(samples, windows=self.windows, seed=self.seed)
         return self.stream.read(windows * self.seq_len, self.seq_len + 1)

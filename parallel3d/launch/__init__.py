@@ -1,2 +1,2 @@
-"""Starting workers on this host, how they meet, what a failure tells the user, and the folder of a
-run."""
+"""Starting the workers of a run on this host, their rendezvous, failure reports, and the folder of
+a run."""

@@ -1,4 +1,4 @@
-"""The switch for runs that repeat themselves to the bit on GPUs, too."""
+"""Deterministic algorithms of torch, for runs that are bitwise reproducible on GPUs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Any
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Lets torch use deterministic algorithms alone for a block, if they are wanted: attention's
-    kernels and sums by index then take their deterministic backwards, and an operator that has none
-    raises RuntimeError. Enter the block before CUDA is used, because cuBLAS reads its workspace's
-    size from the environment when it starts."""
+    """Makes torch use only deterministic algorithms for a block, if `wanted`.
+
+    Attention and index sums then use deterministic backward kernels. An operator without one raises
+    RuntimeError. Enter the block before CUDA is used, because cuBLAS reads its workspace size from
+    the environment when it starts."""
     import torch
 
     if not wanted:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # its one attribute is made by hand, which mypy does not see
+    # mypy does not see its attribute, which is defined dynamically.
     memory: Any = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory
     was_on = torch.are_deterministic_algorithms_enabled()
-    memory.fill_uninitialized_memory = False  # nothing here reads memory before it is written
+    # filling costs time, and no memory is read before it is written
+    memory.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -1,8 +1,8 @@
-"""The device of each rank, and where every rank runs, as all tell each other when they meet.
+"""Chooses the device of each rank, and checks the devices of all ranks when they meet.
 
-A rank takes a GPU wherever it sees one. Whether each rank has one of its own is known only when all
-have met: a launcher may show each rank every GPU of its host, or only the rank's own one, which
-then is every rank's first."""
+A rank uses a GPU if it sees one. A launcher can show each rank all GPUs of its host, or only its
+own, which then is device 0 on every rank. Conflicts can therefore be found only when all ranks have
+met."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The host, process and GPU of a rank."""
+    """Host, process and GPU of a rank."""
 
     host: str
     pid: int
-    # a process id means something to processes of the same host and namespace alone
+    # Process IDs are comparable only within one PID namespace of one host.
     pid_namespace: str = ""
-    gpu: str = ""  # names one GPU among those of all hosts; "" for a rank on the CPU
+    gpu: str = ""  # identifies one GPU among all hosts; "" for a rank on the CPU
     problem: str = ""  # why the rank has no device
 
     @classmethod
     def of_this_process(cls, device: torch.device, problem: str = "") -> Place:
-        """Returns the place of this process, which computes on `device`, or cannot for the reason
-        in `problem`."""
+        """Returns the place of this process. `problem` says why it has no device."""
         host = socket.gethostname()
         namespace = ""
         gpu = ""
@@ -50,17 +49,19 @@ class Place:
         if device.type == "cuda":
             import torch
 
-            # NCCL refuses two ranks of one host on one GPU, and NCCL_HOSTID is how to tell it that
-            # they are on two.
+            # NCCL refuses two ranks on the same GPU of one host. NCCL_HOSTID overrides the identity
+            # of the host.
             uuid = torch.cuda.get_device_properties(device).uuid
             gpu = f"{os.environ.get('NCCL_HOSTID', host)}/{uuid}"
         return cls(host=host, pid=os.getpid(), pid_namespace=namespace, gpu=gpu, problem=problem)
 
 
 def choose_device(wanted: DeviceName, local_rank: int) -> torch.device:
-    """Returns the device of this rank, which is number `local_rank` on its host: a GPU if it sees
-    one, else the CPU. Raises ConfigError if it sees none and one is wanted, or is there and hidden.
-    An empty CUDA_VISIBLE_DEVICES hides GPUs on purpose."""
+    """Returns the device of the rank with number `local_rank` on its host: a GPU if it sees one,
+    else the CPU.
+
+    Raises ConfigError if no GPU is visible but one is requested, or exists but is hidden. An empty
+    CUDA_VISIBLE_DEVICES counts as hiding GPUs on purpose."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -71,8 +72,8 @@ def choose_device(wanted: DeviceName, local_rank: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and may_use_cpu):
         return torch.device("cpu")
     raise ConfigError(
-        f"train.device = {wanted}: torch sees no GPU here (CUDA_VISIBLE_DEVICES = {visible}); ask "
-        "the launcher for a GPU for each worker, or use train.device=cpu"
+        f"train.device = {wanted}: torch does not see a GPU (CUDA_VISIBLE_DEVICES = {visible}); "
+        "request one GPU per worker from the launcher, or use train.device=cpu"
     )
 
 
@@ -84,28 +85,28 @@ def _has_hidden_gpus() -> bool:
 
 
 def has_gpu_files() -> bool:
-    """Returns whether there is a file of any GPU, of CUDA, ROCm, WSL or a Jetson; True where this
-    is not Linux."""
+    """Returns True if this host has a device file of a GPU (CUDA, ROCm, WSL or Jetson). Always True
+    on systems other than Linux."""
     names = ("nvidia[0-9]*", "kfd", "dxg", "nvmap")
     return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in names)
 
 
 def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:
-    """Tells all ranks where this one runs and returns the places of all, by rank. Raises
-    RuntimeError with the ranks that do not come in the store's time."""
+    """Shares the place of this rank and returns the places of all ranks. Raises RuntimeError with
+    the missing ranks after the timeout of the store."""
     keys = [f"place/{each}" for each in range(world_size)]
     store.set(keys[rank], json.dumps(asdict(own)))
     try:
         found = store.multi_get(keys)
     except RuntimeError as error:
         missing = [each for each in range(world_size) if not store.check([keys[each]])]
-        raise RuntimeError(f"{any_ranks(missing)} of {world_size} did not come") from error
+        raise RuntimeError(f"{any_ranks(missing)} of {world_size} did not connect") from error
     return [Place(**json.loads(place)) for place in found]
 
 
 def check_places(places: Sequence[Place], wanted: DeviceName) -> None:
-    """Raises ConfigError, on all ranks alike, if a rank has no device, some ranks have a GPU and
-    others none, or several have the same one."""
+    """Raises ConfigError, equally on all ranks, if a rank has no device, if only some ranks have a
+    GPU, or if ranks share a GPU."""
     ranks_of = defaultdict(list)
     for rank, place in enumerate(places):
         if place.problem:
@@ -115,8 +116,8 @@ def check_places(places: Sequence[Place], wanted: DeviceName) -> None:
         who = f"train.device = {wanted}: {any_ranks(ranks)} ({places[ranks[0]].host})"
         if not gpu and len(ranks) < len(places):
             raise ConfigError(
-                f"{who} see no GPU, and the others do; ask the launcher for a GPU for each worker, "
-                "or use train.device=cpu"
+                f"{who} see no GPU, but the others do; request one GPU per worker from the "
+                "launcher, or use train.device=cpu"
             )
         if gpu and len(ranks) > 1:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""The record of a failed rank, the choice of the failure that caused the others, and the line that
-reports it."""
+"""The record of a failed rank, the search for the root cause among several failures, and the error
+line."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError, SaveError, printable
 from parallel3d.launch.signals import ignore_stop_signals
 
-_LONGEST_TRACEBACK = 20_000  # characters; a report must fit into a pipe at once
-# gloo, NCCL and the store use these words when a peer has gone.
+_LONGEST_TRACEBACK = 20_000  # characters, so that a report fits into a pipe
+# Words that gloo, NCCL and the store use if a peer has gone.
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused|aborted)|broken pipe|tim(ed|e) ?out|peer"
     r"|process group.*abort",
     re.I,
 )
 _LOST_PEER_CLASSES = ("DistError", "ConnectionError", "TimeoutError")
-_ABORT_S = 5.0  # an abort of NCCL's communicators that takes longer never ends
+_ABORT_S = 5.0  # An abort of NCCL communicators that takes longer never ends.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The end of one rank, recorded by the rank itself where it could."""
+    """The failure of one rank, recorded by the rank itself if possible."""
 
     rank: int
     coordinates: str
@@ -41,23 +41,23 @@ class Failure:
     host: str = field(default_factory=socket.gethostname)
     exit_status: int = RankError.exit_status
     traceback: str = ""
-    # the process ended, or hangs, without a report, and `message` says what happened to it
+    # The process ended or hangs without a report. `message` says what happened.
     died: bool = False
-    foreseen: bool = False  # the error is a Parallel3dError, whose message needs no traceback
-    secondary: bool = False  # the failure is only the consequence of a lost peer
-    at: float = field(default_factory=time.monotonic)  # a clock that the processes of a host share
-    reporter: int | None = None  # the rank that prints it, if ranks monitor each other
+    foreseen: bool = False  # a Parallel3dError, which needs no traceback
+    secondary: bool = False  # only a consequence of a lost peer
+    at: float = field(default_factory=time.monotonic)  # clock shared by the processes of a host
+    reporter: int | None = None  # the rank that prints the failure, if ranks monitor each other
 
     @classmethod
     def of(cls, error: BaseException, rank: int, parallel: ParallelConfig) -> Failure:
-        """Makes the record of an exception, on the rank that it ended."""
+        """Records an exception on the rank where it occurred."""
         message = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         exit_status = RankError.exit_status
         if isinstance(error, Parallel3dError):
             message = str(error)
             exit_status = error.exit_status
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
-            exit_status = error.code or exit_status  # a worker that exits has not done its work
+            exit_status = error.code or exit_status  # a worker that exits early has failed
         return cls(
             rank=rank,
             coordinates=str(parallel.coordinates(rank)),
@@ -69,20 +69,19 @@ class Failure:
         )
 
     def traceback_for_user(self, *, verbose: bool) -> str:
-        """Returns the traceback to print below the line. Errors of the user and losses of a peer
-        need none."""
+        """Returns the traceback to print below the error line. Errors of the user and lost peers do
+        not need one."""
         is_wanted = verbose or not (self.foreseen or self.secondary)
         return "\n" + self.traceback.rstrip() if is_wanted and self.traceback else ""
 
     def line(self) -> str:
-        """Returns the line that says which rank failed, and how."""
+        """Returns the error line, with rank, host, coordinates and reason."""
         separator = " " if self.died else ": "
         return f"rank {self.rank} ({self.host}, {self.coordinates}){separator}{self.message}"
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """True if an exception says that another rank has gone or stayed silent, and nothing about this
-    rank."""
+    """Returns True if the exception is only about another rank that has gone or does not answer."""
     if isinstance(error, Parallel3dError):
         return isinstance(error, RankError | RendezvousError)
     if any(cls.__name__ in _LOST_PEER_CLASSES for cls in type(error).__mro__):
@@ -93,24 +92,25 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that caused the others: the earliest that is not about a lost peer. A
-    process that was aborted may have aborted for the loss of a peer or for a reason of its own: it
-    is the cause where no other failure is, and ranks merely say that they have lost a peer."""
+    """Returns the failure that caused the others: the earliest that is not about a lost peer.
+
+    An aborted process may have lost a peer or may have a reason of its own. It is the cause if all
+    other failures are lost peers."""
     return min(failures, key=lambda failure: (failure.secondary, not failure.died, failure.at))
 
 
 def print_error(message: str) -> None:
-    """Writes `error: ...` on stderr, with the further lines of the message below the first. Cuts
-    long words and long lines: a value of a file may fill pages."""
+    """Prints `error: ...` to stderr, with further lines of the message indented. Shortens long
+    words and lines, because values from a file can be very long."""
     message = re.sub(r"(\S{80})\S{320,}", r"\1...", printable(message))
     message = re.sub(r"(.{1500}).{400,}", r"\1 ...", message)
-    with suppress(OSError):  # a full disk leaves the exit status as it is
+    with suppress(OSError):  # a full disk must not change the exit status
         print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
 
 
 class _Output:
-    """Passes text on to stdout or stderr, and keeps the error of a write that fails. Later text is
-    dropped."""
+    """Forwards text to stdout or stderr. After a failed write it keeps the error and drops further
+    text."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -126,7 +126,7 @@ class _Output:
                 self._stream.flush()
         except OSError as error:
             self.error = error
-            # Python flushes again when it ends
+            # Python flushes again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def flush(self) -> None:
@@ -135,11 +135,11 @@ class _Output:
 
 @contextmanager
 def writing_output() -> Iterator[None]:
-    """Writes what the block prints, and ignores errors of stderr. Raises SaveError at the end of
-    the block if stdout could not be written."""
-    if sys.stdout is None:  # the next file that is opened would get its descriptor
-        raise SaveError("stdout: it is closed; try > /dev/null")
-    with open(os.devnull, "w") as nowhere:  # gets the descriptor of stderr if that is closed
+    """Runs a block whose output errors do not interrupt it. Errors of stderr are ignored. At the
+    end, raises SaveError if stdout could not be written."""
+    if sys.stdout is None:  # the next opened file would get its descriptor
+        raise SaveError("stdout: is closed; try > /dev/null")
+    with open(os.devnull, "w") as nowhere:  # occupies the descriptor of stderr if that is closed
         stdout: Any = _Output(sys.stdout)
         stderr: Any = _Output(sys.stderr or nowhere)
         with redirect_stdout(stdout), redirect_stderr(stderr):
@@ -154,7 +154,7 @@ def writing_output() -> Iterator[None]:
 
 
 def any_ranks(ranks: Sequence[int]) -> str:
-    """Returns the ranks in words, a long list cut short: `rank 3`, `ranks 0 and 4`."""
+    """Formats ranks in words, as in `rank 3` or `ranks 0 and 4`. Long lists are shortened."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     names = [str(rank) for rank in ranks]
@@ -164,25 +164,26 @@ def any_ranks(ranks: Sequence[int]) -> str:
 
 
 def record_flights(run_dir: str | None) -> None:
-    """Has NCCL keep its last operations and write them into `run_dir` when one of them times out,
-    unless the user's environment says otherwise. torch reads these variables when it makes a
-    process group."""
+    """Makes NCCL record its last operations and write them to `run_dir` after a timeout.
+
+    torch reads these environment variables when it creates a process group. Values set by the user
+    stay."""
     prefix = Path(run_dir or ".").absolute() / "nccl_flight_record_rank_"
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    # operations of a rank, the last few steps; 0 turns it off
+    # Number of operations, which covers the last few steps. 0 turns it off.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))
 
 
 def end_process(exit_status: int) -> NoReturn:
-    """Ends this process at once after a failure that has been told.
+    """Ends this process immediately after a reported failure.
 
-    No process group is destroyed, because NCCL's wait for work of peers that has no end; they are
-    aborted. Exit handlers are left out for the same reason. What peers wait for closes with the
-    process."""
+    Process groups are aborted, not destroyed, because NCCL would wait for peers without end. Exit
+    handlers do not run for the same reason. Closing the sockets of this process releases waiting
+    peers."""
     ignore_stop_signals()
-    with suppress(OSError, ValueError):  # nobody reads any more
+    with suppress(OSError, ValueError):  # the reader of the output has gone
         sys.stdout.flush()
         sys.stderr.flush()
     if "torch" in sys.modules:

@@ -19,7 +19,12 @@ from parallel3d.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run that has ended: its folder, and what it has logged at each logged step."""
+    """A completed run.
+
+    Attributes:
+        folder: Folder of the run.
+        metrics: Metrics of each logged step, as in `metrics.jsonl`.
+    """
 
     folder: Path
     metrics: list[dict[str, Any]]

@@ -1,9 +1,8 @@
 """Starts the workers of a run on this machine and monitors them.
 
 `launch_local` never imports torch. A fork server imports it once and forks the workers, so eight
-start in the time of one. They meet through a file, so no port is needed. The first failure ends the
-run: one line names the rank and the reason, and no process outlives its launcher.
-"""
+workers start as fast as one. They meet through a file and need no port. The first failure ends the
+run. One line names the rank and the reason, and no process outlives its launcher."""
 
 from __future__ import annotations
 
@@ -51,19 +50,20 @@ from parallel3d.launch.signals import (
 from parallel3d.watch.hang_detector import HangDetector, process_state
 from parallel3d.watch.heartbeat import BEAT_S, Beat, beats_to_file
 
-# timeout(1), terminals and systemd send a signal twice. A second one within this time is the same
-# request; people press Ctrl-C again sooner.
+# timeout(1), terminals and systemd send a signal twice. A second signal within this time counts as
+# the same request. Users press Ctrl-C again sooner.
 _SAME_SIGNAL_S = 1.0
 _SAME_CTRL_C_S = 0.1
-# Words on the exit code of a process; it is 255 if the fork server has gone.
+# Explanations of exit codes. 255: the fork server has gone.
 _WHY_KILLED = {
-    -signal.SIGKILL: "; if nobody sent it, the host ran out of memory (see dmesg)",
+    -signal.SIGKILL: "; if no user sent this signal, the host ran out of memory (see dmesg)",
     255: (
-        "; all ranks do when the server that forks them is killed, by someone or for want of memory"
+        "; all ranks end like this if their fork server is killed, by a user or for lack of memory"
     ),
 }
-REPORTS_S = 1.5  # after a first failure, for further reports: the first is seldom the cause
-STRAGGLERS_S = 60.0  # after a rank is done, for the others
+# seconds to wait for further reports after a failure; the first is rarely the cause
+REPORTS_S = 1.5
+STRAGGLERS_S = 60.0  # seconds to wait for the other ranks after one is done
 
 
 def launch_local(
@@ -75,12 +75,23 @@ def launch_local(
     preload: Sequence[str] = ("torch",),
     verbose: bool = False,
 ) -> int:
-    """Runs `target` ("module:function") in `world_size` processes of this machine.
+    """Runs a function in `world_size` processes of this machine.
 
-    The function gets the recipe, its `Rendezvous` and `arguments`. `preload` names modules that are
-    imported once for all workers. A failure is one line on stderr, with a traceback if the error is
-    not the user's (or with `verbose`), and in `outcome.json`. Returns the exit status: 128 + the
-    signal if the launcher was stopped by one that workers could not answer."""
+    A failure is reported as one line on stderr and in `outcome.json`.
+
+    Args:
+        target: Function as "module:function". It is called with the recipe, its `Rendezvous` and
+            `arguments`.
+        recipe: Recipe of the run.
+        world_size: Number of processes.
+        arguments: Further arguments of the function.
+        preload: Modules to import once for all workers.
+        verbose: Print tracebacks also for errors of the user.
+
+    Returns:
+        Exit status. It is 128 + the signal if a signal stopped the launcher and workers could not
+        save.
+    """
     workers: list[_Worker] = []
     relay = SignalRelay(workers, saves=recipe.checkpoint.every is not None)
     heard = heeded_stop_signals()
@@ -91,7 +102,7 @@ def launch_local(
     ):
         try:
             context.set_forkserver_preload([*preload, __name__, target.partition(":")[0]])
-            with handled(LAUNCHER_SIGNALS, signal.SIG_IGN):  # the fork server inherits this
+            with handled(LAUNCHER_SIGNALS, signal.SIG_IGN):  # inherited by the fork server
                 start_fork_server()
             for rank in range(world_size):
                 rendezvous = Rendezvous(
@@ -113,7 +124,8 @@ def launch_local(
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
             ends = [worker.process.exitcode for worker in workers]
-            if relay.passed_on and -relay.passed_on in ends:  # before that worker could save
+            # a worker was killed by the signal before it could save
+            if relay.passed_on and -relay.passed_on in ends:
                 raise _Stopped(relay.passed_on)
             outcome = _report(failures, world_size, verbose)
         except _Stopped as stop:
@@ -132,12 +144,12 @@ def launch_local(
 
 
 class _Stopped(KeyboardInterrupt):
-    """Raised in the launcher by Ctrl-C or SIGTERM, with the number of the signal."""
+    """Raised in the launcher by Ctrl-C or SIGTERM, with the signal number."""
 
 
 @dataclass
 class _Worker:
-    """A local worker process, with the pipe for its report."""
+    """A local worker process and the pipe for its report."""
 
     rank: int
     coordinates: str
@@ -146,7 +158,7 @@ class _Worker:
     has_ended: bool = False
 
     def failure(self, message: str, *, secondary: bool = False) -> Failure:
-        """Returns the failure of this rank, which did not report it itself."""
+        """Returns a failure of this rank that the rank did not report itself."""
         return Failure(
             rank=self.rank,
             coordinates=self.coordinates,
@@ -168,13 +180,15 @@ class _Worker:
         if exitcode < 0:
             end = f"was killed by {signal.Signals(-exitcode).name}"
         message = end + last_seen + _WHY_KILLED.get(exitcode, "")
-        # A communication library that loses a peer may abort its process.
+        # A communication library may abort its process if a peer is lost.
         return self.failure(message, secondary=exitcode == -signal.SIGABRT)
 
 
 def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
-    """Waits until all workers are done. After a first failure, waits a little for further reports.
-    Returns the failures; a rank that hangs is the only one."""
+    """Waits until all workers have ended, and returns their failures.
+
+    After a first failure it waits briefly for further reports. If a rank hangs, only that failure
+    is returned."""
     failures: list[Failure] = []
     deadline = math.inf
     host = socket.gethostname()
@@ -201,7 +215,8 @@ def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
 def _find_hanging(
     detector: HangDetector, workers: Sequence[_Worker], folder: Path
 ) -> Failure | None:
-    """Reads the beats of the workers. Returns the failure of one that keeps the others waiting."""
+    """Reads the heartbeats of the workers. Returns the failure of a worker that keeps the others
+    waiting."""
     beats = {}
     states = {}
     for worker in workers if len(workers) > 1 else ():
@@ -213,29 +228,30 @@ def _find_hanging(
 
 
 def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOutcome:
-    """Prints the failure that caused the others, if any rank failed. Returns the outcome."""
+    """Prints the failure that caused the others, if any. Returns the outcome."""
     if not failures:
         return RunOutcome()
     cause = root_cause(failures)
     line = cause.line()
     alike = [each for each in failures if each.message == cause.message]
     if cause.foreseen and len(alike) == world_size:
-        line = cause.message  # all ranks report the same, so it is about the run
+        line = cause.message  # all ranks report the same error, which is about the run
     print_error(line + cause.traceback_for_user(verbose=verbose))
     return replace(RunOutcome.of(cause), reason=line.partition("\n")[0])
 
 
 def start_fork_server() -> None:
-    """Starts the server that forks processes. It searches its current folder for modules first, so
-    it starts in `/` if this process does not import from the current folder. Raises ConfigError if
-    it cannot start."""
+    """Starts the fork server. Raises ConfigError if it cannot start.
+
+    The server searches its current folder for modules first. It starts in `/` if this process does
+    not import from the current folder."""
     try:
         with chdir("." if os.getcwd() in sys.path else "/"):
             forkserver.ensure_running()
     except OSError as error:
         folder = tempfile.gettempdir()
         raise ConfigError(
-            f"TMPDIR = {folder}: no socket can be made there ({error}); try TMPDIR=/tmp"
+            f"TMPDIR = {folder}: cannot create a socket there ({error}); try TMPDIR=/tmp"
         ) from error
 
 
@@ -248,23 +264,25 @@ def _run_worker(
     heard: Sequence[signal.Signals],
     beside_recipes: Sequence[str],
 ) -> None:
-    """The main function of a worker. It sets torchrun's variables and runs the target. It reports
-    None if that returns, and a Failure if it raises, even SystemExit. Signals that the launcher
-    heeds (`heard`) end the worker until the run catches them."""
+    """Main function of a worker. Sets the environment variables of torchrun and runs the target.
+
+    It reports None if the target returns, and a Failure if it raises, even SystemExit. Signals in
+    `heard` end the worker until the run catches them."""
     folder = Path(rendezvous.init_method.removeprefix("file://")).parent
     _die_with_the_launcher(folder)
     BESIDE_RECIPES.extend(beside_recipes)
-    for each in heard:  # the fork server ignores all signals of the launcher
+    for each in heard:  # The fork server ignores the signals of the launcher.
         signal.signal(each, signal.SIG_DFL)
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
         os.environ[name.upper()] = str(getattr(rendezvous, name))
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, cores() // rendezvous.local_world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        if "torch" in sys.modules:  # the fork server imported it before the variable was set
+        if "torch" in sys.modules:  # the fork server imported torch before the variable was set
             sys.modules["torch"].set_num_threads(threads)
     if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve elsewhere
+        # the hostname may resolve to another address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         module, _, name = target.partition(":")
         with writing_output(), beats_to_file(folder / f"beat_{rendezvous.rank}"):
@@ -272,13 +290,16 @@ def _run_worker(
         reports.send(None)
     except BaseException as error:
         failure = Failure.of(error, rendezvous.rank, recipe.parallel)
-        reports.send(failure)  # first: ending groups may take for ever
+        reports.send(failure)  # Report first, because ending process groups can block.
         end_process(failure.exit_status)
 
 
 def _die_with_the_launcher(folder: Path) -> None:
-    """Has a thread wait for the launcher's end, remove its folders, and kill the fork server, which
-    is this process's parent. With the fork server every worker ends, even one that is stopped."""
+    """Starts a thread that waits for the end of the launcher, removes its folders, and kills the
+    fork server.
+
+    The fork server is the parent of all workers, so killing it ends every worker, even a stopped
+    one."""
     die_with_the_parent()
     launcher = multiprocessing.parent_process()
     fork_server = os.getppid()
@@ -287,7 +308,8 @@ def _die_with_the_launcher(folder: Path) -> None:
     def follow() -> None:
         launcher.join()
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # it has the fork server's socket
+        # the folder with the socket of the fork server
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)
         if os.getppid() == fork_server:
             os.kill(fork_server, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -296,27 +318,27 @@ def _die_with_the_launcher(folder: Path) -> None:
 
 
 def cores() -> int:
-    """Returns the number of CPU cores that this process may run on."""
+    """Returns the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class SignalRelay:
-    """The launcher's signal handler. It passes the first signal that asks for an end on to the
-    workers, and raises `_Stopped` for a second one, for one before the workers run, and for SIGINT
-    to workers that cannot save. It passes SIGUSR1 on to workers that can save.
+    """Signal handler of the launcher, which forwards signals to the workers.
 
-    A stopped worker would keep the others waiting, so it is told to continue."""
+    The first signal that asks for an end is forwarded. A second one raises `_Stopped`, and so does
+    one before the workers run, or SIGINT if workers cannot save. SIGUSR1 is forwarded to workers
+    that can save. A stopped worker would keep the others waiting, so it also gets SIGCONT."""
 
     def __init__(self, workers: Sequence[_Worker], *, saves: bool) -> None:
         self._workers = workers
         self._saves = saves
         self.passes_on = False
-        self.passed_on = 0  # the signal that was passed on
+        self.passed_on = 0  # signal that was forwarded, or 0
         self._passed_on_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if signum == SAVE_SIGNAL:
-            if self._saves:  # a worker that has just started ignores it
+            if self._saves:  # workers ignore it while they start
                 self._pass_on(signum)
             return
         same_s = _SAME_CTRL_C_S if signum == signal.SIGINT else _SAME_SIGNAL_S
@@ -327,10 +349,10 @@ class SignalRelay:
             raise _Stopped(signum)
         self.passed_on = signum
         self._passed_on_at = time.monotonic()
-        if signum == signal.SIGINT:  # print may be what this handler has interrupted
+        if signum == signal.SIGINT:  # os.write, because this handler may have interrupted a print
             os.write(
                 2,
-                b"\nsaves and ends after this step; Ctrl-C again ends at once, and saves nothing\n",
+                b"\nsaves and ends after this step; Ctrl-C again ends at once without saving\n",
             )
         self._pass_on(signum)
 

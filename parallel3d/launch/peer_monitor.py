@@ -1,12 +1,11 @@
-"""Ranks that torchrun or srun started monitor each other.
+"""Mutual monitoring of ranks that torchrun or srun started.
 
-Such a launcher ends the other ranks only by SIGTERM, which asks them to save, and only on its own
+Such a launcher ends the other ranks only with SIGTERM, which asks them to save, and only on its own
 host. So the first failure is written to the store at which the ranks met. A thread of each rank
-reads the store twice a second, writes this rank's heartbeat, and checks the processes of its own
-host. Rank 0 judges the heartbeats of all ranks; the others judge those of rank 0 and of their own
-host. The rank that reports a failure prints it; all others end silently with its exit status. A
-rank that gets no answer from the store is cut off and ends.
-"""
+reads the store twice a second, writes the heartbeat of its rank, and checks the processes of its
+own host. Rank 0 checks the heartbeats of all ranks. The others check those of rank 0 and of their
+own host. The rank that detects a failure prints it. All others end silently with its exit status. A
+rank that gets no answer from the store is cut off and ends."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _T = TypeVar("_T")
-# A rank that learns of a failure may be about to report its own.
+# Seconds for a rank that learns of a failure to report its own.
 _GRACE_S = 2.5
-_HURRY_S = 0.1  # between two looks at the peers once a rank has failed
-_FAILURE = "failure"  # the key of the first one; `told/RANK` says that a rank knows of it
+_HURRY_S = 0.1  # seconds between two checks after a rank has failed
+_FAILURE = "failure"  # key of the first failure; `told/RANK` confirms that a rank has read it
 
 
 class ReportedError(RankError):
-    """Replaces the error of a failing rank after the ranks agreed on the cause. `is_ours` says that
-    this rank prints it."""
+    """Replaces the error of a failing rank after the ranks agreed on the cause. `is_ours`: this
+    rank prints it."""
 
     def __init__(self, failure: Failure, is_ours: bool) -> None:
         super().__init__(failure.line())
@@ -51,7 +50,7 @@ class ReportedError(RankError):
 
 
 class PeerMonitor:
-    """Monitors the other ranks in a thread, because the main thread of a hanging rank does nothing.
+    """Monitors the other ranks in a thread, because the main thread of a hanging rank cannot.
 
     `store` is a connection that only this monitor uses."""
 
@@ -68,19 +67,19 @@ class PeerMonitor:
         self._watched: Sequence[int] = self._ranks
         if rank != 0:
             self._watched = sorted({0, *self._neighbours})
-        # Under srun, rank 0 holds the store. The next rank of its host reports for it.
+        # Under srun, rank 0 hosts the store. If it stops, the next rank of its host reports.
         self._speaker = min({*self._neighbours} - {0}, default=0)
         self._detector = HangDetector(hosts, hosts[rank])
         self._closed = threading.Event()
-        self._ending = threading.Lock()  # the thread that has it ends the process
-        self._found: Future[Failure] = Future()  # by the thread that monitors
-        # A store on a lost host never answers, so another thread asks it.
+        self._ending = threading.Lock()  # held by the thread that ends the process
+        self._found: Future[Failure] = Future()  # set by the monitoring thread
+        # A store on a lost host never answers, so requests run in a separate thread.
         self._requests = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._thread = threading.Thread(target=self._monitor, name="peer-monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stops monitoring. Every rank calls it before the first of them ends."""
+        """Stops monitoring. Every rank must call it before the first rank ends."""
         self._closed.set()
         self._thread.join()
         with suppress(RuntimeError):
@@ -98,7 +97,7 @@ class PeerMonitor:
         cause = found or self._publish(failure)
         is_ours = cause.reporter == self._rank
         if not is_ours:
-            time.sleep(0.5)  # launchers blame the process that ends first
+            time.sleep(0.5)  # launchers report the process that ends first
         self._wait_for_readers(cause)
         self._closed.set()
         return ReportedError(failure if cause.rank == self._rank else cause, is_ours)
@@ -111,23 +110,25 @@ class PeerMonitor:
             self._found.set_result(found)
             with suppress(RuntimeError):
                 self._ask(self._store.set, f"told/{self._rank}", "")
-            # A rank that failed by itself gets time to report; one that hangs does not.
+            # A rank that failed by itself gets time to report. A rank that hangs does not.
             if not self._closed.wait(_HURRY_S if found.died else _GRACE_S):
                 self._ending.acquire()
                 self._end(found)
             return
 
     def _check_peers(self) -> Failure | None:
-        """Returns the first reported failure. Without one, reports a neighbour whose process has
-        ended, a rank that hangs, or a store that has gone."""
+        """Returns the first reported failure.
+
+        If there is none, checks for a process of this host that has ended, a hanging rank, or a
+        lost store, and reports it."""
         states = self._read_states()
         try:
             reported, beats = self._ask(self._exchange)
         except RuntimeError:
-            time.sleep(_HURRY_S)  # a process that is killed closes its connections before it ends
+            time.sleep(_HURRY_S)  # a killed process closes its connections before it ends
             if self._read_states().get(0) == "":
                 return self._blame_end(0)
-            message = "does not answer: the store that it or its launcher holds has gone"
+            message = "does not answer: the store, which this rank or its launcher hosts, has gone"
             return self._blame(0, message)
         if reported is not None:
             return reported
@@ -141,22 +142,24 @@ class PeerMonitor:
         return self._blame(rank, message)
 
     def _read_states(self) -> dict[int, str]:
-        """Returns the state of each process of this host, "" if it has ended; nothing if the system
-        is not Linux."""
+        """Returns the state of each process on this host, "" if it has ended. Returns an empty dict
+        if the system is not Linux."""
         states = {rank: process_state(self._places[rank].pid) for rank in self._neighbours}
         return states if states[self._rank] else {}
 
     def _exchange(self) -> tuple[Failure | None, dict[int, Beat]]:
-        """Returns the reported failure; without one, writes this rank's beat and returns those of
-        the watched ranks."""
+        """Returns the reported failure. If there is none, writes the heartbeat of this rank and
+        returns those of the monitored ranks."""
         if self._store.check([_FAILURE]):
             return _parse_failure(self._store.get(_FAILURE)), {}
         self._write_beat()
         return None, self._read_beats(self._watched)
 
     def _ask(self, request: Callable[..., _T], *arguments: object) -> _T:
-        """Returns the answer of the store. Ends this rank if none comes in LOST_S. The time counts
-        in short waits, so that a process that was stopped meanwhile does not end."""
+        """Returns the answer of the store. Ends this rank if there is no answer within LOST_S.
+
+        It waits in short intervals, so that time during which this process was stopped does not
+        count."""
         answer = self._requests.submit(request, *arguments)
         for waits in range(1, round(LOST_S / BEAT_S) + 1):
             with suppress(TimeoutError):
@@ -167,14 +170,15 @@ class PeerMonitor:
                 failure = self._failure_of(0, message)
                 self._end(replace(failure, reporter=self._rank))
         if self._rank == self._neighbours[0]:
-            why = f"has no answer of the store for {LOST_S:.0f} s: its host is cut off"
-            failure = self._failure_of(self._rank, f"{why}, and its ranks end")
+            why = f"has no answer from the store for {LOST_S:.0f} s: its host is cut off"
+            failure = self._failure_of(self._rank, f"{why}, so its ranks end")
             print_error(failure.line())
         end_process(RankError.exit_status)
 
     def _wait_for_readers(self, cause: Failure) -> None:
-        """Has rank 0, with which the store may end, wait until the others know of the failure. If
-        the rank at fault is on another host, all of that may be lost."""
+        """Makes rank 0 wait until the others have read the failure, because the store may end with
+        rank 0. If the failed rank is on another host, that whole host may be lost and is not waited
+        for."""
         readers = {*self._ranks} - {0, cause.rank}
         if cause.rank not in self._neighbours:
             readers = {each for each in readers if self._places[each].host != cause.host}
@@ -184,10 +188,10 @@ class PeerMonitor:
                 self._ask(self._store.wait, keys, timedelta(seconds=_GRACE_S))
 
     def _find_cause(self) -> Failure | None:
-        """Waits for another rank's report. Without one, names a rank whose heart does not beat."""
+        """Waits for the report of another rank. If none comes, reports a rank without heartbeat."""
         others = [each for each in self._ranks if each != self._rank]
         before: dict[int, Beat] = {}
-        with suppress(RuntimeError):  # the store has gone, of which the other thread reports
+        with suppress(RuntimeError):  # the monitoring thread reports a lost store
             before = self._ask(self._read_beats, others)
         with suppress(TimeoutError):
             return self._found.result(timeout=_GRACE_S)
@@ -202,7 +206,7 @@ class PeerMonitor:
         self._store.set(f"beat/{self._rank}", HEARTBEAT.beat().to_json())
 
     def _read_beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """Returns the newest beats; none before all ranks have sent one."""
+        """Returns the newest heartbeats, or none before all ranks have sent one."""
         keys = [f"beat/{rank}" for rank in ranks]
         if not self._store.check(keys):
             return {}
@@ -214,16 +218,16 @@ class PeerMonitor:
 
     def _blame_end(self, rank: int) -> Failure:
         seen = self._detector.last_seen(rank)
-        message = f"ended without a word{seen}; the lines of its launcher may say how"
+        message = f"ended without an error message{seen}; the output of its launcher may say why"
         return self._blame(rank, message)
 
     def _publish(self, failure: Failure) -> Failure:
-        """Writes a failure to the store. Returns the first one that any rank has written."""
+        """Writes a failure to the store. Returns the first failure that any rank has written."""
         own = replace(failure, reporter=self._rank, traceback="")
         text = json.dumps(asdict(own))
         try:
             return _parse_failure(self._ask(self._store.compare_set, _FAILURE, "", text))
-        except RuntimeError:  # nobody can read it
+        except RuntimeError:  # the store has gone
             return replace(own, reporter=self._speaker) if failure.rank == 0 else own
 
     def _failure_of(self, rank: int, message: str) -> Failure:
@@ -236,8 +240,8 @@ class PeerMonitor:
         )
 
     def _end(self, cause: Failure) -> None:
-        """Ends this process, and one on this host that is stopped or held: its launcher would wait
-        for it."""
+        """Ends this process, and also the failed rank if it is stopped or hangs on this host.
+        Otherwise its launcher would wait for it."""
         others = {*self._neighbours} - {self._rank}
         if cause.died and cause.rank in others:
             with suppress(ProcessLookupError):

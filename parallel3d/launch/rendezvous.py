@@ -1,12 +1,11 @@
-"""The place of a worker among all, where it meets the others as the launcher says it, and its
-process group. torch is imported by the functions that need it, when a worker calls them.
+"""The place of a worker among all workers, their rendezvous, and the process group. Functions
+import torch only when a worker calls them.
 
-`join_attempt` tells one attempt of a run from earlier ones. torchrun restarts a failed run at the
-same store, which still has the keys of the failed attempt: addresses at which nobody listens. Each
-agent counts restarts by itself, so no number in the environment is new in each attempt and the same
-on all ranks. So rank 0 draws a name, and gives it to each rank under a key that only this process
-knows.
-"""
+`join_attempt` distinguishes one attempt of a run from earlier ones. torchrun restarts a failed run
+at the same store, which still contains the keys and dead addresses of the failed attempt. Each
+agent counts restarts separately, so no number in the environment is both new in each attempt and
+equal on all ranks. Rank 0 therefore draws a name and sends it to each rank under a key that only
+that process knows."""
 
 from __future__ import annotations
 
@@ -32,16 +31,20 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_STORE_S = 10.0  # a store that takes longer to answer is gone
+_STORE_S = 10.0  # seconds after which a store counts as gone
 _POLL_S = 0.05
 _STARTED = "started"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """The place of one worker among all. `init_method` is torch's name for where they meet,
-    `attempt` what tells this start of the workers from earlier ones at the same store, and
-    `is_restart` says that the launcher has started the run again (`join_attempt` sets both)."""
+    """Rank of one worker and its rendezvous.
+
+    Attributes:
+        init_method: URL of the rendezvous, as in `torch.distributed.init_process_group`.
+        attempt: Name of this start of the workers at a store that earlier starts used too.
+        is_restart: True if the launcher has restarted the run. `join_attempt` sets the last two.
+    """
 
     rank: int
     local_rank: int
@@ -53,8 +56,8 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-        """Reads what torchrun (or srun, or an MPI) has set. Returns None for a process that no
-        launcher started."""
+        """Reads the variables of torchrun, srun or MPI. Returns None for a process that no launcher
+        started."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if "RANK" not in environ:
             if "MASTER_ADDR" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
@@ -63,8 +66,8 @@ class Rendezvous:
         for name in (*names[:2], "MASTER_PORT"):
             if not environ.get(name, "").isdecimal():
                 raise ConfigError(
-                    f"{name} = {environ.get(name)}: must be a whole number; unset {names[0]} to "
-                    "start the workers here, or start them with torchrun"
+                    f"{name} = {environ.get(name)}: must be an integer; unset {names[0]} to start "
+                    "the workers here, or start them with torchrun"
                 )
         rank = int(environ[names[0]])
         world_size = int(environ[names[1]])
@@ -87,24 +90,28 @@ class Rendezvous:
 
 @contextmanager
 def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.device]:
-    """Holds the default process group open for a block, which gets the device of this rank.
+    """Opens the default process group for a block, which gets the device of this rank.
 
-    The group uses gloo, and NCCL for tensors on GPUs. Objects, barriers and background saves go
-    over gloo, because the queue of a GPU is in order and may be long. Raises RendezvousError if the
-    workers do not meet in train.start_timeout_s, and ConfigError on all ranks if their devices do
-    not fit.
+    The group uses gloo, and NCCL for tensors on GPUs. Objects, barriers and background saves use
+    gloo, because GPU work is queued in order and may delay them.
 
-    The group is closed at the end of the block, and if the run was preempted, as it is on all ranks
-    at once. After any other error it stays open, because NCCL would wait for peers that do not
-    come; the process then ends by `end_process`. If `launch_local` does not monitor the ranks, they
-    monitor each other, and the error is a ReportedError."""
+    The group is closed at the end of the block, or if the run was preempted, which happens on all
+    ranks at the same step. After any other error it stays open, because NCCL would wait for missing
+    peers, and the process ends by `end_process`. Ranks that `launch_local` did not start monitor
+    each other, and the error becomes a ReportedError.
+
+    Raises:
+        RendezvousError: The workers do not meet within train.start_timeout_s.
+        ConfigError: The devices of the ranks conflict. Raised on all ranks.
+    """
     import torch
 
     device = torch.device("cpu")
     problem = ""
     try:
         device = choose_device(recipe.train.device, rendezvous.local_rank)
-    except ConfigError as error:  # other ranks would wait for this one, so it meets them first
+    # Meet the other ranks first, which would otherwise wait for this one.
+    except ConfigError as error:
         problem = str(error)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -120,8 +127,8 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
             monitor = PeerMonitor(store, rank, places, recipe)
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
-            f"rank {rank} of {size} did not meet the others through {rendezvous.init_method} "
-            f"within {timeout_s:.0f} s: {error}"
+            f"rank {rank} of {size}: rendezvous at {rendezvous.init_method} failed within "
+            f"{timeout_s:.0f} s: {error}"
         ) from error
     try:
         yield device
@@ -132,7 +139,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     except (Exception, SystemExit) as error:
         if monitor is None:
             raise
-        ignore_stop_signals()  # launchers send them when a peer ends
+        ignore_stop_signals()  # launchers send stop signals when a peer ends
         raise monitor.report(Failure.of(error, rank, recipe.parallel)) from error
     _leave(monitor)
 
@@ -140,14 +147,15 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
 def _meet(
     recipe: Recipe, rendezvous: Rendezvous, device: torch.device, problem: str
 ) -> list[Place]:
-    """Makes the default process group. Returns the places of all ranks."""
+    """Creates the default process group. Returns the places of all ranks."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous as meet
 
     rank = rendezvous.rank
     size = rendezvous.world_size
     timeout = timedelta(seconds=recipe.train.start_timeout_s)
-    # A server for one worker answers at once; one for all would not say who is missing.
+    # With the number of all workers the server would not answer before all are there, and an error
+    # could not name the missing ones.
     waited_for = 1 if rendezvous.init_method == "env://" else size
     store, _, _ = next(meet(rendezvous.init_method, rank, waited_for, timeout=timeout))
     store.set_timeout(timeout)
@@ -157,9 +165,9 @@ def _meet(
     places = exchange_places(dist.PrefixStore("parallel3d", store), rank, size, own)
     check_places(places, recipe.train.device)
     dist.init_process_group(
-        # [Note: device_id] There is no `device_id`: with it torch makes each later group by
-        # splitting NCCL's communicator of all ranks, which all ranks must enter, also those
-        # that are not in the group.
+        # [Note: device_id] `device_id` is not set. With it torch creates each later group by
+        # splitting the NCCL communicator of all ranks, and all ranks would have to take part, even
+        # those outside the group.
         {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device.type],
         store=dist.PrefixStore("group", store),
         rank=rank,
@@ -170,8 +178,8 @@ def _meet(
 
 
 def _leave(monitor: PeerMonitor | None) -> None:
-    """Closes the group when no rank monitors the others any more. Before, the end of a process
-    would be a failure."""
+    """Closes the process group after all ranks have stopped monitoring. Otherwise the end of a
+    process would count as a failure."""
     import torch.distributed as dist
 
     if monitor is not None:
@@ -181,13 +189,13 @@ def _leave(monitor: PeerMonitor | None) -> None:
 
 
 def connect_to_store(prefix: str, timeout_s: float = _STORE_S) -> dist.Store:
-    """Opens a connection to the store of the ranks that torchrun or srun has started, for keys
-    below `prefix`. Raises OSError if nobody listens, and RuntimeError if nobody answers."""
+    """Connects to the store of ranks that torchrun or srun started, for keys under `prefix`. Raises
+    OSError if the connection is refused, and RuntimeError if there is no answer."""
     import torch.distributed as dist
 
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    # This is refused at once; torch would try again and again.
+    # Fails immediately if the connection is refused. torch would retry.
     socket.create_connection((host, port), _STORE_S).close()
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -195,17 +203,19 @@ def connect_to_store(prefix: str, timeout_s: float = _STORE_S) -> dist.Store:
 
 
 def was_requeued() -> bool:
-    """True if SLURM has started this job again, after a failure or a preemption."""
+    """Returns True if SLURM has restarted this job after a failure or preemption."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def join_attempt(rendezvous: Rendezvous, timeout_s: float) -> Rendezvous:
     """Returns the rendezvous with the name of this attempt, and whether an earlier attempt has
-    started the run. Every rank calls it. Raises RendezvousError if not all ranks come in time.
-    Other launchers than torchrun make a store for each attempt."""
+    started the run.
+
+    Every rank calls it. Raises RendezvousError if not all ranks join in time. Launchers other than
+    torchrun create a store for each attempt."""
     if not _is_of_torchrun():
         return replace(rendezvous, is_restart=was_requeued())
-    die_with_the_parent()  # torchrun leaves its workers behind if it is killed
+    die_with_the_parent()  # a killed torchrun does not end its workers
     rank = rendezvous.rank
     size = rendezvous.world_size
     own_key = f"{uuid4().hex} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -219,13 +229,13 @@ def join_attempt(rendezvous: Rendezvous, timeout_s: float) -> Rendezvous:
             store.add(f"{invitation['attempt']}/joined", 1)
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {rank} of {size} did not meet the others in {timeout_s:.0f} s: {error}"
+            f"rank {rank} of {size}: rendezvous failed within {timeout_s:.0f} s: {error}"
         ) from error
     return replace(rendezvous, **invitation)
 
 
 def record_start() -> None:
-    """Records at torchrun's store that the run has started. A restart then resumes it."""
+    """Records in the store of torchrun that the run has started, so that a restart resumes it."""
     if _is_of_torchrun():
         _store_of_torchrun(10.0).set(_STARTED, "")
 
@@ -239,9 +249,10 @@ def _store_of_torchrun(timeout_s: float) -> dist.Store:
 
 
 def _invite(store: dist.Store, size: int, timeout_s: float) -> dict[str, Any]:
-    """Invites every process that says it is here, until all ranks have joined. Processes of an
-    earlier attempt are invited too, and do not answer. If the store is new but an agent has
-    restarted before, the store was lost with its node, and the run had started."""
+    """Invites every process that has announced itself, until all ranks have joined.
+
+    Processes of an earlier attempt are invited too but do not answer. If the store is new but an
+    agent has restarted before, the store was lost with its node after the run had started."""
     is_new = store.add("attempts", 1) == 1
     started = store.check([_STARTED]) or was_requeued()
     attempt = uuid4().hex

@@ -1,5 +1,5 @@
-"""The folder of a run: what is checked before the first worker starts, what rank 0 writes when the
-run begins, and the outcome that closes the folder after the last worker has ended."""
+"""The folder of a run: checks before the first worker starts, the files that rank 0 writes at the
+start, and the outcome at the end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from parallel3d.errors import ConfigError, PreemptedError, writing
 from parallel3d.launch.failure import Failure
 from parallel3d.launch.signals import STOP_SIGNALS
 
-# the names of checkpoints; other programs have step_5.partial
+# Names of checkpoints. Other frameworks leave folders such as step_5.partial.
 STEP_FOLDERS = f"step_{'[0-9]' * 8}*"
-# The files of a run that must not mix with those of the next one. Without metrics.jsonl config.yaml
-# may be another's.
+# Files of a run that must not mix with those of the next run. config.yaml moves before
+# metrics.jsonl, because without metrics.jsonl it counts as a file of the user.
 _RUN_FILES = (
     f"checkpoints/{STEP_FOLDERS}",
     f"export/{STEP_FOLDERS}",
@@ -36,7 +36,7 @@ _RUN_FILES = (
     "config.yaml",
     "metrics.jsonl*",
 )
-# The files that a run overwrites, and what each has in it if a run has written it.
+# Files that a run overwrites -> bytes that each contains if a run has written it.
 _MARKS = {
     "config.yaml": b"\nlocal_sgd:",
     "metrics.jsonl": b'"tokens_per_s_per_device"',
@@ -46,15 +46,15 @@ _MARKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """The end of a run, as `outcome.json` holds it."""
+    """Outcome of a run, as `outcome.json` contains it."""
 
     exit_status: int = 0
-    rank: int | None = None  # the rank that failed
+    rank: int | None = None  # rank that failed, if any
     reason: str | None = None
 
     @property
     def status(self) -> str:
-        """`done`, `preempted` (SIGTERM or SIGHUP, and saved), `stopped` (another signal, or not
+        """`done`, `preempted` (saved after SIGTERM or SIGHUP), `stopped` (by another signal, or not
         saved) or `failed`."""
         if self.exit_status - 128 in STOP_SIGNALS:
             return "stopped"
@@ -70,32 +70,32 @@ class RunOutcome:
         )
 
     def write(self, run_dir: str | None) -> None:
-        """Writes `outcome.json` if the run has a folder. Keeps the outcome of a run that this start
-        has not resumed."""
+        """Writes `outcome.json` if the run has a folder. Keeps the outcome of an earlier run that
+        this start did not resume."""
         if run_dir is None:
             return
         path = Path(run_dir) / "outcome.json"
         if path.exists() and holds_run(path.parent):
             return
         outcome = {"status": self.status, **asdict(self)}
-        # the run is over, and its error (such as a full disk) has been reported
+        # The run is over, and its error, such as a full disk, has been reported.
         with suppress(OSError):
             write_atomically(path, json.dumps(outcome, indent=2) + "\n")
 
 
 def check_compiler() -> None:
-    """Raises ConfigError if there is no C++ compiler, which `torch.compile` needs for its kernels
-    on a CPU and for their launchers on a GPU."""
+    """Raises ConfigError if the C++ compiler is missing, which `torch.compile` needs for CPU
+    kernels and for launchers of GPU kernels."""
     named = os.environ.get("CXX", "g++")
     if shutil.which(named) is None:
         raise ConfigError(
-            f"train.compile = true: needs a C++ compiler, and there is no {named} on PATH; install "
-            "it, name another in CXX, or try train.compile=false"
+            f"train.compile = true: requires a C++ compiler, but {named} is not on PATH; install "
+            "it, set CXX to another compiler, or try train.compile=false"
         )
 
 
 def holds_run(run_dir: Path) -> bool:
-    """True if a run has left metrics or checkpoints in a folder."""
+    """Returns True if a run has left metrics or checkpoints in a folder."""
     metrics = run_dir / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or any(
         run_dir.glob(f"checkpoints/{STEP_FOLDERS}")
@@ -103,32 +103,34 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def check_run_dir(recipe: Recipe) -> None:
-    """Raises ConfigError if `run_dir` has a file that a run would overwrite and that no run has
-    written, or if it holds another run than the one whose checkpoint `checkpoint.resume` names."""
+    """Checks that the run may write to `run_dir`.
+
+    Raises ConfigError if it would overwrite a file that no run has written, or if the folder
+    contains another run than the one that `checkpoint.resume` names."""
     run_dir = Path(recipe.run_dir or ".")
     resume = recipe.checkpoint.resume
     where = f"run_dir = {shown(str(run_dir))}"
     has_run = holds_run(run_dir)
     foreign = [name for name, mark in _MARKS.items() if not _has_mark(run_dir / name, mark)]
-    # A run makes metrics.jsonl before config.yaml.
+    # A run creates metrics.jsonl before config.yaml.
     has_begun = has_run or (run_dir / "metrics.jsonl").exists()
     if not has_begun and (run_dir / "config.yaml").exists():
         foreign.append("config.yaml")
     if foreign:
         raise ConfigError(
-            f"{where}: a run would overwrite the {foreign[0]} there, which no run has written; try "
-            "a folder of its own, such as run_dir=runs/mine"
+            f"{where}: the run would overwrite {foreign[0]}, which is not from a run; try another "
+            "folder, such as run_dir=runs/mine"
         )
     is_own = Path(resume).resolve().parent == (run_dir / "checkpoints").resolve()
     if resume not in ("none", "auto") and has_run and not is_own:
         raise ConfigError(
-            f"checkpoint.resume = {resume}: is of another run than that in {where}; try a new "
-            "run_dir, or checkpoint.resume=auto to continue the run that is there"
+            f"checkpoint.resume = {resume}: belongs to another run than the one in {where}; try a "
+            "new run_dir, or checkpoint.resume=auto to continue the run that is there"
         )
 
 
 def _has_mark(path: Path, mark: bytes) -> bool:
-    """True if a file does not exist, is empty, or has the mark in its first 64 KiB."""
+    """Returns True if a file does not exist, is empty, or contains the mark in its first 64 KiB."""
     if not path.exists():
         return True
     with path.open("rb") as file:
@@ -137,11 +139,11 @@ def _has_mark(path: Path, mark: bytes) -> bool:
 
 
 def begin_run(recipe: Recipe) -> list[str]:
-    """Makes `run_dir` the folder of this run, once nothing can refuse it any more: writes
-    `config.yaml` and removes the outcome of an earlier start. Returns lines for the user.
+    """Prepares `run_dir` for this run after all checks: writes `config.yaml` and removes the
+    outcome of an earlier start. Returns lines for the user.
 
-    A run that resumes nothing never mixes with an earlier one, whose files move to `<run_dir>.1`
-    (or the next free number). Raises SaveError if the folder cannot be written."""
+    If the run does not resume, the files of an earlier run move to `<run_dir>.1` or the next free
+    number. Raises SaveError if the folder cannot be written."""
     run_dir = Path(recipe.run_dir or ".")
     notes = []
     with writing(run_dir):
@@ -151,10 +153,10 @@ def begin_run(recipe: Recipe) -> list[str]:
             earlier = next(path for path in free if not path.exists())
             _move_run(run_dir, earlier)
             notes.append(
-                f"{run_dir} held an earlier run, which is now {earlier} (checkpoint.resume = none)"
+                f"moved an earlier run from {run_dir} to {earlier} (checkpoint.resume = none)"
             )
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "metrics.jsonl").touch()  # with it config.yaml counts as a run's
+        (run_dir / "metrics.jsonl").touch()  # marks config.yaml as written by a run
         (run_dir / "outcome.json").unlink(missing_ok=True)
         write_atomically(run_dir / "config.yaml", to_yaml(recipe))
     return notes
@@ -167,12 +169,12 @@ def _move_run(run_dir: Path, earlier: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
         if path.parent != run_dir:
-            with suppress(OSError):  # it has files of others
+            with suppress(OSError):  # the folder contains other files
                 path.parent.rmdir()
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a text whole or not at all, so that a reader never sees half of it."""
+    """Writes a file atomically, so that a reader never sees an incomplete one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -1,8 +1,7 @@
-"""The lock of a run's folder, so that one run at a time writes there.
+"""The lock of a run's folder, which lets only one run write there.
 
-The run holds a flock on `run.lock`. The kernel, or the server of a network file system, frees it
-when the process ends, however it ends. The file says which process that is.
-"""
+The run holds a flock on `run.lock`. The kernel, or the server of a network file system, releases it
+when the process ends for any reason. The file names that process."""
 
 from __future__ import annotations
 
@@ -18,18 +17,19 @@ from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, RunLockedError, printable
 
 LOCK_FILE = "run.lock"
-RESTART_S = 120.0  # a server may take so long to notice that the host of an earlier attempt is gone
+# seconds that a file server may need to notice that the host of an earlier attempt has gone
+RESTART_S = 120.0
 _POLL_S = 0.5
-_MARK = "a run ("  # a lock file begins with it
+_MARK = "a run ("  # prefix of a lock file
 
 
 @contextmanager
 def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
-    """Holds the folder of a run for a block, and makes it if it is not there. Gives a line for the
-    user if an earlier run ended without closing the folder.
+    """Locks the folder of a run for a block, and creates it if necessary. Yields a line for the
+    user if an earlier run ended without releasing the lock.
 
-    `is_restart` says that a launcher has started this job again; it then waits up to RESTART_S for
-    the lock. Raises RunLockedError if another run holds it, and ConfigError if the folder cannot be
+    `is_restart` says that a launcher has restarted this job. It then waits up to RESTART_S for the
+    lock. Raises RunLockedError if another run holds it, and ConfigError if the folder cannot be
     written."""
     folder = Path(run_dir)
     path = folder / LOCK_FILE
@@ -38,7 +38,7 @@ def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
         while (fd := _try_to_lock(path)) is None:
             if time.monotonic() >= deadline:
                 raise RunLockedError(
-                    f"{folder}: {_holder(path)} writes there; wait for its end, stop it, or try "
+                    f"{folder}: in use by {_holder(path)}; wait for its end, stop it, or try "
                     "another run_dir"
                 )
             time.sleep(_POLL_S)
@@ -50,21 +50,21 @@ def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
         ) from error
     notice = ""
     if os.fstat(fd).st_size:
-        notice = f"{folder}: {_holder(path)} did not close it and is gone: taken over"
+        notice = f"{folder}: {_holder(path)} ended without releasing it; this run takes over"
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     os.ftruncate(fd, 0)
     os.write(fd, f"{_MARK}host {socket.gethostname()}, pid {os.getpid()}, since {since})".encode())
     try:
         yield notice
     finally:
-        with suppress(OSError):  # somebody has removed it
+        with suppress(OSError):  # already removed
             path.unlink()
         os.close(fd)
 
 
 def _try_to_lock(path: Path) -> int | None:
-    """Returns the locked file, or None if another process holds it. A file system that has no locks
-    lets everyone in."""
+    """Returns the descriptor of the locked file, or None if another process holds the lock. Without
+    locks in the file system it always succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     is_locked = True
@@ -72,7 +72,7 @@ def _try_to_lock(path: Path) -> int | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         is_locked = not isinstance(error, BlockingIOError)
-    # Its holder may have removed the file in the meantime.
+    # The previous holder may have removed the file in the meantime.
     with suppress(FileNotFoundError):
         if is_locked and os.path.samestat(os.fstat(fd), path.stat()):
             return fd
@@ -81,7 +81,7 @@ def _try_to_lock(path: Path) -> int | None:
 
 
 def _holder(path: Path) -> str:
-    """Returns words on the process that wrote the lock file."""
+    """Describes the process that wrote the lock file."""
     with suppress(OSError), path.open(errors="replace") as file:
         words = file.read(1_000)
         if words.startswith(_MARK):

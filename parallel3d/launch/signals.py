@@ -1,7 +1,8 @@
-"""Signals as requests to a run: SIGTERM (a time limit nears, a machine is taken back), SIGHUP (its
-terminal has gone) and SIGINT (Ctrl-C) ask it to save and end, SIGUSR1 to save and go on. Each
-training step sums the requests over the mesh, so a signal to any one worker counts for all ranks
-after the same step."""
+"""Signals as requests to a run.
+
+SIGTERM (a time limit or preemption), SIGHUP (the terminal has gone) and SIGINT (Ctrl-C) ask the run
+to save and end. SIGUSR1 asks it to save and continue. Each training step sums the requests over the
+mesh, so a signal to any one worker takes effect on all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -18,31 +19,31 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
-LAUNCHER_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)  # what a launcher passes on to its workers
+LAUNCHER_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)  # signals that a launcher forwards to its workers
 
 
 def signal_name(signum: int) -> str:
-    """Returns what people call a signal."""
+    """Returns the usual name of a signal."""
     return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
 
 
 @dataclass
 class StopRequest:
-    """Set by signals in this process; polled once a step. Launchers may send a signal again, so a
-    further one changes nothing: what ends a run at once at a second Ctrl-C is its launcher."""
+    """Request set by signals in this process and polled once per step. Repeated signals change
+    nothing here, because the launcher handles a second Ctrl-C."""
 
-    signum: int = 0  # the signal that asks for an end; 0 before any
-    wants_save: bool = False  # SIGUSR1 has come since the last save that answered it
+    signum: int = 0  # signal that asks for an end, or 0
+    wants_save: bool = False  # SIGUSR1 has come since the last save
 
     def is_answered(self) -> None:
-        """Ends the time of `checkpoint.grace_s`: what was asked for is saved."""
+        """Stops the timer of `checkpoint.grace_s` after the requested save."""
         if self.signum:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def heeded_stop_signals() -> list[signal.Signals]:
-    """Returns the stop signals that this process does not ignore, as nohup and a shell's & have it
-    on purpose."""
+    """Returns the stop signals that this process does not ignore. nohup and `&` in a shell ignore
+    some on purpose."""
     return [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
 
 
@@ -50,11 +51,11 @@ def heeded_stop_signals() -> list[signal.Signals]:
 def catch_stop_signals(
     grace_s: float | None, too_late: Callable[[int], Exception]
 ) -> Iterator[StopRequest]:
-    """Turns the signals into a request, from here to the end of the block; in another thread than
-    the main one never. A signal that this process ignores stays ignored.
+    """Turns signals into a request until the end of the block, on the main thread only. Signals
+    that this process ignores stay ignored.
 
-    Where `grace_s` after the first signal that asks for an end the request is not answered, what
-    `too_late` makes of the signal is raised in the main thread."""
+    If the request is not answered within `grace_s` after the first stop signal, the exception from
+    `too_late(signum)` is raised in the main thread."""
     request = StopRequest()
 
     def hear(signum: int, frame: FrameType | None) -> None:
@@ -78,8 +79,8 @@ def catch_stop_signals(
 
 
 def ignore_stop_signals() -> None:
-    """Lets this process, which has failed, say so to the end: a launcher that sees a peer end sends
-    SIGTERM to all."""
+    """Ignores stop signals so that a failed process can finish its report. A launcher sends SIGTERM
+    to all when a peer ends."""
     if threading.current_thread() is threading.main_thread():
         for each in STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
@@ -90,8 +91,8 @@ def handled(
     signals: Iterable[signal.Signals],
     handler: Callable[[int, FrameType | None], object] | signal.Handlers,
 ) -> Iterator[None]:
-    """Has `handler` handle these signals to the end of the block. Python delivers signals to the
-    main thread only, so in another thread nothing changes."""
+    """Installs `handler` for these signals until the end of the block. Python delivers signals only
+    to the main thread, so this does nothing in other threads."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.signal(signum, handler) for signum in (signals if is_main else ())}
     try:
@@ -102,9 +103,9 @@ def handled(
 
 
 def die_with_the_parent() -> None:
-    """Has the kernel kill this process when its parent ends, even if this process is stopped."""
+    """Makes the kernel kill this process when its parent ends, even if this process is stopped."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before the kernel knew
+        if os.getppid() != parent:  # the parent ended before the call
             os.kill(os.getpid(), signal.SIGKILL)

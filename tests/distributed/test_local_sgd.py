@@ -207,9 +207,9 @@ def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:
 @pytest.mark.parametrize(
     "changes, parallel, message",
     [
-        ({}, {"dp_replicate": 1}, "local_sgd.sync_every = 4: needs replicas"),
+        ({}, {"dp_replicate": 1}, "local_sgd.sync_every = 4: requires at least 2 replicas"),
         ({}, {"sharding": "HYBRID_SHARD"}, "try FULL_SHARD"),
-        ({"outer_momentum": 0.0}, {}, "local_sgd.nesterov = true: needs momentum"),
+        ({"outer_momentum": 0.0}, {}, "local_sgd.nesterov = true: requires momentum"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_reason(

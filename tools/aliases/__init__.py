@@ -1,2 +1,1 @@
-"""The names that people have for models, hardware files and engines (aliases.toml), and how a name
-is looked up."""
+"""Alternative names of models, hardware files and frameworks (aliases.toml), and their look-up."""

@@ -1,5 +1,5 @@
-"""Layouts as people write them: `tp=8,pp=2`, with the keys of `parallel:` or what other frameworks
-call these."""
+"""Parses layouts such as `tp=8,pp=2`, with keys of `parallel:` or their names in other
+frameworks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "reduce": get_args(Cadence),
     "offload": tuple(_FLAGS),
 }
-# What people call a key of `parallel:` elsewhere.
+# Names of keys of `parallel:` in other frameworks.
 _ALIASES = {
     "vpp": "virtual_stages",
     "vp": "virtual_stages",
@@ -43,15 +43,15 @@ _ALIASES = {
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
 }
-# Keys of other frameworks that no key here stands for, and what to do instead.
-_DP = "the data ranks are those that tp and pp leave; fix dp_shard, dp_replicate or both"
-_ZERO = "write sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3"
+# Keys of other frameworks without an equivalent, and advice.
+_DP = "the data-parallel size follows from tp and pp; set dp_shard, dp_replicate or both"
+_ZERO = "use sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3"
 _ELSEWHERE = {"dp": _DP, "data_parallel_size": _DP, "zero": _ZERO, "zero_stage": _ZERO}
 _FIXABLE = tuple(f.name for f in fields(Fixed) if not f.name.startswith("max_"))
 
 
 def read_layout(texts: list[str], option: str) -> dict[str, Any]:
-    """Returns `tp=8,pp=2` (or tp=8 pp=2) as keys of `parallel:` and their values; `option` names
+    """Parses `tp=8,pp=2` (or tp=8 pp=2) into keys of `parallel:` and their values. `option` names
     the source in errors."""
     found: dict[str, Any] = {}
     for text in (part.strip() for words in texts for part in words.split(",")):
@@ -76,19 +76,19 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
                 f"{option} {text}: not a key of the layout with its value, such as tp=8; {advice}"
             )
         if name in found:
-            raise ConfigError(f"{option} {text}: {name} is given twice; keep one of the two")
+            raise ConfigError(f"{option} {text}: {name} is set twice; keep one of the two")
         value = value.strip()
         if name in _WORDS and value not in _WORDS[name]:
             raise ConfigError(f"{option} {name}={value}: must be one of {', '.join(_WORDS[name])}")
         if name not in _WORDS and not (value.isascii() and value.isdigit() and int(value) > 0):
-            raise ConfigError(f"{option} {name}={value}: must be a whole number from 1 on")
+            raise ConfigError(f"{option} {name}={value}: must be an integer of at least 1")
         found[name] = value if name in _WORDS else int(value)
     return {key: _FLAGS.get(value, value) for key, value in found.items()}
 
 
 def read_parallel(texts: list[str], option: str) -> ParallelConfig:
-    """Returns a complete layout: virtual stages imply interleaving, tp its sequence parallelism,
-    and whatever else is not said has its default."""
+    """Parses a complete layout. Virtual stages imply an interleaved schedule, and tp implies
+    sequence parallelism. Other keys have their defaults."""
     said = read_layout(texts, option)
     if said.get("virtual_stages", 1) > 1:
         said = {"schedule": "interleaved_1f1b", **said}

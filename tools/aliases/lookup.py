@@ -1,6 +1,5 @@
-"""Names as people write them: what aliases.toml has beside the names of models, hardware files and
-engines, and for a name that nobody knows the nearest ones. A name is found as a whole, never by a
-part of it."""
+"""Looks up names of models, hardware files and frameworks, with the aliases of aliases.toml.
+Suggests similar names for unknown ones. Names match only completely, never in part."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from parallel3d.tools.arguments import HARDWARE
 
 Kind = Literal["model", "hardware", "framework"]
 _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "framework": "--framework"}
-# the same shape, trained otherwise
+# suffixes of fine-tuned models, which have the same shape
 _TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)
 _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
     Path(__file__).with_name("aliases.toml").read_text()
@@ -30,9 +29,10 @@ _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
 
 
 def find_name(kind: Kind, text: str) -> str | None:
-    """Returns the project's own name for what a person calls so; None where there is none.
-    Hardware may be called by what CUDA calls the device, and a model as a hub does, after its
-    owner's name."""
+    """Returns the project's name for a model, hardware file or framework, or None if it is unknown.
+
+    Hardware can also be given by its CUDA device name, and a model by its name on a hub, with the
+    owner."""
     found = _by_plain_name(kind)
     own = text.rpartition("/")[2] if kind == "model" else text
     plain = _plain(own)
@@ -48,8 +48,8 @@ def find_name(kind: Kind, text: str) -> str | None:
 
 
 def known_name(kind: Kind, text: str) -> str:
-    """Returns the project's own name, as `find_name` does. Raises ConfigError for an unknown one,
-    which offers the nearest, or the option that the name belongs to."""
+    """Returns the project's name, as `find_name` does. Raises ConfigError with similar names if it
+    is unknown."""
     found = find_name(kind, text)
     if found is not None:
         return found
@@ -62,14 +62,14 @@ def known_name(kind: Kind, text: str) -> str:
         known = "see parallel3d-plan models"
     told = f"did you mean {', '.join(near)}?" if near else known
     others = {
-        "model": "or give its config.json",
-        "framework": "or take unknown, a typical framework",
+        "model": "or use the path of its config.json",
+        "framework": "or use unknown, which stands for a typical framework",
     }
     raise ConfigError(f"{place}: unknown; {told} {others.get(kind, '')}".rstrip())
 
 
 def known_names(kind: Kind) -> Collection[str]:
-    """Returns all names of a kind."""
+    """Returns all names of a kind, without aliases."""
     if kind == "model":
         return [*shape_names(shape_cards()), *shipped_recipes()]
     if kind == "framework":
@@ -89,6 +89,6 @@ def _by_plain_name(kind: Kind) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """Returns a name without what people write in different ways."""
+    """Returns a name without case, separators and vendor, which users write in different ways."""
     plain = re.sub(r"[\s_-]+", "", name.lower())
     return plain.removeprefix("nvidia").removeprefix("amd")

@@ -1,2 +1,1 @@
-"""`parallel3d-plan calibrate`: measures this machine and writes the hardware file that the planner
-reads."""
+"""`parallel3d-plan calibrate`: measures this machine and writes a hardware file for the planner."""

@@ -1,5 +1,5 @@
-"""`parallel3d-plan calibrate`: measures this host and writes a hardware file that the planner then
-uses. It starts local ranks itself, one world after the other."""
+"""`parallel3d-plan calibrate`: measures this host and writes a hardware file for the planner. It
+starts local ranks for one world size after another."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from parallel3d.tools.cli_output import Reply, check_free, write_output
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Measures the host and writes the file, or prints it."""
+    """Measures the host and writes or prints the hardware file."""
     path = options.output
     if path is not None and path.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"-o {path}: must end in .yaml, by which --hardware tells a file; try mine.yaml"
+            f"-o {path}: must end in .yaml, so that --hardware recognizes a file; try mine.yaml"
         )
     check_free("-o", path)
-    # These import torch, which --help does not wait for.
+    # These import torch, which --help does not need.
     import torch
 
     from parallel3d.tools.calibrate.hardware_file import hardware_text
@@ -33,7 +33,7 @@ def answer(options: argparse.Namespace) -> Reply:
     most = gpus or max(4, cores())
     worlds = options.ranks or [ranks for ranks in (2, 4, 8) if ranks <= most]
     if options.device == "cuda" and max([*worlds, 1]) > gpus:
-        raise ConfigError(f"--device cuda: needs a GPU for each rank, and torch sees {gpus}")
+        raise ConfigError(f"--device cuda: requires one GPU per rank, but torch sees {gpus}")
     device = "cuda" if gpus else "cpu"
     measured = {}
     for ranks in sorted({1, *worlds}):

@@ -1,5 +1,5 @@
-"""From what `parallel3d-plan calibrate` has timed to the figures of a hardware file
-(`planner.measured`): differences and slopes, nothing fitted by eye. No torch here."""
+"""Converts the measurements of `parallel3d-plan calibrate` into the values of a hardware file
+(`planner.measured`), by differences and slopes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from parallel3d.tools.calibrate.probes import (
 
 Times = Mapping[Probe, float]
 Tree = dict[str, Any]
-ANY = load_cluster("cpu", [HARDWARE])  # for what the measured curves alone answer
-_LEAST_REST = 0.02  # least share of a block that is neither products nor attention
+ANY = load_cluster("cpu", [HARDWARE])  # placeholder, because only the measured curves are used
+_LEAST_REST = 0.02  # minimum fraction of a block that is neither matmuls nor attention
 
 
 def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tree:
-    """Returns the section of one process, from its kernels and its probes."""
+    """Returns the hardware-file section of one process, from the measurements of its kernels and
+    probes."""
     overhead = overhead_of(times, "alone", larger.parameters, larger)
     deep = LAYERS[-1]
     recompute = {}
@@ -49,10 +50,10 @@ def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tr
         "overhead": vars(overhead),
         "recompute": recompute,
     }
-    # A GPU hides the dispatch behind kernels that take longer, as these do.
+    # A GPU hides the dispatch behind long kernels.
     hidden = 1.0 if larger.synchronous else 0.0
-    # What a block takes beside its products grows with the traffic of the other operators, and
-    # starts from what the weights take.
+    # The time of a block outside matmuls grows with the memory traffic of its other operators. The
+    # intercept is the time of the weights.
     traffic = []
     rest = []
     for size in (larger.sizes[0], larger.sizes[-1]):
@@ -80,8 +81,8 @@ def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tr
 
 
 def overheads(times: Times, ranks: int, larger: LargerRuns = ON_CPU) -> Tree:
-    """Returns what the probes of `ranks` processes take: the program's own times by axis, and each
-    microbatch of the pipeline."""
+    """Returns the results of the probes of `ranks` processes: overheads by axis, and the time of
+    each microbatch of the pipeline."""
     axes = {}
     for axis in dict.fromkeys(probe.axis for probe in times):
         if axis == "pp":
@@ -97,23 +98,23 @@ def overheads(times: Times, ranks: int, larger: LargerRuns = ON_CPU) -> Tree:
 
 
 def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overhead) -> Tree:
-    """Returns the section of `ranks` processes that run at once, each as if it had a core to
-    itself. `alone` is what a process adds by itself."""
+    """Returns the section of `ranks` simultaneous processes, with times as if each had its own
+    core. `alone` is the overhead of a single process."""
     by_one, by_all = found["contention"]
     shared = max(1.0, ranks / cores) if cores else 1.0
     contention = max(1.0, by_all / by_one / shared)
     slowdown = shared * contention
     axes: dict[str, dict[str, float]] = {}
     for axis, taken in found["axes"].items():
-        # Where the optimizer's states are split a rank steps only its own.
+        # With sharded optimizer states a rank updates only its own.
         steps = ranks if axis in ("SHARD_OPTIMIZER", "FULL_SHARD") else 1
         base = {**vars(alone), "parameter": alone.parameter / steps}
         axes[axis] = {}
         for name, base_s in base.items():
             axes[axis][name] = max(0.0, taken[name] / slowdown - base_s)
-    # The pipeline has one tiny block a rank. What its microbatch takes beyond blocks, embedding and
-    # head is divided by the actions: all of it with fewer cores than ranks, else that of the first
-    # or the last rank.
+    # The pipeline has one tiny block per rank. The time of a microbatch beyond blocks, embedding
+    # and head is divided by the actions. With fewer cores than ranks it is the time of all ranks,
+    # else that of the first or last rank.
     each = found["pipeline"] / contention
     if cores and ranks > cores:
         beyond_s = each * cores - ranks * alone.block - alone.microbatch
@@ -136,9 +137,10 @@ def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overh
 def overhead_of(
     times: Times, axis: str, parameters: float, larger: LargerRuns = ON_CPU
 ) -> Overhead:
-    """Returns the program's own times. A step takes step + layers * layer + microbatches *
-    (microbatch + layers * block): four runs of tiny models give these four, and two of a larger one
-    what each parameter takes once a step."""
+    """Returns the overheads of training.
+
+    A step takes step + layers * layer + microbatches * (microbatch + layers * block). Four runs of
+    tiny models determine these, and two runs of a larger model the time per parameter and step."""
     once = []
     each = []
     for layers in LAYERS:
@@ -155,7 +157,7 @@ def overhead_of(
 
 
 def _over_microbatches(times: Times, probe: Probe) -> tuple[float, float]:
-    """Returns the seconds that a probe's step takes once, and those that each microbatch takes."""
+    """Returns the seconds that a probe takes once per step and per microbatch."""
     steps_s = [times[probe._replace(microbatches=count)] for count in MICROBATCHES]
     return _line(MICROBATCHES, steps_s)
 
@@ -163,8 +165,7 @@ def _over_microbatches(times: Times, probe: Probe) -> tuple[float, float]:
 def _line(
     at: Sequence[float], seconds: Sequence[float], *, least: float = -math.inf
 ) -> tuple[float, float]:
-    """Returns the value at 0 and the slope of the line through two points, each at least
-    `least`."""
+    """Returns the intercept and the slope of the line through two points, each at least `least`."""
     few, many = at
     first, second = seconds
     each = max(least, (second - first) / (many - few))
@@ -193,6 +194,6 @@ def _kernels(run: PlannedRun, process: Tree) -> Kernels:
 
 
 def _block_s(run: PlannedRun, process: Tree) -> float:
-    """Returns the seconds of a block of the larger model by the curves alone."""
+    """Returns the seconds of a block of the larger model, from the curves only."""
     block = block_times(run, _kernels(run, process))
     return block.forward_s + block.backward_s

@@ -1,5 +1,5 @@
-"""The hardware file that `parallel3d-plan calibrate` writes: the figures that every device has, and
-below them what was measured of this one."""
+"""The hardware file that `parallel3d-plan calibrate` writes: the general values of a device,
+followed by the measurements."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from parallel3d.tools.calibrate.fit import Tree, together_tree
 
 Rows = list[list[float]]
 _MOST_CPU_RANKS = 8
-_SHARE = 0.98  # the share of a GPU's memory that a process can have
-_NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}  # not measured within one host
+_SHARE = 0.98  # fraction of GPU memory usable by a process
+# cannot be measured on one host
+_NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}
 
 
 def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
-    """Returns the file's text, from what each world has measured; `worlds` are by their ranks."""
+    """Returns the text of the file, from the measurements of each world size."""
     alone = worlds[1]
     on_cpu = alone["device"] == "CPU"
     cores = alone["cores"]
@@ -32,8 +33,8 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
             threads = max(count for count in processes if count <= share)
             overhead = Overhead(**processes[threads]["overhead"])
             ranks[size] = together_tree(found, size, cores, overhead)
-    # A host without GPUs runs as many ranks as one likes; that they share its cores is in
-    # `measured`.
+    # A host without GPUs can run any number of ranks. `measured` includes that they share its
+    # cores.
     most = max(_MOST_CPU_RANKS, *worlds) if on_cpu else max(worlds)
     tree = {
         "device": _device_tree(alone, processes[1], sharing=most if on_cpu else 1),
@@ -43,10 +44,10 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
     }
     host = platform.node() or "this host"
     head = (
-        f"# {alone['device']} of {host}, measured by parallel3d-plan calibrate on {date}\n"
-        f"# {cores} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch "
-        f"{alone['torch']}\n"
-        "# Keys: docs/reference/hardware-files.md. `network` is a guess: nothing left the host.\n"
+        f"# {alone['device']} of {host}, measured by parallel3d-plan calibrate on {date}\n# "
+        f"{cores} shared cores, worlds of {', '.join(map(str, worlds))} ranks; torch "
+        f"{alone['torch']}\n# Keys: docs/reference/hardware-files.md. `network` is a guess, "
+        "because only one host was measured.\n"
     )
     return head + yaml.safe_dump(
         rounded(tree, digits=4), sort_keys=False, default_flow_style=None, width=120
@@ -54,8 +55,8 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
 
 
 def _device_tree(alone: Mapping[str, Any], process: Tree, *, sharing: int) -> Tree:
-    """Returns the device's section. Peaks are the best that was measured, so that no efficiency is
-    left to guess."""
+    """Returns the section of the device. Peaks are the best measured values, so efficiencies are
+    1."""
     peaks = {precision: _best(rows) for precision, rows in process["matmul"].items()}
     bytes_, seconds = process["memory"][-1]
     attention = process["attention"]["bf16"]
@@ -76,8 +77,7 @@ def _best(rows: Rows) -> float:
 
 
 def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
-    """Returns the largest world's all-gather as a link, by which sizes beyond the measured ones are
-    priced."""
+    """Returns the all-gather of the largest world as a link, for sizes beyond the measured ones."""
     if not ranks:
         return {"gpus": most, "gb_per_s": 1.0, "latency_us": 300.0, "efficiency": 1.0}
     size = max(ranks)

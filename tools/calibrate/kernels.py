@@ -1,12 +1,10 @@
-"""What `parallel3d-plan calibrate` measures of one process: products, attention and norms by size,
-through the layers' own functions.
+"""Measurements of `parallel3d-plan calibrate` in one process: matmuls, attention and norms by size,
+with the functions of the layers.
 
-[Note: on a GPU] A GPU runs one kernel while the host dispatches the next, so that a step takes the
-longer of both and not their sum: nothing is subtracted from what a kernel takes. Kernels are timed
-by events, behind work that keeps the GPU busy while the host dispatches them. Operands are taken in
-turn from so many copies that none is still in the GPU's cache, and attention has so many heads that
-every multiprocessor has some.
-"""
+[Note: on a GPU] A GPU runs one kernel while the host dispatches the next, so a step takes the
+longer of both, not the sum. Dispatch time is therefore not subtracted. Kernels are timed by events,
+behind work that keeps the GPU busy during dispatch. Operands rotate among enough copies to miss the
+cache of the GPU, and attention has enough heads for every multiprocessor."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import ParallelContext
 from parallel3d.tools.clock import DeviceClock
 
-_LEAST_SHARE = 0.2  # the least share of a call that is taken for its work and not for its dispatch
+_LEAST_SHARE = 0.2  # minimum fraction of a call that counts as work and not as dispatch
 _HEADS = {"cpu": 4, "cuda": 64}
-_GPU_CACHE_BYTES = 2 * 60e6  # twice the largest second-level cache
+_GPU_CACHE_BYTES = 2 * 60e6  # twice the largest L2 cache
 _MOST_COPIES = 64
 _PASSES = 3
 _FEATURES = 256
@@ -37,7 +35,7 @@ Work = Callable[[], object]
 
 
 class _Sizes(NamedTuple):
-    """What is measured: sides of products, keys of attention, and depths of heads."""
+    """Sizes to measure: sides of matmuls, keys of attention, and head sizes."""
 
     sides: tuple[int, ...]
     keys: tuple[int, ...]
@@ -70,8 +68,8 @@ def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
 
 
 def best_s(work: Work, device: torch.device, *, round_s: float = 0.005) -> float:
-    """Returns the least time of a call, over two rounds of several calls each. On a GPU it is the
-    time of the call's kernels, without gaps between them."""
+    """Returns the lowest mean time of a call over two rounds of several calls. On a GPU it is the
+    time of its kernels without gaps."""
     work()
     clock = DeviceClock(device)
     call_s = max(1e-7, clock.seconds(work))
@@ -83,14 +81,14 @@ def best_s(work: Work, device: torch.device, *, round_s: float = 0.005) -> float
 
 
 def _busy(device: torch.device) -> Work:
-    """Returns a call that gives a GPU some milliseconds of work."""
+    """Returns a call that keeps a GPU busy for some milliseconds."""
     x = torch.empty(8192, 8192, device=device, dtype=torch.bfloat16)
     return lambda: [torch.mm(x, x) for _ in range(4)]
 
 
 def _in_turn(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
-    """Returns a call that gives operands which `make` has made, the same ones again and again on a
-    CPU, and on a GPU so many in turn that they do not fit its cache."""
+    """Returns a call that returns operands from `make`: always the same on a CPU, on a GPU in
+    rotation among enough copies to exceed the cache."""
     first = make()
     copies = [first]
     if first[0].is_cuda:
@@ -106,9 +104,11 @@ def _swept(
     points: Sequence[Point],
     works: Callable[[int, int], Sequence[Work]],
 ) -> dict[Point, list[float]]:
-    """Returns the least seconds of the works of each point. On a CPU they are without those of the
-    first point, which is so small that its time is dispatch (on a GPU: [Note: on a GPU]). What else
-    the machine does for a second spoils one pass of a few points, and not every round of one."""
+    """Returns the lowest seconds of the works of each point.
+
+    On a CPU the times of the first, tiny point, which are dispatch, are subtracted (on a GPU:
+    [Note: on a GPU]). All points are measured in each pass, so a short disturbance affects only one
+    pass of a few points."""
     found: dict[Point, list[float]] = {}
     for _ in range(_PASSES):
         for point in points:
@@ -126,7 +126,7 @@ def _swept(
 
 @torch.no_grad()
 def _matmul(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> Rows:
-    """Returns rows [side, depth, operations per second] of a linear layer's product."""
+    """Returns rows [side, depth, FLOP/s] of the matmul of a linear layer."""
 
     def works(side: int, depth: int) -> list[Work]:
         def make() -> tuple[Tensor, Tensor]:
@@ -145,8 +145,8 @@ def _matmul(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> Rows:
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[str, Rows]:
-    """Returns rows [keys, head dim, operations per second] of causal attention: half of 4 (forward)
-    and of 10 (backward) operations for each query, key and number of a head."""
+    """Returns rows [keys, head dim, FLOP/s] of causal attention. Half of 4 (forward) and 10
+    (backward) operations count per query, key and feature of a head."""
     heads = _HEADS[device.type]
 
     def works(length: int, depth: int) -> list[Work]:
@@ -155,7 +155,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[
             q = x.clone().requires_grad_()
             k = x.clone().requires_grad_()
             v = x.clone().requires_grad_()
-            return q, k, v, x  # the last is a gradient
+            return q, k, v, x  # x serves as a gradient
 
         operands = _in_turn(make)
 
@@ -183,7 +183,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[
 
 @torch.no_grad()
 def _memory(device: torch.device) -> Rows:
-    """Returns [bytes, seconds] of a large norm, which reads and writes."""
+    """Returns [bytes, seconds] of a large norm, which reads and writes memory."""
     norm = RMSNorm(_FEATURES, tp=ParallelContext(device=device))
     norm.weight.fill_(1.0)
 

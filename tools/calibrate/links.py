@@ -1,7 +1,8 @@
-"""What `parallel3d-plan calibrate` measures between ranks: the layers' collectives and the
-pipeline's messages, through the functions that training uses (small ones between the processes of a
-host go through shared memory, others through gloo or NCCL), and how much ranks that compute at once
-slow each other down."""
+"""Measurements of `parallel3d-plan calibrate` between ranks: collectives of the layers, messages of
+the pipeline, and mutual slowdown of ranks.
+
+All use the functions of training. Small messages between processes of a host use shared memory,
+others use gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _ROUNDS = 5
 def measure_collectives(
     world_size: int, device: torch.device, sizes: Sequence[int]
 ) -> dict[str, Rows]:
-    """Returns rows [bytes of the whole tensor, seconds] of each kind of collective over all
+    """Returns rows [bytes of the full tensor, seconds] of each kind of collective over all
     ranks."""
     mesh = build_mesh(ParallelConfig(tp=world_size), device.type)
     axis = Axis.of(mesh[Role.SPLIT_TENSORS])
@@ -57,8 +58,8 @@ def measure_collectives(
 
 
 def together_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.01) -> float:
-    """Returns the seconds of a call that all ranks make at once: the least of several rounds, each
-    of its slowest rank. Every rank makes as many calls a round as the slowest thinks right."""
+    """Returns the seconds of a call that all ranks make at once: the lowest of several rounds, each
+    of its slowest rank. The slowest rank decides the number of calls per round."""
     clock = DeviceClock(device)
     work()
     call_s = _largest(clock.seconds(work, 2), device)
@@ -78,7 +79,7 @@ def _largest(number: float, device: torch.device) -> float:
 
 
 class _Passing(nn.Module):
-    """A stage that computes nothing and returns what it was given."""
+    """A stage that returns its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -87,8 +88,7 @@ class _Passing(nn.Module):
 
 
 def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int]) -> Rows:
-    """Returns rows [bytes, seconds] of an action of a pipeline that only passes on what it
-    receives."""
+    """Returns rows [bytes, seconds] of a pipeline action that only forwards its input."""
     mesh = build_mesh(ParallelConfig(pp=world_size), device.type)
     pp = mesh[Role.SPLIT_LAYERS]
 
@@ -114,8 +114,8 @@ def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int
 
 
 def measure_contention(device: torch.device) -> tuple[float, float]:
-    """Returns the seconds of a block's forward and backward: by one rank while the others wait, and
-    by all at once."""
+    """Returns the seconds of a block's forward and backward pass on one rank while the others wait,
+    and on all ranks at once."""
     larger = LargerRuns.on(device.type)
     model = Llama(larger.model, device=device)
     seq, _ = larger.sizes[1]

@@ -1,7 +1,8 @@
-"""The runs of `parallel3d-plan calibrate` that train: tiny models of two depths and two numbers of
-microbatches tell what the program adds to its kernels (a step's time is linear in both), larger
-ones what each parameter and element does. The real trainer trains them.
-"""
+"""Training runs of `parallel3d-plan calibrate`.
+
+Tiny models with two depths and two numbers of microbatches determine the overheads besides kernels,
+because the time of a step is linear in both. Larger models determine the time per parameter and
+element. The real trainer runs them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from parallel3d.tools.clock import DeviceClock
 from parallel3d.training.trainer import Trainer
 
 TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, vocab=64)
-Size = tuple[int, int]  # sequence and microbatch
+Size = tuple[int, int]  # sequence length and microbatch size
 TINY_SIZE = (8, 1)
 LAYERS = (1, 4)
 MICROBATCHES = (2, 8)
@@ -40,9 +41,11 @@ MICROBATCHES = (2, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class LargerRuns:
-    """The runs of the larger model on a kind of device: its sizes tell what elements take, and what
-    weights. On a GPU, which is not `synchronous`, a step takes the longer of kernels and dispatch:
-    they are so large that it is the kernels."""
+    """Runs of the larger model on a kind of device. Its sizes separate the time per element from
+    the time per weight.
+
+    On a GPU, which is not `synchronous`, a step takes the longer of kernels and dispatch. These
+    runs are large enough to be bound by kernels."""
 
     model: ModelConfig
     sizes: tuple[Size, ...]
@@ -51,7 +54,7 @@ class LargerRuns:
 
     @property
     def parameters(self) -> float:
-        """The parameters of the deep larger model."""
+        """Number of parameters of the larger model at the larger depth."""
         return total_parameters(from_config(replace(self.model, layers=LAYERS[-1])))
 
     @classmethod
@@ -74,7 +77,7 @@ ON_GPU = LargerRuns(
 
 
 class Probe(NamedTuple):
-    """A run to time: what it is looked up by."""
+    """A run to time, as a key of the results."""
 
     axis: str
     model: ModelConfig
@@ -98,7 +101,7 @@ class Probe(NamedTuple):
 
 
 def probes(world_size: int, larger: LargerRuns = ON_CPU) -> dict[Probe, Recipe]:
-    """Returns the runs to time with so many ranks, each along one axis."""
+    """Returns the runs to time with `world_size` ranks, each along one axis."""
     deep = LAYERS[-1:]
     if world_size == 1:
         recomputed = [
@@ -138,12 +141,14 @@ def probes(world_size: int, larger: LargerRuns = ON_CPU) -> dict[Probe, Recipe]:
 
 
 def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int) -> list[float]:
-    """Returns the seconds of a step of each recipe with the trainer, the least of several rounds. A
-    round goes through all recipes: what else a machine does for a second or two then spoils one
-    round of a few recipes, and not all rounds of one. Every rank of the world calls it."""
-    # One mesh serves all recipes of the same sizes. Each of gloo's groups has a thread that wakes
-    # 100 times a second: the groups of forty meshes made a small step with four ranks on two cores
-    # take 40% longer.
+    """Returns the lowest seconds of a step of each recipe over several rounds. Every rank of the
+    world calls it.
+
+    Each round runs all recipes, so a short disturbance of the machine affects one round of a few
+    recipes only."""
+    # One mesh serves all recipes of the same sizes. Each gloo group has a thread that wakes 100
+    # times per second. With the groups of forty meshes, a small step with four ranks on two cores
+    # took 40% longer.
     meshes: dict[str, DeviceMesh] = {}
     works = []
     for recipe in recipes:
@@ -161,7 +166,8 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
 
 
 def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[], object]:
-    """Returns a call of one training step, on tokens that all ranks of one data rank draw alike."""
+    """Returns a call of one training step. All ranks of a data-parallel rank draw the same
+    tokens."""
     trainer = Trainer(
         recipe, mesh=mesh, device=device, model_class=Llama, gpu_bytes=gpu_bytes(device)
     )

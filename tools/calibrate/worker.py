@@ -1,4 +1,4 @@
-"""The measurements of one rank of `parallel3d-plan calibrate`."""
+"""Measurements of one rank of `parallel3d-plan calibrate`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from parallel3d.tools.calibrate.links import (
 from parallel3d.tools.calibrate.probes import LargerRuns, Probe, probes, time_probes
 from parallel3d.tools.local_ranks import own_device
 
-# from four rows of features on, so that few ranks divide them
+# bytes, from four rows of features on, so that they can be divided over a few ranks
 _COLLECTIVES = [2**n for n in range(12, 25, 2)]
 _TRANSFERS = [2**n for n in range(10, 23, 3)]
 
 
 def measure(device_type: str, quick: bool) -> dict[str, Any]:
-    """Measures on every rank, in seconds. One process is measured with one thread, and with as many
-    threads as there are cores."""
+    """Measures on every rank, in seconds. A single process is measured with one thread and with one
+    thread per core."""
     device = own_device(device_type)
     size = dist.get_world_size()
     larger = LargerRuns.on(device_type)
@@ -44,7 +44,7 @@ def measure(device_type: str, quick: bool) -> dict[str, Any]:
         found["collectives"] = measure_collectives(size, device, _COLLECTIVES)
         found["transfers"] = measure_transfers(size, device, _TRANSFERS)
         return found | overheads(times(), size, larger)
-    processes = {}  # by threads
+    processes = {}  # keyed by the number of threads
     counts = {1, cores()} if device_type == "cpu" else {1}
     for threads in sorted(counts):
         torch.set_num_threads(threads)
@@ -54,7 +54,7 @@ def measure(device_type: str, quick: bool) -> dict[str, Any]:
 
 
 def _host(device: torch.device) -> dict[str, Any]:
-    """Returns the name of a device, its memory, and the multiprocessors of a GPU."""
+    """Returns the name and memory of a device, and the number of multiprocessors of a GPU."""
     version = str(torch.__version__)
     if device.type == "cpu":
         pages = os.sysconf("SC_PHYS_PAGES")

@@ -1,1 +1,1 @@
-"""`parallel3d-check-layout`: the proof that a layout trains the model of one process."""
+"""`parallel3d-check-layout`: checks that a layout trains the same model as one process."""

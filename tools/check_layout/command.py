@@ -1,5 +1,5 @@
-"""`parallel3d-check-layout`: proves that a layout trains the same model as one process, or says
-where it does not."""
+"""`parallel3d-check-layout`: checks that a layout trains the same model as one process, and reports
+the first difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from parallel3d.tools.cli_output import exit_status
 if TYPE_CHECKING:
     from parallel3d.tools.check_layout.compare import LayoutComparison
 
-# processes of one machine; every layout has a small one that shows the same faults
+# Maximum number of processes on one machine. A smaller layout with the same axes shows the same
+# faults.
 _MOST_RANKS = 16
 _EPILOG = """\
 examples:
@@ -30,20 +31,20 @@ examples:
   parallel3d-check-layout quickstart parallel.sequence_parallel=true --layers 4
   parallel3d-check-layout --model my_model:build parallel.tp=2 parallel.dp_shard=2
 
-A recipe's model and batch are shrunk, its layout is kept; weights are random, and so are the ids, so that no data is
-read. With --model, function(mesh, ...) returns a module (docs/how-to/custom-model.md).
+The model and the batch of the recipe are reduced in size. The layout stays the same. Weights and token IDs are random, so
+no data is read. With --model, function(mesh, ...) must return a module (docs/how-to/custom-model.md).
 
 exit status:
     0  the same model: every loss, gradient, norm and weight agrees
-    1  it differs; the first difference and its usual causes are printed
-    2  usage, or a layout that breaks a rule
+    1  a different model; the first difference and its usual causes are printed
+    2  wrong usage, or a layout that breaks a rule
    70  a rank failed, was killed or hung
    71  the loss or the gradient norm is not finite
 """  # noqa: E501
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line, and returns the exit status."""
+    """Runs the command line and returns the exit status."""
     return exit_status(arguments, _run)
 
 
@@ -59,19 +60,25 @@ def _run(arguments: list[str]) -> int:
     )
     add_recipe(parser, shipped_recipes())
     parser.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="check a function that builds a model instead"
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="function that builds the model to check, instead of a recipe",
     )
     numbers = {
-        "--layers": ("blocks of the model (default: 2, or the stages)", None),
-        "--hidden": ("its width (default: 64, or what heads need)", None),
-        "--vocab": (f"with --model: ids (default: {VOCAB})", None),
-        "--steps": (f"steps to compare (default: {STEPS})", STEPS),
+        "--layers": ("number of blocks (default: 2, or the number of pipeline stages)", None),
+        "--hidden": ("hidden size (default: 64, or more if the heads need it)", None),
+        "--vocab": (f"with --model: vocabulary size (default: {VOCAB})", None),
+        "--steps": (f"number of steps to compare (default: {STEPS})", STEPS),
     }
     for option, (text, default) in numbers.items():
         parser.add_argument(option, type=whole, metavar="N", default=default, help=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the report"
+    )
     version = f"parallel3d {parallel3d.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="show the version")
+    parser.add_argument(
+        "--version", action="version", version=version, help="print the version and exit"
+    )
     options = parser.parse_intermixed_args(arguments)
     comparison = _check_model(options) if options.model else _check_recipe(options)
     from parallel3d.tools.check_layout.report import as_json, as_text
@@ -83,14 +90,14 @@ def _run(arguments: list[str]) -> int:
 def _check_recipe(options: argparse.Namespace) -> LayoutComparison:
     if options.recipe is None or options.vocab:
         raise ConfigError(
-            "parallel3d-check-layout: takes a RECIPE, such as quickstart model.vocab=300, or "
+            "parallel3d-check-layout: give a RECIPE, such as quickstart model.vocab=300, or "
             "--model module:function --vocab 300"
         )
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     recipe = shrink(recipe, layers=options.layers, hidden=options.hidden, steps=options.steps)
     _check_ranks(recipe.parallel)
     check_model(recipe.model)
-    # These import torch, which --help and a wrong key do not wait for.
+    # These import torch, which --help and errors in keys do not need.
     from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.plain import record_plain
     from parallel3d.tools.check_layout.record import record_recipe
@@ -101,16 +108,16 @@ def _check_recipe(options: argparse.Namespace) -> LayoutComparison:
 
 
 def _check_model(options: argparse.Namespace) -> LayoutComparison:
-    """Compares the models that a function builds. The settings name only the data and tensor axes,
-    such as `parallel.tp=2`, because such a model has no stages."""
+    """Compares the models that a function builds. Only data-parallel and tensor-parallel axes can
+    be set, because such a model does not have stages."""
     settings = [options.recipe, *options.overrides] if options.recipe else []
     found = [re.fullmatch(r"parallel\.(dp_replicate|dp_shard|tp)=([1-9]\d*)", s) for s in settings]
     axes: dict[str, Any] = {each[1]: int(each[2]) for each in found if each}
     parallel = ParallelConfig(**axes)
     if parallel.world_size == 1 or None in found:
         raise ConfigError(
-            f"{' '.join(settings) or 'no layout'}: with --model only parallel.dp_replicate, "
-            "dp_shard and tp are set, to at least two processes in all; try parallel.tp=2"
+            f"{' '.join(settings) or 'no layout'}: with --model set only parallel.dp_replicate, "
+            "dp_shard and tp, to at least two processes in total; try parallel.tp=2"
         )
     _check_ranks(parallel)
     from parallel3d.tools.check_layout.compare import compare
@@ -120,7 +127,7 @@ def _check_model(options: argparse.Namespace) -> LayoutComparison:
     sizes = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab or VOCAB}
     given = {name: size for name, size in sizes.items() if size is not None}
     job = ModelCheck(options.model, parallel, given, options.steps)
-    load_builder(job)  # refuses here, before any process starts
+    load_builder(job)  # errors appear before any process starts
     alone = run_ranks(record_model, replace(job, parallel=ParallelConfig()), world_size=1)
     return compare(alone, run_ranks(record_model, job, world_size=parallel.world_size))
 
@@ -129,6 +136,6 @@ def _check_ranks(parallel: ParallelConfig) -> None:
     if parallel.world_size > _MOST_RANKS:
         largest = max(parallel.axes, key=parallel.axes.__getitem__)
         raise ConfigError(
-            f"parallel needs {parallel.world_size} processes, and a check starts at most "
+            f"the layout needs {parallel.world_size} processes, but a check starts at most "
             f"{_MOST_RANKS}; 2 along each axis show the same faults, so try parallel.{largest}=2"
         )

@@ -1,5 +1,5 @@
-"""Two records of training, of one process and of a layout, compared: the first difference, and the
-largest one of each kind. Pure arithmetic on arrays: no process, no tensor."""
+"""Compares two records of training, from one process and from a layout: the first difference, and
+the largest difference of each kind. Works only on arrays."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from parallel3d.tools.check_layout.data import Array, TrainingRecord, Views
 
 What = Literal["initial weight", "output", "loss", "gradient", "gradient norm", "parameter"]
 
-# Relative to the largest entry, for parameters to the largest update. Right layouts differ by up to
-# 1e-6 (losses and norms 2e-7, parameters 1e-4), because sums are taken in another order. Of the
-# faults that tests plant, the mildest moves a norm by 1.5e-4.
+# Limits relative to the largest entry, or for parameters to the largest update. Correct layouts
+# differ by up to 1e-6 (losses and norms 2e-7, parameters 1e-4), because sums are in another order.
+# The mildest fault in the tests changes a norm by 1.5e-4.
 LIMITS: dict[What, float] = {
     "initial weight": 1e-6,
     "output": 1e-4,
@@ -27,34 +27,35 @@ LIMITS: dict[What, float] = {
     "gradient norm": 2e-6,
     "parameter": 1e-2,
 }
-# A tensor smaller than this share of the largest one of its kind is compared with that share.
+# Tensors smaller than this fraction of the largest tensor of their kind are compared relative to
+# that fraction.
 _FLOOR = 1e-3
 _ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
-# Usual causes, by the first kind that differs.
+# Usual causes, keyed by the first kind that differs.
 _CAUSES: dict[What, str] = {
     "initial weight": (
-        "weights are drawn for the shape of a rank, or by a generator that depends on the rank, "
-        "instead of drawn in full and then split"
+        "weights are initialized with the shape of a rank's shard, or from a generator that "
+        "depends on the rank, instead of initializing the full weight and then sharding it"
     ),
     "output": (
-        "all that was computed before agrees, so look inside this module: a missing or doubled sum "
-        "over tp, a bias added on every rank before the sum, a gather in the wrong order"
+        "all earlier outputs agree, so check this module: a missing or duplicate sum over tp, a "
+        "bias added on every rank before the sum, a gather in the wrong order"
     ),
     "loss": (
-        "every output agrees: the loss is divided by another number, or summed over other ranks"
+        "every output agrees: the loss is divided by a wrong number, or summed over wrong ranks"
     ),
     "gradient": (
-        "a reduction is missing, doubled or over other ranks; or the backward pass of a collective "
-        "is not the conjugate of its forward pass (layers/regions.py)"
+        "a reduction is missing, duplicate or over the wrong ranks, or the backward pass of a "
+        "collective is not the conjugate of its forward pass (layers/regions.py)"
     ),
     "gradient norm": (
-        "the gradients agree one by one: parameters are counted once for each rank that holds "
-        "them, or for each use of a tied weight"
+        "all gradients agree: parameters are counted once per rank that holds them, or once per "
+        "use of a tied weight"
     ),
     "parameter": (
-        "the gradients agree: the optimizer steps another tensor than the model uses, or with "
-        "other weight decay, learning rate or clipping"
+        "the gradients agree: the optimizer updates a different tensor than the model uses, or "
+        "uses a different weight decay, learning rate or clipping"
     ),
 }
 
@@ -63,7 +64,7 @@ Sizes = dict[str, dict[int, float]]  # name -> rank -> size of the difference
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference. `name` is that of a parameter, of a module if it is an output, and
+    """The first difference. `name` is the name of a parameter, or of a module for an output. It is
     empty for a loss or norm."""
 
     step: int  # 0: before training
@@ -76,6 +77,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class LayoutComparison:
+    """Result of a comparison: the largest difference of each kind, and the first one above its
+    limit."""
+
     parallel: ParallelConfig
     steps: int
     largest: Mapping[What, float]
@@ -83,7 +87,7 @@ class LayoutComparison:
 
 
 def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
-    """Compares step by step, and within a step in the order in which things are computed."""
+    """Compares step by step, and within a step in the order of computation."""
     largest = dict.fromkeys(LIMITS, 0.0)
     first: Difference | None = None
     for step, what, sizes in _sizes_of_all(alone, layout):
@@ -116,11 +120,12 @@ def _sizes_of_all(
                     outputs.setdefault(name, {})[rank] = _distance(array, part, scale)
         yield step, "output", outputs
         yield step, "loss", _of_numbers(ours.loss, reference.loss)
-        # A parameter that has a gradient only in the layout, such as a frozen one, should have
-        # zeros.
+        # A parameter with a gradient only in the layout, such as a frozen one, must have a zero
+        # gradient.
         wanted = {name: {0: np.zeros_like(_any(views))} for name, views in ours.gradients.items()}
         gradients = _sizes(wanted | reference.gradients, ours.gradients)
-        # In the order of the backward pass, so that the nearest to the fault comes first.
+        # In the order of the backward pass, so that the difference nearest to the fault comes
+        # first.
         yield step, "gradient", dict(reversed(gradients.items()))
         yield step, "gradient norm", _of_numbers(ours.grad_norm, norm_of(ours.gradients))
         yield step, "parameter", _sizes(reference.parameters, ours.parameters, before)
@@ -128,9 +133,9 @@ def _sizes_of_all(
 
 
 def _gradient_pattern(wanted: Mapping[int, Array], views: Mapping[int, Array]) -> list[str]:
-    """Returns a sentence on what is plainly wrong with the gradient of a parameter."""
+    """Returns a sentence about an obvious error in the gradient of a parameter."""
     if not wanted or not views:
-        return ["one side has no gradient for it: it is frozen, or cut off from the loss"]
+        return ["only one side has a gradient for it: it is frozen, or not connected to the loss"]
     if len({id(view) for view in views.values()}) > 1:
         return ["the ranks hold different gradients of one parameter: a reduction is missing"]
     reference = wanted[0]
@@ -145,8 +150,8 @@ def _gradient_pattern(wanted: Mapping[int, Array], views: Mapping[int, Array]) -
 
 
 def _sizes(reference: Views, ours: Views, before: Views | None = None) -> Sizes:
-    """Returns the distance of the view of each rank from the reference, relative to its largest
-    entry, or with `before` to its largest change since then, beyond rounding."""
+    """Returns the distance of each rank's view from the reference, relative to its largest entry.
+    With `before`, it is relative to the largest change since then, beyond rounding."""
     scales = {}
     for name, views in reference.items():
         scales[name] = _largest(views[0] - before[name][0] if before else views[0])
@@ -176,8 +181,8 @@ def expected_part(
     full: Array, shape: tuple[int, ...], rank: int, parallel: ParallelConfig
 ) -> Array | None:
     """Returns the part of the output of one process that `rank` should have: the batch of its
-    data-parallel rank, and of each other dim all, or the shard of its tp rank. Returns None if the
-    shapes do not say."""
+    data-parallel rank, and along each other dimension everything or the shard of its tp rank.
+    Returns None if the shapes are ambiguous."""
     shards = parallel.axes[Role.SPLIT_TENSORS]
     shard = parallel.coordinates(rank)._asdict()[Role.SPLIT_TENSORS]
     if len(shape) != full.ndim or shape[0] * parallel.dp != full.shape[0]:

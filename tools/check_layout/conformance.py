@@ -1,5 +1,4 @@
-"""The conformance test of a model: its recipe, shrunk, trains in layout after layout and in one
-process.
+"""The conformance test of a model: trains its reduced recipe in many layouts and in one process.
 
 from parallel3d.tools.check_layout.conformance import assert_conforms
 
@@ -29,8 +28,8 @@ from parallel3d.tools.check_layout.report import describe
 from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.tools.local_ranks import run_ranks
 
-STEPS, WHOLE_STEPS = 20, 2  # tensors are compared in the first steps, losses and norms in all
-# of the curve: the step, whether the loss (0) or the norm (1), and how much one process may differ
+STEPS, WHOLE_STEPS = 20, 2  # tensors are compared in the first two steps, losses and norms in all
+# (step, name, 0 for loss or 1 for norm, relative tolerance)
 _CURVE = (
     (0, "loss of the first step", 0, 1e-6),
     (-1, "loss of the last step", 0, 1e-4),
@@ -60,14 +59,25 @@ def assert_conforms(
     most_processes: int = 8,
     run: Callable[..., TrainingRecord] = run_ranks,
 ) -> str:
-    """Trains the model of a recipe, shrunk and in float32 on the CPU, with plain PyTorch, in one
-    process, and in each of `layouts` (keys of `parallel:`) of at most `most_processes`.
+    """Checks that a model trains the same in every layout, with its recipe reduced in size.
 
-    Returns a report with a line for each layout. Raises AssertionError with the report if a layout
-    has other initial weights, outputs, gradients, norms, losses or numbers of parameters than plain
-    PyTorch. Raises ConfigError
-    if the recipe or its class is refused as a run would refuse it, or no layout can be checked.
-    `run` starts the processes.
+    The model is trained in float32 on the CPU with plain PyTorch, in one process, and in each
+    layout.
+
+    Args:
+        recipe: Recipe, or name or path of one.
+        layouts: Layouts to check, as keys of `parallel:`. Default: ten layouts of up to 8
+            processes.
+        most_processes: Maximum number of processes. Larger layouts are left out.
+        run: Function that starts the processes.
+
+    Returns:
+        Report with one line per layout.
+
+    Raises:
+        AssertionError: A layout differs in initial weights, outputs, gradients, norms, losses or
+            number of parameters. The message is the report.
+        ConfigError: The recipe or its model class is invalid, or all layouts are left out.
 
     Example:
         >>> report = parallel3d.assert_conforms("palm.yaml", layouts=[{"tp": 2}, {"pp": 2}])
@@ -112,7 +122,7 @@ def assert_conforms(
 
 
 def _small(recipe: Recipe) -> Recipe:
-    """Returns the recipe of the model in one process, with sizes that all layouts divide."""
+    """Returns the recipe for one process, with sizes that all layouts divide."""
     divisible = replace(
         recipe,
         parallel=ParallelConfig(microbatch_size=MICROBATCH, tp=2),
@@ -125,12 +135,13 @@ def _small(recipe: Recipe) -> Recipe:
 
 
 def _differences(reference: TrainingRecord, record: TrainingRecord) -> Iterator[str]:
-    """Yields what differs in a layout, only the nearest to its cause if tensors do."""
+    """Yields the differences of a layout. If tensors differ, only the difference nearest to its
+    cause."""
     held = sum(next(iter(views.values())).size for views in record.initial.values())
     if not reference.parameter_count == record.parameter_count == held:
         yield (
-            f"the numbers of parameters differ: {reference.parameter_count:,} in one process, "
-            f"{record.parameter_count:,} here, {held:,} on ranks"
+            f"parameter counts differ: {reference.parameter_count:,} in one process, "
+            f"{record.parameter_count:,} here, {held:,} on all ranks"
         )
     first = compare(reference, record).first
     if first is not None:
@@ -140,4 +151,4 @@ def _differences(reference: TrainingRecord, record: TrainingRecord) -> Iterator[
         ours = record.curve[step][at]
         wanted = reference.curve[step][at]
         if not math.isclose(wanted, ours, rel_tol=limit):
-            yield f"the {what} is {ours:.8g}, and {wanted:.8g} in one process (limit {limit:g})"
+            yield f"the {what} is {ours:.8g}, but {wanted:.8g} in one process (limit {limit:g})"

@@ -1,4 +1,4 @@
-"""What a few steps of training leave behind, as plain arrays."""
+"""Recorded values of a few training steps, as plain arrays."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from parallel3d.config.recipe import ParallelConfig
 
 Array = NDArray[np.floating]
-# name -> rank -> what that rank sees; ranks that see the same share an array
+# name -> rank -> the view of that rank; ranks with equal views share an array
 Views = dict[str, dict[int, Array]]
 
 
 @dataclass
 class StepRecord:
-    """One step of training. `activations` are each rank's own part, of all its microbatches."""
+    """One step of training. `activations` are each rank's own shards, for all its microbatches."""
 
     loss: float
     grad_norm: float
@@ -27,13 +27,13 @@ class StepRecord:
 
 @dataclass
 class TrainingRecord:
-    """A run's layout, its first weights, as the model was initialised and as they were jittered,
-    and its steps."""
+    """Record of a run: its layout, the initial weights, the weights with noise at the start, and
+    the steps."""
 
     parallel: ParallelConfig
     initial: Views = field(default_factory=dict)
     start: Views = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
-    parameter_count: int = 0  # as the trainer counts them
+    parameter_count: int = 0  # as counted by the trainer
     # loss and gradient norm of every step
     curve: list[tuple[float, float]] = field(default_factory=list)

@@ -1,12 +1,10 @@
-"""Some steps of training with a model that is not ours, by plain torch: what `--model
-module:function` checks.
+"""Trains a few steps of a model from a function, with plain torch: `--model module:function`.
 
 The function is called with the mesh (axes pp of size 1, dp_replicate, dp_shard, tp), or None for
-one process, with `vocab`, and with those of the options `layers` and `hidden` that you give. The
-module that it returns maps ids [B, S] to logits [B, S, V], or to this rank's [B, S, V / tp] of
-them, or to an object that has them as `logits`. After the backward pass of this rank's mean loss
-its gradients must be those of the mean over the DP ranks, as DDP and `fully_shard` leave them.
-"""
+one process, with `vocab`, and with the options `layers` and `hidden` if given. The returned module
+maps ids [B, S] to logits [B, S, V], to this rank's shard [B, S, V / tp], or to an object with the
+attribute `logits`. After the backward pass of this rank's mean loss, gradients must be means over
+the data-parallel ranks, as DDP and `fully_shard` leave them."""
 
 from __future__ import annotations
 
@@ -41,24 +39,24 @@ from parallel3d.tools.check_layout.record import (
 from parallel3d.tools.check_layout.report import layout_name
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
 
-BATCH = 8  # sequences a step, or one for each data rank
+BATCH = 8  # sequences per step, or one per data-parallel rank
 _LR = 1e-3
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What to build, and how long to train it."""
+    """The model to build, and the number of steps to train it."""
 
     target: str  # module:function
     parallel: ParallelConfig
-    options: Mapping[str, int]  # keywords of the function, `vocab` among them
+    options: Mapping[str, int]  # keyword arguments of the function, including `vocab`
     steps: int
 
 
 def record_model(job: ModelCheck) -> TrainingRecord:
-    """Trains on every rank of the default group; the record is whole on rank 0 alone. One process
-    is given no mesh."""
+    """Trains on every rank of the default group. The record is complete only on rank 0. One process
+    gets no mesh."""
     parallel = job.parallel
     mesh = build_mesh(parallel, "cpu") if parallel.world_size > 1 else None
     build = load_builder(job)
@@ -69,7 +67,7 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         torch.manual_seed(_SEED)
         try:
             model = build(mesh)
-        except ValueError as error:  # such as a table of rules that is refused
+        except ValueError as error:  # such as invalid rules of tensor_parallelize
             raise ConfigError(f"--model {job.target}: {error}") from error
         _copy_weights(alone, model)
     parameters = _named(model)
@@ -79,7 +77,8 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     first = own_batch * dp_rank(parallel, dist.get_rank())
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
-        """Runs on this data rank's share of the batch; the loss is the mean over all ranks."""
+        """Trains on the batch share of this data-parallel rank. The loss is the mean over all
+        ranks."""
         generator = torch.Generator().manual_seed(_SEED + step)
         shape = (own_batch * parallel.dp, SEQ_LEN + 1)
         vocab = job.options["vocab"]
@@ -88,7 +87,7 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         try:
             output = model(ids[:, :-1].contiguous())
         except RuntimeError as error:
-            words = f"its forward fails with {layout_name(parallel)}: {error}"
+            words = f"its forward pass failed with {layout_name(parallel)}: {error}"
             raise ConfigError(f"--model {job.target}: {words}") from error
         logits = getattr(output, "logits", output)
         if mesh is not None and logits.shape[-1] < vocab:
@@ -108,8 +107,8 @@ def record_model(job: ModelCheck) -> TrainingRecord:
 
 
 def load_builder(job: ModelCheck) -> Callable[[DeviceMesh | None], nn.Module]:
-    """Returns the function that the job names, with the options that the user gave and the
-    vocabulary. Raises ConfigError if there is no such function, or it does not take an option."""
+    """Returns the function of the job with its options bound. Raises ConfigError if the function
+    does not exist or does not accept an option."""
     module, _, name = job.target.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -117,8 +116,8 @@ def load_builder(job: ModelCheck) -> Callable[[DeviceMesh | None], nn.Module]:
         inspect.signature(build).bind(None, **job.options)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"--model {job.target}: {error}; must be the module:function of a function (mesh, *, "
-            "vocab, and the options that you give), such as my_model:build, here or installed"
+            f"--model {job.target}: {error}; must be module:function of a function (mesh, *, "
+            "vocab, and your options), such as my_model:build, importable here"
         ) from error
     return partial(build, **job.options)
 
@@ -129,8 +128,8 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
         shape = list(weights[name].shape) if name in weights else "no parameter"
         if shape != list(parameter.shape):
             raise ConfigError(
-                f"{name}: {list(parameter.shape)} in the layout and {shape} in one process; keep "
-                "the names, and make it a DTensor, whose shape is that of the full tensor"
+                f"{name}: has shape {list(parameter.shape)} in the layout but {shape} in one "
+                "process; keep the names, and use a DTensor, whose shape is that of the full tensor"
             )
         put(parameter, weights[name].detach())
 

@@ -1,10 +1,9 @@
-"""The reference of a recipe: its model, unsplit, trained in one process by plain PyTorch.
+"""The reference of a recipe: its unsharded model, trained in one process with plain PyTorch.
 
-It shares the model's class, the initial weights, the batches and the learning rate with the layout
-that is checked. The training loop, the loss, the accumulation of gradients and the optimizer are
-PyTorch's own, so a fault of the trainer, the pipeline or the sharding shows as a difference. A
-fault in the layers of the model does not if it is the same in every layout.
-"""
+It shares the model class, the initial weights, the batches and the learning rate with the checked
+layout. The training loop, the loss, the gradient accumulation and the optimizer are those of
+PyTorch. A fault of the trainer, the pipeline or the sharding therefore shows as a difference. A
+fault in the layers of the model does not if it is the same in every layout."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ from parallel3d.training.learning_rate import learning_rate
 
 
 def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
-    """Trains in one process and records what `record.record_recipe` records of a layout. Each
-    global batch is one microbatch."""
+    """Trains in one process and records the same values as `record.record_recipe` does for a
+    layout. Each global batch is one microbatch."""
     train = recipe.train
     sizes = recipe.model
     config = recipe.optimizer
@@ -86,7 +85,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
         gradients = gradients_of(parameters) if is_whole else {}
         limit = float("inf") if train.grad_clip is None else train.grad_clip
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-        # torch's Muon rounds to bfloat16
+        # Muon of torch rounds to bfloat16.
         with mock.patch.object(Tensor, "bfloat16", Tensor.double):
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
@@ -100,7 +99,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
 def plain_optimizers(
     model: nn.Module, config: OptimizerConfig, matrices: Sequence[nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    """Returns torch's own optimizers, at the peak learning rate. Muon steps `matrices`."""
+    """Returns torch optimizers at the peak learning rate. Muon updates `matrices`."""
     config = config.resolved
     if config.name == "muon":
         taken = set(matrices)
@@ -126,8 +125,8 @@ def plain_optimizers(
 def parameter_groups(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> list[dict[str, object]]:
-    """Returns the groups of torch's optimizers: the first one, the matrices, decays; norms do
-    not."""
+    """Returns parameter groups for torch: matrices with weight decay, then norms and biases
+    without."""
     matrices: list[nn.Parameter] = []
     norms: list[nn.Parameter] = []
     for parameter in parameters:
@@ -141,7 +140,7 @@ def parameter_groups(
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Returns AdamW at the peak learning rate, held constant."""
+    """Returns AdamW with a constant peak learning rate."""
     parameters = list(parameters)
     is_on_gpu = any(parameter.is_cuda for parameter in parameters)
     return torch.optim.AdamW(
@@ -149,7 +148,7 @@ def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
-        # the faster kernel there
+        # the fastest kernel on each device
         fused=is_on_gpu,
         foreach=not is_on_gpu,
     )

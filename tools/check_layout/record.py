@@ -1,9 +1,7 @@
-"""What a few steps of training leave behind, written down by the ranks that train: on one process,
-or in a layout.
+"""Records values of a few training steps on the ranks of one process or a layout.
 
-Tensors are global: of its own part each rank makes the whole, and rank 0 keeps what every rank then
-sees, so that copies that should agree can be found not to.
-"""
+Tensors are global: each rank assembles the full tensor, and rank 0 keeps the view of every rank.
+Copies that should agree but do not are thus found."""
 
 from __future__ import annotations
 
@@ -34,20 +32,19 @@ from parallel3d.torch_private import is_in_backward
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
 
-JITTER = 0.02  # added to every weight, because a bias of 0 or a scale of 1 hides what is done to it
+JITTER = 0.02  # added to every weight, because zero biases and unit scales hide faults
 
 
 TrainedStep = tuple[float, float, Views]  # loss, gradient norm, gradients
 
 
 def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
-    """Trains on every rank of the default group; the record is complete on rank 0 only. Batches are
-    of random ids: the run's own data is not read. Tensors are kept of the first `whole_steps`
-    steps, of the others the loss and the norm (None: of all).
+    """Trains on every rank of the default group. The record is complete only on rank 0.
 
-    Size chooses some code paths, and the small model takes those of a large one: fused gradients
-    and a loss that overwrites the logits. Every second step computes the loss in chunks.
-    """
+    Batches contain random token IDs, and the data of the recipe is not read. Tensors are kept for
+    the first `whole_steps` steps (None: all), losses and norms for all steps. Some code paths
+    depend on sizes, and the small model is made to use those of a large one: fused gradients and a
+    loss that overwrites the logits. Every second step computes the loss in chunks."""
     train = recipe.train
     mesh = build_mesh(recipe.parallel, "cpu")
     model = model_class(recipe.model.architecture)
@@ -67,8 +64,8 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
         gradients: list[tuple[str, Tensor]] = []
 
         def keep(parameter: LocalParameter) -> None:
-            """Keeps a copy between the norm and the clipping, because the gradient is scaled or
-            dropped next."""
+            """Copies the gradient between the norm and the clipping. It is scaled or dropped
+            next."""
             grad = parameter.local.grad
             if grad is not None:
                 copy = parameter.part.distributed(grad.clone())
@@ -88,8 +85,8 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
 
 
 def random_batches(recipe: Recipe) -> BatchLoader:
-    """Returns batches of random ids for this DP rank, cut into documents if the recipe uses a
-    document mask."""
+    """Returns batches of random IDs for this data-parallel rank, with document borders if the
+    recipe masks documents."""
     train = recipe.train
     generator = np.random.default_rng(train.seed)
     length = train.steps * train.global_batch_size * train.seq_len + 1
@@ -105,11 +102,11 @@ def random_batches(recipe: Recipe) -> BatchLoader:
 def start_record(
     parallel: ParallelConfig, tensors: Sequence[tuple[str, Tensor]], seed: int
 ) -> TrainingRecord:
-    """Returns a record with the initial parameters, and with what training starts from: it adds
-    noise to them."""
+    """Records the initial parameters and adds noise to them. Training starts from the result, which
+    is recorded too."""
     initial = collect(tensors)
     for name, tensor in tensors:
-        # drawn whole, by the name, so that it is the same in every layout
+        # The noise of the full tensor depends only on its name, so it is the same in every layout.
         key = f"jitter/{seed}/{name}".encode()
         digest = hashlib.blake2b(key, digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
@@ -127,14 +124,12 @@ def record_steps(
     steps: int,
     whole_steps: int | None = None,
 ) -> None:
-    """Adds to the record what each step leaves behind. `train_step` gets the number of the step and
-    whether it is one of the first `whole_steps`, whose tensors are kept; `tensors` are the
-    parameters.
+    """Records each step of training.
 
-    Recorded of a module that has parameters are its outputs of all microbatches as one batch, where
-    they have one shape. It leaves out forward passes that a backward pass recomputes, and heads
-    that leave their matmul to the loss.
-    """
+    `train_step` gets the index of the step, and True if it is one of the first `whole_steps`, whose
+    tensors are kept. `tensors` are the parameters. The outputs of each module with parameters are
+    recorded as one batch of all microbatches, if their shapes agree. Recomputed forward passes are
+    left out, and so are heads that leave their matmul to the loss."""
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
@@ -174,13 +169,13 @@ def record_steps(
 
 
 def plain_name(name: str) -> str:
-    """Returns a name without what DDP and activation checkpointing put into it."""
+    """Returns a parameter name without the parts that DDP and activation checkpointing add."""
     return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
 
 
 def collect(tensors: Iterable[tuple[str, Tensor]]) -> Views:
-    """Returns, on rank 0, what every rank sees of these as global tensors, equal ones as one array;
-    nothing elsewhere."""
+    """Returns, on rank 0, each rank's view of the tensors as global arrays. Equal views share an
+    array. Returns nothing on other ranks."""
     mine = {name: whole(tensor).cpu().numpy() for name, tensor in tensors}
     everyone = None
     if dist.get_rank() == 0:
@@ -196,13 +191,13 @@ def collect(tensors: Iterable[tuple[str, Tensor]]) -> Views:
 
 
 def gradients_of(parameters: Iterable[tuple[str, Tensor]]) -> Views:
-    """Returns the same as `collect` of the gradients that there are."""
+    """Returns `collect` of all existing gradients."""
     return collect((name, p.grad) for name, p in parameters if p.grad is not None)
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a copy of the global tensor. Every rank of a DTensor's mesh calls it."""
+    """Returns a copy of the global tensor. For a DTensor, every rank of its mesh must call it."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().clone()
@@ -210,7 +205,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
-    """Writes a global value into this rank's part of a parameter."""
+    """Writes a global value to this rank's shard of a parameter."""
     if isinstance(tensor, DTensor):
         value = local_tensor(shard_like(value, tensor))
     local_tensor(tensor.detach()).copy_(value)

@@ -1,4 +1,4 @@
-"""A comparison as a table, or as one JSON object."""
+"""The result of a comparison as text or as one JSON object."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from parallel3d.tools.check_layout.compare import LIMITS, Difference, LayoutComp
 
 
 def as_json(comparison: LayoutComparison) -> str:
-    """Returns one object: `same`, `layout`, `limits`, `steps`, `largest`, and `first_difference`
-    (null if all agree). A number that is missing or not finite is null."""
+    """Returns one JSON object: `same`, `layout`, `limits`, `steps`, `largest`, and
+    `first_difference` (null if all agree). Missing and non-finite numbers are null."""
     first = comparison.first
     content = {
         "same": first is None,
@@ -28,23 +28,23 @@ def as_json(comparison: LayoutComparison) -> str:
 
 
 def as_text(comparison: LayoutComparison) -> str:
-    """Returns a row for each kind, then the first difference and its usual causes."""
+    """Returns one row per kind of value, then the first difference and its usual causes."""
     layout = layout_name(comparison.parallel)
-    lines = [f"{layout} against one process, {comparison.steps} steps in float32", ""]
+    lines = [f"{layout} compared with one process, {comparison.steps} steps in float32", ""]
     for what, largest in comparison.largest.items():
         lines.append(f"{what:<15} differs by at most {largest:.1e}, limit {LIMITS[what]:g}")
     return "\n".join([*lines, "", *describe(comparison.first)])
 
 
 def layout_name(parallel: ParallelConfig) -> str:
-    """Returns the axes of a layout as a product: `pp 2 x tp 2`."""
+    """Returns the axes of a layout, as in `pp 2 x tp 2`."""
     sizes = [f"{axis} {size}" for axis, size in parallel.axes.items() if size > 1]
     return " x ".join(sizes) or "one process"
 
 
 def describe(first: Difference | None) -> Iterator[str]:
-    """Yields the lines of a first difference and its usual causes, or the one that says that there
-    is none."""
+    """Yields lines about the first difference and its usual causes, or one line that all values
+    agree."""
     if first is None:
         yield "the same model: every output, loss, gradient, norm and weight agrees"
         return

@@ -1,5 +1,5 @@
-"""A recipe made small enough to train in seconds on a CPU, with the layout, and what it divides, as
-they were."""
+"""Reduces a recipe to a size that trains in seconds on a CPU. The layout, and the divisibility that
+it needs, stay the same."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from parallel3d.config.rules import validate
 SEQ_LEN = 16
 VOCAB = 264
 STEPS = 3
-# AdamW's: with the usual 1e-8 a gradient that is zero but for rounding moves a weight by the whole
-# rate
+# Epsilon of AdamW. With the usual 1e-8 a gradient that is zero except for rounding changes a weight
+# by the full learning rate.
 EPS = 1e-3
 
 
 def shrink(
     recipe: Recipe, *, layers: int | None = None, hidden: int | None = None, steps: int = STEPS
 ) -> Recipe:
-    """Returns the recipe in float32 on the CPU, its model and batch cut down, with a layer for each
-    pipeline stage at least. The numbers still keep what tp, dp and the schedule ask of them; a
-    vocabulary that tp does not divide stays so. Raises ConfigError."""
+    """Returns the recipe in float32 on the CPU with a smaller model and batch, and at least one
+    layer per pipeline stage.
+
+    Sizes stay divisible as tp, dp and the schedule require. A vocabulary that tp does not divide
+    stays so. Raises ConfigError if the layout is invalid."""
     parallel = recipe.parallel
     train = recipe.train
-    shards = parallel.world_size // (parallel.dp * parallel.pp)  # of a layer
+    shards = parallel.world_size // (parallel.dp * parallel.pp)  # number of shards of a layer
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
-    # All in float32: bf16 would turn the last bit of a gradient into the first of a state.
+    # All in float32, because bf16 would amplify rounding differences of a gradient.
     optimizer = replace(recipe.optimizer, warmup_steps=0, decay_steps=None, state_dtype=None)
     if optimizer.name == "muon":
         optimizer = replace(optimizer, ns_dtype="fp32")
@@ -36,7 +38,7 @@ def shrink(
     small = replace(
         recipe,
         model=_shrink_model(recipe.model, max(layers or 2, parallel.stages), hidden or 64, shards),
-        # they count real layers
+        # boundaries count layers of the full model
         parallel=replace(parallel, microbatch_size=microbatch_size, stage_boundaries=None),
         train=replace(
             train,
@@ -66,14 +68,14 @@ def shrink(
 
 
 def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> ModelConfig:
-    """Returns a smaller model whose layers have so many shards, and in which grouped heads stay
-    grouped, by two at most."""
+    """Returns a smaller model whose layers have `shards` shards. Grouped-query heads stay grouped,
+    at most by two."""
     group = min(model.heads // model.key_value_heads, 2)
     kv_heads = min(model.key_value_heads, max(shards, 2))
     if kv_heads * group % shards:
         group = model.heads // model.key_value_heads
     heads = kv_heads * group
-    hidden = _up(hidden, 2 * heads)  # rotary positions want an even number for each head
+    hidden = _up(hidden, 2 * heads)  # rotary positions need an even head_dim
     ratio = model.query_hidden / model.hidden
     return replace(
         model,

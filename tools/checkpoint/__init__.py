@@ -1,1 +1,1 @@
-"""`parallel3d-checkpoint`: checkpoints to other programs and from them, and what is in them."""
+"""`parallel3d-checkpoint`: inspects, verifies, exports and imports checkpoints."""

@@ -1,5 +1,4 @@
-"""`parallel3d-checkpoint`: takes checkpoints to other programs and from them, and says what is in
-them. Its subcommands are in commands.toml."""
+"""The command `parallel3d-checkpoint`. Its subcommands are in commands.toml."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`parallel3d-checkpoint ls`, `inspect` and `verify`: the checkpoints of a run, what is in one, and
-whether every byte is what was saved. None of them imports torch or changes a file."""
+"""`parallel3d-checkpoint ls`, `inspect` and `verify`: lists the checkpoints of a run, describes
+one, and checks every byte. They do not import torch or change files."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from parallel3d.config.yaml_text import read_settings, shown
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from parallel3d.tools.cli_output import Reply
 
-_SHOWN_TENSORS = 10  # A page names so many of a damaged file; the JSON object has all.
-# a checkpoint, or the folder of one that no run reads
+# Maximum number of tensors of a damaged file to print. The JSON object has all.
+_SHOWN_TENSORS = 10
+# name of a checkpoint, or of a folder that was set aside
 _STEP = re.compile(r"step_(\d{8,})(?:\.(partial|replaced|dropped|damaged|abandoned))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """What `ls` says of a checkpoint, or of the folder of one that was set aside."""
+    """A row of `ls`: a checkpoint, or a folder of one that was set aside."""
 
     step: int
     path: str
     bytes: int
     saved: str | None
-    state: str = "whole"  # or damaged, unknown (of another version), or the ending of its name
-    reason: str | None = None  # why it is not whole
+    state: str = "whole"  # or damaged, unknown (another version), or the suffix of the folder
+    reason: str | None = None  # reason if the state is not whole
     val_loss: float | None = None
-    best: bool = False  # no other has a lower loss
+    best: bool = False  # lowest validation loss of the run
 
     @property
     def line(self) -> str:
@@ -57,8 +58,8 @@ class CheckpointEntry:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
-    """Returns the checkpoint that CKPT means, and a line for each newer one of the run that is
-    passed over. Raises ConfigError where there is none."""
+    """Returns the checkpoint at a path or the newest one of a run, and a line for each newer but
+    incomplete one. Raises ConfigError if there is none."""
     if is_checkpoint(path):
         return path, []
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
@@ -72,14 +73,14 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
 
 def _no_checkpoint(path: Path) -> ConfigError:
     return ConfigError(
-        f"CKPT = {path}: has no whole checkpoint; try a .../step_00000100 folder, or the folder of "
-        "a run that has saved"
+        f"CKPT = {path}: no complete checkpoint found; try a .../step_00000100 folder, or the "
+        "folder of a run that has saved"
     )
 
 
 def answer_list(options: Namespace) -> Reply:
-    """Says what checkpoints a run has, how large and how old they are, and which has the lowest
-    validation loss. Files are looked for and not read. Raises ConfigError where there are none."""
+    """Lists the checkpoints of a run: sizes, times, and the lowest validation loss. Files are not
+    read. Raises ConfigError if there are none."""
     run: Path = options.path
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     rows = []
@@ -88,15 +89,14 @@ def answer_list(options: Namespace) -> Reply:
             rows.append(_listed(path, int(name[1]), name[2]))
     if not rows:
         raise ConfigError(
-            f"RUN = {run}: has no checkpoints; try the folder of a run, such as runs/quickstart"
+            f"RUN = {run}: no checkpoints found; try the folder of a run, such as runs/quickstart"
         )
     rows.sort(key=lambda row: (row.step, row.path))
     lowest = min((row.val_loss for row in rows if row.val_loss is not None), default=None)
     rows = [replace(row, best=row.val_loss is not None and row.val_loss == lowest) for row in rows]
     whole = sum(row.state == "whole" for row in rows)
     page = [
-        f"{folder}: {whole} whole of {len(rows)} (by the sizes of their files; `verify` reads "
-        "every byte)",
+        f"{folder}: {whole} of {len(rows)} complete (by file size; `verify` reads every byte)",
         f"{'step':>10}{'size':>12}  {'saved':<16}{'val loss':>10}",
         *(row.line for row in rows),
     ]
@@ -105,7 +105,7 @@ def answer_list(options: Namespace) -> Reply:
 
 
 def _listed(path: Path, step: int, ending: str | None) -> CheckpointEntry:
-    """Returns what `ls` says of the folder at `path`."""
+    """Returns the row for the folder at `path`."""
     total = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
     row = CheckpointEntry(step=step, path=str(path), bytes=total, saved=_saved(path))
     if ending is not None:
@@ -122,8 +122,8 @@ def _listed(path: Path, step: int, ending: str | None) -> CheckpointEntry:
 
 
 def answer_inspect(options: Namespace) -> Reply:
-    """Describes a checkpoint: the progress of its run, the layout that saved it, its tensors and
-    recipe. Raises CheckpointError if its manifest cannot be read."""
+    """Describes a checkpoint: its progress, the layout that saved it, its tensors and recipe.
+    Raises CheckpointError if its manifest cannot be read."""
     checkpoint, notes = find_checkpoint(options.path)
     manifest = read_manifest(checkpoint)
     recipe = {setting.key: setting.value for setting in read_settings(checkpoint / CONFIG_FILE)}
@@ -162,8 +162,8 @@ def answer_inspect(options: Namespace) -> Reply:
 
 
 def answer_verify(options: Namespace) -> Reply:
-    """Reads every byte of a checkpoint, or of all those of a run, and names each damaged file and
-    its tensors. Raises ConfigError where there is no checkpoint."""
+    """Reads every byte of one checkpoint or of all checkpoints of a run, and names damaged files
+    and tensors. Raises ConfigError if there is no checkpoint."""
     path: Path = options.path
     chosen = step_folders(path / "checkpoints") or step_folders(path)
     if _STEP.fullmatch(path.name):
@@ -174,7 +174,7 @@ def answer_verify(options: Namespace) -> Reply:
 
     def page() -> Iterator[str]:
         for checkpoint, damages in found.items():
-            words = f"{len(damages)} damaged" if damages else "every byte is what was saved"
+            words = f"{len(damages)} damaged" if damages else "every byte matches the checksums"
             yield f"{checkpoint}: {words}"
             for damage in damages:
                 yield f"  {damage.file}: {damage.reason}"
@@ -191,7 +191,7 @@ def answer_verify(options: Namespace) -> Reply:
 
 
 def _saved(checkpoint: Path) -> str | None:
-    """Returns the time at which a checkpoint was saved, that of its manifest, as ISO 8601."""
+    """Returns the time of a save in ISO 8601, which is that of its manifest."""
     try:
         at = (checkpoint / MANIFEST_FILE).stat().st_mtime
     except OSError:

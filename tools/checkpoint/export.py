@@ -1,4 +1,4 @@
-"""`parallel3d-checkpoint export`: the model of a checkpoint as a folder that transformers opens."""
+"""`parallel3d-checkpoint export`: writes the model of a checkpoint in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 
 
 def answer(options: Namespace) -> Reply:
-    """Exports a checkpoint, and describes the result. Raises DamagedCheckpointError before it
-    writes anything if a byte of the checkpoint is not what was saved."""
+    """Exports a checkpoint and describes the result. Raises DamagedCheckpointError before it writes
+    anything if the checkpoint is damaged."""
     checkpoint, notes = find_checkpoint(options.path)
     for damage in find_damage(checkpoint):
         raise damage.error(checkpoint)
@@ -43,5 +43,5 @@ def answer(options: Namespace) -> Reply:
         "notes": notes,
     }
     listed = (f"  {size:>15,}  {name}" for name, size in files.items())
-    page = [f"{checkpoint} is in {to}: {architecture}, {dtype}", *listed, *notes]
+    page = [f"exported {checkpoint} to {to}: {architecture}, {dtype}", *listed, *notes]
     return Reply(page=lambda: page, tree=lambda: tree)

@@ -1,5 +1,5 @@
-"""`parallel3d-checkpoint import`: a folder of transformers as the recipe of a run that starts from
-it."""
+"""`parallel3d-checkpoint import`: writes a recipe for a run that starts from weights in Hugging
+Face format."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from parallel3d.tools.cli_output import Reply, write_output
 
 
 def answer(options: Namespace) -> Reply:
-    """Writes the recipe of the model in a folder to a file, or prints it. Raises ConfigError, with
-    a line for each thing, where the folder has a model that a recipe cannot say, and
-    CheckpointError where its tensors are not those of its config.json."""
+    """Writes the recipe of a model to a file or prints it.
+
+    Raises ConfigError, with a line per problem, if a recipe cannot represent the model, and
+    CheckpointError if the tensors do not match config.json."""
     folder: Path = options.folder
     to: Path | None = options.out
     path = folder / CONFIG_JSON
     if not is_pretrained(folder):
         raise ConfigError(
-            f"DIR = {folder}: has no safetensors (pickles are not read); try a folder with "
-            "config.json and model.safetensors"
+            f"DIR = {folder}: contains no safetensors (pickle files are not supported); try a "
+            "folder with config.json and model.safetensors"
         )
     config = read_config_json(path)
     model = from_hugging_face(config, path)
@@ -38,22 +39,20 @@ def answer(options: Namespace) -> Reply:
     if (folder / "tokenizer.json").is_file():
         tree["data"] = {"tokenizer": str(folder / "tokenizer.json")}
     tree["checkpoint"] = {"start_from": str(folder)}
-    needs = (
-        "# A run needs train.steps, train.global_batch_size, train.seq_len and its data as well.\n"
-    )
+    needs = "# A run also needs train.steps, train.global_batch_size, train.seq_len and data.\n"
     text = f"# {config.get('model_type')} from {folder}\n{needs}{dump_yaml(tree)}"
     if to is None:
         return Reply(page=text.splitlines, tree=lambda: tree)
     write_output("-o", to, text)
     run = f"parallel3d-train {to} train.steps=1000 train.global_batch_size=64 train.seq_len=1024"
-    page = [f"{folder} is in {to}; try", f"  {run} data.source=tokens data.path=DATA"]
+    page = [f"wrote {to} for {folder}; next, run", f"  {run} data.source=tokens data.path=DATA"]
     return Reply(page=lambda: page, tree=lambda: tree)
 
 
 def _check_tensors(folder: Path, model: ModelConfig) -> None:
-    """Raises CheckpointError unless the files have the tensors of the model, by their names and
-    shapes."""
-    # these import torch, after all that needs none
+    """Raises CheckpointError unless the names and shapes of the tensors in the files match the
+    model."""
+    # imported last, because they import torch
     from parallel3d.checkpoint.pretrained import refuse_another_model
     from parallel3d.layers.parameter import named_specs
     from parallel3d.models import model_class
@@ -66,7 +65,7 @@ def _check_tensors(folder: Path, model: ModelConfig) -> None:
 
 
 def _changed_keys(model: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of a recipe's `model:` section that are not at their defaults."""
+    """Returns the keys of the `model:` section that differ from their defaults."""
     changed: dict[str, Any] = {}
     for key in fields(model):
         value = getattr(model, key.name)

@@ -1,1 +1,1 @@
-"""`parallel3d-data`: folders of tokens from text, and what is in them."""
+"""`parallel3d-data`: creates, inspects, checks and merges folders of tokens."""

@@ -1,5 +1,4 @@
-"""`parallel3d-data`: makes folders of tokens from text, says what is in them, checks them and joins
-them. Its subcommands are in commands.toml."""
+"""The command `parallel3d-data`. Its subcommands are in commands.toml."""
 
 from __future__ import annotations
 

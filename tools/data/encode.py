@@ -1,4 +1,4 @@
-"""Encodes a piece of the inputs into a file, so that a kill loses only the pieces under way."""
+"""Encodes a piece of the inputs to a file. A kill loses only the pieces in progress."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from parallel3d.data.tokenizers import (
     import_extra,
 )
 
-# encoded by one call: the library keeps some hundred bytes per token until it returns
+# Maximum number of characters encoded in one call. The library keeps some hundred bytes per token
+# until it returns.
 _MOST_CHARACTERS = 1 << 20
-# The end of a line without white space next to it: no pattern that splits a text into words joins
-# what is cut here.
+# Line ends without adjacent white space. No pattern that splits text into words joins across them.
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """The tokenizer that every worker builds for itself: bytes or the path of a tokenizer.json, and
-    its end of text."""
+    """Tokenizer that every worker loads: `bytes` or the path of a tokenizer.json, and its
+    end-of-text token."""
 
     name: str
     mark: str | None = None
 
     def build(self) -> Tokenizer:
-        """Returns the tokenizer, which a process reads once."""
+        """Returns the tokenizer, which is loaded once per process."""
         return _build(self)
 
 
@@ -46,9 +46,10 @@ def _build(choice: TokenizerChoice) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-    """Returns the tokenizer.json of a byte-level BPE (GPT-2's) that is trained on `texts`: 256
-    bytes, an end of text, and merges until there are `vocab_size` ids or nothing is left to merge.
-    Equal texts give equal files."""
+    """Trains a byte-level BPE on `texts`, as GPT-2 uses, and returns its tokenizer.json.
+
+    It has 256 bytes, an end-of-text token, and merges until there are `vocab_size` tokens or
+    nothing is left to merge. Equal texts give equal files."""
     library = import_extra("tokenizers", "a BPE")
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -65,9 +66,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def encode_piece(texts: list[str], choice: TokenizerChoice, path: Path) -> None:
-    """Writes documents as ids, each with its end of text, into the file `path`, complete or not at
-    all. Next to the ids are the length of each document and the hash of its text, which decides
-    what is for validation."""
+    """Writes the token IDs of documents to the file `path`, atomically.
+
+    The file also has the length of each document and the hash of its text, which decides whether it
+    is for validation."""
     tokenizer = choice.build()
     end = np.array([tokenizer.end_of_text], dtype=ids_dtype(tokenizer.vocab_size))
     ids = []
@@ -89,7 +91,7 @@ def encode_piece(texts: list[str], choice: TokenizerChoice, path: Path) -> None:
 
 
 def _slices(text: str, choice: TokenizerChoice) -> list[str]:
-    """Cuts a long text at ends of lines, if that does not change its ids."""
+    """Splits a long text at line ends, if that does not change its token IDs."""
     slices = []
     start = 0
     while len(text) - start > 2 * _MOST_CHARACTERS and _may_cut(choice):
@@ -103,8 +105,8 @@ def _slices(text: str, choice: TokenizerChoice) -> list[str]:
 
 @cache
 def _may_cut(choice: TokenizerChoice) -> bool:
-    """Tells whether two lines have the same ids apart as together. Some tokenizers begin each text
-    with a space."""
+    """Returns True if two lines have the same token IDs separately and together. Some tokenizers
+    add a space at the start of a text."""
     encode = choice.build().encode
     first = "One line.\n"
     second = "And another one\n"

@@ -1,4 +1,4 @@
-"""What is in a folder of tokens: `inspect`, `check` and `merge`."""
+"""`parallel3d-data inspect`, `check` and `merge`: the contents of folders of tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from parallel3d.errors import ConfigError, DataError
 from parallel3d.tools.cli_output import Reply
 
 _SAMPLE_TOKENS = 60
-_CHUNK_BYTES = 1 << 24  # are checked at a time
+_CHUNK_BYTES = 1 << 24  # bytes that are checked at a time
 
 
 def answer_inspect(options: Namespace) -> Reply:
-    """Describes the folder that the command line names."""
+    """Describes the folder given on the command line."""
     return inspect(options.path)
 
 
 def inspect(path: Path) -> Reply:
-    """Describes a folder of tokens. Reads only its header. Raises DataError if there is none."""
+    """Describes a folder of tokens by its header. Raises DataError if it cannot be read."""
     header = TokensJson.read(path)
     parts: dict[str, dict[str, int]] = {}
     for part in PARTS:
@@ -67,7 +67,7 @@ def inspect(path: Path) -> Reply:
 
 
 def answer_check(options: Namespace) -> Reply:
-    """Reports what is wrong in all that a folder holds, and shows samples if nothing is."""
+    """Reports all faults in a folder, or shows samples if there are none."""
     path: Path = options.path
     samples: list[str] = []
     try:
@@ -78,7 +78,7 @@ def answer_check(options: Namespace) -> Reply:
         faults = [str(error)]
 
     def page() -> Iterator[str]:
-        yield f"{path}: damaged" if faults else f"{path}: whole"
+        yield f"{path}: damaged" if faults else f"{path}: complete"
         yield from (f"  {fault}" for fault in faults)
         yield from (f"  {sample!r}" for sample in samples)
 
@@ -90,8 +90,8 @@ def answer_check(options: Namespace) -> Reply:
 
 
 def verify(folder: Path) -> Iterator[str]:
-    """Reads all shards of a folder, and yields a line for each fault: a checksum, an id or a number
-    of documents that is not what it should be. Raises DataError if the folder cannot be opened."""
+    """Reads all shards of a folder and yields a line for each wrong checksum, token ID or document
+    count. Raises DataError if the folder cannot be opened."""
     header = TokensJson.read(folder)
     open_tokens(folder, 0.0)
     dtype = np.dtype(header.dtype).newbyteorder("<")
@@ -105,25 +105,26 @@ def verify(folder: Path) -> Iterator[str]:
                 largest = max(largest, int(ids.max()))
                 ends += int(np.count_nonzero(ids == header.end_of_text))
         if crc != shard.crc32:
-            yield f"{path}: crc32 is {crc}, tokens.json has {shard.crc32}: the file changed"
+            yield f"{path}: crc32 is {crc}, but {shard.crc32} in tokens.json: the file has changed"
         if largest > header.largest_id or largest >= header.vocab_size:
             known = f"largest_id = {header.largest_id}, vocab_size = {header.vocab_size}"
-            yield f"{path}: has token id {largest}, tokens.json has {known}"
+            yield f"{path}: contains token ID {largest}, but tokens.json has {known}"
         if header.end_of_text is not None and ends != shard.documents:
-            yield f"{path}: has {ends} ends of a text, tokens.json has {shard.documents} documents"
+            yield f"{path}: {ends} document ends, but {shard.documents} documents in tokens.json"
 
 
 def _samples(folder: Path) -> Iterator[str]:
     """Yields the beginnings of the first, a middle and the last shard. Raises DataError if the
-    folder's tokenizer is not that of its ids, ConfigError if its library is missing."""
+    tokenizer of the folder is not that of its token IDs, and ConfigError if its library is
+    missing."""
     header = TokensJson.read(folder)
     if header.tokenizer is None or not header.shards:
         return
     tokenizer = find_tokenizer(DataConfig(source="tokens", path=str(folder)))
     if isinstance(tokenizer, JsonTokenizer) and tokenizer.sha256 != header.tokenizer.sha256:
         raise DataError(
-            f"{tokenizer.path}: is not the tokenizer that the ids come from; put the right file "
-            "back"
+            f"{tokenizer.path}: does not match the tokenizer that produced these token IDs; "
+            "restore the original file"
         )
     last = len(header.shards) - 1
     for index in sorted({0, last // 2, last}):
@@ -133,14 +134,14 @@ def _samples(folder: Path) -> Iterator[str]:
 
 
 def answer_merge(options: Namespace) -> Reply:
-    """Joins folders of tokens, and describes the result."""
+    """Merges folders of tokens and describes the result."""
     merge(options.paths, options.out)
     return inspect(options.out)
 
 
 def merge(folders: list[Path], out: Path) -> None:
-    """Copies the shards of several folders of tokens into the new folder `out`, those of the first
-    folder first. Raises ConfigError if their tokenizers differ or `out` exists, DataError for a
+    """Copies the shards of several folders of tokens to the new folder `out`, in the order of
+    `folders`. Raises ConfigError if their tokenizers differ or `out` exists, and DataError for a
     damaged shard."""
     headers = [TokensJson.read(folder) for folder in folders]
     first = headers[0]
@@ -152,17 +153,17 @@ def merge(folders: list[Path], out: Path) -> None:
             other = getattr(other, "label", other)
             if own != other:
                 raise ConfigError(
-                    f"{folder}: {name} is {own}, and that of {folders[0]} is {other}; merge "
-                    "folders of one tokenizer, or tokenize one of them again"
+                    f"{folder}: {name} is {own}, but {other} in {folders[0]}; merge folders of "
+                    "one tokenizer, or tokenize one of them again"
                 )
         for fault in verify(folder):
-            raise DataError(f"{fault}; make {folder} again")
+            raise DataError(f"{fault}; create {folder} again")
     if out.exists():
-        raise ConfigError(f"--out {out}: is there already; try another name, or delete it")
+        raise ConfigError(f"--out {out}: exists already; try another name, or delete it")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{out.name}.", suffix=".merging", dir=out.parent) as own:
-            # with the usual permissions, which the folder around it lacks
+            # a subfolder, because the temporary folder does not have the usual permissions
             partial = Path(own) / "result"
             partial.mkdir()
             train, validation = (tuple(_copy(folders, headers, part, partial)) for part in PARTS)
@@ -183,7 +184,7 @@ def merge(folders: list[Path], out: Path) -> None:
 def _copy(
     folders: list[Path], headers: list[TokensJson], part: Part, partial: Path
 ) -> Iterator[Shard]:
-    """Copies all shards of a part under new numbers, and yields their entries."""
+    """Copies all shards of a part under new numbers and yields their entries."""
     number = 0
     for folder, header in zip(folders, headers, strict=True):
         for shard in getattr(header, part):

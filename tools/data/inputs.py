@@ -1,9 +1,7 @@
-"""Finds and reads the inputs of `tokenize`: files of text, of JSON lines, of Parquet, and data sets
-that Hugging Face's `datasets` has saved.
+"""Finds and reads the inputs of `tokenize`: text files, JSON lines, Parquet files, and data sets
+saved by `datasets` of Hugging Face.
 
-The order of the documents follows from the inputs: the arguments in their order, the files of a
-folder by name.
-"""
+The order of documents is that of the arguments, and within a folder that of file names."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ from parallel3d.data.source import walk_files
 from parallel3d.data.tokenizers import import_extra
 from parallel3d.errors import ConfigError, DataError
 
-PIECE_CHARACTERS = 8 << 20  # a worker encodes them in a few seconds, which a kill loses at most
-_MOST_BYTES = 256 << 20  # of a document in a packed file
+# characters that a worker encodes in a few seconds, the most that a kill can lose
+PIECE_CHARACTERS = 8 << 20
+_MOST_BYTES = 256 << 20  # maximum size of a document in a compressed file
 _LINES = (".jsonl", ".ndjson", ".json")
 _ROWS = (".parquet", ".arrow")
 _TEXTS = (".txt", ".md")
@@ -30,20 +29,20 @@ _PACKED = (".gz", ".zst")
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How documents are found in the inputs."""
+    """Options that define the documents in the inputs."""
 
-    pattern: str | None  # the names of a folder's files; None: those with a known format
-    field: str  # of a JSON line or a row
-    errors: Literal["strict", "replace"]  # what becomes of text that is not UTF-8
+    pattern: str | None  # names of the files in a folder; None: files of known formats
+    field: str  # field of a JSON line or a row
+    errors: Literal["strict", "replace"]  # handling of text that is not UTF-8
 
 
 class InputError(DataError):
-    """The inputs have a fault: they or the options have to change."""
+    """An error in the inputs. They or the options have to change."""
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file, with what shows that it has changed."""
+    """A file with its size and modification time, by which a change is detected."""
 
     path: Path
     size: int
@@ -51,20 +50,20 @@ class InputFile:
 
 
 class Piece(NamedTuple):
-    """Documents that one process encodes, and the bytes of all inputs that were read up to them."""
+    """Documents that one process encodes, and the number of input bytes read up to their end."""
 
     texts: list[str]
     read_bytes: int
 
 
 def find_inputs(inputs: Sequence[str], reading: Reading) -> list[InputFile]:
-    """Returns the files that `inputs` name. Raises ConfigError for a path that is not a file or a
-    folder with a file that matches, DataError for a folder that cannot be listed."""
+    """Returns the files that `inputs` name. Raises ConfigError for a path that does not exist or a
+    folder without matching files, and DataError for a folder that cannot be listed."""
     found = []
     for name in inputs:
         path = Path(name).expanduser().absolute()
         if not path.is_file() and not path.is_dir():
-            raise ConfigError(f"{name}: is neither a file nor a folder; try a file of text")
+            raise ConfigError(f"{name}: no such file or folder; try a text file")
         for file in [path] if path.is_file() else _files_of(path, reading.pattern):
             status = file.stat()
             found.append(InputFile(file, status.st_size, status.st_mtime_ns))
@@ -72,13 +71,13 @@ def find_inputs(inputs: Sequence[str], reading: Reading) -> list[InputFile]:
 
 
 def _files_of(folder: Path, pattern: str | None) -> list[Path]:
-    """Returns the files below a folder that the pattern selects, or whose names have a known
-    format."""
+    """Returns the files below a folder that match the pattern, or that have a known format if it is
+    None."""
     if (folder / "dataset_dict.json").is_file():
-        raise ConfigError(f"{folder}: has a data set for each split; try {folder / 'train'}")
+        raise ConfigError(f"{folder}: contains one data set per split; try {folder / 'train'}")
     names = sorted(walk_files(folder, lambda name: name.startswith(".")))
     files = [folder / name for name in names if (folder / name).is_file()]
-    if (folder / "state.json").is_file():  # the folder of a data set
+    if (folder / "state.json").is_file():  # a saved data set
         pattern = "*.arrow"
     if pattern is None:
         matching = [file for file in files if _suffix(file) in (*_LINES, *_ROWS, *_TEXTS)]
@@ -93,13 +92,14 @@ def _files_of(folder: Path, pattern: str | None) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """Returns the end of a file's name that says its format, whether the file is packed or not."""
+    """Returns the suffix of a file name that says its format, without that of the compression."""
     is_packed = path.suffix.lower() in _PACKED
     return (path.with_suffix("") if is_packed else path).suffix.lower()
 
 
 def pieces(files: list[InputFile], reading: Reading) -> Iterator[Piece]:
-    """Yields all documents that have text. Raises InputError for a file that cannot be read."""
+    """Yields all documents with text in pieces. Raises InputError for a file that cannot be
+    read."""
     texts: list[str] = []
     characters = before = 0
     for file in files:
@@ -117,7 +117,7 @@ def pieces(files: list[InputFile], reading: Reading) -> Iterator[Piece]:
 
 
 def _documents(file: InputFile, reading: Reading) -> Iterator[tuple[str, int]]:
-    """Yields the documents of a file, each with the place up to which the file was read."""
+    """Yields the documents of a file, each with the position in the file after it."""
     path = file.path
     try:
         if _suffix(path) in _ROWS:
@@ -137,14 +137,14 @@ def _documents(file: InputFile, reading: Reading) -> Iterator[tuple[str, int]]:
                 text = _decode(_limited(line, most, where), where, reading).removeprefix("\ufeff")
                 if text.strip():
                     yield _field_of(text, reading.field, where), raw.tell()
-    except (OSError, ValueError, EOFError, zlib.error) as error:  # also pyarrow's
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # errors of pyarrow are subclasses
         raise InputError(
-            f"{path}: cannot be read ({error}); make it readable, fetch it again or leave it out"
+            f"{path}: cannot be read ({error}); make it readable, download it again or leave it out"
         ) from None
 
 
 def _unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
-    """Returns a file with the content of `raw`, which is packed if its name says so."""
+    """Returns a file object with the content of `raw`, decompressed according to its name."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
@@ -156,13 +156,13 @@ def _unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
 
 def _limited(data: bytes, most: int, where: object) -> bytes:
     if len(data) > most:
-        raise InputError(f"{where}: is longer than {most >> 20} MiB; cut it, or leave the file out")
+        raise InputError(f"{where}: longer than {most >> 20} MiB; split it, or leave the file out")
     return data
 
 
 def _decode(data: bytes, where: object, reading: Reading) -> str:
-    """Returns text. Bytes that are not UTF-8, and NUL as a picture has it, are refused or
-    replaced, as `reading.errors` says."""
+    """Decodes UTF-8 text. Invalid bytes and NUL, which images contain, are refused or replaced, as
+    `reading.errors` says."""
     try:
         text = data.decode(errors=reading.errors)
     except UnicodeDecodeError as error:
@@ -174,16 +174,18 @@ def _decode(data: bytes, where: object, reading: Reading) -> str:
 
 def _not_text(where: object, fault: str) -> InputError:
     return InputError(
-        f"{where}: is not text ({fault}); convert it or leave it out, or try --errors replace"
+        f"{where}: not text ({fault}); convert it or leave it out, or try --errors replace"
     )
 
 
 def _field_of(text: str, field: str, where: str) -> str:
-    """Returns a field of a JSON object."""
+    """Returns the field of a JSON object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: is not JSON ({error}); correct or delete that line") from None
+        raise InputError(
+            f"{where}: not valid JSON ({error}); correct or delete that line"
+        ) from None
     if not isinstance(found, dict):
         raise InputError(f"{where}: must be a JSON object; correct or delete that line")
     _check_field(field, list(found), where)
@@ -191,7 +193,7 @@ def _field_of(text: str, field: str, where: str) -> str:
 
 
 def _rows(file: InputFile, field: str) -> Iterator[tuple[str, int]]:
-    """Yields the texts of a Parquet file, or of an Arrow stream as `datasets` writes it."""
+    """Yields the texts of a Parquet file, or of an Arrow stream in the format of `datasets`."""
     path = file.path
     row = 0
     if path.suffix.lower() == ".arrow":
@@ -217,9 +219,9 @@ def _rows(file: InputFile, field: str) -> Iterator[tuple[str, int]]:
 def _checked_text(value: object, field: str, where: str) -> str:
     if not isinstance(value, str):
         shown = json.dumps(value, default=str)[:40]
-        raise InputError(f"{where}: {field} must be a text, and is {shown}")
+        raise InputError(f"{where}: {field} must be text, but is {shown}")
     if not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
-        raise InputError(f"{where}: {field} holds half of a surrogate pair; fix it")
+        raise InputError(f"{where}: {field} contains an unpaired surrogate; remove it")
     return value
 
 

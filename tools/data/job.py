@@ -1,9 +1,8 @@
-"""The job of `tokenize`: all cores encode pieces of the inputs into a folder next to the goal; then
-they are joined, checked by the writer, and renamed into place.
+"""The job of `tokenize`: worker processes encode pieces of the inputs, which are then joined,
+checked and renamed into place.
 
-Whatever the number of processes, and however often the job was killed, the files are the same:
-pieces depend on the inputs only, each is encoded on its own, and they are joined in their order.
-"""
+The result does not depend on the number of processes, or on how often the job was killed. Pieces
+depend only on the inputs, each is encoded separately, and they are joined in order."""
 
 from __future__ import annotations
 
@@ -37,24 +36,25 @@ from parallel3d.tools.data.encode import TokenizerChoice, encode_piece, train_bp
 from parallel3d.tools.data.folders import inspect
 from parallel3d.tools.data.inputs import InputError, InputFile, Reading, find_inputs, pieces
 
-_BYTE_LEVEL_IDS = 257  # a byte-level BPE without merges has the bytes and an end of text
+# size of a byte-level BPE without merges: the bytes and the end-of-text token
+_BYTE_LEVEL_IDS = 257
 _SETTINGS = "command.json"
 _CHUNKS = "chunks"
-# The options that the result depends on; the job goes on if they are the same.
+# Options that determine the result. A job continues only if they are the same.
 _DECIDING = ("pattern", "field", "errors", "end_of_text", "train_bpe", "validation_fraction")
 
 
 def answer(options: Namespace) -> Reply:
-    """Makes a folder of tokens, and describes it. Raises ConfigError for what cannot be done,
-    InputError for an input that has a fault."""
+    """Creates a folder of tokens and describes it. Raises ConfigError for invalid options, and
+    InputError for an error in the inputs."""
     out = options.out
     vocab_size = options.train_bpe
     if options.validation_fraction == 1:
-        raise ConfigError("--validation-fraction 1: leaves nothing to train on; try 0.05")
+        raise ConfigError("--validation-fraction 1: leaves no training data; try 0.05")
     if vocab_size is not None and (options.tokenizer or vocab_size < _BYTE_LEVEL_IDS):
         raise ConfigError(
-            f"--train-bpe {vocab_size}: must be at least {_BYTE_LEVEL_IDS}, the bytes, and without "
-            "--tokenizer; try 8000"
+            f"--train-bpe {vocab_size}: must be at least {_BYTE_LEVEL_IDS} and cannot be combined "
+            "with --tokenizer; try 8000"
         )
     reading = Reading(pattern=options.pattern, field=options.field, errors=options.errors)
     files = find_inputs(options.inputs, reading)
@@ -65,7 +65,7 @@ def answer(options: Namespace) -> Reply:
         settings["tokenizer"] = getattr(choice.build(), "sha256", choice.name)
     try:
         with _claimed(out, settings) as partial:
-            # A kill between the last two steps leaves the goal and the folder of the job.
+            # A kill between the last two steps leaves both the result and the folder of the job.
             if not out.exists():
                 choice = _prepare_tokenizer(choice, vocab_size, files, reading, partial)
                 workers = options.workers or len(os.sched_getaffinity(0))
@@ -87,23 +87,24 @@ def answer(options: Namespace) -> Reply:
 
 @contextmanager
 def _claimed(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
-    """Holds the job's own folder. Raises ConfigError if another process or command works in it, if
-    it has files of others, or if the goal exists. If an input or an option has to change, the
-    folder is deleted."""
+    """Locks the folder of the job for a block.
+
+    Raises ConfigError if another process or command uses it, if it contains other files, or if the
+    result exists. If an input or option has to change, the folder is deleted."""
     partial = out.with_name(f"{out.name}.partial")
     path = partial / _SETTINGS
     begun = json.loads(path.read_text()) if path.exists() else None
     if out.exists() and begun != settings:
-        raise ConfigError(f"--out {out}: is there already; try another name, or delete it")
+        raise ConfigError(f"--out {out}: exists already; try another name, or delete it")
     partial.mkdir(parents=True, exist_ok=True)
     folder = os.open(partial, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released at the end of the process
         if begun != settings and any(partial.iterdir()):
             raise ConfigError(
-                f"--out: {partial} holds files of the user, or the unfinished work of another "
-                "command or of inputs that have changed since; give that command again, try "
-                f"another --out, or delete {partial}"
+                f"--out: {partial} contains other files, or the unfinished work of another "
+                "command or of inputs that have changed; run that command again, try another "
+                f"--out, or delete {partial}"
             )
         _write_whole(path, json.dumps(settings))
         try:
@@ -113,21 +114,21 @@ def _claimed(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
             raise
     except BlockingIOError:
         raise ConfigError(
-            f"--out: another process is at work in {partial}; wait for it or end it"
+            f"--out: another process is using {partial}; wait for it or end it"
         ) from None
     finally:
         os.close(folder)
 
 
 def _clear(partial: Path) -> None:
-    """Deletes the job's own folder, its settings last: until then the same command may be given
-    again."""
+    """Deletes the folder of the job, its settings last, so that the same command can run again
+    until then."""
     shutil.rmtree(partial / _CHUNKS, ignore_errors=True)
     shutil.rmtree(partial)
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Writes a file, complete or not at all."""
+    """Writes a file atomically."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)
@@ -140,15 +141,15 @@ def _prepare_tokenizer(
     reading: Reading,
     partial: Path,
 ) -> TokenizerChoice:
-    """Returns the tokenizer of the job: of a tokenizer.json, the copy in the job's own folder. A
-    BPE that an earlier run has trained is there already."""
+    """Returns the tokenizer of the job. A tokenizer.json is copied to the folder of the job, where
+    an earlier run may have left a trained BPE."""
     copy = partial / TOKENIZER_JSON
     if train is None and choice.name == "bytes":
         return choice
     if train is None:
         _write_whole(copy, Path(choice.name).expanduser().read_text())
     elif not copy.exists():
-        print(f"training a BPE of {train:,} ids", file=sys.stderr, flush=True)
+        print(f"training a BPE of {train:,} tokens", file=sys.stderr, flush=True)
         texts = (text for piece in pieces(files, reading) for text in piece.texts)
         _write_whole(copy, train_bpe(texts, train))
     return TokenizerChoice(str(copy), choice.mark)
@@ -157,7 +158,7 @@ def _prepare_tokenizer(
 def _encode(
     files: list[InputFile], reading: Reading, choice: TokenizerChoice, folder: Path, workers: int
 ) -> list[Path]:
-    """Encodes every piece that is not there yet, and returns the files of all."""
+    """Encodes all missing pieces and returns the files of all pieces."""
     folder.mkdir(exist_ok=True)
     chunks: list[Path] = []
     under_way = deque[Future[None]]()
@@ -172,7 +173,7 @@ def _encode(
             chunks.append(folder / f"{len(chunks):08}.npz")
             if not chunks[-1].exists():
                 under_way.append(pool.submit(encode_piece, texts, choice, chunks[-1]))
-            # no more of the inputs is in memory than keeps the workers busy
+            # limits the inputs in memory to what keeps the workers busy
             if len(under_way) > 2 * workers:
                 under_way.popleft().result()
             progress.update(task, completed=read_bytes)
@@ -183,12 +184,12 @@ def _encode(
 
 @contextmanager
 def _workers(count: int) -> Iterator[Executor]:
-    """Starts the processes that encode; a single one is this process."""
+    """Starts the processes that encode. If `count` is 1, this process encodes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     pool: Executor = ThreadPoolExecutor(1)
     if count > 1:
-        # No forks of this process: the library's threads, which may have trained a BPE, survive
-        # no fork.
+        # Do not fork this process: threads of the library, which may have trained a BPE, do not
+        # survive a fork.
         start_fork_server()
         context = get_context("forkserver")
         pool = ProcessPoolExecutor(count, mp_context=context, initializer=_start_worker)
@@ -199,8 +200,8 @@ def _workers(count: int) -> Iterator[Executor]:
 
 
 def _start_worker() -> None:
-    """Makes this process a worker: one thread, gone at once with Ctrl-C, which the parent answers,
-    or its parent."""
+    """Initializes a pool worker: single-threaded, killed by Ctrl-C, which the parent reports, or
+    when its parent dies."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()
@@ -234,7 +235,7 @@ def _join(chunks: list[Path], choice: TokenizerChoice, fraction: float, result: 
                 ids = chunk["ids"]
                 lengths = chunk["lengths"]
                 hashes = chunk["hashes"]
-            if below is None:  # a single document gives its end
+            if below is None:  # a single document is split
                 held_out = min(max(round((len(ids) - 1) * fraction), 1), len(ids) - 1)
                 writer.add("train", np.append(ids[: -1 - held_out], ids[-1:]))
                 writer.add("validation", ids[-1 - held_out :])
@@ -246,15 +247,17 @@ def _join(chunks: list[Path], choice: TokenizerChoice, fraction: float, result: 
 
 
 def _validation_border(chunks: list[Path], fraction: float) -> int | None:
-    """Returns the hash below which a document is for validation: equal texts go to the same part,
-    and a document that is added moves no other. If few documents leave a part empty, the one whose
-    hash is nearest to the border goes there. None: there is a single document."""
+    """Returns the hash below which a document is for validation, or None if there is only one
+    document.
+
+    Equal texts go to the same part, and an added document moves no other. If a part would be empty,
+    the document whose hash is nearest to the threshold goes there."""
     found = []
     for path in chunks:
         with np.load(path) as chunk:
             found.append(chunk["hashes"])
     if not found:
-        raise InputError("the inputs hold no text: every document is empty; try other files")
+        raise InputError("the inputs contain no text: every document is empty; try other files")
     hashes = np.concatenate(found)
     least = int(hashes.min())
     greatest = int(hashes.max())

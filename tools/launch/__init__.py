@@ -1,2 +1,2 @@
-"""`parallel3d-launch`: a launcher for any recipe, of the templates that `parallel3d-plan
---emit-launch` fills, too."""
+"""`parallel3d-launch`: creates launch scripts for recipes, also for `parallel3d-plan
+--emit-launch`, and checks nodes."""

@@ -1,5 +1,5 @@
-"""The command `parallel3d-launch`: prints a launcher for a recipe, or checks the nodes that it is
-to run on. Its subcommands are in commands.toml. torch is imported by a check alone."""
+"""The command `parallel3d-launch`: prints a launch script for a recipe, or checks the nodes. Its
+subcommands are in commands.toml. Only the check imports torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from parallel3d.tools.command_line import CommandLine
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher, Site
 
 main = CommandLine("parallel3d-launch", Path(__file__).with_name("commands.toml")).main
-_USUAL_NODE = 8  # GPUs of most makers' nodes
+_USUAL_NODE = 8  # GPUs in most nodes
 
 
 def check(options: argparse.Namespace) -> Reply:
     """Checks the nodes of a recipe. The check prints its report itself."""
-    # this imports the planner and the start of a run
+    # imports the planner and the launcher
     from parallel3d.tools.preflight.start import check_cluster
 
     return Reply(page=list, status=check_cluster(_recipe(options), options))
 
 
 def _answer(kind: str, options: argparse.Namespace) -> Reply:
-    """Answers with the script of a kind of launcher."""
+    """Returns the script for a kind of launcher."""
     recipe = _recipe(options)
     per_node = _workers_per_node(recipe, options.gpus_per_node)
     asked = vars(options)
@@ -69,8 +69,8 @@ def _workers_per_node(recipe: Recipe, asked: int | None) -> int:
     if workers % per_node:
         fits = next(size for size in range(min(per_node, workers), 0, -1) if workers % size == 0)
         raise ConfigError(
-            f"--gpus-per-node {per_node}: must divide the layout's {product(recipe.parallel.axes)} "
-            f"workers; try --gpus-per-node {fits}"
+            f"--gpus-per-node {per_node}: must divide the number of workers of the layout, "
+            f"{product(recipe.parallel.axes)}; try --gpus-per-node {fits}"
         )
     return per_node
 
@@ -82,16 +82,16 @@ def _notes(recipe: Recipe, per_node: int, kind: str) -> list[str]:
         classes.append(recipe.model.architecture)
     if kind == "k8s" and classes:
         notes.append(
-            f"{', '.join(classes)}: not in the manifest; put the modules into the image, or at "
-            "/work"
+            f"{', '.join(classes)}: not in the manifest; add the modules to the image, or put "
+            "them at /work"
         )
     if per_node % recipe.parallel.tp:
         notes.append(
-            f"parallel.tp = {recipe.parallel.tp}: does not divide a node of {per_node}, and tp "
-            "sends in every layer; try a parallel.tp that stays within a node"
+            f"parallel.tp = {recipe.parallel.tp}: does not divide the {per_node} workers of a "
+            "node, but tp communicates in every layer; try a parallel.tp that stays within a node"
         )
     if recipe.checkpoint.every is None:
         notes.append(
-            "checkpoint.every is not set, so a restart begins anew; try checkpoint.every=100"
+            "checkpoint.every is not set, so a restart starts from step 0; try checkpoint.every=100"
         )
     return notes

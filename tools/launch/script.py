@@ -1,5 +1,5 @@
-"""The scripts that start a recipe under torchrun, SLURM, torchx or Kubernetes: templates, and what
-is filled in."""
+"""Scripts that start a recipe under torchrun, SLURM, torchx or Kubernetes: templates and their
+values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 
-# The template of each launcher, by whose name its script is usually called, and the command that
-# starts the script. All start the same worker, parallel3d.recipes.pretrain, which reads what its
-# launcher sets.
+# Launcher -> (template, which is also the usual name of the script, command that starts the
+# script). All start the same worker, parallel3d.recipes.pretrain, which reads the variables of its
+# launcher.
 LAUNCHERS = {
     "torchrun": ("launch.sh", "bash"),
     "slurm": ("job.sbatch", "sbatch"),
@@ -28,12 +28,12 @@ LAUNCHERS = {
     "k8s": ("job.yaml", "kubectl apply -f"),
 }
 RESTARTS = 10
-_GRACE_S = 100.0  # for the last save, where the recipe's checkpoint.grace_s says nothing
-_END_S = 20  # from the end of that to the kill
-_KILL_S = 30  # from torchrun's own kill to that of the pod that it runs in
+_GRACE_S = 100.0  # seconds for the last save if checkpoint.grace_s is not set
+_END_S = 20  # seconds from the end of that to the kill by the launcher
+_KILL_S = 30  # seconds from the kill by torchrun to the kill of its pod
 _SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$((cores > 0 ? cores : 1))"'
 _RECIPE_OF_POD = "/recipe/recipe.yaml"
-# with a value that sbatch reads in a comment
+# options of sbatch, with examples for errors
 _OF_SBATCH = {"--partition": "gpu", "--account": "me", "--time": "24:00:00"}
 _PRINTABLE = re.compile(r"[^\x00-\x1f\x7f\u2028\u2029]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
@@ -41,7 +41,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a cluster's administrators decide. None leaves it to the cluster's own defaults."""
+    """Settings of a cluster. None: the default of the cluster."""
 
     partition: str | None = None
     account: str | None = None
@@ -52,9 +52,10 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One recipe on nodes of so many workers each. `said` is how the worker is told the recipe:
-    a file or the name of a shipped one, then `key=value`; `file` is what the script will be
-    called."""
+    """A launch script for one recipe.
+
+    `said` are the arguments of the worker: the recipe, then `key=value`. `per_node` is the number
+    of workers per node, and `file` the name of the script."""
 
     kind: str
     recipe: Recipe
@@ -71,13 +72,13 @@ class Launcher:
 
     @property
     def start(self) -> str:
-        """The command that starts the script, without the script."""
+        """Command that starts the script, without the name of the script."""
         needs_head = self.kind == "torchrun" and self.nodes > 1
         return ("HEAD=NAME_OF_ONE_NODE " if needs_head else "") + LAUNCHERS[self.kind][1]
 
     def text(self) -> str:
-        """Returns the script. Raises ConfigError for a value that its language cannot hold, and for
-        a path of the recipe that the workers would not have."""
+        """Returns the script. Raises ConfigError for a value that it cannot contain, and for a path
+        that workers cannot reach."""
         self._refuse()
         values = self._values()
         template = _read(LAUNCHERS[self.kind][0])
@@ -95,20 +96,20 @@ class Launcher:
         for key, path in _paths(self.recipe) if self.kind == "k8s" else []:
             if not Path("/work", path).resolve().is_relative_to("/work"):
                 raise ConfigError(
-                    f"{key} = {shown(path)}: is not in /work, the storage of the pods; try "
+                    f"{key} = {shown(path)}: must be in /work, the storage of the pods; try "
                     f"{key}=/work/{Path(path).name}"
                 )
 
     def _values(self) -> dict[str, str]:
-        # SLURM, DNS and a shell all take such a name as it is.
+        # This form is valid in SLURM, DNS and shells.
         name = re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower())[:40].strip("-")
         name = name if name[:1].isalpha() else f"p3d-{name}".strip("-")
         has_gpus = self.recipe.train.device != "cpu"
         settings = _read("gpu_settings.sh").rstrip() if has_gpus else ""
         variables = re.findall(r"(\w+)=\$\{", settings)
-        # A launcher that starts the run anew gives it no other sign of an earlier start.
+        # A launcher may restart the run without telling it.
         resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
-        # seconds from the signal that asks for an end to the kill: more than the last save takes
+        # seconds from the stop signal to the kill, enough for the last save
         stop_s = ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
         values = {
             "workers": str(self.recipe.parallel.world_size),
@@ -149,21 +150,21 @@ class Launcher:
     def _rendezvous(self, name: str, port: int) -> str:
         if self.nodes == 1:
             return "--standalone"
-        # each job has its own, as far as the launcher knows it
+        # unique per job if the launcher knows the job
         job = f'"{name}-${{JOB_ID:-${{SLURM_JOB_ID:-0}}}}"'
         return f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{port}" --rdzv-id {job}'  # noqa: E501
 
     def _check(self, values: Mapping[str, str]) -> Iterator[str]:
-        """Yields the lines that check the nodes. What they find broken ends the script, and names
-        the node."""
+        """Yields the lines that check the nodes. A finding that would break the run ends the script
+        and names the node."""
         yield (
-            "# The same workers check these nodes first: the run does not start on nodes that "
-            "would break it."
+            "# The same workers first check the nodes. The run does not start if a finding would "
+            "break it."
         )
         if self.kind == "slurm":
             yield f"{_SRUN} \\"
             yield f'    python -m parallel3d.tools.launch check {values["arguments"]} "$@" &&'
-        else:  # at a port of its own, where no agent of the run can meet one of the check
+        else:  # on a separate port, so that agents of the run and the check cannot meet
             rendezvous = self._rendezvous(f"{values['name']}-check", 29499)
             yield f"PET_MAX_RESTARTS=0 torchrun {rendezvous} --nproc-per-node {self.per_node} \\"
             yield f'    -m parallel3d.tools.launch check {values["arguments"]} "$@"'
@@ -178,7 +179,7 @@ class Launcher:
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields the keys of a recipe that name files or folders, and what they name."""
+    """Yields the keys of a recipe that name files or folders, with their paths."""
     data = recipe.data
     checkpoint = recipe.checkpoint
     found = {"run_dir": recipe.run_dir, "data.path": data.path}
@@ -201,16 +202,17 @@ def _read(name: str) -> str:
 
 
 def _yaml_text(text: str) -> str:
-    """Returns `text` as a scalar of YAML, in quotes."""
+    """Returns `text` as a quoted YAML scalar."""
     return str(
         yaml.safe_dump(text, default_style='"', allow_unicode=True, width=len(text) + 2)
     ).strip()
 
 
 def _filled(template: str, values: dict[str, str]) -> Iterator[str]:
-    """Yields the template's lines with its `{{names}}` replaced. A line that is a name alone
-    becomes the lines of its value, each with the same indentation, or none, and then one empty line
-    is left out as well."""
+    """Yields the lines of a template with its `{{names}}` replaced.
+
+    A line that contains only a name becomes the lines of its value, with the same indentation. If
+    the value is empty, the line and one following empty line are dropped."""
     skips_empty = False
     for line in template.splitlines():
         alone = re.fullmatch(r"( *){{(\w+)}}", line)

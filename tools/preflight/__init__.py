@@ -1,2 +1,2 @@
-"""`parallel3d-launch check`: what the nodes of a recipe have and how fast they are, before the
+"""`parallel3d-launch check`: hardware, software and speed of the nodes of a recipe, before its
 first step."""

@@ -1,5 +1,5 @@
-"""What each rank reports of itself and its host before anything is measured, and what the recipe
-needs, as the planner estimates it."""
+"""Facts that each rank reports about itself and its host, and the memory and disk space that the
+recipe needs."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ _DRIVER = Path("/sys/module/nvidia/version")
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """One rank. Only the first rank of each host reports its disk and problems."""
+    """Facts about one rank. Only the first rank of each host reports its disk and problems."""
 
     rank: int
     host: str
-    device: str  # name of a GPU, or CPU
+    device: str  # name of the GPU, or CPU
     versions: dict[str, str] = field(default_factory=dict)
-    clock_s: float = 0.0  # time.time(), asked of all ranks at once
-    free_bytes: int | None = None  # of the rank's GPU, or of the host
-    disk_free_bytes: int | None = None  # at the folder of the run
-    problems: tuple[str, ...] = ()  # with the folder of the run, or the data
+    clock_s: float = 0.0  # time.time(), read on all ranks at once
+    free_bytes: int | None = None  # free memory of the GPU of the rank, or of the host
+    disk_free_bytes: int | None = None  # free disk space at the folder of the run
+    problems: tuple[str, ...] = ()  # problems with the folder of the run or the data
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeNeeds:
-    """Needs of a recipe. A model class that the planner does not know counts as nothing."""
+    """Memory and disk space that the recipe needs. They are 0 for a model class that the planner
+    does not know."""
 
-    memory_bytes: tuple[float, ...]  # by pipeline rank, without what a process has before training
-    checkpoints: int  # on the disk at once: those kept, and one that is being written
+    # per pipeline rank, without the memory of a process before training
+    memory_bytes: tuple[float, ...]
+    checkpoints: int  # maximum number on the disk: kept checkpoints and one being written
     checkpoint_bytes: float
 
     @classmethod
@@ -76,7 +78,7 @@ class RecipeNeeds:
 
 
 def rank_facts(rank: int, device: torch.device) -> RankFacts:
-    """Returns what every rank reports."""
+    """Returns the facts that every rank reports."""
     versions = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -99,9 +101,8 @@ def rank_facts(rank: int, device: torch.device) -> RankFacts:
 
 @contextmanager
 def marked(run_dir: str | None) -> Iterator[str]:
-    """Keeps a file in the folder of the run for a block, and gives its name. By this other hosts
-    see whether they share the folder. The name is "" if there is no folder or no file can be
-    written."""
+    """Creates a temporary file in the folder of the run for a block, and returns its name. Other
+    hosts use it to check that they share the folder. The name is "" if it cannot be created."""
     if run_dir is None or not os.access(folder_above(run_dir), os.W_OK):
         yield ""
         return
@@ -110,14 +111,14 @@ def marked(run_dir: str | None) -> Iterator[str]:
 
 
 def folder_above(run_dir: str) -> Path:
-    """Returns the folder of a run, or its nearest parent that exists."""
+    """Returns the folder of a run, or its nearest existing parent."""
     path = Path(run_dir).absolute()
     return next(each for each in (path, *path.parents) if each.is_dir())
 
 
 def host_facts(facts: RankFacts, recipe: Recipe, run_dir: str | None, mark: str) -> RankFacts:
-    """Returns the facts of the first rank of a host, with its disk and its problems. `mark` is the
-    name of the file that rank 0 has written into the folder of the run."""
+    """Adds disk and problems to the facts of the first rank of a host. `mark` is the name of the
+    file that rank 0 has created in the folder of the run."""
     train = recipe.train
     problems = []
     free_bytes = None
@@ -128,8 +129,8 @@ def host_facts(facts: RankFacts, recipe: Recipe, run_dir: str | None, mark: str)
             problems.append(f"run_dir = {run_dir}: {folder} cannot be written; try another run_dir")
         elif not (folder / mark).exists():
             problems.append(
-                f"run_dir = {run_dir}: is not the folder that rank 0 writes into; put it on "
-                "storage that all share"
+                f"run_dir = {run_dir}: is not on storage shared with rank 0; put it on storage "
+                "that all hosts share"
             )
     try:
         check_data(

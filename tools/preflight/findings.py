@@ -1,5 +1,4 @@
-"""The findings of a check, and its report as text and as JSON: pure functions of what the ranks
-have reported."""
+"""Findings of a check, and its report as text and JSON, computed from the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -17,22 +16,23 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.tools.preflight.facts import RankFacts, RecipeNeeds
 from parallel3d.tools.preflight.measure import TimedLink
 
-SLOW_RANK = 0.8  # of the median matmul rate; all ranks wait for a slower one
-SLOW_LINK = 0.5  # of the median bandwidth of links of the same kind
-CLOCK_S = 1.0  # a larger difference puts the lines of two hosts' logs in the wrong order
-_MUST_BE_EQUAL = ("torch", "parallel3d", "nccl")  # or the ranks cannot train with each other
+SLOW_RANK = 0.8  # fraction of the median matmul rate; all ranks wait for a slower one
+SLOW_LINK = 0.5  # fraction of the median bandwidth of links of the same kind
+CLOCK_S = 1.0  # seconds; a larger difference confuses the order of log lines
+# ranks with different versions cannot train together
+_MUST_BE_EQUAL = ("torch", "parallel3d", "nccl")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem. `breaks` says that the run would fail, not only be slow."""
+    """A problem. `breaks`: the run would fail, not just be slow."""
 
     text: str
     breaks: bool
 
 
 def can_train_together(facts: Sequence[RankFacts]) -> bool:
-    """True if the ranks have the same versions of what communicates."""
+    """Returns True if all ranks have the same versions of the software that communicates."""
     return all(len({each.versions.get(name) for each in facts}) == 1 for name in _MUST_BE_EQUAL)
 
 
@@ -44,7 +44,7 @@ def slow_ranks(matmuls: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """Everything that a check reports, by rank. If versions differ, nothing was measured."""
+    """All results of a check, by rank. If versions differ, nothing was measured."""
 
     recipe: Recipe
     needs: RecipeNeeds
@@ -95,7 +95,7 @@ class CheckReport:
         yield f"findings: {len(findings)}, {verdict} ({self.seconds:.0f} s)"
 
     def tree(self) -> Any:
-        """Returns the report as plain data, with what each rank has reported."""
+        """Returns the report as plain data, including the facts of each rank."""
         return rounded(
             {
                 "schema": "parallel3d.check/3",
@@ -124,7 +124,7 @@ class CheckReport:
         return found
 
     def _slowest_links(self) -> list[TimedLink]:
-        """Returns the slowest group and the slowest message of each axis."""
+        """Returns the slowest all-reduce and the slowest message of each axis."""
         found: dict[tuple[str, str], TimedLink] = {}
         for link in sorted(self.links, key=lambda each: each.bandwidth):
             found.setdefault((link.axis, link.kind), link)
@@ -140,7 +140,7 @@ class CheckReport:
                 yield Finding(text, name in _MUST_BE_EQUAL)
 
     def _memory(self) -> Iterator[Finding]:
-        sharing = [[each] for each in self.facts]  # each has a GPU
+        sharing = [[each] for each in self.facts]  # each rank has a GPU
         if self.facts[0].device == "CPU":
             sharing = list(self._by_host().values())
         for facts in sharing:
@@ -150,15 +150,14 @@ class CheckReport:
             needed = sum(self.needs.memory_bytes[stage] for stage in stages)
             if free is not None and needed > free:
                 yield Finding(
-                    f"{self._named(ranks)}: the recipe needs {needed / GIB:.1f} GiB and "
-                    f"{free / GIB:.1f} are free; end what else runs there, or try "
+                    f"{self._named(ranks)}: the recipe needs {needed / GIB:.1f} GiB, but only "
+                    f"{free / GIB:.1f} GiB are free; end other processes there, or try "
                     "parallel.recompute=full or a smaller parallel.microbatch_size",
                     True,
                 )
 
     def _hosts(self) -> Iterator[Finding]:
-        """Finds folders and data that cannot be used, disks that are too small, and clocks that are
-        wrong."""
+        """Yields findings about unusable folders and data, small disks, and wrong clocks."""
         needed = self._disk_bytes
         for host, (each, *_) in self._by_host().items():
             for problem in each.problems:
@@ -169,10 +168,10 @@ class CheckReport:
                 has = f"run_dir has {free / GIB:.1f} GiB free"
                 take = f"{self.needs.checkpoints} checkpoints take {needed / GIB:.1f}"
                 advice = "try a larger disk or a smaller checkpoint.keep"
-                yield Finding(f"{host}: {has}, and {take}; {advice}", True)
+                yield Finding(f"{host}: {has}, but {take}; {advice}", True)
             if abs(ahead_s) > CLOCK_S:
                 way = "ahead of" if ahead_s > 0 else "behind"
-                text = f"its clock is {abs(ahead_s):.1f} s {way} that of rank 0; set it by NTP"
+                text = f"its clock is {abs(ahead_s):.1f} s {way} that of rank 0; use NTP"
                 yield Finding(f"{host}: {text}", False)
 
     def _slow_matmuls(self) -> Iterator[Finding]:
@@ -185,14 +184,14 @@ class CheckReport:
                 yield Finding(
                     f"{self._named(ranks)}: matmuls at {rate / 1e9:,.1f} GFLOP/s, "
                     f"{rate / usual:.2f} of the median {usual / 1e9:,.1f}; every step waits for "
-                    "it: look for other programs there, heat and power limits",
+                    "it: check for other processes, heat and power limits",
                     False,
                 )
 
     def _slow_links(self) -> Iterator[Finding]:
-        """Compares the links between hosts in each direction with each other, and likewise the
-        links within hosts."""
-        between: dict[str, float] = {}  # the slowest bandwidth of each way
+        """Yields findings about slow links. Links between hosts are compared with each other, and
+        so are links within hosts."""
+        between: dict[str, float] = {}  # lowest bandwidth of each direction
         within: dict[str, float] = {}
         for each in self.links:
             if each.kind == "message":
@@ -207,7 +206,7 @@ class CheckReport:
             usual = median_high(slowest.values()) if slowest else 0.0
             for way, rate in slowest.items():
                 if rate < SLOW_LINK * usual:
-                    text = f"messages go at {_rate(rate)}, {_rate(usual)} is usual"
+                    text = f"messages at {_rate(rate)}, the median is {_rate(usual)}"
                     yield Finding(f"{way} {text}", False)
 
 

@@ -1,8 +1,7 @@
-"""Measurements that the ranks make together: matmuls, and every axis of the mesh.
+"""Measurements that all ranks make together: matmuls, and every axis of the mesh.
 
-All groups of an axis are measured at once, because they send at once in a step: ranks share a
-network port.
-"""
+All groups of an axis are measured at the same time, because they also communicate at the same time
+in a step, and ranks share a network port."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from parallel3d.config.recipe import Precision
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # all other precisions compute in bfloat16
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # all other precisions use bfloat16
 _MATRIX_SIDES = {"cpu": 512, "cuda": 8192}
-_MATMULS = 10  # that are timed at once
+_MATMULS = 10  # number of matmuls timed together
 _MATMULS_S = 1.5
 _MESSAGE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 _CALLS = 5
@@ -30,18 +29,18 @@ _CALLS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class TimedLink:
-    """The bytes per second that a rank has measured on an axis: of all-reduces in its group, or of
-    messages that it sent to a neighbour."""
+    """Bandwidth in bytes per second that a rank measured on an axis: of all-reduces in its group,
+    or of messages to a neighbor."""
 
     axis: str
     kind: Literal["all-reduce", "message"]
-    ranks: tuple[int, ...]  # the members of the group, or the sender and the receiver
+    ranks: tuple[int, ...]  # members of the group, or sender and receiver
     bandwidth: float
 
 
 @torch.no_grad()
 def measure_matmuls(device: torch.device, precision: Precision) -> float:
-    """Returns the FLOP/s of large matmuls, while all other ranks do the same."""
+    """Returns the FLOP/s of large matmuls while all other ranks do the same."""
     side = _MATRIX_SIDES[device.type]
     dtype = _DTYPES.get(precision, torch.bfloat16)
     a = torch.randn(side, side, device=device, dtype=dtype)
@@ -56,15 +55,17 @@ def measure_matmuls(device: torch.device, precision: Precision) -> float:
 
 
 def measure_axis(name: str, axis: Axis, device: torch.device) -> list[TimedLink]:
-    """Measures this rank's group of an axis, while all other groups of it do the same. Every rank
-    calls it. An all-reduce counts 2 (n - 1) / n of its bytes (nccl-tests, doc/PERFORMANCE.md)."""
+    """Measures this rank's group of an axis while all other groups do the same. Every rank calls
+    it.
+
+    An all-reduce counts 2 (n - 1) / n of its bytes (nccl-tests, doc/PERFORMANCE.md)."""
     ranks = tuple(dist.get_process_group_ranks(axis.group))
     x = torch.zeros(_MESSAGE_BYTES[device.type] // 4, device=device)
     answer = torch.zeros(1, device=device)
     seconds = _median_s(lambda: all_reduce(x, axis), device)
     moved = 2 * (axis.size - 1) / axis.size * x.nbytes
     found = [TimedLink(axis=name, kind="all-reduce", ranks=ranks, bandwidth=moved / seconds)]
-    # Each second rank sends to the next one and then receives; then the others.
+    # First every second rank sends to the next one and then receives, then the others.
     for parity, up in product(range(min(2, axis.size - 1)), (True, False)):
         lower = axis.rank - (axis.rank + parity) % 2
         upper = lower + 1
@@ -90,7 +91,7 @@ def measure_axis(name: str, axis: Axis, device: torch.device) -> list[TimedLink]
 
 
 def _median_s(call: Callable[[], object], device: torch.device) -> float:
-    call()  # this opens connections
+    call()  # opens connections
     dist.barrier()
     return median(_timed(call, device) for _ in range(_CALLS))
 

@@ -1,5 +1,5 @@
-"""Starts `parallel3d-launch check` on the ranks of a recipe: here, if no launcher has started this
-process, else as one of them. torch is imported by the ranks."""
+"""Starts `parallel3d-launch check` on the ranks of a recipe: locally, or as one of the ranks under
+a launcher. The ranks import torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from parallel3d.recipes.pretrain import run_rank
 
 
 def check_cluster(recipe: Recipe, options: argparse.Namespace) -> int:
-    """Runs the check, or this process's rank of it. Returns the exit status."""
+    """Runs the check, or one rank of it under a launcher. Returns the exit status."""
     check_model(recipe.model)
     options.run_dir = recipe.run_dir
-    # A check writes nothing into the folder of the run, even if it fails.
+    # A check writes nothing to the folder of the run, even if it fails.
     train = replace(recipe.train, start_timeout_s=min(options.wait_s, recipe.train.start_timeout_s))
     recipe = replace(recipe, run_dir=None, train=train)
     rendezvous = Rendezvous.from_environment()

@@ -1,4 +1,4 @@
-"""One rank of `parallel3d-launch check`: it reports its facts and measures with the others. Rank 0
+"""One rank of `parallel3d-launch check`: reports its facts and measures with the others. Rank 0
 prints the report."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _T = TypeVar("_T")
 
 
 def check(recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace) -> None:
-    """Checks the cluster. Every rank calls it; rank 0 prints the report. Raises ClusterError on all
-    ranks if something would break the run."""
+    """Checks the cluster. Every rank calls it, and rank 0 prints the report. Raises ClusterError on
+    all ranks if a finding would break the run."""
     start = time.perf_counter()
     with process_group(recipe, rendezvous) as device:
         facts = _exchange_facts(recipe, rendezvous, options, device)
@@ -70,9 +70,9 @@ def _exchange_facts(
 
 
 def _measure(recipe: Recipe, device: torch.device) -> tuple[list[float], list[TimedLink]]:
-    """Measures the matmuls of all ranks, and the axes of the mesh."""
+    """Measures the matmuls of all ranks and the axes of the mesh."""
     own = 0.0
-    for _ in range(_ROUNDS):  # a rank that was held up for a moment is not slow
+    for _ in range(_ROUNDS):  # a rank that was interrupted once is not slow
         own = max(own, measure_matmuls(device, recipe.train.precision))
         matmuls = _all_gather(own)
         if not slow_ranks(matmuls):

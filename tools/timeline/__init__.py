@@ -1,1 +1,1 @@
-"""A pipeline schedule in time: `parallel3d-plan timeline`."""
+"""Simulation of a pipeline schedule: `parallel3d-plan timeline`."""

@@ -1,4 +1,4 @@
-"""`parallel3d-plan timeline`: a pipeline schedule in time, as a picture, as figures, and as
+"""`parallel3d-plan timeline`: simulates a pipeline schedule and shows it as a picture, numbers and
 files."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
 from parallel3d.tools.cli_output import Reply, check_free, write_output
 
-_MOST_ACTIONS = 5_000_000  # about a minute and some gigabytes
+_MOST_ACTIONS = 5_000_000  # simulated in about a minute with a few gigabytes
 _WIDTH_WHERE_PIPED = 200
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Simulates the schedule, and writes the files that were asked for."""
+    """Simulates the schedule and writes the requested files."""
     for option in ("csv", "svg", "trace"):
         check_free(f"--{option}", vars(options)[option])
     try:
         schedule = _load(options) if options.schedule_file else _build(options)
-    except ScheduleError as error:  # the user's numbers or file, not a run that failed
+    except ScheduleError as error:  # an error in the options or the file
         raise ConfigError(str(error)) from error
     half = 1.0 if options.backward is None else options.backward / 2
     input_s, weight_s = options.split or (half, half)
@@ -48,27 +48,29 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _load(options: argparse.Namespace) -> Schedule:
-    """Returns the schedule of a file. Raises ConfigError or ScheduleError."""
+    """Loads a schedule from a file. Raises ConfigError or ScheduleError."""
     for option in ("schedule", "pp", "microbatches", "virtual_stages"):
         if getattr(options, option) is not None:
             name = "--" + option.replace("_", "-")
             file = f"--schedule-file {options.schedule_file}"
-            raise ConfigError(f"{file}: says the whole schedule; leave out {name}")
+            raise ConfigError(f"{file}: defines the complete schedule; remove {name}")
     return load_schedule(options.schedule_file)
 
 
 def _build(options: argparse.Namespace) -> Schedule:
-    """Returns the schedule of the options. Raises ConfigError or ScheduleError where they do not
-    make one."""
+    """Builds the schedule from the options. Raises ConfigError or ScheduleError if they are
+    invalid."""
     if options.schedule is None:
-        raise ConfigError("--schedule: required, or --schedule-file; try --schedule 1f1b")
+        raise ConfigError(
+            "--schedule: required unless --schedule-file is given; try --schedule 1f1b"
+        )
     for option, value in (("--pp", options.pp), ("--microbatches", options.microbatches)):
         if value is None:
             raise ConfigError(f"{option}: required with --schedule; try {option} 8")
     virtual_stages = options.virtual_stages or schedule_traits(options.schedule).stages.usual
     actions = 3 * options.pp * virtual_stages * options.microbatches
     if actions > _MOST_ACTIONS:
-        rule = f"up to {actions:,} actions, and at most {_MOST_ACTIONS:,} are simulated"
+        rule = f"has up to {actions:,} actions, but at most {_MOST_ACTIONS:,} can be simulated"
         raise ConfigError(f"--microbatches {options.microbatches}: {rule}; try --microbatches 32")
     return build_schedule(
         options.schedule,

@@ -1,2 +1,2 @@
-"""`parallel3d-plan verify`: a dry run of one rank on fake tensors, and the planner's memory
-estimate beside it."""
+"""`parallel3d-plan verify`: a dry run of one rank on fake tensors, compared with the planner's
+memory estimate."""

@@ -1,5 +1,5 @@
-"""`parallel3d-plan verify`: one rank of a recipe trained dry, on tensors without memory, and what
-it held at its most beside what the memory model says."""
+"""`parallel3d-plan verify`: trains one rank on fake tensors and compares its peak memory with the
+planner's estimate."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verified:
-    """One rank of a recipe: the model's figure, the dry run's, and the parameters that each
-    counts."""
+    """One rank of a recipe: the memory estimate, the dry run, and the parameter count of the
+    estimate."""
 
     recipe: Recipe
     rank: int
     model: RankMemory
     dry: DryRun
-    parameters: int  # by the model
+    parameters: int  # according to the estimate
 
     @property
     def difference(self) -> float:
-        """The model's total over the dry run's, less one: positive where the model is on the safe
-        side."""
+        """Relative difference of the estimate to the dry run. Positive if the estimate is on the
+        safe side."""
         return self.model.allocated / self.dry.peak.total - 1
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
-        """Yields (kind, the model's bytes, the dry run's)."""
+        """Yields (kind, estimated bytes, bytes of the dry run)."""
         model = self.model
         peak = self.dry.peak
         yield "parameters", model.parameters, peak.made.get("parameters", 0)
@@ -58,14 +58,13 @@ class Verified:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Verifies the rank that is asked for. Raises ConfigError for one that the layout does not
-    have."""
+    """Verifies the requested rank. Raises ConfigError for a rank outside the layout."""
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     rank = options.rank
     parallel = recipe.parallel
     if rank is not None and options.pipeline_rank is not None:
         raise ConfigError(
-            "--rank, --pipeline-rank: one of the two; --pipeline-rank P is its first rank"
+            "--rank, --pipeline-rank: use only one; --pipeline-rank P means its first rank"
         )
     if rank is None:
         pipeline_rank = options.pipeline_rank
@@ -86,8 +85,8 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def verify(recipe: Recipe, rank: int) -> Verified:
-    """Runs `rank` dry, and asks the model about its pipeline rank."""
-    # torch, which a bad input does not wait for
+    """Dry-runs `rank`, and estimates the memory of its pipeline rank."""
+    # imports torch, which errors in the input do not need
     from parallel3d.tools.verify.dry_run import dry_run
 
     run = run_of_recipe(recipe)
@@ -107,14 +106,13 @@ def verify(recipe: Recipe, rank: int) -> Verified:
 
 
 def run_of_recipe(recipe: Recipe) -> PlannedRun:
-    """Returns what the planner makes of a recipe. Raises ConfigError as `question_of_recipe`
-    does."""
+    """Returns the planned run of a recipe. Raises ConfigError as `question_of_recipe` does."""
     return question_of_recipe(recipe).planned_run(recipe.parallel)
 
 
 def question_of_recipe(recipe: Recipe) -> PlanRequest:
-    """Returns the question that a recipe's layout answers. Raises ConfigError for what the memory
-    model does not know."""
+    """Returns the plan request for the layout of a recipe. Raises ConfigError for features that the
+    memory model does not support."""
     for setting, known, instead in unmodeled_settings(recipe):
         raise ConfigError(f"{setting}: {known}; try {instead}")
     return question_of(recipe)
@@ -134,9 +132,7 @@ def _page(found: Verified) -> Iterator[str]:
         if dry.microbatches < recipe.microbatches
         else ""
     )
-    yield (
-        f"dry run   a step in {dry.seconds:.1f} s{f' ({said}: more hold no more)' if said else ''}"
-    )
+    yield (f"dry run   a step in {dry.seconds:.1f} s{f' ({said} need as much)' if said else ''}")
     yield ""
     yield f"{'GiB':<34}{'model':>10}{'dry run':>10}{'difference':>12}"
     for kind, model, run in found.rows():
@@ -146,11 +142,11 @@ def _page(found: Verified) -> Iterator[str]:
         f"{total}{(found.model.allocated - dry.peak.total) / GIB:>+12.3f}  {found.difference:+.2%}"
     )
     yield ""
-    yield f"fullest   model: {found.model.moment}; dry run: {dry.at}"
+    yield f"peak at   model: {found.model.moment}; dry run: {dry.at}"
     same = (
         "the same"
         if found.parameters == dry.parameter_count
-        else f"the model counts {found.parameters:,}"
+        else f"the estimate counts {found.parameters:,}"
     )
     yield f"steps     {dry.parameter_count:,} parameters on this rank, {same}"
 

@@ -1,12 +1,11 @@
-"""A dry run: one rank of a recipe trains a step on tensors that have a shape and no memory, in a
-process group of the full size that sends nothing. The model, the sharding, the pipeline's runtime,
-its transport and the optimizer are the trainer's own. Of torch it needs no GPU, and of this machine
-no more than Python's objects.
+"""A dry run: one rank of a recipe trains a step on tensors with a shape but without memory.
 
-What depends on values is answered with ones: a finite loss, a gradient's norm. Where the recipe is
-not for CPUs, the kernel that only GPUs have is put in the place of the CPU's (`fused_rms_norm`),
-because it keeps less, and attention is computed as the table of its kernels says for a GPU.
-"""
+The process group has the full size but sends nothing. The model, sharding, pipeline runtime,
+transport and optimizer are those of the trainer. The dry run needs neither a GPU nor much memory.
+
+Operations that depend on values read ones, such as a finite loss or a gradient norm. If the recipe
+is not for CPUs, RMSNorm is replaced by the fused GPU kernel, which saves less (`fused_rms_norm`),
+and attention uses the kernel that the table of kernels selects for a GPU."""
 
 from __future__ import annotations
 
@@ -50,25 +49,25 @@ from parallel3d.tools.verify.ledger import Ledger, Made, Snapshot
 from parallel3d.torch_private import local_of, tree_iter
 from parallel3d.training.trainer import Trainer
 
-# the GPU that attention's kernels are chosen for
+# GPU for the choice of the attention kernel
 _GPU = AttentionDevice("cuda", capability=(9, 0), torch=fused_attention.TORCH_VERSION)
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank held at its most. `at` is what it did then: an action of the schedule or what
-    follows them."""
+    """Peak memory of one rank. `at` is the action of the schedule at the peak, or the phase after
+    the last action."""
 
     peak: Snapshot
     at: str
-    parameter_count: int  # elements that this rank's optimizer steps
-    microbatches: int  # that were run: the schedule repeats itself after so many
+    parameter_count: int  # elements that the optimizer of this rank updates
+    microbatches: int  # microbatches that were run; more would only repeat the schedule
     seconds: float
 
 
 class _Clock(Recorder):
-    """Tells the ledger which action begins: the runtime asks a recorder for the time before and
-    after each."""
+    """Reports actions to the ledger. The runtime reads the time of a recorder before and after each
+    action."""
 
     def __init__(self, ledger: Ledger, actions: tuple[Action, ...]) -> None:
         self._ledger = ledger
@@ -89,11 +88,11 @@ class _Clock(Recorder):
 
 
 class ShapesOnly(FakeTensorMode):
-    """torch's fake tensors, with two changes. Real tensors, such as the ranks of a mesh, are
-    computed with; and a program reads 1 or True from each fake tensor."""
+    """Fake tensors of torch with two changes: operators on real tensors, such as the ranks of a
+    mesh, are executed, and reading a fake tensor returns 1 or True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # which is torch.tensor(1.0)
+        # lift_fresh is torch.tensor(1.0)
         if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:
             tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             if tensors and all(type(tensor) is Tensor for tensor in tensors):
@@ -101,25 +100,26 @@ class ShapesOnly(FakeTensorMode):
         if func is READ_A_VALUE:
             return args[0].dtype.is_floating_point and 1.0 or (args[0].dtype is torch.bool or 1)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        # Which tensor a fake one stands for is remembered, and a module does not give other memory
-        # (`to_empty`) to parameters that anyone remembers.
+        # Clear the memo of converted tensors, because `to_empty` does not replace parameters with
+        # other references.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return result
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """What `torch.chunk` gives, and empty tensors for the ranks that it has nothing for. A part is
-    cut when it is asked for: `fully_shard` takes two of all the ranks' parts, and to cut every one,
-    a fake tensor of some 0.1 ms of Python, would take a quarter of an hour with 16,384 ranks."""
+    """Shards of a tensor that are cut on demand.
+
+    `fully_shard` needs only two of them. Cutting all would take 0.1 ms of Python each, which is a
+    quarter of an hour with 16,384 ranks."""
 
     tensor: Tensor
     num_chunks: int
     dim: int
 
     def __getitem__(self, rank: int) -> Tensor:
-        """Returns the part of data rank `rank`: `ceil(rows / num_chunks)` rows of dimension `dim`,
-        fewer at the end."""
+        """Returns the shard of a data-parallel rank: `ceil(rows / num_chunks)` rows of dimension
+        `dim`, fewer at the end."""
         rows = self.tensor.size(self.dim)
         each = -(-rows // self.num_chunks)
         begin = rank * each
@@ -131,14 +131,14 @@ class Chunks:
 def fused_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None
 ) -> Tensor:
-    """RMSNorm by the fused kernel that torch has on GPUs alone: it keeps its input and one number a
-    token, where the CPU's operators keep several copies in float32."""
+    """RMSNorm as the fused GPU kernel of torch computes it. It saves its input and one number per
+    token, while the CPU operators save several copies in float32."""
     y: Tensor = _FusedRMSNorm.apply(x, weight)
     return y
 
 
 class _FusedRMSNorm(Function):
-    """What the kernel allocates, forward and backward, and keeps."""
+    """Allocates and saves the same tensors as the fused kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -155,8 +155,8 @@ class _FusedRMSNorm(Function):
 
 
 def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
-    """A step of training on `rank` of the recipe's ranks, when the optimizer's states are there, on
-    GPUs of so much memory or (None) on CPUs."""
+    """Trains one step on `rank`, with existing optimizer states, and returns its peak memory.
+    `gpu_bytes` is the memory of a GPU, or None for CPUs."""
     start = time.perf_counter()
     recipe = shortened(recipe)
     usual = usual_bucket_mib(on_gpu=gpu_bytes is not None)
@@ -165,13 +165,13 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
     receive = Transport.receive
 
     def kept_from_now_on(transport: Transport, taker: Action) -> tuple[Tensor, ...]:
-        """A forward keeps what it receives, as if it had made it."""
+        """Counts received tensors as saved by the forward pass."""
         tensors = receive(transport, taker)
         ledger.mark(tensors, "forward" if taker.kind is Kind.FORWARD else "between")
         return tensors
 
     def to_host(parameter: FSDPParam, gradient: Tensor) -> DTensor:
-        """Copies a reduced gradient, which on a CPU would stay where it is."""
+        """Copies a reduced gradient to the host. On a CPU it would stay in place."""
         with ledger.on_host():
             return shared(parameter, gradient.clone())
 
@@ -183,7 +183,7 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         modes.enter_context(cutting_by(Chunks))
         modes.enter_context(mock.patch.object(Transport, "receive", kept_from_now_on))
         if gpu_bytes is not None:
-            # By its name in torch, because a mode for functions is off in recompute.
+            # Patched by name, because a function mode is off during recomputation.
             modes.enter_context(mock.patch.object(F, "rms_norm", fused_rms_norm))
             modes.enter_context(
                 mock.patch.object(fused_attention, "device_of", lambda device: _GPU)
@@ -192,7 +192,7 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
                 modes.enter_context(sdpa_kernel(SDPBackend.MATH))
         trainer, batch = build_dry(recipe, mesh, torch.device("cpu"), gpu_bytes)
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
-        # What is made once: the memory that parameters are gathered into.
+        # Allocate what is allocated only once: the memory for gathered parameters.
         trainer.logits(batch.inputs[:1], batch.documents and batch.documents[:1])
         for parameter in trainer.parameters:
             parameter.part.sync_views()
@@ -208,8 +208,8 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         ledger.mark(locals_, at_rest[0])
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), at_rest[1])
-        trainer.engine.publish()  # as the step before has left it
-        gc.collect()  # what the forward above has left in cycles
+        trainer.engine.publish()  # as after a previous step
+        gc.collect()  # reference cycles of the forward pass above
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))
         return DryRun(
@@ -224,9 +224,10 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
 def build_dry(
     recipe: Recipe, mesh: DeviceMesh, device: torch.device, gpu_bytes: float | None
 ) -> tuple[Trainer, Batch]:
-    """Returns this rank's trainer in a world of none, and a batch for it, on the CPU. It is called
-    within `ShapesOnly`; the tensors of the trainer are fake ones of `device`, and hold no weights.
-    `gpu_bytes` is what a GPU's memory holds, or None for CPUs."""
+    """Returns the trainer of this rank and a batch, in a world without other processes.
+
+    Call it within `ShapesOnly`. The tensors of the trainer are fake tensors on `device` without
+    weights. `gpu_bytes` is the memory of a GPU, or None for CPUs."""
     trainer = Trainer(
         recipe,
         mesh=mesh,
@@ -239,7 +240,8 @@ def build_dry(
     ids = torch.zeros(shape, dtype=torch.int64)
     samples = torch.zeros(shape[:2], dtype=torch.int64)
     documents = None
-    if recipe.data.documents == "mask":  # whose borders no fake id can say: two in each sequence
+    # fake IDs have no document borders, so assume two documents per sequence
+    if recipe.data.documents == "mask":
         lengths = (shape[2] // 2, shape[2] - shape[2] // 2) * shape[1]
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         documents = [PackedDocuments(lengths, starts, ids[0])] * shape[0]
@@ -249,7 +251,7 @@ def build_dry(
 
 
 def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
-    """What the rank did: odd numbers are actions, even ones the time after them."""
+    """Names the action at the peak. Odd numbers are actions, even ones the time after them."""
     number, between = divmod(peak.action - 1, 2)
     if not between:
         return f"action {number + 1} of {len(actions)}, {actions[number]}"
@@ -259,8 +261,7 @@ def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """The recipe with so few microbatches as hold as much on every rank: the same again and again
-    adds nothing."""
+    """Returns the recipe with fewer microbatches but the same peak memory on every rank."""
     parallel = recipe.parallel
     pp = recipe.parallel.pp
     if SCHEDULES[parallel.schedule].holds_whole_batch:
@@ -275,7 +276,7 @@ def shortened(recipe: Recipe) -> Recipe:
         )
         return schedule.peak_live_microbatches
 
-    # Multiples of pp, which interleaved schedules like, and one at least to accumulate onto.
+    # Multiples of pp for interleaved schedules, and enough microbatches to accumulate gradients.
     few = [count for count in (pp + 2, 2 * pp, 3 * pp, 4 * pp) if count < recipe.microbatches]
     whole = peaks(recipe.microbatches)
     count = next((count for count in few if peaks(count) == whole), recipe.microbatches)

@@ -1,5 +1,5 @@
-"""torch's tensors without memory and its process group without processes, which have no public
-names. The dry run and tests use them."""
+"""Private parts of torch for the dry run and tests: tensors without memory, and a process group
+without processes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 FSDPParam = _fsdp_param.FSDPParam
-# the operator behind `Tensor.item` and `if tensor:`
+# operator behind `Tensor.item` and `if tensor:`
 READ_A_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns a number that tells a storage from all others that are alive. `data_ptr` is 0 for a
-    fake tensor."""
+    """Returns an identifier of a live storage. `data_ptr` is 0 for all fake tensors."""
     return int(storage._cdata)
 
 
 @contextmanager
 def cutting_by(chunk: Any) -> Iterator[None]:
-    """Lets `fully_shard` cut its parameters by `chunk(tensor, chunks, dim=...)` for a block, in
-    place of a function that makes a tensor for each of the ranks."""
+    """Makes `fully_shard` split parameters with `chunk(tensor, chunks, dim=...)` for a block. The
+    default creates one tensor per rank."""
     eager = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = chunk
     try:
@@ -38,9 +37,8 @@ def cutting_by(chunk: Any) -> Iterator[None]:
 
 @contextmanager
 def world_of_none(size: int, rank: int) -> Iterator[None]:
-    """Holds a default process group of `size` ranks open for a block, of which this process is
-    `rank` and the others do not exist: nothing is sent. torch registers its backend in a module for
-    its own tests alone."""
+    """Opens a default process group of `size` ranks for a block, in which only this process exists,
+    as `rank`. Nothing is sent. torch registers this backend only in a module for its own tests."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -49,5 +47,5 @@ def world_of_none(size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # DTensor would give tensors of the next world a mesh of this world's groups
+        # Otherwise DTensor would give tensors of the next world a mesh of this one.
         _clear_sharding_prop_cache()

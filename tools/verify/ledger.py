@@ -1,11 +1,10 @@
-"""The memory of a dry run: every storage from its first tensor to the last reference, with what it
-was made for.
+"""Memory ledger of a dry run: tracks every storage from its first tensor to its last reference,
+with its purpose.
 
-A `TorchDispatchMode` sees each operator's outputs, and a weak reference tells when a storage goes.
-`fully_shard` frees and allocates the gathered parameters by resizing their storages, which passes
-by the dispatcher: while a ledger is open `UntypedStorage.resize_` tells it, as torch's own
-MemTracker has it.
-"""
+A `TorchDispatchMode` sees the outputs of each operator, and a weak reference reports the end of a
+storage. `fully_shard` frees and allocates gathered parameters by resizing their storages, which
+bypasses the dispatcher. An open ledger therefore patches `UntypedStorage.resize_`, as MemTracker of
+torch does."""
 
 from __future__ import annotations
 
@@ -24,24 +23,26 @@ from torch.distributed.tensor import DTensor
 from parallel3d.tools.verify.fakes import storage_id
 from parallel3d.torch_private import TorchDispatchMode, local_of, tree_iter
 
-# "host": in the CPU's memory (parallel.offload), which does not count
+# "host": in CPU memory (parallel.offload), which does not count
 Made = Literal["parameters", "optimizer", "gathered", "forward", "backward", "between", "host"]
 
 
 @dataclass
 class _Piece:
-    """One storage that is alive."""
+    """A live storage."""
 
     nbytes: int
     made: Made
-    action: int  # in which it was made
-    watch: Any  # its weak reference, which must live
+    action: int  # action that allocated it
+    watch: Any  # weak reference, which must be kept
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Bytes alive at once, by what they were made for; `at_work` are of those the ones made since
-    the current action began, and `action` is its number in the step, from 0."""
+    """Live bytes at one time, by purpose.
+
+    `at_work` counts only bytes allocated since the current action began. `action` is the index of
+    that action in the step."""
 
     made: dict[Made, int]
     at_work: dict[Made, int]
@@ -52,12 +53,12 @@ class Snapshot:
         return sum(self.made.values())
 
     def waiting(self, made: Made) -> int:
-        """What was there before the current action began."""
+        """Returns the bytes that existed before the current action began."""
         return self.made.get(made, 0) - self.at_work.get(made, 0)
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes alive, now and at their most since `forget_peak`."""
+    """Tracks live bytes and their peak since `forget_peak`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,13 +71,13 @@ class Ledger(TorchDispatchMode):
         self.peak = Snapshot({}, {}, 0)
 
     def begin(self, phase: Made) -> None:
-        """Begins a new action, or the time after one."""
+        """Begins an action, or the time after one."""
         self._action += 1
         self._phase = phase
         self._at_work.clear()
 
     def forget_peak(self) -> None:
-        """Starts a step: actions are counted from here."""
+        """Begins a step: resets the peak and the action count."""
         self._action = 0
         self._at_work.clear()
         for piece in self._pieces.values():
@@ -84,7 +85,7 @@ class Ledger(TorchDispatchMode):
         self.peak = self._snapshot()
 
     def mark(self, tensors: Iterable[Tensor], made: Made) -> None:
-        """Says what some of what is alive is for."""
+        """Sets the purpose of the storages of some tensors."""
         for tensor in tensors:
             piece = self._pieces[storage_id(tensor.untyped_storage())]
             nbytes = piece.nbytes
@@ -94,7 +95,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """What is made in a block is in the CPU's memory."""
+        """Counts storages that are allocated in a block as host memory."""
         phase = self._phase
         self._phase = "host"
         yield
@@ -118,8 +119,8 @@ class Ledger(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What happens within a DTensor's operator is not seen: it tries each new one out at the
-        # global shape.
+        # Operators inside a DTensor operator are not counted, because DTensor tries each new one at
+        # the global shape.
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self._see(result)
@@ -148,7 +149,7 @@ class Ledger(TorchDispatchMode):
             self._made[piece.made] -= piece.nbytes
             self._made["gathered"] += piece.nbytes
             piece.made = "gathered"
-        piece.action = -1  # at work is what an action makes for itself
+        piece.action = -1  # a resized storage does not count as allocated by the action
         self._grow(piece, storage.nbytes())
 
     def _grow(self, piece: _Piece, nbytes: int) -> None:

@@ -1,13 +1,13 @@
-# NCCL's flight recorder: each rank keeps its last operations. If one times out, the rank writes them to
-# nccl_flight_record_rank_N in the run's folder, which shows what the ranks waited for and which did not come.
+# NCCL flight recorder: each rank keeps its last operations and writes them after a timeout to
+# nccl_flight_record_rank_N in the folder of the run. They show which operation each rank waited for.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 
-# NCCL names the link, device or memory that it could not use; torch only says that NCCL has failed.
+# NCCL then names the link, device or memory that failed. Without this, torch reports only that NCCL has failed.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
-# The allocator grows its segments in place. Otherwise, when memory runs out, it frees its cache by a call that waits for
-# the whole device, for which two ranks of a pipeline in a step can wait for ever.
+# The allocator grows its segments in place. Otherwise, when memory runs out, it frees its cache with a call that waits
+# for the device. In the middle of a step, this can deadlock two ranks of a pipeline.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
-# The GPUs compute. More threads on the CPU would take the cores from those that launch kernels and read data.
+# One CPU thread per worker leaves cores for the threads that launch kernels and read data.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
