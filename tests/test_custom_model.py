@@ -215,7 +215,7 @@ def test_a_parameter_that_no_forward_uses_is_refused_by_name(
     "text, said, last",
     [
         (CLASSES, "building it fails", "ZeroDivisionError: division by zero"),
-        ("import numpyy", "importing classes fails", "No module named 'numpyy'"),
+        ("import numpyy", "importing classes failed", "No module named 'numpyy'"),
     ],
 )
 def test_an_error_of_the_users_code_is_shown_with_its_traceback(

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*/*.md")]),
 ]
 _TOPS = "parallel3d|models|recipes|tools|tests|docs"
 _PATH = re.compile(rf"(?<![\w/.<])((?:{_TOPS})/[\w/]+\.(?:py|yaml|md|txt|json))\b")

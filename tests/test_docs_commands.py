@@ -28,7 +28,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*/*.md")]),
+]
 LIBRARIES = {  # beyond the development tools
     "README": ("transformers",),
     "checkpoints": ("transformers",),
