@@ -1,9 +1,8 @@
-"""The models, each readable on one screen, and the shape cards: public sizes as YAML, picked by
-`model.name`."""
+"""Model definitions, and YAML cards with public model sizes for `model.name`."""
 
 from __future__ import annotations
 
-# a bare `import models` would make a second class of everything
+# A bare `import models` would create second copies of all classes.
 if __name__ != "parallel3d.models":
     raise ImportError("import this as parallel3d.models")
 
@@ -16,13 +15,15 @@ if TYPE_CHECKING:
 
 
 def shape_cards() -> dict[str, Path]:
-    """The shape cards of this folder, by the name that `model.name` takes."""
+    """Returns the cards of this folder, keyed by the value of `model.name`."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
 def model_class(architecture: str) -> ModelClass:
-    """Returns the class of a model by its `model.architecture`. It imports torch, and the module of
-    a class of the user's. Raises ConfigError where there is no such class."""
+    """Returns the class of `model.architecture`. Raises ConfigError if there is no such class.
+
+    It imports torch, and the user's module for a custom class.
+    """
     from parallel3d.models.custom import import_model
     from parallel3d.models.gpt import GPT
     from parallel3d.models.llama import Llama
@@ -32,8 +33,10 @@ def model_class(architecture: str) -> ModelClass:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Raises ConfigError where a class of the user's is not there, or is no model that can be
-    trained; what this project ships is not looked at, and torch not imported for it."""
+    """Raises ConfigError if a custom model class is missing or cannot be trained.
+
+    Built-in models need no check, so torch is not imported for them.
+    """
     if config.is_custom:
         from parallel3d.models.custom import check_class
 

@@ -1,5 +1,4 @@
-"""A model of the user's own, which `model.architecture: module:Class` names: what is asked of its
-class before any worker starts."""
+"""Imports and validates custom models (`model.architecture: module:Class`) before workers start."""
 
 from __future__ import annotations
 
@@ -22,25 +21,26 @@ from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.decoder import NoOptions
 from parallel3d.pipeline.stage import FIRST_PARTS, LAST_PARTS
 
-# keys that pick the class, or that its own dataclass checks
+# Keys that select the class, or that its own dataclass validates.
 _NOT_THE_CLASS = ("name", "architecture", "options")
 
 
 def import_model(architecture: str) -> ModelClass:
-    """Returns the class that `model.architecture` names as `module:Class`. Raises ConfigError as
-    `config.import_class` does."""
+    """Returns the class that `model.architecture` names as `module:Class`. Raises ConfigError."""
     return import_class("model.architecture", architecture, nn.Module, "torch.nn.Module")
 
 
 def check_class(config: ModelConfig) -> None:
-    """Builds the model once, on the meta device and whole, and raises ConfigError where its options
-    do not fit its class, where the class never reads a key that the recipe sets, or where what it
-    builds cannot be cut into stages, split and stepped."""
+    """Builds the unsharded model once on the meta device and validates it.
+
+    Raises ConfigError if options do not fit the class, if the class does not read a key that the
+    recipe sets, or if the model cannot be split into stages, sharded or trained.
+    """
     model_class = import_model(config.architecture)
     said = f"model.architecture = {config.architecture}"
     read_options(getattr(model_class, "Options", NoOptions), config.options)
     read: set[str] = set()
-    with naming_user_code(f"{said}: building it fails"):
+    with naming_user_code(f"{said}: building the model failed"):
         model = model_class(
             _watched(config, read),
             tp=None,
@@ -56,19 +56,19 @@ def check_class(config: ModelConfig) -> None:
         is_set = key.default is not MISSING and value != key.default
         if is_set and key.name not in {*_NOT_THE_CLASS, *read}:
             unread.append(
-                f"model.{key.name} = {shown(value)}: {config.architecture} does not read it when "
-                "it is built; drop it, or read it there"
+                f"model.{key.name} = {shown(value)}: {config.architecture} does not read this key; "
+                "remove it, or read it in the constructor"
             )
     refuse(unread)
 
 
 def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
-    """Yields what a pipeline, tp or an optimizer would miss in a model."""
+    """Yields problems that a pipeline, tp or an optimizer would have with a model."""
     parts = (*FIRST_PARTS, *LAST_PARTS)
     for part in (*parts, "layers"):
         if not isinstance(getattr(model, part, None), nn.Module):
             yield (
-                f"has no module {part}, where stages are cut; derive it from "
+                f"module {part} is missing, but stages need it; derive the class from "
                 "parallel3d.models.decoder.Decoder"
             )
             return
@@ -76,7 +76,7 @@ def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
     wanted = [str(index) for index in range(config.layers)]
     if not isinstance(model.layers, nn.ModuleDict) or list(blocks) != wanted:
         yield (
-            f"its layers are {shown(list(blocks))}; make them an nn.ModuleDict of model.layers = "
+            f"layers = {shown(list(blocks))}: must be an nn.ModuleDict of model.layers = "
             f"{config.layers} blocks, named '0' to '{wanted[-1]}'"
         )
     declared = {
@@ -88,41 +88,40 @@ def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if name.split(".")[0] not in (*parts, "layers"):
             yield (
-                f"its parameter {name} belongs to no stage; put it into a block, or into "
+                f"parameter {name} belongs to no stage; move it into a block, or into "
                 f"{' or '.join(parts)}"
             )
         elif id(parameter) not in declared:
             yield (
-                f"its parameter {name} is none of a ParallelModule's, so that neither its start "
-                "nor its place over tp is known; try add_parameter(name, ParameterSpec(shape, "
+                f"parameter {name} was not added to a ParallelModule, so its initial values and "
+                "its sharding are unknown; use add_parameter(name, ParameterSpec(shape, "
                 "None, init))"
             )
     for name, _ in model.named_buffers():
         yield (
-            f"its buffer {name} would be empty where the model is built on the meta device; "
-            "compute it in the forward"
+            f"buffer {name} would be empty, because the model is built on the meta device; "
+            "compute it in forward()"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        yield (
-            "all of its parameters are frozen; leave requires_grad=True on those that training is "
-            "to change"
-        )
+        yield ("all parameters are frozen; set requires_grad=True on those that you want to train")
     elif unused := _unused(model):
         names = ", ".join([*unused[:4], *["..."] * (len(unused) > 4)])
         yield (
-            f"no forward pass uses its parameter {names}; remove it, or freeze it by "
+            f"no forward pass uses parameter {names}; remove it, or freeze it with "
             "requires_grad_(False)"
         )
 
 
 def _unused(model: nn.Module) -> list[str]:
-    """Returns the names of the parameters that are not frozen and have no part in the output of a
-    model on the meta device; none if the forward pass cannot run there."""
-    model.eval()  # dropout needs a key
+    """Returns the names of trainable parameters that do not affect the model's output.
+
+    Returns nothing if the forward pass cannot run on the meta device.
+    """
+    model.eval()  # Dropout would need a key.
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     starts = torch.zeros(2, dtype=torch.int32, device="meta")
     for keywords in ({}, {"documents": PackedDocuments((2,), starts, ids)}):
-        with suppress(Exception):  # it may take no documents, or look at values
+        with suppress(Exception):  # The model may not accept documents, or may read values.
             model(ids, **keywords).sum().backward()
     trained = [
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -132,7 +131,7 @@ def _unused(model: nn.Module) -> list[str]:
 
 
 def _watched(config: ModelConfig, read: set[str]) -> ModelConfig:
-    """Returns an equal config that adds the name of each key that is read of it to `read`."""
+    """Returns an equal config that records the name of each key read from it in `read`."""
 
     class WatchedConfig(ModelConfig):
         def __getattribute__(self, name: str) -> Any:

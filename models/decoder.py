@@ -1,9 +1,9 @@
-"""What the models of this folder have in common: a decoder of pre-norm blocks, one after the other,
-between an embedding and a head. A model says what it is made of (`Decoder.parts`); how the parts
-are put together is here.
+"""Common base of the models: a decoder of pre-norm blocks between an embedding and a head.
 
-Shapes: B batch, S sequence, D hidden, V vocabulary, n = tp. Between blocks an activation is [B, S,
-D], or [B, S / n, D] with sequence parallelism. A pipeline stage is a Decoder without some of its
+A model defines its parts in `Decoder.parts`. This module assembles them.
+
+Shapes: B batch, S sequence, D hidden, V vocabulary, n = tp. Activations between blocks are [B, S,
+D], or [B, S / n, D] under sequence parallelism. A pipeline stage is a Decoder without some of its
 parts (`pipeline.stage.cut`).
 """
 
@@ -30,7 +30,17 @@ from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """What a decoder is made of, beside its head and the sizes that its config gives.
+    """Parts of a decoder, except its head and the sizes in its config.
+
+    Args:
+        embed: Embedding, ids [B, S] -> [B, S, D], or [B, S / n, D] under sequence parallelism.
+            Without `rotary` it also receives positions [B, S].
+        token_weight: Parameter [V / n, D] of `embed` that a tied head shares.
+        norm: Creates a norm. Each block has two, and one follows the last block.
+        attention: Options of the attention in all blocks. `name` and `recompute` are set per block.
+        activation: Activation of the MLP.
+        rotary: Rotary embedding. None means that `embed` adds positions.
+        mlp_bias: If True, the linear layers of the MLP have biases.
 
     Example:
         >>> embed = parallel3d.VocabParallelEmbedding(config.vocab, config.hidden, tp=context)
@@ -43,12 +53,10 @@ class DecoderParts:
         ... )
     """
 
-    # ids [B, S] -> [B, S, D] (or [B, S / n, D]). Without `rotary` it takes positions [B, S], too.
     embed: nn.Module
-    token_weight: Tensor  # [V / n, D], a parameter of `embed` that a tied head shares
-    # makes one of the norms: two in each block, one after the last block
+    token_weight: Tensor
     norm: Callable[[], nn.Module]
-    attention: AttentionOptions  # the same in all blocks but for `name` and `recompute`
+    attention: AttentionOptions
     activation: Activation
     rotary: RotaryEmbedding | None = None
     mlp_bias: bool = False
@@ -56,13 +64,22 @@ class DecoderParts:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a model that has none."""
+    """Options of a model without options."""
 
 
 class Block(nn.Module):
-    """Block `index` of the whole model. x [B, S, D] (or [B, S / n, D]) -> the same: attention, then
-    MLP, each computed from the norm of x and added to x through a dropout, whose key [B] comes with
-    x, as do the documents that attention stays within, where sequences are packed.
+    """Pre-norm transformer block: attention, then MLP, each with a residual connection.
+
+    Shapes: x and the result [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence
+    parallelism. The forward pass also takes `key` [batch], the dropout key, and `documents`, within
+    which attention stays if sequences are packed.
+
+    Args:
+        config: Model config.
+        context: Parallel context of the layers.
+        parts: Parts of the model.
+        index: Index of the block in the full model.
+        selective: If True, the attention recomputes its intermediate results in the backward pass.
 
     Example:
         >>> class ParallelBlock(parallel3d.Block):
@@ -113,40 +130,51 @@ class Block(nn.Module):
 
 
 class RecomputedBlock(nn.Module):
-    """Mixed into a class of blocks (`recomputed`), it makes a block that keeps x alone for the
-    backward, which computes the block's activations a second time (Chen et al. 2016, arXiv
-    1604.06174). Hooks of the block (`fully_shard`'s, gradient reduction) stay outside and run
-    once."""
+    """Mixin for blocks that save only x and recompute their activations in the backward pass.
+
+    Activation checkpointing (Chen et al. 2016, arXiv 1604.06174). Hooks of the block, such as those
+    of `fully_shard` and gradient reduction, stay outside and run once.
+    """
 
     def forward(
         self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Tensor:
         if not torch.is_grad_enabled():
             return self.compute(x, key, documents)
-        # Dropout draws no random numbers beyond its key: no generator has to be restored.
+        # Dropout depends only on its key, so no generator state must be restored.
         y: Tensor = checkpoint(
             self.compute, x, key, documents, use_reentrant=False, preserve_rng_state=False
         )
         return y
 
     def compute(self, x: Tensor, key: Tensor | None, documents: PackedDocuments | None) -> Tensor:
-        """Computes what is recomputed. `build_engine.compile_blocks` compiles only this part of the
-        block."""
+        """Runs the part that is recomputed and that `build_engine.compile_blocks` compiles."""
         y: Tensor = super().forward(x, key, documents)
         return y
 
 
 def recomputed(block: type[Block]) -> type[Block]:
-    """Returns the class of blocks that are recomputed in the backward and else are `block`."""
+    """Returns a subclass of `block` that is recomputed in the backward pass."""
     return type(f"Recomputed{block.__name__}", (RecomputedBlock, block), {})
 
 
 class Decoder(nn.Module):
-    """ids [B, S] -> logits [B, S, V / n]. A stage without `embed` takes activations, a stage
-    without `head` gives them. `key` [B], of the microbatch's dropout
-    (`layers.dropout.dropout_key`), and `documents`, which attention is to stay within, go to every
-    stage. One block in `recompute_every` is recomputed as `recompute` says, the others are not
-    recomputed.
+    """Decoder model: ids [batch, seq] -> logits [batch, seq, vocab / tp].
+
+    A stage without `embed` takes activations instead of ids. A stage without `head` returns
+    activations. Every stage also receives `key` [batch], the dropout key (`dropout_key`), and
+    `documents`, within which attention stays.
+
+    Subclass it and define `parts`. Set `block_class` to use another kind of block, and `Options` to
+    a dataclass of the keys in `model.options`.
+
+    Args:
+        config: Model config.
+        tp: Tensor-parallel axis.
+        sequence_parallel: If True, activations between layers are split along the sequence.
+        recompute: "none", "full" for whole blocks, or "selective" for attention only.
+        recompute_every: Recomputes one block in this many. The others are not recomputed.
+        device: Device of the parameters.
 
     Example:
         >>> class Model(parallel3d.Decoder):
@@ -164,8 +192,8 @@ class Decoder(nn.Module):
         ...         )
     """
 
-    block_class: type[Block] = Block  # a model with blocks of another kind names them here
-    Options: type = NoOptions  # the dataclass of what the model reads of `model.options`
+    block_class: type[Block] = Block
+    Options: type = NoOptions
 
     def __init__(
         self,
@@ -178,8 +206,8 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        # What is added to x grows with depth unless it starts smaller (Radford et al. 2019, section
-        # 2.3).
+        # The residual stream would grow with depth without a smaller start (Radford et al. 2019,
+        # section 2.3).
         context = ParallelContext(
             tp,
             sequence_parallel,
@@ -207,10 +235,10 @@ class Decoder(nn.Module):
         self.head: nn.Module | None = head
 
     def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
-        """Returns the parts that make this model what it is. Every model has its own."""
+        """Returns the parts of this model. Every subclass defines it."""
         raise ConfigError(
-            f"model.architecture = {config.architecture}: has no method parts, which says what a "
-            "Decoder is made of; try models/llama.py's"
+            f"model.architecture = {config.architecture}: must define parts(config, context); see "
+            "models/llama.py for an example"
         )
 
     @ends_with_head
@@ -221,7 +249,7 @@ class Decoder(nn.Module):
             learned = self.rotary is None and documents is not None
             positions = (documents.positions,) if learned else ()  # type: ignore[union-attr]
             x = self.dropout(self.embed(x, *positions), key)
-        # before the blocks, so that a compiled one does not make the table in every call
+        # Before the blocks, so that a compiled block does not build the table in every call.
         if self.rotary is not None:
             self.rotary.make_table(x.shape[1] * self.ranks_of_sequence, x)
         for block in self.layers.values():
@@ -232,7 +260,5 @@ class Decoder(nn.Module):
 
 
 def residual_dropout(config: ModelConfig, name: str, context: ParallelContext) -> Dropout:
-    """A dropout of activations between the layers, which sequence parallelism splits along the
-    sequence."""
     split_dim = 1 if context.sequence_parallel else None
     return Dropout(config.dropout, name=name, tp=context.tp, split_dim=split_dim)

@@ -1,8 +1,8 @@
-"""GPT-2 and GPT-3 (Radford et al. 2019; Brown et al. 2020, arXiv 2005.14165, without its sparse
-layers), written with the layers: learned positions, LayerNorm, GELU, and biases on every linear
-layer but the head.
+"""GPT-2 and GPT-3 (Radford et al. 2019; Brown et al. 2020, arXiv 2005.14165, without sparse layers).
 
-Shapes: B batch, S sequence, D hidden, H heads, G key-value heads, K head dim, F ffn, V vocabulary,
+Learned positions, LayerNorm, GELU, and biases on every linear layer except the head.
+
+Shapes: B batch, S sequence, D hidden, H heads, G key/value heads, K head dim, F ffn, V vocabulary,
 n = tp.
 
     embed               ids [B, S] -> [B, S, D]                  tokens [V / n, D], positions [longest, D]
@@ -27,8 +27,7 @@ from parallel3d.models.decoder import Decoder, DecoderParts
 
 
 class GPT(Decoder):
-    """A decoder with learned positions, LayerNorm and GELU (its approximation by tanh, which GPT-2
-    uses)."""
+    """Decoder with learned positions, LayerNorm and GELU (GPT-2's tanh approximation)."""
 
     def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
         """Returns the parts of a GPT."""
@@ -49,12 +48,14 @@ class GPT(Decoder):
 
 
 class TokensAndPositions(nn.Module):
-    """ids [B, S], positions [B, S] (None: 0, 1, ...) -> [B, S, D] (or [B, S / n, D]): the sum of a
-    token's and its position's embedding."""
+    """Sum of token and position embeddings: ids, positions [B, S] -> [B, S, D] (or [B, S / n, D]).
+
+    Default positions are 0, 1, ...
+    """
 
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()
-        assert config.max_positions is not None, "validation asks for it"
+        assert config.max_positions is not None, "validation requires it"
         self.tokens = VocabParallelEmbedding(config.vocab, config.hidden, tp=context)
         self.positions = LearnedPositions(config.max_positions, config.hidden, tp=context)
 

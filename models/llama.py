@@ -1,8 +1,9 @@
-"""Llama (Touvron et al. 2023, arXiv 2302.13971; grouped-query attention as in Llama 2 and 3),
-written with the layers. With `rope_scaling` it is Llama 3.1, with `qkv_bias` Qwen 2, with `qk_norm`
-Qwen 3, with `window` Mistral.
+"""Llama (Touvron et al. 2023, arXiv 2302.13971), with grouped-query attention of Llama 2 and 3.
 
-Shapes: B batch, S sequence, D hidden, H heads, G key-value heads, K head dim, F ffn, V vocabulary,
+With `rope_scaling` it is Llama 3.1, with `qkv_bias` Qwen 2, with `qk_norm` Qwen 3, with `window`
+Mistral.
+
+Shapes: B batch, S sequence, D hidden, H heads, G key/value heads, K head dim, F ffn, V vocabulary,
 n = tp.
 
     embed               ids [B, S] -> [B, S, D]                  weight [V / n, D]
@@ -25,10 +26,10 @@ from parallel3d.models.decoder import Decoder, DecoderParts
 
 
 class Llama(Decoder):
-    """A decoder with rotary positions, RMSNorm and SwiGLU."""
+    """Decoder with rotary positions, RMSNorm and SwiGLU."""
 
     def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
-        """Returns the parts of a Llama; all blocks share one table of rotary angles."""
+        """Returns the parts of a Llama. All blocks share one table of rotary angles."""
         embed = VocabParallelEmbedding(config.vocab, config.hidden, tp=context)
         return DecoderParts(
             embed=embed,

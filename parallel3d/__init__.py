@@ -1,17 +1,17 @@
 """Hybrid tensor, pipeline and data parallel pretraining on PyTorch.
 
 Your own training loop    parallelize, save_checkpoint, load_checkpoint, Dtypes, ShardingOptions
-Layers split over tp      ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
+Tensor-parallel layers    ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
                           ParallelAttention, ParallelMLP, RMSNorm, vocab_parallel_cross_entropy
-Others' models            tensor_parallelize, split_model, SplitSpec
-A pipeline of your own    PipelineRuntime, Stage, build_schedule, TensorSpec, shard
+Existing models           tensor_parallelize, split_model, SplitSpec
+Your own pipeline         PipelineRuntime, Stage, build_schedule, TensorSpec, shard
 Recipes                   train, load_recipe, Trainer, Callback
-The planner               plan, estimate_memory
+Planner                   plan, estimate_memory
 
-`help(parallel3d.parallelize)` has the loop.
+`help(parallel3d.parallelize)` shows a training loop.
 
-The public names, which `__init__.pyi` lists, are imported when they are first used, because torch
-takes seconds to import, and asking for `--help`, reading a recipe or planning must not pay for it.
+Public names are listed in `__init__.pyi` and imported on first use. Importing torch takes seconds,
+and `--help`, recipe validation and planning do not need it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = value  # the next use does not come here
+    globals()[name] = value  # Later uses skip this function.
     return value
 
 

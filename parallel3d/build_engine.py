@@ -1,4 +1,4 @@
-"""Builds what a rank trains from a recipe: stages, sharded and initialised, and their pipeline."""
+"""Builds the stages, parameters and pipeline of a rank from a recipe."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ from parallel3d.sharding.apply import shard
 from parallel3d.sharding.optimizer_parts import ShardedData, local_parameters
 from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
-# The constructor of a model, which is built whole, on the meta device, with its layers split over
+# Constructor of a model. The full model is built on the meta device with its layers split over
 # `tp`: model_class(config, tp=, sequence_parallel=, recompute=, recompute_every=, device=).
 ModelClass = Callable[..., nn.Module]
 
 
 def block_weights_of(model_class: ModelClass, config: ModelConfig) -> int | None:
-    """Returns the weights of one block's matrices, from which MFU is counted. A class of the user's
-    may have a static method `block_weights(config)` that knows them; None where it has none."""
+    """Returns the number of matmul weights in a block, which MFU is based on.
+
+    Returns None for a custom class without the static method `block_weights(config)`.
+    """
     if not config.is_custom:
         return config.block_weights
     formula = getattr(model_class, "block_weights", None)
@@ -65,9 +67,10 @@ def build_engine(
 ) -> Engine:
     """Builds the stages, parameters and pipeline of this rank.
 
-    A stage is built on the meta device, split over tp, compiled, sharded over the data axes, and
-    filled with weights that depend only on the seed and their names. Without `initialize` it holds
-    what the memory held."""
+    Each stage is built on the meta device, split over tp, compiled, and sharded over the
+    data-parallel axes. Initial weights depend only on the seed and the parameter names. Without
+    `initialize`, parameters stay uninitialized, to be loaded from a checkpoint.
+    """
     parallel = recipe.parallel
     pp = mesh[Role.SPLIT_LAYERS]
     tp = mesh[Role.SPLIT_TENSORS]
@@ -86,16 +89,16 @@ def build_engine(
     masks = recipe.data.documents == "mask"
     if masks and "documents" not in signature(reference.forward).parameters:
         raise ConfigError(
-            f"data.documents = mask: the forward of model.architecture = "
-            f"{recipe.model.architecture} takes no documents; try data.documents=join, or "
-            "documents=None among its arguments, which attention is to stay within"
+            f"data.documents = mask: forward() of model.architecture = "
+            f"{recipe.model.architecture} has no argument documents; use data.documents=join, or "
+            "add documents=None and pass it to the attention"
         )
     named = reference.named_parameters(remove_duplicate=False)
     check_nothing_lost({name for name, _ in named}, ranges)
     aliases = tied_names(reference)
     tied_ends = tuple(sorted(shared_by_ends(aliases, ranges)))
-    # Collectives of tp, a split backward, selective recompute and documents, whose lengths change,
-    # stay outside of graphs.
+    # tp collectives, split backward passes, selective recompute and documents, whose lengths vary,
+    # must stay outside of compiled graphs.
     is_cut = schedule.splits or parallel.recompute == "selective"
     compile_parts = compile_pieces if parallel.tp > 1 or is_cut or masks else compile_blocks
     stages = []
@@ -121,8 +124,8 @@ def build_engine(
         for own in parameters:
             draw = partial(initial_part, specs[own.name], own.name, recipe.train.seed, Axis.of(tp))
             own.part.initialize(draw)
-        # Copies differ if a user's initializer has drawn from another generator.
-        advice = "an initializer must draw from the generator that it is given, and from no other"
+        # Copies differ if a custom initializer draws from another generator.
+        advice = "an initializer must draw only from the generator that it receives"
         copies = copies_of(parameters, {}, axes_of(mesh))
         refuse_differences(copies, parallel, device, when="the initial weights", advice=advice)
     # "seq" is this rank's part of the sequence under sequence parallelism.
@@ -133,7 +136,7 @@ def build_engine(
 
 
 def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
-    """Returns the blocks of each stage: those of the recipe, or balanced by cost."""
+    """Returns the blocks of each stage: as set in the recipe, or balanced by cost."""
     model = recipe.model
     boundaries = recipe.parallel.stage_boundaries
     if boundaries is not None:
@@ -143,7 +146,7 @@ def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
 
 
 def dtypes_of(recipe: Recipe) -> Dtypes:
-    """Returns the dtypes of compute, master weights and gradient reduction."""
+    """Returns the compute, master and reduction dtypes of a recipe."""
     named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     precision, is_pure, _ = recipe.train.precision.partition("_pure")
     compute = named[precision]
@@ -152,13 +155,15 @@ def dtypes_of(recipe: Recipe) -> Dtypes:
 
 
 def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:
-    """Lays a stage over the data ranks. Gradients are summed: a microbatch's loss is divided by the
-    tokens of the global batch. Each block travels by itself, and so do the embedding, and the last
-    norm with the head."""
+    """Shards a stage over the data-parallel axes.
+
+    Gradients are summed, not averaged, because each microbatch's loss is divided by the tokens of
+    the global batch. Units are each block, the embedding, and the last norm with the head.
+    """
     parallel = recipe.parallel
     layers = module.layers
     assert isinstance(layers, nn.ModuleDict)
-    blocks = ["layers.*"] if layers else []  # a head may stand alone
+    blocks = ["layers.*"] if layers else []  # The last stage may have only the head.
     ends = [parts for parts in (FIRST_PARTS, LAST_PARTS) if getattr(module, parts[0]) is not None]
     return shard(
         module,
@@ -179,16 +184,20 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
 
 
 def align_logits(module: nn.Module) -> None:
-    """Lets a GPU multiply into aligned rows of logits, which its fast kernels need, where the
-    vocabulary is odd (GPT-2's 50,257). No parameter changes."""
+    """Pads rows of logits on GPUs for vocabularies of odd size, such as GPT-2's 50,257.
+
+    Fast matmul kernels need aligned rows. No parameter changes.
+    """
     for part in module.modules():
         if isinstance(part, VocabParallelHead):
             part.pad_to(64)
 
 
 def materialize(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
-    """Gives parameters on the meta device memory, on the CPU with `offload`. Tied ones stay tied,
-    which `to_empty` alone would undo."""
+    """Allocates parameters that are on the meta device, on the CPU with `offload`.
+
+    Tied parameters stay tied, which `to_empty` does not ensure.
+    """
     tied = tied_names(module)
     module.to_empty(device="cpu" if offload else device)
     for name, buffer in [*module.named_buffers()]:
@@ -200,7 +209,7 @@ def materialize(module: nn.Module, device: torch.device, *, offload: bool = Fals
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Maps the later name of each parameter that has two names to the first."""
+    """Maps the second name of each tied parameter to its first."""
     first: dict[int, str] = {}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -211,23 +220,25 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compiles, in place and at its first use, the forward of each block of `model.layers`; of a
-    block that is recomputed its `compute`. Hooks of the block (`fully_shard`'s, the reduction of
-    gradients) and recompute stay outside, in any order; collectives of tp are in the graph. A
-    forward that `torch.compile` cannot trace whole is an error at its first use, not a slow graph
-    in pieces."""
+    """Compiles the forward pass of each block in `model.layers`, in place and on first use.
+
+    For recomputed blocks, it compiles their `compute` method. Hooks of the block (`fully_shard`,
+    gradient reduction) and recompute stay outside. tp collectives are in the graph. A graph break
+    is an error, not a slow graph in pieces.
+    """
     for block in model.get_submodule("layers").children():
         method = "compute" if hasattr(block, "compute") else "forward"
-        # this instance's own
+        # Set on the instance.
         setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))
 
 
 def compile_pieces(model: nn.Module) -> None:
-    """Compiles, in place and at their first use, the norms, the rotations and the gated products of
-    a model: what reads and writes memory most for what it computes. The layers around them stay as
-    they are, so that products hide collectives, add their gradients up themselves, and put them off
-    for a split backward. A piece that is given more shapes than torch makes graphs for is computed
-    as without this."""
+    """Compiles the memory-bound parts of a model: norms, rotary embeddings and gated activations.
+
+    The layers around them stay eager, so matmuls can overlap collectives, accumulate gradients and
+    defer them in a split backward pass. A part with more shapes than torch's recompile limit runs
+    eagerly.
+    """
     compile_once = cache(torch.compile)
     for part in model.modules():
         if "pointwise" in vars(part):

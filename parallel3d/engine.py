@@ -1,8 +1,8 @@
-"""What a rank trains, and the order of a training step. The trainer and `parallel_model` share it.
+"""State of a rank and order of a training step, shared by the trainer and `parallel_model`.
 
-After the backward passes of a step, gradients are summed over the data ranks, then over tp and
-between the first and the last stage if they are partial there. The optimizer steps this rank's part
-of each parameter, a plain tensor. Then the modules get what all ranks have stepped.
+After the backward passes of a step, gradients are reduced over the DP ranks. Partial gradients are
+then reduced over tp and between the first and last stage. The optimizer steps this rank's part of
+each parameter, a plain tensor. Finally, the modules receive the values that all ranks stepped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ Observe = Callable[[LocalParameter], None]
 
 
 class Engine:
-    """The pipeline, the data dimension and the parameters of this rank.
+    """Pipeline, data parallelism and parameters of this rank.
 
-    `data` is the data dimension of each stage. `parameters` include frozen ones. `tied_ends` are
-    the names of the parameters that the first and the last stage share. The full model has
-    `parameter_count` parameters."""
+    Args:
+        pipeline: Pipeline runtime of this rank's stages.
+        data: Data-parallel handle of each stage.
+        parameters: Parameters of this rank, including frozen ones.
+        axes: Mesh axes by name.
+        tied_ends: Names of the parameters that the first and the last stage share.
+        parameter_count: Number of parameters of the full model.
+    """
 
     def __init__(
         self,
@@ -49,27 +54,29 @@ class Engine:
         self.parameter_count = parameter_count
         self._tp = axes[Role.SPLIT_TENSORS]
         self._partial = [p for p in self.trained if p.spec.partial_gradient and self._tp.size > 1]
-        # the pipeline ranks that hold the first and the last stage
+        # Pipeline ranks that hold the first and the last stage.
         placement = pipeline.schedule.placement
         layers = axes[Role.SPLIT_LAYERS]
         ends = placement[0], placement[-1]
-        self._ends = ONE_RANK  # or both ends of this pipeline, on these, if they share weights
+        self._ends = ONE_RANK  # Axis of size 2 on both end ranks if they share weights.
         if tied_ends and ends[0] != ends[1] and layers.rank in ends:
             ranks = dist.get_process_group_ranks(layers.group)
             members = [ranks[end] for end in ends]
             group = group_of(members, "pipeline_ends", name=f"{pipeline.links.name} ends")
             self._ends = Axis(2, ends.index(layers.rank), group)
-        # The weights are in the same order on both ends. A rank may have both ends of a weight.
+        # Weights are in the same order on both ends. A rank may hold both copies of a weight.
         named = [[p for p in self.trained if p.name == name] for name in tied_ends]
         self._tied = [held[0] for held in named if held and self._ends.size == 2]
         self._pairs = [held for held in named if len(held) == 2]
 
     def finish_gradients(self, observe: Observe | None = None) -> None:
-        """Completes the gradients after the last backward pass of a step. After the data ranks' sum
-        come one all-reduce over tp of the norms' weights (with sequence parallelism), and one of
-        each tied weight between the first and the last pipeline rank. `observe` is called with each
-        parameter when its gradient is complete."""
-        device = self.pipeline.links.device  # gradients may be on the CPU
+        """Completes the gradients after the last backward pass of a step.
+
+        Reduces gradients over the DP ranks. Then one all-reduce over tp sums the gradients of norms
+        under sequence parallelism, and one per tied weight sums first and last stage. `observe` is
+        called with each parameter once its gradient is complete.
+        """
+        device = self.pipeline.links.device  # Gradients may be on the CPU.
         for data in self.data:
             data.finish_gradients()
         for parameter in self.trained:
@@ -91,9 +98,10 @@ class Engine:
                 observe(parameter)
 
     def squared_norm(self) -> Tensor:
-        """Returns this rank's share of the squared norm of the gradient, a float64 scalar. The sum
-        of the shares over all ranks of the mesh is the squared norm, each parameter counted
-        once."""
+        """Returns this rank's share of the squared gradient norm, a float64 scalar.
+
+        The sum of all ranks' shares is the squared norm. Each parameter counts once.
+        """
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in self.trained:
             if not parameter.is_copy:
@@ -101,19 +109,18 @@ class Engine:
                 by_copies.setdefault(copies, []).append(gradient_of(parameter))
         total = torch.zeros((), dtype=torch.float64, device=self.pipeline.links.device)
         for copies, gradients in by_copies.items():
-            # The norms are float32 at least, because torch's own total norm of bf16 gradients would
-            # be rounded to bf16.
+            # Norms are at least float32, because torch would round the total norm of bf16 gradients
+            # to bf16.
             each = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
             total = total + torch.linalg.vector_norm(torch.stack(each)).double().square() / copies
         return total
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiplies all gradients."""
         if factor != 1.0 and self.trained:
             scale_([gradient_of(parameter) for parameter in self.trained], factor)
 
     def publish(self) -> None:
-        """Makes the modules compute with what is in `parameters` from now on."""
+        """Makes the modules compute with the updated parameters."""
         for data in self.data:
             data.publish()
 
@@ -122,23 +129,22 @@ class Engine:
             data.clear_gradients()
 
     def free_gathered(self) -> None:
-        """Frees the gathered parameters that a forward pass without a backward pass leaves."""
+        """Frees parameters that a forward pass without a backward pass left gathered."""
         for data in self.data:
             data.free_gathered()
 
     def copies(self, states: States) -> list[Copies]:
-        """Returns the tied weights and their optimizer states, which both ends of this pipeline
-        hold."""
+        """Returns the tied weights and optimizer states that both ends of this pipeline hold."""
         tied = tensors_of(self._tied, states)
         return [Copies(self._ends, tied)] if tied else []
 
 
 def gradient_of(parameter: LocalParameter) -> Tensor:
-    """Returns the gradient of this rank's part. Raises ConfigError if it has none."""
+    """Returns the gradient of this rank's part. Raises ConfigError if there is none."""
     gradient = parameter.local.grad
     if gradient is None:
         raise ConfigError(
-            f"{parameter.name}: no forward pass of this step used it; remove it, or freeze it by "
+            f"{parameter.name}: no forward pass of this step used it; remove it, or freeze it with "
             "requires_grad_(False)"
         )
     return gradient

@@ -1,4 +1,4 @@
-"""Every error that a user can meet, each with the exit status that a command ends with."""
+"""Exceptions that users can see, with the exit status of the command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# an escape, unless it begins a style that this project prints
+# An escape character, unless it begins a style that this project prints.
 _OWN_STYLE = r"\x1b(?!\[(?:0|1|30;48;5;\d{1,3})m)"
 _STEERING = re.compile(
     _OWN_STYLE + r"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -15,38 +15,40 @@ _STEERING = re.compile(
 
 
 class Parallel3dError(Exception):
-    """Base of the tree; `exit_status` is what a command returns for it."""
+    """Base class. `exit_status` is the exit status of the command."""
 
     exit_status = 1
 
 
 class ConfigError(Parallel3dError):
-    exit_status = 2  # a key, a value, the rule it breaks, a value that would do
+    exit_status = 2  # Invalid key or value. The message names the rule and a value that works.
 
 
 class ClusterError(Parallel3dError):
-    """A recipe would not run on this cluster, as `parallel3d-launch check` has found."""
+    """A recipe would not run on this cluster, according to `parallel3d-launch check`."""
 
 
 class DataError(Parallel3dError):
-    exit_status = 65  # a corpus or a batch that cannot be trained on
+    exit_status = 65  # A corpus or batch that cannot be used for training.
 
 
 class CheckpointError(Parallel3dError):
-    exit_status = 65  # a checkpoint that cannot be read
+    exit_status = 65  # A checkpoint that cannot be loaded.
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint's files are not those that were saved. Another checkpoint of the run may do."""
+    """Damaged checkpoint files. Another checkpoint of the run may be intact."""
 
 
 class SaveError(Parallel3dError):
-    exit_status = 73  # a checkpoint or another file of a run that cannot be written
+    exit_status = 73  # A checkpoint or other output file that cannot be written.
 
 
 class NotSavedInTimeError(SaveError):
-    """A run was asked to end by a signal, and had not saved its state within checkpoint.grace_s.
-    Its exit status is that of a process which the signal has ended."""
+    """A run that a signal ended before it saved its state within checkpoint.grace_s.
+
+    The exit status is that of a process killed by the signal.
+    """
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message, signum)
@@ -57,48 +59,48 @@ class NotSavedInTimeError(SaveError):
 
 
 class RunLockedError(Parallel3dError):
-    exit_status = 73  # another run writes into the folder
+    exit_status = 73  # Another run writes to the folder.
 
 
 class SinkError(Parallel3dError):
-    exit_status = 73  # a dashboard that does not take what is sent to it
+    exit_status = 73  # A logging service that rejects data.
 
 
 class RendezvousError(Parallel3dError):
-    exit_status = 69  # the workers did not find each other
+    exit_status = 69  # Workers that did not find each other.
 
 
 class RankError(Parallel3dError):
-    exit_status = 70  # a worker died, raised or hung
+    exit_status = 70  # A worker that died, failed or hung.
 
 
 class ReplicaError(Parallel3dError):
-    exit_status = 70  # ranks that must hold the same tensors do not
+    exit_status = 70  # Ranks whose replicated tensors differ.
 
 
 class ScheduleError(Parallel3dError):
-    exit_status = 70  # a pipeline schedule that cannot run to its end
+    exit_status = 70  # A pipeline schedule that cannot complete.
 
 
 class NonFiniteError(Parallel3dError):
-    exit_status = 71  # the loss or the gradient norm is NaN or infinite
+    exit_status = 71  # A NaN or infinite loss or gradient norm.
 
 
 class SpikeError(NonFiniteError):
-    """The loss or the gradient norm is finite, and spikes again whatever is done about it."""
+    """A loss or gradient norm that is finite but keeps spiking after recovery attempts."""
 
 
 class PreemptedError(Parallel3dError):
-    exit_status = 75  # the run was asked to end, and has saved its state
+    exit_status = 75  # A run that was asked to stop and has saved its state.
 
 
 class CtrlCError(PreemptedError):
-    exit_status = 130  # Ctrl-C has asked for it, and nothing is to start the run again by itself
+    exit_status = 130  # Stopped by Ctrl-C. The run must not be restarted automatically.
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the file system in this block, which writes `path`, into a SaveError."""
+    """Converts file system errors of a block that writes `path` to SaveError."""
     try:
         yield
     except OSError as error:
@@ -108,6 +110,5 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Returns `text` with the characters that steer a terminal as escapes. Newlines and tabs
-    stay."""
+    """Escapes control characters of terminals in `text`, except newlines and tabs."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,5 +1,7 @@
-"""Writes the model of a checkpoint as a folder that transformers opens: safetensors, config.json,
-tokenizer. One process does it, a file at a time, whatever the layout that saved the checkpoint."""
+"""Exports the model of a checkpoint to a Hugging Face folder: safetensors, config.json, tokenizer.
+
+One process writes it file by file, whatever the layout that saved the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,23 @@ from parallel3d.data.corpus import find_tokenizer
 from parallel3d.data.tokenizers import JsonTokenizer, Tokenizer
 from parallel3d.errors import CheckpointError, ConfigError, DataError, writing
 
-# the files next to a published tokenizer.json that its readers need
+# Files next to a published tokenizer.json that readers need.
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportForm:
-    """How a model is written: its config, the longest sequence that it was trained on, torch's name
-    of the weights' type (None: as they were saved), the largest file, and what its tokenizer adds:
-    files by their names, and the id that ends a text. `notes` are for the user."""
+    """Settings of an export.
+
+    Args:
+        model: Model config.
+        seq_len: Longest sequence length of training.
+        dtype: torch's name of the weight dtype. None keeps the saved dtypes.
+        largest_file_bytes: Size limit of a safetensors file.
+        tokenizer_files: Content of tokenizer files by name.
+        end_of_text: Token id that ends a document.
+        notes: Messages to the user.
+    """
 
     model: ModelConfig
     seq_len: int
@@ -44,8 +54,10 @@ class ExportForm:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> ExportForm:
-        """Returns the form of a run's model. If the tokenizer of its first corpus is not there
-        any more, or was never known, the model is exported without one."""
+        """Returns the settings for the model of a run.
+
+        If the tokenizer of the first corpus is unavailable, the model is exported without one.
+        """
         form = cls(model=recipe.model, seq_len=recipe.train.seq_len)
         try:
             tokenizer = find_tokenizer(recipe.data.corpora[0])
@@ -56,8 +68,11 @@ class ExportForm:
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Returns a tokenizer.json and the files next to it, or a configuration that tells transformers
-    which class reads it. Bytes have no such file."""
+    """Returns tokenizer.json and the files next to it.
+
+    Without a published configuration, it creates one that names the transformers class. Byte
+    tokenizers have no files.
+    """
     if not isinstance(tokenizer, JsonTokenizer):
         return {}
     config = {
@@ -74,23 +89,25 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor that is to be written, and what it is made of."""
+    """A tensor of the export and its sources in the checkpoint."""
 
     source: HfTensor
-    like: Tensor  # has its shape and type, on the meta device
+    like: Tensor  # Meta tensor with its shape and dtype.
 
 
 def export(checkpoint: Path, to: Path, form: ExportForm) -> Iterator[str]:
-    """Writes the folder next to `to` and renames it there, and yields each tensor's name when it is
-    read. Of replicas that trained apart the outer parameters are the model.
+    """Exports a checkpoint to the folder `to`. Yields the name of each tensor that was read.
 
-    Raises ConfigError if no family of transformers has the model or `to` is not free,
-    CheckpointError for a checkpoint that cannot be read or is of another model, and SaveError if
-    the folder cannot be written."""
+    It writes a temporary folder first and renames it.
+
+    For replicas trained by local SGD, it exports the outer parameters.
+
+    Raises ConfigError if no transformers family fits the model or `to` exists, CheckpointError if
+    the checkpoint is unreadable or belongs to another model, and SaveError if the folder cannot be
+    written.
+    """
     if to.exists() or to.resolve().is_relative_to(checkpoint.resolve()):
-        raise ConfigError(
-            f"DIR = {to}: is there already, or lies in the checkpoint; try another folder"
-        )
+        raise ConfigError(f"DIR = {to}: exists or is inside the checkpoint; choose another folder")
     manifest = read_manifest(checkpoint)
     tensors = _exported_tensors(checkpoint, manifest, form)
     files = _files(tensors, form.largest_file_bytes)
@@ -98,7 +115,8 @@ def export(checkpoint: Path, to: Path, form: ExportForm) -> Iterator[str]:
     with writing(to):
         parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{to.name}.", suffix=".partial", dir=parent) as own:
-            partial = Path(own) / "model"  # with the usual permissions, which `own` lacks
+            # A subfolder, because the temporary folder itself has restrictive permissions.
+            partial = Path(own) / "model"
             partial.mkdir()
             for name, written in files.items():
                 values: dict[str, Tensor] = {}
@@ -114,15 +132,17 @@ def export(checkpoint: Path, to: Path, form: ExportForm) -> Iterator[str]:
 def _exported_tensors(
     checkpoint: Path, manifest: Manifest, form: ExportForm
 ) -> list[ExportedTensor]:
-    """Returns all tensors of the model, in the order of the table. Raises CheckpointError if the
-    checkpoint has others than the config says."""
+    """Returns all tensors of the model in the order of the family's table.
+
+    Raises CheckpointError if they do not match the tensors of the checkpoint.
+    """
     sources = list(hf_tensors(form.model))
     needed = {f"model.{name}" for source in sources for name in source.parameters}
     saved = {name for name in manifest.tensors if name.startswith("model.")}
     for name in sorted(needed ^ saved):
-        words = "has" if name in saved else "has no"
+        words = "unexpected" if name in saved else "missing"
         raise CheckpointError(
-            f"{checkpoint}: {words} {name}; it is of another model than its config.yaml"
+            f"{checkpoint}: {words} tensor {name}; the checkpoint does not match its config.yaml"
         )
     tensors = []
     for source in sources:
@@ -134,8 +154,7 @@ def _exported_tensors(
 
 
 def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[ExportedTensor]]:
-    """Returns the tensors of each file. A file is as large as allowed, unless a single tensor is
-    larger."""
+    """Distributes tensors over files up to the size limit. A larger tensor gets its own file."""
     files: list[list[ExportedTensor]] = [[]]
     for tensor in tensors:
         filled_bytes = sum(each.like.nbytes for each in files[-1])
@@ -150,8 +169,7 @@ def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[
 
 
 def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tensor:
-    """Returns a tensor as it is written. Raises CheckpointError if a weight is too large for
-    float16."""
+    """Returns a tensor as exported. Raises CheckpointError if a weight overflows float16."""
     made = torch.empty_like(tensor.like, device="cpu")
     parts = (made.t() if tensor.source.transposed else made).chunk(len(tensor.source.parameters))
     for name, part in zip(tensor.source.parameters, parts, strict=True):
@@ -159,14 +177,13 @@ def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tenso
         read_box(checkpoint, saved, [0] * part.ndim, part)
     if made.dtype == torch.float16 and not all(end.isfinite() for end in made.aminmax()):
         raise CheckpointError(
-            f"{checkpoint}: {tensor.source.name} has numbers beyond float16's; try --dtype bf16"
+            f"{checkpoint}: {tensor.source.name} has values beyond float16; use --dtype bf16"
         )
     return made
 
 
 def _write_others(folder: Path, files: dict[str, list[ExportedTensor]], form: ExportForm) -> None:
-    """Writes config.json, generation_config.json, the index of several files, and the tokenizer's
-    files."""
+    """Writes config.json, generation_config.json, tokenizer files and the index."""
     weights: dict[str, str] = {}
     total = 0
     for name, written in files.items():

@@ -1,8 +1,7 @@
-"""The mesh: torch's DeviceMesh with every axis of ParallelConfig on it, and an axis as its
-collectives need it.
+"""Device mesh with all axes of ParallelConfig, and `Axis`, the form that collectives use.
 
-Axes of size 1 are on the mesh too, so that no code asks whether an axis exists. The axis tp is
-innermost, so that its ranks are neighbours.
+Axes of size 1 are on the mesh too, so no code needs to check whether an axis exists. tp is
+innermost, so its ranks are neighbors.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from parallel3d.torch_private import group_of
 
 
 class Role(StrEnum):
-    """What an axis of the mesh is for; the value is its name: `mesh[Role.SPLIT_TENSORS]`. No other
-    module knows the names."""
+    """Purpose of a mesh axis. The value is the axis name: `mesh[Role.SPLIT_TENSORS]`.
+
+    No other module contains the names.
+    """
 
     SPLIT_LAYERS = "pp"
     REPLICATE = "dp_replicate"
@@ -30,11 +31,11 @@ class Role(StrEnum):
     SPLIT_TENSORS = "tp"
 
 
-DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # their ranks get different data
+DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # Their ranks receive different data.
 
 
 def dp_rank(parallel: ParallelConfig, rank: int) -> int:
-    """Returns the place of a rank among the `parallel.dp` ranks that get different data."""
+    """Returns the index of a rank among the `parallel.dp` data-parallel ranks."""
     coordinates = parallel.coordinates(rank)._asdict()
     place = 0
     for role in DATA_ROLES:
@@ -44,37 +45,41 @@ def dp_rank(parallel: ParallelConfig, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as its collectives need it. It is looked up once, because a question to
-    a DeviceMesh takes longer than a small matrix product."""
+    """A mesh axis for collectives.
+
+    It is looked up once, because querying a DeviceMesh takes longer than a small matmul.
+    """
 
     size: int
-    rank: int  # the place of this rank on the axis
-    group: dist.ProcessGroup | None  # None on an axis of size 1, over which nothing is ever sent
+    rank: int  # Index of this rank on the axis.
+    group: dist.ProcessGroup | None  # None for size 1, where nothing is sent.
 
     def rows(self, size: int) -> range:
-        """Returns the rows that this rank has of a dim that is split over the axis."""
+        """Returns this rank's rows of a dim that is split over the axis."""
         return shard_rows(size, self.rank, self.size)
 
     def part(self, full: Tensor, dim: int | None) -> Tensor:
-        """Returns this rank's part of a tensor that is split in `dim` (None: all of it), a view."""
+        """Returns a view of this rank's part along `dim`, or the full tensor for None."""
         if dim is None:
             return full
         rows = self.rows(full.shape[dim])
         return full.narrow(dim, rows.start, len(rows))
 
     def __deepcopy__(self, memo: object) -> Axis:
-        return self  # a copy of a module works over the same ranks
+        return self  # A copy of a module uses the same ranks.
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Axis:
-        """Returns the axis of a one-dimensional mesh; None gives an axis of size 1. Raises
-        TypeError for all else."""
+        """Returns the axis of a one-dimensional mesh, or an axis of size 1 for None.
+
+        Raises TypeError for other arguments.
+        """
         if mesh is None:
             return ONE_RANK
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             raise TypeError(
-                f"{mesh!r} is no axis: pass a one-dimensional DeviceMesh, such as mesh['tp'], or "
-                "None"
+                f"mesh = {mesh!r}: must be a one-dimensional DeviceMesh or None; pass an axis, for "
+                "example mesh['tp']"
             )
         if mesh.size() == 1:
             return ONE_RANK
@@ -85,12 +90,20 @@ ONE_RANK = Axis(1, 0, None)
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, Axis]:
-    """Returns every axis of a mesh by its name, outermost first."""
+    """Returns all axes of a mesh by name, outermost first."""
     return {name: Axis.of(mesh[name]) for name in mesh.mesh_dim_names or ()}
 
 
 def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
-    """Builds the mesh of a layout over all ranks of the default process group.
+    """Builds the device mesh of a layout over all ranks of the default process group.
+
+    Args:
+        parallel: Layout.
+        device_type: "cuda" or "cpu".
+
+    Returns:
+        Mesh with the axes pp, dp_replicate, dp_shard and tp, from the outermost inward. Every axis
+        exists, also with size 1.
 
     Example:
         >>> layout = parallel3d.ParallelConfig(pp=2, dp_shard=2, tp=2)
@@ -104,14 +117,16 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh) -> list[int]:
-    """Returns the ranks over which gradients of this rank are summed."""
+    """Returns the global ranks that this rank reduces gradients with."""
     return mesh[DATA_ROLES].mesh.flatten().tolist()
 
 
 def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the part of `mesh` that holds this rank's replica of the model: the same axes, with
-    dp_replicate of size 1, so that whatever is given this mesh sends nothing to other replicas.
-    Every rank of a replica calls it at once."""
+    """Returns the sub-mesh of this rank's model replica, with dp_replicate of size 1.
+
+    Code that uses this mesh sends nothing to other replicas. All ranks of a replica must call it
+    together.
+    """
     names = mesh.mesh_dim_names or ()
     replicas = mesh[Role.REPLICATE]
     if replicas.size() == 1:

@@ -1,4 +1,4 @@
-"""`parallelize`: one object that owns the order of a training step, in every layout.
+"""`parallelize`: wraps a model in an object that defines the training step in every layout.
 
     model = parallelize(model, mesh, sharding="FULL_SHARD", schedule="1f1b", microbatches=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -9,10 +9,10 @@
         model.zero_grad()
 
 [Note: two kinds of parameters] The modules of a stage compute with one set of tensors, and the
-optimizer steps another, because a strategy may gather, cast or split what it computes with.
-`ParallelModel` holds the second set under the names of the full model, as DTensors if ranks share
-a tensor. So torch's optimizers, norms and state dicts see full tensors. Hooks on all optimizers
-check the order of calls, and make the modules compute with the new values after a step.
+optimizer steps another, because a strategy may gather, cast or split the former. `ParallelModel`
+holds the latter under the names of the full model, as DTensors if ranks share a tensor. torch's
+optimizers, norms and state dicts therefore see full tensors. Hooks on all optimizers check the
+order of calls, and publish updated values to the modules after each step.
 """
 
 from __future__ import annotations
@@ -69,28 +69,34 @@ def parallelize(
     dtypes: Dtypes | None = None,
     options: ShardingOptions | None = None,
 ) -> ParallelModel:
-    """Lays a model over the ranks of a mesh. Every rank calls it with the same arguments, and
-    builds its optimizer on `parameters()` of the result.
+    """Distributes a model over the ranks of a mesh for training.
+
+    Call it on every rank with the same arguments. Then build the optimizer from `parameters()` of
+    the result.
 
     Args:
-        model: Full model, the same on every rank, or the stages that this rank has of it. Its
-            layers are already split over tp.
-        mesh: Mesh with some of the axes pp, dp_replicate, dp_shard and tp. Missing ones have size
-            1. It has at least one of dp_replicate and dp_shard.
-        sharding: Strategy of the data-parallel dimension (docs/reference/sharding.md).
-        schedule: Name of the pipeline schedule. Without a pipeline the microbatches run one after
-            the other.
-        microbatches: Number of equal parts into which each rank's batch is split.
-        virtual_stages: Stages on each pipeline rank. "zb_v" and "dualpipe_v" have 2.
-        split: How the model is split into stages: names of modules that run one after the other, or
-            a `SplitSpec`. Default: the modules of a Sequential, and the table of the model's family
-            for a model of transformers.
-        boundaries: Number of the first module, or block, of each stage except the first. Default:
+        model: Full model, identical on every rank, or the list of this rank's stages. Its layers
+            must already be split over tp.
+        mesh: Mesh with axes among pp, dp_replicate, dp_shard and tp. Missing axes have size 1. It
+            needs dp_replicate or dp_shard.
+        sharding: Data-parallel strategy (docs/reference/sharding.md).
+        schedule: Pipeline schedule. Without a pipeline, microbatches run one after another.
+        microbatches: Number of equal parts that each rank's batch is split into.
+        virtual_stages: Stages per pipeline rank. "zb_v" and "dualpipe_v" need 2.
+        split: How to split the model into stages: names of modules that run one after another, or a
+            `SplitSpec`. Default: the children of a Sequential, or the built-in `SplitSpec` of a
+            transformers family.
+        boundaries: Index of the first module or block of each stage except the first. Default:
             equal numbers of parameters, or of blocks.
-        wrap, dtypes, options: As `shard` takes them.
+        wrap: Modules whose parameters are gathered together, as in `shard`.
+        dtypes: Data types, as in `shard`. Default: the dtype of the model's parameters.
+        options: Communication options, as in `shard`.
+
+    Returns:
+        `ParallelModel` with the methods of a training step.
 
     Raises:
-        ValueError: The mesh, the model and the options do not suit each other.
+        ValueError: Mesh, model and options do not fit together.
 
     Example:
         >>> model = parallel3d.parallelize(model, mesh, schedule="1f1b", microbatches=8)
@@ -128,19 +134,20 @@ def parallelize(
         calls,
         plan,
         mesh[Role.SPLIT_LAYERS] if layers.size > 1 else None,
-        boundaries=[()] * (plan.stages - 1),  # found at the first batch
+        boundaries=[()] * (plan.stages - 1),  # Determined at the first batch.
         device=mesh.device_type,
     )
     return ParallelModel(Engine(pipeline, data, parameters, axes), given)
 
 
 class ParallelModel(nn.Module):
-    """What `parallelize` returns: the parameters that an optimizer steps on this rank, and the
-    calls of a training step.
+    """A distributed model with the methods of a training step, created by `parallelize`.
 
-    A call that is missing or in the wrong order raises RuntimeError, with three exceptions. Two
-    `forward_backward` before a step add their gradients. Without `clip_grad_norm_` nothing is
-    clipped. `zero_grad` without a step leaves the step out.
+    `parameters()` returns the parameters that an optimizer steps on this rank.
+
+    A missing or misplaced call raises RuntimeError. There are three exceptions. Several
+    `forward_backward` calls before a step accumulate gradients. `clip_grad_norm_` is optional.
+    `zero_grad` without a step skips the step.
 
     Example:
         >>> loss = model.forward_backward(inputs, labels, loss_fn)
@@ -153,7 +160,7 @@ class ParallelModel(nn.Module):
     def __init__(self, engine: Engine, given: Sequence[nn.Parameter] = ()) -> None:
         super().__init__()
         self._engine = engine
-        self._shapes: object = None  # of the microbatch for which the boundaries were found
+        self._shapes: object = None  # Shapes of the microbatch that determined the boundaries.
         self._stepped: set[nn.Parameter] = set()
         owner = weakref.ref(self)
         self._held: list[tuple[LocalParameter, nn.Parameter]] = []
@@ -179,7 +186,7 @@ class ParallelModel(nn.Module):
         _watch_optimizers()
 
     def _holder(self, path: str) -> nn.Module:
-        """Returns the module of this tree that stands for a stage's module."""
+        """Returns the submodule that mirrors `path` of a stage. Creates it if needed."""
         holder: nn.Module = self
         for name in filter(None, path.split(".")):
             if name not in holder._modules:
@@ -189,28 +196,32 @@ class ParallelModel(nn.Module):
 
     @property
     def stages(self) -> list[nn.Module]:
-        """The modules of this rank's stages, which compute."""
+        """Modules of this rank's stages."""
         return [stage.module for stage in self._engine.pipeline.stages.values()]
 
     def forward_backward(
         self, inputs: Any, labels: Any, loss_fn: LossFunction, **keywords: Any
     ) -> Tensor:
-        """Runs the forward and the backward pass of a batch, and sums the gradients.
+        """Runs the forward and backward pass of a batch and accumulates gradients.
 
         Args:
-            inputs: This data-parallel rank's part of the batch, a tensor or a tuple of tensors
-                [batch, ...]; the same on all its tp and pipeline ranks.
-            labels: What `loss_fn` takes, likewise.
+            inputs: This data-parallel rank's part of the batch: a tensor or tuple of tensors
+                [batch, ...], identical on its tp and pipeline ranks.
+            labels: Second argument of `loss_fn` for the batch, of the same form.
             loss_fn: `loss_fn(output, labels)` returns the mean loss of a microbatch.
-            keywords: Tensors [batch, ...] that go to every stage's forward.
+            keywords: Tensors [batch, ...] passed to the forward pass of every stage.
 
         Returns:
             Mean loss over the microbatches and data-parallel ranks, the same on every rank.
+
+        Raises:
+            RuntimeError: Gradients of the previous step were not cleared.
+            ValueError: The batch size is not a multiple of `microbatches`.
         """
         earlier = [parameter.grad for _, parameter in self._held]
         if self._stepped and any(grad is not None for grad in earlier):
             raise RuntimeError(
-                "forward_backward: the gradients of the last step are still there; call "
+                "forward_backward: the gradients of the last step were not cleared; call "
                 "model.zero_grad() after optimizer.step()"
             )
         earlier = [None if grad is None else grad.clone() for grad in earlier]
@@ -226,16 +237,37 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction, **keywords: Any) -> Tensor:
-        """Returns the loss as `forward_backward` does, without training."""
+        """Computes the loss of a batch without training.
+
+        Args:
+            inputs: As in `forward_backward`.
+            labels: As in `forward_backward`.
+            loss_fn: As in `forward_backward`.
+            keywords: As in `forward_backward`.
+
+        Returns:
+            Mean loss over the microbatches and data-parallel ranks, the same on every rank.
+        """
         return self._run(inputs, labels, loss_fn, keywords)
 
     @torch.compiler.disable
     def forward(self, inputs: Any, **keywords: Any) -> Any:
-        """Returns the outputs for a batch on the ranks of the last stage, and None on others."""
+        """Computes the outputs of a batch. Call it under `torch.no_grad()`.
+
+        Args:
+            inputs: This data-parallel rank's part of the batch, as in `forward_backward`.
+            keywords: Tensors [batch, ...] passed to the forward pass of every stage.
+
+        Returns:
+            Outputs on ranks of the last stage, None on other ranks.
+
+        Raises:
+            RuntimeError: Gradients are enabled.
+        """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "model(inputs): has no backward pass; call model.forward_backward(inputs, labels, "
-                "loss_fn), or use torch.no_grad() for outputs alone"
+                "model(inputs): cannot run with gradients enabled; use torch.no_grad() for "
+                "outputs, or call model.forward_backward(inputs, labels, loss_fn)"
             )
         outputs: list[Any] = self._run(inputs, None, None, keywords)
         return torch.cat(outputs) if outputs else None
@@ -267,8 +299,17 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients down to a norm of `max_norm` if theirs is larger. Returns the norm
-        of the full model's gradient before, the same on every rank."""
+        """Scales gradients down to a norm of at most `max_norm`.
+
+        Args:
+            max_norm: Largest norm of the gradient of the full model.
+
+        Returns:
+            Norm before clipping, the same on every rank.
+
+        Raises:
+            RuntimeError: There are no gradients, or the optimizer has already stepped.
+        """
         self._need_gradients("clip_grad_norm_", self.parameters())
         square = all_reduce_over(self._engine.axes, self._engine.squared_norm())
         norm = square.sqrt()
@@ -279,15 +320,18 @@ class ParallelModel(nn.Module):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients. They are None afterwards, whatever `set_to_none` is."""
+        """Clears the gradients. They become None for any `set_to_none`."""
         for _, parameter in self._held:
             parameter.grad = None
         self._stepped.clear()
         self._engine.clear_gradients()
 
     def publish(self) -> None:
-        """Makes the stages compute with the values of `parameters()`, after you changed them
-        without an optimizer or `load_state_dict`. Every rank calls it."""
+        """Makes the stages compute with the values of `parameters()`.
+
+        Call it on every rank after you changed them other than by an optimizer or
+        `load_state_dict`.
+        """
         self._engine.publish()
 
     def train(self, mode: bool = True) -> ParallelModel:
@@ -297,11 +341,11 @@ class ParallelModel(nn.Module):
         return self
 
     def check_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raises RuntimeError if an optimizer must not step these parameters now."""
+        """Raises RuntimeError if an optimizer must not step these parameters yet."""
         self._need_gradients("optimizer.step()", parameters)
 
     def finish_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Publishes what an optimizer has stepped."""
+        """Publishes parameters that an optimizer stepped."""
         self._stepped.update(parameters)
         self._engine.publish()
 
@@ -309,7 +353,7 @@ class ParallelModel(nn.Module):
         parameters = [*parameters]
         if not self._stepped.isdisjoint(parameters):
             raise RuntimeError(
-                f"{call}: the optimizer has stepped with these gradients already; call "
+                f"{call}: the optimizer has already used these gradients; call "
                 "model.zero_grad() and model.forward_backward(...) first"
             )
         if all(parameter.grad is None for parameter in parameters):
@@ -319,8 +363,10 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def _find_boundaries(self, inputs: Any, keywords: Mapping[str, Any]) -> list[Boundary]:
-        """Runs one microbatch through the stages, each on its rank, to learn what crosses between
-        them. Only shapes are sent."""
+        """Runs one microbatch through the stages to determine the tensors between them.
+
+        Each stage runs on its rank. Only shapes are sent.
+        """
         pipeline, boundaries = self._engine.pipeline, list[Boundary]()
         device = pipeline.links.device
         taken = _as_tuple(inputs)
@@ -340,13 +386,13 @@ class ParallelModel(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "a parallelized model stays where it is; move or cast the model before parallelize(), "
-            "or give it dtypes=Dtypes(...)"
+            "a parallelized model cannot be moved or cast; do so before parallelize(), or pass "
+            "dtypes=Dtypes(...)"
         )
 
     def __deepcopy__(self, memo: object) -> Any:
         raise RuntimeError(
-            "a parallelized model cannot be copied, because its ranks share it; copy its values by "
+            "a parallelized model cannot be copied; copy its values with "
             "copy.deepcopy(model.state_dict()), or average lists of model.parameters()"
         )
 
@@ -356,7 +402,7 @@ def _axes(mesh: DeviceMesh) -> dict[str, Axis]:
     names = mesh.mesh_dim_names or ()
     if not names or {*names} - {*Role}:
         raise ValueError(
-            f"mesh with the axes {list(names)}: must be some of {', '.join(Role)}; try "
+            f"mesh with the axes {list(names)}: axes must be among {', '.join(Role)}; try "
             "init_device_mesh(..., mesh_dim_names=('dp_shard',))"
         )
     return {role.value: Axis.of(mesh[role] if role in names else None) for role in Role}
@@ -365,7 +411,7 @@ def _axes(mesh: DeviceMesh) -> dict[str, Axis]:
 def _split(
     model: nn.Module, stages: int, split: Split | None, boundaries: Sequence[int] | None
 ) -> Sequence[nn.Module]:
-    """Splits a model into stages, by default of equal numbers of parameters or blocks."""
+    """Splits a model into stages, by default with equal numbers of parameters or blocks."""
     if stages == 1:
         return [model]
     if split is None and isinstance(model, nn.Sequential):
@@ -385,8 +431,7 @@ def _split(
 
 
 def _even_boundaries(sizes: Sequence[int], stages: int) -> list[int]:
-    """Returns the first part of each stage after the first, such that stages have about the same
-    size and none is empty."""
+    """Returns the first module of each stage after the first. Stages have similar sizes."""
     totals, boundaries = list(accumulate(sizes)), [0]
     for stage in range(1, stages):
         at = 1 + bisect_left(totals, totals[-1] * stage / stages)
@@ -400,11 +445,11 @@ def _as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 def _microbatches(batch: Any, count: int) -> Sequence[Any]:
-    """Splits a batch into `count` equal parts: a tensor, or a tuple or dict of tensors."""
+    """Splits a tensor, or a tuple or dict of tensors, into `count` equal parts."""
     if isinstance(batch, Tensor):
         if batch.shape[0] % count:
             raise ValueError(
-                f"a batch of {batch.shape[0]} samples: must be a multiple of microbatches = {count}"
+                f"batch size {batch.shape[0]}: must be a multiple of microbatches = {count}"
             )
         return batch.chunk(count)
     if isinstance(batch, Mapping):
@@ -414,15 +459,18 @@ def _microbatches(batch: Any, count: int) -> Sequence[Any]:
 
 
 def _parallelized(optimizer: Optimizer) -> dict[ParallelModel, list[nn.Parameter]]:
-    """Returns the parameters of parallelized models that an optimizer steps. Raises RuntimeError
-    for one that was built with the parameters before."""
+    """Returns the parameters of parallelized models that an optimizer steps.
+
+    Raises RuntimeError for an optimizer that was built with the original parameters.
+    """
     found: dict[ParallelModel, list[nn.Parameter]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if hasattr(parameter, "was_parallelized"):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step(): was built before parallelize(), which "
-                    "gives the model other parameters; build it on model.parameters() of the result"
+                    f"{type(optimizer).__name__}.step(): the optimizer was built before "
+                    "parallelize(), which replaces parameters; build it on model.parameters() of "
+                    "the result"
                 )
             model = getattr(parameter, "parallel_model", lambda: None)()
             if model is not None:
@@ -432,7 +480,7 @@ def _parallelized(optimizer: Optimizer) -> dict[ParallelModel, list[nn.Parameter
 
 @cache
 def _watch_optimizers() -> None:
-    """Makes every optimizer of this process check the order before a step, and publish after it."""
+    """Registers hooks that check the call order before optimizer steps and publish after them."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for model, parameters in _parallelized(optimizer).items():

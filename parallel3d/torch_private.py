@@ -1,8 +1,7 @@
-"""Every name of torch that has no public counterpart, each with why it is needed. No other module
-calls one.
+"""All uses of private torch names, each with the reason.
 
-The names at the top are re-exported as they are. The functions below them say what is wanted, and
-hide what differs between torch 2.11 and 2.15.
+No other module uses private names. Names at the top are re-exported unchanged. The functions below
+also hide differences between torch 2.11 and 2.15.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# a file, an offset in it, a length
+# File name, offset and length.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-# sees every operator that is called
+# Intercepts every operator.
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map  # over the tensors in nested arguments
+from torch.utils._pytree import tree_iter, tree_map  # Visit the tensors in nested arguments.
 
 __all__ = [
     "DcpPlace",
@@ -34,23 +33,26 @@ __all__ = [
     "tree_map",
 ]
 
-# Operators on lists of tensors: on a GPU one kernel for many tensors, where a loop launches one for
-# each.
+# On a GPU, operators on lists use one kernel for many tensors instead of one per tensor.
 foreach_copy_ = torch._foreach_copy_
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiplies each tensor by `factor`, in place, in few kernels. The public
-    `torch.nn.utils.clip_grads_with_norm_` never multiplies by more than 1, and a plain loop costs a
-    GPU one launch for each tensor."""
+    """Multiplies each tensor by `factor`, in place and with few kernels.
+
+    The public `torch.nn.utils.clip_grads_with_norm_` never multiplies by more than 1, and a plain
+    loop launches one kernel per tensor.
+    """
     torch._foreach_mul_(list(tensors), factor)
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Returns the 2-norm of each tensor, summed and returned in `dtype`. The public
-    `torch.nn.utils.get_total_norm` rounds each norm to its tensor's own dtype, which leaves eight
-    bits of bf16. On a CPU torch adds the squares up one after the other, which in float32 loses
-    7e-4 of the norm of 2^24 numbers. So it gets a large tensor in pieces."""
+    """Returns the 2-norm of each tensor, accumulated in `dtype`.
+
+    The public `torch.nn.utils.get_total_norm` rounds each norm to the dtype of its tensor. On CPUs,
+    sequential float32 sums lose 7e-4 of the norm of 2^24 numbers, so large tensors are split into
+    pieces.
+    """
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
     found = []
@@ -64,24 +66,25 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def is_in_backward() -> bool:
-    """Returns whether autograd is at work in this thread, as it is when recompute runs a forward
-    again."""
+    """Returns True during a backward pass of this thread, including a recomputed forward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def offsets_of(tensor: DTensor) -> tuple[int, ...]:
-    """Returns where this rank's part begins in the global tensor, for each dim, also if several
-    axes split one dim. It is what DCP asks a tensor to save its part. Raises ValueError if the rank
-    has no part."""
+    """Returns the offset of this rank's shard in the global tensor for each dim.
+
+    It also works if several axes split one dim. Raises ValueError if the rank has no shard.
+    """
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes == local_of(tensor).shape
     return tuple(chunk.offsets)
 
 
 def dcp_index(metadata: Metadata, places: dict[MetadataIndex, DcpPlace]) -> bytes:
-    """Returns what torch.distributed.checkpoint has in the file `.metadata`, by which its own
-    readers find the parts of each tensor. Its public writer can only write it straight to the
-    disk."""
+    """Returns the content of a `.metadata` file for DCP's readers.
+
+    DCP's public writer can only write it to disk.
+    """
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta()
     metadata.version = "1.0.0"
@@ -89,15 +92,16 @@ def dcp_index(metadata: Metadata, places: dict[MetadataIndex, DcpPlace]) -> byte
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Returns this rank's part without `to_local`, an operator that a `TorchDispatchMode` must not
-    call from itself."""
+    """Returns the local shard without `to_local`, which a `TorchDispatchMode` must not call."""
     return tensor._local_tensor
 
 
 def draw_dtensors_by(draw: Callable[[DTensor, Callable[[Tensor], object]], None]) -> None:
-    """Makes `draw(dtensor, fill)` do every in-place draw of random numbers into a DTensor; `fill`
-    makes the same draw into a plain tensor. torch has a public hook for how an operator is split,
-    but not for what it draws."""
+    """Routes in-place random draws into DTensors to `draw(dtensor, fill)`.
+
+    `fill` makes the same draw into a plain tensor. torch has a public hook for the sharding of an
+    operator, but not for its random numbers.
+    """
 
     def handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         draw(args[0], lambda full: operator(full, *args[1:], **kwargs))
@@ -110,29 +114,32 @@ def draw_dtensors_by(draw: Callable[[DTensor, Callable[[Tensor], object]], None]
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Returns how long a collective of a group waits for its peers."""
+    """Returns the timeout of collectives in a group."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
 
 def limit_waits(seconds: float) -> None:
-    """Has every collective that starts from now on, in any group of this process, wait at most so
-    long for its peers. Each group has a public `set_timeout`; the list of all groups is private. A
-    DeviceMesh makes its groups with torch's default of half an hour."""
+    """Sets the timeout of future collectives in all groups of this process.
+
+    Each group has a public `set_timeout`, but the list of all groups is private. DeviceMesh creates
+    groups with torch's default timeout of half an hour.
+    """
     for group in list(dist.distributed_c10d._world.pg_map):
         group.set_timeout(timedelta(seconds=seconds))
 
 
 def abort_groups() -> None:
-    """Breaks off what NCCL has under way in all groups of this process, and leaves other backends
-    as they are. `destroy_process_group`, which is public, waits until all of it has been done, and
-    after a failure it never is."""
+    """Aborts pending NCCL operations in all groups. Other backends are unaffected.
+
+    The public `destroy_process_group` would wait for them, which never ends after a failure.
+    """
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.distributed_c10d._abort_process_group()
 
 
 def default_store() -> dist.Store:
-    """Returns the store at which the processes of the default group have met."""
+    """Returns the store of the default process group."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
@@ -148,16 +155,19 @@ def group_of(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Makes a process group that its members alone make, of the default group's backends or of the
-    one for `device`. torch's `new_group` has two traps for it.
+    """Creates a process group. Only its members must call this function.
 
-    It names a group after its ranks and the number of groups that the process has already: two
-    members with unequal numbers wait for each other forever. So every group here has a name that is
-    new and the same on its members: `name`, or the description, the ranks and how many such groups
-    this process has made. If the default group is bound to a device, torch would split the new
-    group off that one, in which all ranks of the default group have to take part. So the default
-    group is unbound for the moment, and the communicator of the new group is made at its first
-    use."""
+    The group uses the backends of the default group, or only the one for `device`. torch's
+    `new_group` has two problems that this function works around.
+
+    torch names a group by its ranks and the number of groups in the process, so members with
+    different numbers would wait forever. Here the name is `name`, or the description, the ranks and
+    a counter.
+
+    If the default group is bound to a device, torch splits the new group off it, which all ranks
+    must take part in. So the default group is unbound temporarily, and the communicator is created
+    on first use.
+    """
     c10d: Any = dist.distributed_c10d
     if name is None:
         key = f"{description} {list(ranks)}"
@@ -181,14 +191,16 @@ def group_of(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns whether `torch.compile(module)` has made this module or `module.compile()` was
-    called."""
+    """Returns True if a module was compiled by `torch.compile(module)` or `module.compile()`."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns a module with some of those below it replaced, by their names. All else is shared
-    with the one given, which stays as it is: `set_submodule`, which is public, would change it."""
+    """Returns a copy of a module with some descendants replaced, by name.
+
+    Everything else is shared with the original, which stays unchanged. The public `set_submodule`
+    would modify it.
+    """
     changed = type(module).__new__(type(module))
     changed.__dict__.update(module.__dict__)
     changed._modules = dict(module._modules)
@@ -200,10 +212,11 @@ def with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Mod
 
 
 def keep_delayed_gradients(root: FSDPModule) -> None:
-    """Adds the gradients that the second half of a split backward has made to those that
-    `fully_shard` keeps. Until torch 2.14 it keeps them apart, in the dtype of the reduction, and
-    reduces one of the two; from 2.15 on the gradient of a gathered parameter is that sum, and there
-    is nothing to do."""
+    """Adds weight gradients of a split backward pass to those that `fully_shard` accumulates.
+
+    Before torch 2.15, `fully_shard` keeps them apart, in the reduction dtype, and would reduce only
+    one of the two. From 2.15 on nothing needs to be done.
+    """
     for group in _groups(root):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
@@ -212,16 +225,20 @@ def keep_delayed_gradients(root: FSDPModule) -> None:
 
 
 def reduce_delayed_gradients(root: FSDPModule) -> None:
-    """Does what `fully_shard` does at the end of a backward, but of a split one after its first
-    half: sums gradients over the data ranks and frees the gathered parameters."""
+    """Completes a split backward pass as `fully_shard` completes an ordinary one.
+
+    Reduces gradients over the DP ranks and frees the gathered parameters.
+    """
     for group in reversed(_groups(root)):
         group.post_backward()
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def _groups(root: FSDPModule) -> list[Any]:
-    """Returns the groups of parameters that `fully_shard` gathers together, in the order of the
-    model. A module has one or none in torch 2.11 and a list of them from 2.13 on."""
+    """Returns the parameter groups of `fully_shard` in model order.
+
+    A module has at most one group in torch 2.11, and a list of groups from 2.13 on.
+    """
     states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]  # torch's pipeline does so too
     groups = [
         getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states

@@ -89,8 +89,8 @@ def test_options_are_read_from_the_file_and_the_command_line_and_written_again(
         ),
         (
             "model.qk_norm=true",
-            "model.qk_norm = true: palm:Palm does not read it when it is built",
-            "drop it",
+            "model.qk_norm = true: palm:Palm does not read this key",
+            "remove it",
         ),
     ],
 )
@@ -163,22 +163,21 @@ class Broken(Palm):
     [
         (
             "Bare",
-            "has no module embed, where stages are cut; derive it from "
+            "module embed is missing, but stages need it; derive the class from "
             "parallel3d.models.decoder.Decoder",
         ),
         (
             "Partless",
-            "has no method parts, which says what a Decoder is made of; try models/llama.py's",
+            "must define parts(config, context); see models/llama.py for an example",
         ),
-        ("Undeclared", "its parameter layers.0.gain is none of a ParallelModule's"),
+        ("Undeclared", "parameter layers.0.gain was not added to a ParallelModule"),
         (
             "Buffered",
-            "its buffer layers.0.table would be empty where the model is built on the meta device",
+            "buffer layers.0.table would be empty, because the model is built on the meta device",
         ),
         (
             "Misnamed",
-            "its layers are ['0', '1', '2', 'last']; make them an nn.ModuleDict of model.layers = "
-            "4 blocks",
+            "layers = ['0', '1', '2', 'last']: must be an nn.ModuleDict of model.layers = 4 blocks",
         ),
     ],
 )
@@ -196,10 +195,10 @@ def test_a_class_that_lacks_something_is_refused_before_any_worker_starts(
     [
         (
             "Unused",
-            "its parameter layers.0.forgotten.weight, layers.0.forgotten.bias, "
+            "parameter layers.0.forgotten.weight, layers.0.forgotten.bias, "
             "layers.1.forgotten.weight, ",
         ),
-        ("AllFrozen", "all of its parameters are frozen; leave requires_grad=True"),
+        ("AllFrozen", "all parameters are frozen; set requires_grad=True"),
     ],
 )
 def test_a_parameter_that_no_forward_uses_is_refused_by_name(
@@ -214,7 +213,7 @@ def test_a_parameter_that_no_forward_uses_is_refused_by_name(
 @pytest.mark.parametrize(
     "text, said, last",
     [
-        (CLASSES, "building it fails", "ZeroDivisionError: division by zero"),
+        (CLASSES, "building the model failed", "ZeroDivisionError: division by zero"),
         ("import numpyy", "importing classes failed", "No module named 'numpyy'"),
     ],
 )

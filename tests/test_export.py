@@ -144,9 +144,9 @@ def test_what_is_at_dir_is_not_lost(run_dir: Path, tmp_path: Path, capsys: Said)
     (there / "results.csv").write_text("dear")
     (tmp_path / "file").touch()
     for to, status, words in (
-        (there, 2, "is there already"),
-        (tmp_path / "file", 2, "is there already"),
-        (checkpoint / "out", 2, "lies in the checkpoint"),
+        (there, 2, "exists or is inside"),
+        (tmp_path / "file", 2, "exists or is inside"),
+        (checkpoint / "out", 2, "is inside the checkpoint"),
         (tmp_path / "file/out", 73, "cannot be written: "),
     ):
         assert main(["export", str(checkpoint), str(to)]) == status
@@ -167,8 +167,11 @@ def test_an_interrupted_export_leaves_nothing(run_dir: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "change, refusal",
     [
-        ({"layers": 3}, "has no model.layers.2.attention.k.weight"),
-        ({"layers": 1}, "has model.layers.1.attention.k.weight; it is of another model"),
+        ({"layers": 3}, "missing tensor model.layers.2.attention.k.weight"),
+        (
+            {"layers": 1},
+            "unexpected tensor model.layers.1.attention.k.weight; the checkpoint does not match",
+        ),
         ({"qk_norm": True, "qkv_bias": True}, "model.qk_norm = true"),
     ],
 )

@@ -56,5 +56,5 @@ def test_dropout_does_nothing_in_evaluation_and_refuses_nonsense() -> None:
     assert Dropout(0.5, name="a").eval()(x) is x
     with pytest.raises(ValueError, match="p = 1.0"):
         Dropout(1.0, name="a")
-    with pytest.raises(ValueError, match="needs key=dropout_key"):
+    with pytest.raises(ValueError, match="pass key=dropout_key"):
         Dropout(0.5, name="a")(torch.ones(3, 2))

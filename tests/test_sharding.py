@@ -82,7 +82,7 @@ def test_a_tuple_of_patterns_is_one_unit_wherever_its_modules_are() -> None:
     model = Tree()
     assert sizes(model, [("embed", "head"), "blocks.*"]) == [88, 76, 76, 76]
     assert sizes(model, ["embed", ("blocks.1", "blocks.2"), "head"]) == [76, 44, 2 * 76, 44]
-    message = "wrap: norm matches no module; its children are embed, blocks, head"
+    message = "wrap = norm: matches no module; the model has the children embed, blocks, head"
     with pytest.raises(ValueError, match=message):
         units_of(model, ["blocks.*", ("norm", "head")])
 

@@ -65,10 +65,10 @@ def test_an_end_that_closes_is_noticed_by_the_other(tmp_path: Path) -> None:
     outgoing.send(0, message)
     outgoing.close()
     assert incoming.poll() is not None  # what was sent before is there
-    with pytest.raises(PeerLostError, match="pipeline rank 0 has gone"):
+    with pytest.raises(PeerLostError, match="lost connection to pipeline rank 0"):
         incoming.poll()
     incoming = Incoming(tmp_path / "b", 0)
     outgoing = Outgoing(tmp_path / "b", 1)
     incoming.close()
-    with pytest.raises(PeerLostError, match="pipeline rank 1 has gone"):
+    with pytest.raises(PeerLostError, match="lost connection to pipeline rank 1"):
         outgoing.send(0, message)

@@ -1,1 +1,1 @@
-"""Models written by others made tensor-parallel, and pretrained weights read into them."""
+"""Tensor parallelism for existing models, and loading of pretrained weights."""

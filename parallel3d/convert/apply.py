@@ -1,17 +1,16 @@
-"""Splits an existing module, such as one of transformers, over tp in place, by a table of names
-(`convert.rules`).
+"""Splits an existing module, for example of transformers, over tp in place by rules.
 
-Every parameter becomes a DTensor on the tp axis under its old name and global shape, so state
-dicts, `fully_shard` and checkpoints of another tp see what they saw before. Split modules work on
-local tensors and local heads. Between them activations are whole on every rank, or split along the
-sequence if the table says so.
+The rules map name patterns to styles (`convert.rules`). Every parameter becomes a DTensor on the tp
+axis with its old name and global shape. State dicts, `fully_shard` and checkpoints of another tp
+see the same tensors as before. Split modules compute on local tensors and local heads. Activations
+between them are replicated, or split along the sequence if the rules say so.
 
-[Note: packed weights] q, k and v that are packed along the output features cannot be split along
-them: a shard would be q and half of k. Such a weight [O, I] is kept split along its *input*
-features, which any tp reads back. Each forward exchanges it for this rank's rows of each matrix: an
-all-to-all of O * I / n numbers, and another of their gradient. So is the weight of fewer heads of
-keys and values than ranks: neighbouring ranks compute the same head, and each gives the gradient of
-its own queries.
+[Note: packed weights] q, k and v that are packed along the output features cannot be sharded along
+them: one shard would hold q and half of k. Such a weight [O, I] is stored sharded along its *input*
+features, which any tp can load. Each forward pass exchanges it for this rank's rows of each matrix,
+with an all-to-all of O * I / n numbers. The backward pass exchanges the gradient in the same way.
+Weights of fewer key/value heads than ranks are treated alike: neighboring ranks compute the same
+head, and each contributes the gradient of its own queries.
 """
 
 from __future__ import annotations
@@ -69,18 +68,20 @@ from parallel3d.shard_sizes import divisors, shard_rows
 
 @dataclass
 class ModulePlan:
-    """What a module of the model becomes: the class that it gets and its settings, the dim that
-    each parameter is split in (None: whole), and counts of modules that change. Without a style the
-    rule of another module decides on a parameter that both have."""
+    """How one module is converted.
 
-    name: str  # global
+    A plan without a style leaves a shared parameter to the rule of the other module.
+    """
+
+    name: str  # Global name.
     module: nn.Module
     parent: nn.Module
     tp: int
     style: Style | None
-    dims: dict[str, int | None]
+    dims: dict[str, int | None]  # Sharded dim of each parameter, None if replicated.
     parallel_class: type[ShardedModule] | None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # Attributes of the new class.
+    # Counts to set, by (module, attribute), for example the local number of heads.
     counts: dict[tuple[nn.Module, str], int] = field(default_factory=dict)
 
     def error(self, words: str) -> ValueError:
@@ -89,7 +90,7 @@ class ModulePlan:
     def weight_size(self, dim: int) -> int:
         weight = self.module._parameters.get("weight")
         if weight is None:
-            raise self.error("computes its weight by a parametrization; remove that first")
+            raise self.error("its weight is parametrized; remove the parametrization first")
         return weight.shape[dim]
 
     def count(self, attribute: str, owner: nn.Module) -> int:
@@ -97,12 +98,12 @@ class ModulePlan:
         for name in attribute.split("."):
             value = getattr(value, name, None)
         if not isinstance(value, int) or value < 1:
-            words = f"its rule needs {type(owner).__name__}.{attribute}, and that is {value!r}"
+            words = f"its rule needs {type(owner).__name__}.{attribute} >= 1, but it is {value!r}"
             raise self.error(words)
         return value
 
     def check_divides(self, size: int, what: str) -> None:
-        """Raises ValueError unless tp divides a size."""
+        """Raises ValueError unless tp divides `size`."""
         if size % self.tp:
             tries = any_of(nearest(divisors(size), self.tp))
             raise self.error(f"{size} {what} cannot be split over tp = {self.tp}; try tp = {tries}")
@@ -118,20 +119,26 @@ def tensor_parallelize(
 ) -> nn.Module:
     """Splits a module over tp in place and returns it.
 
-    Every rank calls it with the same weights, before `fully_shard` and before the optimizer is
-    built. Modules that are tensor-parallel already stay as they are. Dropout of activations that
-    are not split needs the same random state on all tp ranks.
+    Call it on every rank with the same weights, before `fully_shard` and before you build the
+    optimizer. Modules that are already tensor-parallel stay unchanged. Dropout of replicated
+    activations needs the same random state on all tp ranks.
 
     Args:
-        module: Module on any device. On the meta device nothing is compared.
-        mesh: The tp axis, or a mesh that has it.
-        rules: Table of names. Default: the table of the model's family (`families.rules_of`).
-        check: Compares all outputs and gradients of an example before and after the split.
-        example: What the forward takes, by name or in order. Models of transformers need none.
+        module: Module on any device. On the meta device, weights are not compared between ranks and
+            the check is skipped.
+        mesh: The tp axis, or a mesh that contains it.
+        rules: Maps name patterns to styles. Default: the rules of the model's family (`rules_of`).
+        check: If True, compares all outputs and gradients of an example before and after the split.
+        example: Arguments of the forward pass, by name or in order. Not needed for models of
+            transformers.
+
+    Returns:
+        The same module.
 
     Raises:
-        ValueError: The table does not fit the module, tp does not divide a size, or weights differ
-            between ranks; the module is as it was. Or the check fails, and the module is split.
+        ValueError: The rules do not fit the module, tp does not divide a size, or weights differ
+            between ranks. The module is then unchanged. Also raised if the check fails, after the
+            split.
 
     Example:
         >>> model = LlamaForCausalLM(config)  # of transformers; the same weights on every rank
@@ -161,7 +168,7 @@ def tensor_parallelize(
                     own[name] = sharded[whole]
             if plan.parallel_class is not None:
                 add_class(plan.module, plan.parallel_class, axis, **plan.settings)
-        for plan in plans:  # at last, because two layers of a parent may set the same count
+        for plan in plans:  # Last, because two layers of one parent may set the same count.
             for (owner, attribute), count in plan.counts.items():
                 _set_count(owner, attribute, count)
     for plan in plans:
@@ -171,8 +178,10 @@ def tensor_parallelize(
 
 
 def _refuse_additions(root: nn.Module, plan: ModulePlan) -> None:
-    """Lets the first forward pass of a split layer raise RuntimeError if a parameter was added in
-    its place since, as peft does: an adapter would see a part of its input or output."""
+    """Makes the first forward pass of a split layer fail if a parameter was added after the split.
+
+    peft adds parameters. An adapter would see only a part of its input or output.
+    """
 
     def check(module: nn.Module, inputs: object) -> None:
         if is_compiling():
@@ -189,7 +198,7 @@ def _refuse_additions(root: nn.Module, plan: ModulePlan) -> None:
 
 
 def plan_modules(module: nn.Module, rules: Rules, tp: int) -> list[ModulePlan]:
-    """Returns a plan for each module that is not tensor-parallel already. Raises ValueError."""
+    """Returns a plan for each module that is not tensor-parallel yet."""
     styles = _styles_by_name(module, rules)
     plans = []
     for name, each in module.named_modules():
@@ -212,7 +221,7 @@ def _styles_by_name(module: nn.Module, rules: Rules) -> dict[str, Style]:
     patterns: dict[str, str] = {}
     for pattern, rule in rules.items():
         if isinstance(rule, str) and rule not in WORDS:
-            words = f"{rule!r} is no style; try one of {', '.join(WORDS)}"
+            words = f"unknown style {rule!r}; use one of {', '.join(WORDS)}"
             raise ValueError(f"rule {pattern!r}: {words}")
         found = names_matching(pattern, names)
         if not found:
@@ -223,7 +232,7 @@ def _styles_by_name(module: nn.Module, rules: Rules) -> dict[str, Style]:
             first = patterns.setdefault(name, pattern)
             if first != pattern:
                 both = f"{first!r} and {pattern!r}"
-                raise ValueError(f"{name}: matched by two rules, {both}; keep one")
+                raise ValueError(f"{name}: matches two rules, {both}; keep one of them")
             styles[name] = WORDS[rule] if isinstance(rule, str) else rule
     return styles
 
@@ -236,8 +245,8 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
         case None:
             if isinstance(module, nn.Embedding) or is_linear(module):
                 raise plan.error(
-                    f"no rule says how to split this {type(module).__name__}; try "
-                    '"replicate", which leaves it whole on every rank'
+                    f"this {type(module).__name__} has no rule; add one, for example "
+                    '"replicate", which keeps it unsharded on every rank'
                 )
         case Column() as style:
             entered = [f"{name}." for name, each in styles.items() if isinstance(each, Enter)]
@@ -252,7 +261,8 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
             if not isinstance(module, nn.Embedding) or module.max_norm or module.sparse:
                 kind = type(module).__name__
                 raise plan.error(
-                    f"is a {kind}; only nn.Embedding without max_norm and sparse can be split"
+                    f"is a {kind}, but vocab needs nn.Embedding without max_norm and sparse; "
+                    'use "replicate"'
                 )
             if not shard_rows(module.num_embeddings, tp - 1, tp):
                 plan.check_divides(module.num_embeddings, "ids")
@@ -267,7 +277,7 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
             plan.check_divides(count, "experts")
             plan.parallel_class = ParallelExperts
             plan.dims = dict.fromkeys(plan.dims, 0)
-            # transformers reads `_is_expert_parallel`.
+            # transformers reads this attribute.
             settings |= {"count": count, "_is_expert_parallel": True}
             plan.counts[module, "num_experts"] = count // tp
         case Divide(attributes=attributes, shared=shared):
@@ -281,7 +291,7 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
 
 
 def _split_columns(plan: ModulePlan, style: Column) -> None:
-    """Splits a column-parallel layer by its units, or as [Note: packed weights] says."""
+    """Splits a column-parallel layer by units, or as described in [Note: packed weights]."""
     out_dim, in_dim = _weight_dims(plan)
     features = plan.weight_size(out_dim)
     named = style.heads or style.unit
@@ -293,7 +303,8 @@ def _split_columns(plan: ModulePlan, style: Column) -> None:
     sizes = [plan.count(each, plan.parent) if isinstance(each, str) else each for each in parts]
     if sum(sizes) * width != features:
         raise plan.error(
-            f"{features} output features are not parts of {sizes} units, each of {width} features"
+            f"{features} output features do not match parts of {sizes} units of {width} features "
+            "each; correct parts, unit or heads of the rule"
         )
     fewest = min(sizes)
     is_shared = style.shared is not None and plan.tp > fewest and plan.tp % fewest == 0
@@ -322,28 +333,32 @@ def _weight_dims(plan: ModulePlan) -> tuple[int, int]:
     """Returns the dims of the weight's output and input features."""
     if not is_linear(plan.module):
         kind = type(plan.module).__name__
-        raise plan.error(f"is a {kind}; only nn.Linear and Conv1D can be split so")
+        raise plan.error(
+            f"is a {kind}, but column and row need nn.Linear or Conv1D; use another style"
+        )
     return (1, 0) if is_conv1d(plan.module) else (0, 1)
 
 
 def split_dims(plans: Sequence[ModulePlan]) -> dict[nn.Parameter, int | None]:
-    """Returns the dim that every parameter is split in. Raises ValueError if two names of a tied
-    parameter disagree."""
+    """Returns the sharded dim of every parameter.
+
+    Raises ValueError if the two names of a tied parameter disagree.
+    """
     dims: dict[nn.Parameter, int | None] = {}
     for plan in sorted(plans, key=lambda plan: plan.style is None):
         for name, dim in plan.dims.items():
             parameter = plan.module._parameters[name]
             if parameter is not None and dims.setdefault(parameter, dim) != dim and plan.style:
                 raise ValueError(
-                    f"{plan.name}.{name}: is tied to a parameter that another rule splits "
-                    f"along dim {dims[parameter]}, and not {dim}; give both modules rules that "
-                    "agree, such as vocab and column"
+                    f"{plan.name}.{name}: tied to a parameter that another rule splits along dim "
+                    f"{dims[parameter]} instead of {dim}; give both modules rules that agree, "
+                    "such as vocab and column"
                 )
     return dims
 
 
 def _set_count(owner: Any, attribute: str, count: int) -> None:
-    """Sets a count of a module, or of its config, of which the module gets a copy of its own."""
+    """Sets a count of a module, or of its config after giving the module its own copy."""
     name, _, of_config = attribute.partition(".")
     if of_config:
         config = copy.copy(getattr(owner, name))

@@ -1,6 +1,8 @@
-"""Compares a module before and after its conversion, on a forward and a backward of a tiny input.
-What a table does not show (a norm that works on split heads, two matrices in one weight, a forward
-that counts heads) shows in an output or a gradient."""
+"""Compares a module before and after its split, by the outputs and gradients of a tiny input.
+
+This reveals mistakes that the rules do not show: a norm over split heads, two matrices packed in
+one weight, or a forward pass that counts heads.
+"""
 
 from __future__ import annotations
 
@@ -24,38 +26,37 @@ from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import tree_iter
 
-# what the module is called with, by name or in order
+# Arguments of the module, by name or in order.
 Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
 Figures = tuple[torch.Size, Tensor]
-# float32 of deep models differs by 1e-5 between layouts, and a wrong table by 1e-2 at least
+# float32 results of deep models differ by 1e-5 between layouts. Wrong rules cause at least 1e-2.
 _TOLERANCE = 1e-3
-# a gradient below this share of the largest may be noise around 0, as that of a key's bias is
+# A gradient below this share of the largest may be noise around 0, such as that of a key bias.
 _FLOOR = 1e-2
 _OUTPUT_CAUSES = (
-    "a matrix that is split the wrong way, two matrices (q and k and v, gate and up) in one weight "
-    "that is split as one, a forward that reads a count of heads which no rule divides, or one "
-    "that takes the size of a split dimension from its full input (B, T, C = x.size(), then "
+    "a matrix split along the wrong dim, packed matrices (q, k and v, or gate and up) split as "
+    "one, a forward pass that reads a number of heads that no rule divides, or one that "
+    "takes the size of a split dim from its full input (B, T, C = x.size(), then "
     "view(B, T, self.n_head, C // self.n_head)): write -1 for that size"
 )
 _GRADIENT_CAUSES = (
-    "a module that works on split activations, such as a norm of each head, without "
-    "Replicate(partial_gradient=True), or Enter() around more than the column-parallel layers that "
-    "read its input"
+    "a module on split activations, such as a norm of each head, without "
+    "Replicate(partial_gradient=True), or Enter() on a module in which other layers than "
+    "column-parallel ones read its input"
 )
-_AFTERWARDS = "The module is split by now: build it again. check=False splits it without this check"
+_AFTERWARDS = "The module is already split: build it again. check=False skips this check"
 
 
 @dataclass
 class Trace:
-    """Shapes and figures of the first output of each module in the order of the forward, and of
-    each parameter's gradient in the order of the backward."""
+    """Fingerprints of module outputs in forward order and parameter gradients in backward order."""
 
     outputs: dict[str, Figures] = field(default_factory=dict)
     gradients: dict[str, Figures] = field(default_factory=dict)
 
 
 def figures(x: Tensor) -> Figures:
-    """Returns the shape of x, and its norm and its sum weighted by place, float64 [2]."""
+    """Returns the shape of x, and its norm and position-weighted sum as float64 [2]."""
     numbers = x.detach().flatten().double()
     weighted = numbers @ _weights(len(numbers), numbers.device)
     return x.shape, torch.stack((numbers.norm(), weighted))
@@ -63,12 +64,15 @@ def figures(x: Tensor) -> Figures:
 
 @contextmanager
 def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Iterator[None]:
-    """Runs a module before and after a block that splits it. Raises ValueError on all ranks if an
-    output or a gradient differs. A module on the meta device is not compared."""
+    """Runs a module before and after the block that splits it, and compares the results.
+
+    Raises ValueError on all ranks if an output or gradient differs. A module on the meta device is
+    not compared.
+    """
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.device.type != tp.device_type for tensor in tensors):
         if not any(tensor.is_meta for tensor in tensors):
-            words = f"the split is not checked: the weights are not on {tp.device_type} yet"
+            words = f"split not checked: the weights are not on {tp.device_type}; move them first"
             warnings.warn(words, stacklevel=4)
         yield
         return
@@ -81,14 +85,14 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
         try:
             split = _run(module, axis, example, whole)
         except Exception as error:
-            words = f"the split module cannot be computed: {error}; usual causes: {_OUTPUT_CAUSES}"
+            words = f"the split module failed: {error}; usual causes: {_OUTPUT_CAUSES}"
             raise ValueError(f"{words}. {_AFTERWARDS}") from error
         _compare("output", _OUTPUT_CAUSES, whole.outputs, split.outputs, axis, floor=0.0)
         _compare("gradient", _GRADIENT_CAUSES, whole.gradients, split.gradients, axis, floor=_FLOOR)
 
 
 def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -> Trace:
-    """Runs the example forward and backward, and leaves the gradients as they were."""
+    """Runs a forward and backward pass of the example. Restores the gradients afterwards."""
     trace = Trace()
     before = {parameter: parameter.grad for parameter in module.parameters()}
     arguments = (example,) if isinstance(example, Tensor) else example
@@ -97,11 +101,12 @@ def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -
             output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
         result = _first_number(output)
         if result is None:
-            raise ValueError("its output has no tensor of floats")
+            raise ValueError("the module returns no floating-point tensor; pass check=False")
         target = (whole or trace).outputs[""][0]
         factors = _weights(target.numel(), result.device).view(target).to(result.dtype)
         for dim, size in enumerate(result.shape):
-            if size != target[dim]:  # this rank's part of a head that does not gather its logits
+            # This rank's part, for example of logits that are not gathered.
+            if size != target[dim]:
                 factors = factors.narrow(dim, axis.rank * size, size)
         for parameter in before:
             parameter.grad = None
@@ -124,8 +129,10 @@ def _compare(
     *,
     floor: float,
 ) -> None:
-    """Raises ValueError for the first tensor of both traces whose figures differ. A tensor of
-    another shape is split."""
+    """Raises ValueError for the first tensor whose fingerprints differ.
+
+    Tensors of different shapes are split and not compared.
+    """
     names = [name for name in whole if name in split and whole[name][0] == split[name][0]]
     if not names:
         return
@@ -138,32 +145,31 @@ def _compare(
     for name, difference in zip(names, worst, strict=True):
         if difference > _TOLERANCE:
             raise ValueError(
-                f"{name or 'the module'}: its {what} differs from that of the whole module, by "
-                f"{difference:.1e} of its size; usual causes: {causes}. {_AFTERWARDS}"
+                f"{name or 'the module'}: its {what} differs from that of the unsplit module, by "
+                f"{difference:.1e} of its norm; usual causes: {causes}. {_AFTERWARDS}"
             )
 
 
 def _guess_example(module: nn.Module, tp: int) -> Example:
-    """Returns two sequences of ids for a model of transformers. Raises ValueError for others."""
+    """Returns token ids [2, 4 tp] for a model of transformers. Raises ValueError for others."""
     vocab = getattr(getattr(module, "config", None), "vocab_size", None)
     if not vocab:
         raise ValueError(
-            f"the split of this {type(module).__name__} is checked with an example, which is not "
-            "known; try example=tensor or example={'x': tensor}, or check=False"
+            f"example = None: checking the split of this {type(module).__name__} needs an "
+            "example; pass example=tensor or example={'x': tensor}, or check=False"
         )
     device = next(module.parameters()).device
-    # tp divides the length.
+    # tp must divide the sequence length.
     ids = (torch.arange(8 * tp, device=device) * 7 + 1).view(2, -1)
     return {"input_ids": ids % vocab}
 
 
 def _weights(numbers: int, device: torch.device) -> Tensor:
-    """Returns cosines of 0, 1, ...: factors that tell a number's place."""
+    """Returns cosines of 0, 1, ..., factors that distinguish positions."""
     return torch.arange(numbers, dtype=torch.float64, device=device).cos()
 
 
 def _first_number(output: Any) -> Tensor | None:
-    """Returns the first tensor of floats in a module's output."""
     for each in tree_iter(output):
         if isinstance(each, Tensor) and each.is_floating_point():
             return each
@@ -172,8 +178,11 @@ def _first_number(output: Any) -> Tensor | None:
 
 @contextmanager
 def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
-    """Records the first output of each module, except inside experts, which see other tokens on
-    each rank. A failure inside a module becomes a RuntimeError that names the innermost module."""
+    """Records the first output of each module.
+
+    Outputs inside experts are skipped, because ranks see different tokens there. An exception in a
+    module becomes a RuntimeError that names the innermost module.
+    """
     names = {part: name for name, part in module.named_modules()}
     experts = tuple(f"{name}." for part, name in names.items() if isinstance(part, ParallelExperts))
     inside: list[str] = []
@@ -200,8 +209,10 @@ def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
 
 @contextmanager
 def _comparable(module: nn.Module) -> Iterator[None]:
-    """Turns dropout off for a block, and holds a module of one 16-bit type in float32, in which a
-    wrong sum is told from a rounded one. Its numbers are the same afterwards."""
+    """Disables dropout of a module within the block, and converts 16-bit dtypes to float32.
+
+    float32 distinguishes wrong sums from rounding. The weights are restored afterwards.
+    """
     types = {parameter.dtype for parameter in module.parameters()}
     is_narrow = types in ({torch.bfloat16}, {torch.float16})
     before = [(part, part.training, dict(part._buffers)) for part in module.modules()]

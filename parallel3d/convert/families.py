@@ -1,7 +1,7 @@
-"""Tables of the families of transformers 5.
+"""Rules for the model families of transformers 5.
 
-A table is for all models of a family, with or without a head on top: a pattern that matches nothing
-in a model is left out for it. `tests/distributed/test_families.py` compares each with the unsplit
+A table covers all models of a family, with or without a head. Patterns that match nothing in a
+model are dropped for it. tests/distributed/test_families.py compares each family with the unsplit
 model in float64.
 """
 
@@ -32,7 +32,7 @@ _Table = dict[str, Style | Word]
 _WHOLE_HEADS = Column(unit="head_dim")
 _SHARED_HEADS = Column(unit="head_dim", shared="num_key_value_groups")
 HEADS: _Table = {"**.lm_head": Column(gather_output=True)}
-_HEAD_NORMS: _Table = {  # this rank norms its own heads
+_HEAD_NORMS: _Table = {  # Each rank normalizes its own heads.
     "**.self_attn.q_norm": Replicate(partial_gradient=True),
     "**.self_attn.k_norm": Replicate(partial_gradient=True),
 }
@@ -86,7 +86,7 @@ _GPT2: _Table = {
 _DENSE_MLP: _Table = {"**.mlp.dense_h_to_4h": Column(), "**.mlp.dense_4h_to_h": Row()}
 _GPT_NEOX: _Table = {
     "**.embed_in": Vocab(),
-    # q, k and v of each head in turn
+    # q, k and v of each head, one head after the other.
     "**.attention.query_key_value": Column(heads="config.num_attention_heads"),
     "**.attention.dense": Row(),
     **_DENSE_MLP,
@@ -111,7 +111,7 @@ _FALCON_REST: _Table = {
     **_DENSE_MLP,
     **HEADS,
 }
-FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
+FAMILIES: Mapping[str, Rules] = {  # Keyed by the model_type of the config.
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2"), _LLAMA),
     **dict.fromkeys(("qwen3", "gemma3_text"), _NORMED),
     "mixtral": _MIXTURE,
@@ -124,7 +124,8 @@ FAMILIES: Mapping[str, Rules] = {  # by the model_type of their configs
 }
 
 
-_GATHERED = Replicate(partial_gradient=True, gather_sequence=True)  # what reads it is not split
+# Modules that read its output are replicated.
+_GATHERED = Replicate(partial_gradient=True, gather_sequence=True)
 _IN_BLOCK = (
     "**.input_layernorm",
     "**.post_attention_layernorm",
@@ -133,11 +134,11 @@ _IN_BLOCK = (
 )
 _LLAMA_SEQUENCE: _Table = {
     "**.layers.0": Scatter(),
-    **dict.fromkeys(_IN_BLOCK, Replicate(partial_gradient=True)),  # norms of this rank's tokens
+    **dict.fromkeys(_IN_BLOCK, Replicate(partial_gradient=True)),  # Norms of this rank's tokens.
     "**.norm": _GATHERED,
 }
-# What changes, besides Enter() and Row(), if the sequence is split from the first block to the last
-# norm.
+# Changes, in addition to Enter() and Row(), if the sequence is split from the first block to the
+# last norm.
 SEQUENCE_FAMILIES: Mapping[str, Rules] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_SEQUENCE),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _LLAMA_SEQUENCE),
@@ -151,9 +152,19 @@ SEQUENCE_FAMILIES: Mapping[str, Rules] = {
 
 
 def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
-    """Returns the table for a model of transformers: the rules of its family that match something
-    in it. With `sequence_parallel` activations between the halves of the blocks are split along the
-    sequence, which tp must divide. Raises ValueError for a module without such a table.
+    """Returns the tensor-parallel rules for a model of transformers.
+
+    Args:
+        module: Model with a `config.model_type`.
+        sequence_parallel: If True, activations between the halves of the blocks are split along the
+            sequence. tp must divide the sequence length.
+
+    Returns:
+        The rules of the family that match a module of the model.
+
+    Raises:
+        ValueError: There are no rules for the family, or with `sequence_parallel` the model has
+            dropout.
 
     Example:
         >>> rules = {**parallel3d.rules_of(model), "**.lm_head": "column"}
@@ -165,8 +176,8 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
     tables = SEQUENCE_FAMILIES if sequence_parallel else FAMILIES
     if family not in tables:
         raise ValueError(
-            f"tensor_parallelize: {type(module).__name__} of model_type {family!r}: there is no "
-            f"such table, only for {', '.join(sorted(tables))}; give one as rules, such as "
+            f"tensor_parallelize: {type(module).__name__} with model_type {family!r}: no built-in "
+            f"rules, only for {', '.join(sorted(tables))}; pass rules, for example "
             '{"blocks.*.up": "column", "blocks.*.down": "row"}'
         )
     rules = dict(FAMILIES[family])
@@ -177,9 +188,9 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
         for name, each in modules.items():
             if isinstance(each, nn.Dropout) and each.p > 0:
                 raise ValueError(
-                    f"{name}: this dropout cannot be used with sequence parallelism, because every "
-                    "rank would drop the same tokens; set it to 0 in the config, or leave "
-                    "sequence_parallel out"
+                    f"{name}: dropout cannot be used with sequence parallelism, because every "
+                    "rank would drop the same tokens; set it to 0 in the config, or pass "
+                    "sequence_parallel=False"
                 )
         for pattern, style in rules.items():
             if isinstance(style, Enter | Row):
@@ -189,12 +200,11 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
 
 
 def _falcon_attention(config: object) -> _Table:
-    """Returns the rules of Falcon's packed q, k and v."""
     own = "**.self_attention"
     packed = "**.self_attention.query_key_value"
     has_groups = getattr(config, "new_decoder_architecture", False)
     if has_groups or not getattr(config, "multi_query", False):
-        # q of each key-value head, then its k and v
+        # The queries of each key/value head, followed by its k and v.
         return {own: Divide(("num_heads", "num_kv_heads")), packed: Column(heads="num_kv_heads")}
     parts = Column(unit="head_dim", parts=("num_heads", 1, 1))
     return {own: Divide(("num_heads",)), packed: parts}

@@ -1,8 +1,7 @@
-"""Classes that `convert.apply` puts on top of a module's own class, as `fully_shard` does. Their
-forward works on this rank's part of the parameters.
+"""Classes that `convert.apply` puts on top of a module's own class, as `fully_shard` does.
 
-Shapes: B batch, S sequence, I input features, O output features, n = tp. The docstring of each
-class says what it sends.
+Their forward pass works on this rank's shards. Each docstring lists the communication. Shapes: B
+batch, S sequence, I input features, O output features, n = tp.
 """
 
 from __future__ import annotations
@@ -30,29 +29,34 @@ from parallel3d.shard_sizes import largest_shard
 
 
 class ColumnParallel(ShardedModule):
-    """A linear layer of this rank's output features: [B, S, I] -> [B, S, O / n], or [B, S, O] with
-    `gather_output`. Sends nothing forward, except for an all-gather of y with `gather_output`.
-    All-reduces dx backward, unless a module around it does."""
+    """Linear layer with split output features: [B, S, I] -> [B, S, O / n].
 
-    features: int  # output features of all ranks
+    With `gather_output` the output is [B, S, O], all-gathered in the forward pass. dx is
+    all-reduced in the backward pass, unless a parent module does so.
+    """
+
+    features: int  # Output features over all ranks.
     gather_output: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         (y,) = column_parallel(x, (self,))
         if not self.gather_output:
             return y
-        width = largest_shard(self.features, self.axis.size)  # the last ranks may have fewer
+        # The last ranks may have fewer features.
+        width = largest_shard(self.features, self.axis.size)
         padded = F.pad(y, (0, width - y.shape[-1]))
         return gather_from_region(padded, self.axis)[..., : self.features]
 
 
 class PackedColumnParallel(ShardedModule):
-    """A column-parallel layer whose weight has several matrices side by side, or one of heads that
-    ranks share: [Note: packed weights] in `convert.apply`. All-to-all of the weight's shard
-    forward, and of its gradient backward."""
+    """Column-parallel layer whose weight packs several matrices, or has heads that ranks share.
 
-    # of each matrix the output features and the distinct shards: tp, or fewer if neighbouring
-    # ranks compute the same one
+    An all-to-all exchanges the weight shard in the forward pass and its gradient in the backward
+    pass. See [Note: packed weights] in `convert.apply`.
+    """
+
+    # For each matrix: output features, and distinct shards. The latter is tp, or less if
+    # neighboring ranks compute the same shard.
     packed: Sequence[tuple[int, int]]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +70,7 @@ class PackedColumnParallel(ShardedModule):
         return F.linear(self.enter(x), own.t(), bias)
 
     def _by_rank(self, full: Tensor) -> Tensor:
-        """Splits [..., O] into [..., n, O / n], the output features that each rank computes."""
+        """Splits [..., O] into [..., n, O / n] by the rank that computes the features."""
         pieces = []
         sizes = [features for features, _ in self.packed]
         for piece, (_, shares) in zip(full.split(sizes, -1), self.packed, strict=True):
@@ -77,36 +81,39 @@ class PackedColumnParallel(ShardedModule):
 
 
 class RowParallel(ShardedModule):
-    """A linear layer of this rank's input features: [B, S, I / n] -> [B, S, O]. All-reduces y
-    forward; sends nothing backward. With `sequence_parallel` -> [B, S / n, O]: reduce-scatters y
-    forward, all-gathers dy backward. The bias is added after the sum."""
+    """Linear layer with split input features: [B, S, I / n] -> [B, S, O].
+
+    y is all-reduced in the forward pass. With `sequence_parallel` the output is [B, S / n, O]: y is
+    reduce-scattered in the forward pass, and dy all-gathered in the backward pass. The bias is
+    added after the sum.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return row_parallel(x, self)
 
     def sums_gradient(self, name: str) -> bool:
-        return self.sequence_parallel  # each rank adds the bias to its own tokens
+        return self.sequence_parallel  # Each rank adds the bias to its own tokens.
 
 
-# An nn.Embedding, so that it comes between torch's class and one of a model.
+# Derives from nn.Embedding to come between torch's class and that of a model.
 class VocabParallel(ShardedModule, nn.Embedding):
-    """A look-up in this rank's rows: ids [B, S] -> [B, S, D]. All-reduces y forward; sends nothing
-    backward."""
+    """Embedding with split rows: ids [B, S] -> [B, S, D], all-reduced in the forward pass."""
 
     def forward(self, ids: Tensor) -> Tensor:
         y = vocab_parallel_lookup(ids, self)
         if self.padding_idx is None:
             return y
         is_padding = (ids == self.padding_idx).unsqueeze(-1)
-        return torch.where(is_padding, y.detach(), y)  # its row does not learn
+        return torch.where(is_padding, y.detach(), y)  # Its row gets no gradient.
 
 
 class Replicated(ShardedModule):
-    """A module that every rank has whole. During its forward its parameters are plain tensors; at
-    any other time they are DTensors.
+    """Module that is replicated on every rank.
 
-    With `partial_gradient` the gradients of the parameters are all-reduced. With `gather_sequence`
-    the output [B, S / n, D] is all-gathered."""
+    Its parameters are DTensors, and plain tensors during the forward pass. With `partial_gradient`,
+    parameter gradients are all-reduced. With `gather_sequence`, the output [B, S / n, D] is
+    all-gathered.
+    """
 
     partial_gradient: bool = False
     gather_sequence: bool = False
@@ -126,12 +133,15 @@ class Replicated(ShardedModule):
 
 
 class ParallelExperts(Replicated):
-    """Experts of a mixture of experts, of which this rank has some: tokens [T, D], the experts of
-    each [T, k], counted over all ranks, and their weights [T, k] -> [T, D]. All-reduces y forward,
-    and dx and the gradient of the weights backward. Choices of another rank's experts get the
-    number that transformers' forward leaves out, and weight 0."""
+    """Experts of a mixture of experts, split over ranks.
 
-    count: int  # experts of all ranks
+    Inputs are tokens [T, D], and the experts and weights [T, k] of each token. Expert indices count
+    over all ranks. The output is [T, D]. y is all-reduced in the forward pass, dx and the gradient
+    of the weights in the backward pass. Choices of other ranks' experts get weight 0 and an index
+    that transformers skips.
+    """
+
+    count: int  # Experts over all ranks.
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         own = self.axis.rows(self.count)
@@ -143,9 +153,11 @@ class ParallelExperts(Replicated):
 
 
 class EnterRegion(Replicated):
-    """A module whose input several column-parallel layers read. Sends nothing forward; all-reduces
-    dx backward. With `sequence_parallel` the input is [B, S / n, D]: all-gathered forward, dx
-    reduce-scattered backward."""
+    """Module whose input is read by several column-parallel layers.
+
+    dx is all-reduced in the backward pass. With `sequence_parallel` the input is [B, S / n, D]: it
+    is all-gathered in the forward pass, and dx reduce-scattered in the backward pass.
+    """
 
     argument: str
 
@@ -158,8 +170,10 @@ class EnterRegion(Replicated):
 
 
 class ScatterSequence(EnterRegion):
-    """A module that works on [B, S / n, D] of its input [B, S, D]. Sends nothing forward;
-    all-gathers dx backward."""
+    """Module that takes its part [B, S / n, D] of a replicated input [B, S, D].
+
+    dx is all-gathered in the backward pass.
+    """
 
     def enter(self, x: Tensor) -> Tensor:
         return scatter_to_region(x, self.axis, SEQUENCE_DIM)
@@ -168,8 +182,9 @@ class ScatterSequence(EnterRegion):
 def add_class(module: nn.Module, kind: type[ShardedModule], axis: Axis, **settings: Any) -> None:
     """Puts a class on top of the module's own. The object, its parameters and its hooks stay.
 
-    A vocabulary-parallel look-up goes below a class of embeddings that changes the result of
-    torch's look-up, as Gemma's does."""
+    A vocabulary-parallel embedding goes below a class that changes the result of torch's embedding,
+    such as Gemma's.
+    """
     own = type(module)
     is_below = kind is VocabParallel and own.forward is not nn.Embedding.forward
     bases = (own, kind) if is_below else (kind, own)
@@ -179,13 +194,15 @@ def add_class(module: nn.Module, kind: type[ShardedModule], axis: Axis, **settin
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns True if a module computes what torch's linear layer or transformers' Conv1D does."""
+    """Returns True for torch's linear layer, transformers' Conv1D, and equivalents."""
     is_torch = type(module).forward is nn.Linear.forward or type(module).__name__ == "FalconLinear"
     return is_torch or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Returns True for transformers' Conv1D, a linear layer whose weight is transposed. Its name
-    and attributes tell it, so that transformers need not be installed."""
+    """Returns True for transformers' Conv1D, a linear layer with a transposed weight.
+
+    It checks name and attributes, so transformers need not be installed.
+    """
     has_name = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
     return has_name and hasattr(module, "nf")

@@ -1,6 +1,7 @@
-"""Fills a model that is larger than a rank's memory from the safetensors files of Hugging Face. The
-model is built without memory for its parameters and split over tp; then each rank reads its own
-slices of each file.
+"""Loads Hugging Face safetensors into a model that exceeds the memory of one rank.
+
+Build the model without memory for its parameters and split it over tp. Then each rank reads only
+its own slices.
 
     with parameters_on_meta():
         model = LlamaForCausalLM(config)
@@ -29,14 +30,15 @@ from parallel3d.mesh import Axis
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_ANOTHER_MODEL = "it is of another model"
-_LARGEST_INDEX_BYTES = 64 << 20  # an index has some 100 bytes for each tensor
+_ANOTHER_MODEL = "use the checkpoint of this model"
+_LARGEST_INDEX_BYTES = 64 << 20  # An index has about 100 bytes per tensor.
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Puts the parameters of modules that are built in this block on the meta device. Buffers are
-    built as usual, because a file seldom has them (rotary frequencies).
+    """Builds parameters of modules in this block on the meta device.
+
+    Buffers are built as usual, because files rarely contain them (for example rotary frequencies).
 
     Example:
         >>> with parallel3d.parameters_on_meta():
@@ -62,17 +64,23 @@ def load_safetensors(
     *,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Fills the parameters and persistent buffers of a module, and returns it. Call it after
-    `tensor_parallelize` and before `fully_shard`. Nothing is sent.
+    """Fills the parameters and persistent buffers of a module from safetensors.
+
+    Nothing is sent. Call it after `tensor_parallelize` and before `fully_shard`.
 
     Args:
-        module: Tensors on the meta device get memory on `device`, the others keep theirs. Each rank
-            reads only its slice of a DTensor. Values are cast to the tensor's dtype.
-        path: A safetensors file, or a folder of one or many. Either name of tied parameters will
-            do.
+        module: Module to fill. Each rank reads only its slice of a DTensor. Values are cast to the
+            dtype of the tensor.
+        path: A safetensors file, or a folder with one or more. A file may use either name of tied
+            parameters.
+        device: Device of tensors that are on the meta device. Default: CPU. Other tensors stay on
+            their device.
+
+    Returns:
+        The same module.
 
     Raises:
-        CheckpointError: A tensor is missing, left over or of another shape.
+        CheckpointError: A tensor is missing, unexpected or has another shape.
         ValueError: A DTensor is split over more axes than tp.
 
     Example:
@@ -90,7 +98,7 @@ def load_safetensors(
     for tensor, names in names_of.items():
         there = own.intersection(names)
         if not there:
-            raise CheckpointError(f"{path}: has no {names[0]}; {_ANOTHER_MODEL}")
+            raise CheckpointError(f"{path}: tensor {names[0]} is missing; {_ANOTHER_MODEL}")
         own -= there
         name = min(there)
         values = _own_slice(stored[name], name, tensor, path)
@@ -105,20 +113,21 @@ def load_safetensors(
     unfilled = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if own or unfilled:
         raise CheckpointError(
-            f"{path}: does not fit the module, which does not have {sorted(own)}, and whose "
-            f"buffers {unfilled} are on the meta device; {_ANOTHER_MODEL}, or build the model "
-            "within parameters_on_meta()"
+            f"{path}: unexpected tensors {sorted(own)}, and buffers without values {unfilled}; "
+            f"{_ANOTHER_MODEL}, or build the model within parameters_on_meta()"
         )
     return module
 
 
 def open_safetensors(path: Path) -> dict[str, Any]:
-    """Opens a safetensors file, or those of a folder with or without an index. Returns each tensor
-    as an object of safetensors that reads the slices by which it is indexed. Each file is open as
-    long as one of its objects is there."""
+    """Opens a safetensors file, or those of a folder with or without an index.
+
+    Returns a lazy tensor per name. Index it to read a slice. A file stays open as long as one of
+    its tensors is referenced.
+    """
     try:
         return _open_files(path)
-    except Exception as error:  # whatever files of another kind raise
+    except Exception as error:  # Other file types raise various exceptions.
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
@@ -133,22 +142,21 @@ def _open_files(path: Path) -> dict[str, Any]:
     elif path.is_dir():
         paths = sorted(path.glob("*.safetensors"))
         if not paths:
-            raise ValueError("there is no such file in the folder")
+            raise ValueError("the folder has no *.safetensors file")
     found: dict[str, Any] = {}
     for each in paths:
         if not each.is_file():
             raise ValueError(f"{each.name} is not a file")
         file = safe_open(each, framework="pt")
-        for name in file.keys():  # noqa: SIM118  # not a dict
+        for name in file.keys():  # noqa: SIM118  # Not a dict.
             if name in found:
-                raise ValueError(f"two files have {name}")
+                raise ValueError(f"two files contain {name}")
             found[name] = file.get_slice(name)
     return found
 
 
 def read_slice(stored: Any, index: Sequence[slice], dtype: torch.dtype) -> Tensor:
-    """Returns a slice of a tensor in a file, with memory of its own: safetensors returns a view of
-    the file's pages."""
+    """Returns a copy of a slice of a stored tensor. safetensors returns a view of the file."""
     values: Tensor = stored[tuple(index)]
     return values.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -157,12 +165,14 @@ def _own_slice(stored: Any, name: str, tensor: Tensor, path: str | Path) -> Tens
     shape = stored.get_shape()
     here = list(tensor.shape)
     if shape != here:
-        raise CheckpointError(f"{path}: {name} is {shape} there and {here} here; {_ANOTHER_MODEL}")
+        raise CheckpointError(
+            f"{path}: {name} has shape {shape}, but the module needs {here}; {_ANOTHER_MODEL}"
+        )
     index = [slice(None)] * tensor.ndim
     if isinstance(tensor, DTensor):
         tp = tensor.device_mesh
         if tp.ndim != 1:
-            raise ValueError(f"{name}: is split over more axes than tp; load before fully_shard")
+            raise ValueError(f"{name}: split over more axes than tp; load before fully_shard")
         (placement,) = tensor.placements
         if isinstance(placement, Shard):
             rows = Axis.of(tp).rows(tensor.shape[placement.dim])

@@ -1,10 +1,9 @@
-"""How a module is split over tp: a table of name patterns, each with a style, for
-`convert.apply.tensor_parallelize`.
+"""Rules that say how `convert.apply.tensor_parallelize` splits a module over tp.
 
-A pattern is a module's name with `*` for any one part of it and `**` for any number of parts, none
-included: `model.layers.*.mlp.up_proj`, `**.mlp.up_proj`. A style is one of the classes below, or a
-word: "column", "row", "vocab", "replicate". `convert.families` has the tables of transformers'
-families.
+Rules map name patterns to styles. In a pattern, `*` matches one part of a module's name and `**`
+any number of parts, including none: `model.layers.*.mlp.up_proj`, `**.mlp.up_proj`. A style is one
+of the classes below, or a word: "column", "row", "vocab", "replicate". `convert.families` has the
+rules for families of transformers.
 """
 
 from __future__ import annotations
@@ -17,17 +16,22 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Column:
-    """A linear layer whose output features are split; what follows works on this rank's.
+    """Style of a linear layer with split output features.
 
-    `unit` names an attribute of the parent module: how many features stay together (`head_dim`:
-    whole heads). `heads` names one that counts the pieces that stay together, whatever they hold
-    (q, k and v of each head in turn). `shared` names one that counts the heads that read one of
-    these (`num_key_value_groups`): where tp is a multiple of the heads, each is computed by several
-    ranks from a weight that all keep, and that count shrinks on each. `parts` is for several
-    products that lie side by side in the output features, each of which is split by itself: so many
-    of equal size (q, k and v: 3), or the size of each in units, a number or the name of an
-    attribute that has it. A name may have dots (`config.num_attention_heads`). Of an embedding, the
-    columns are split.
+    Modules that read its output see only this rank's features. Attribute names refer to the parent
+    module and may have dots (`config.num_attention_heads`).
+
+    Args:
+        unit: Attribute with the number of features that stay together, such as `head_dim`.
+        heads: Attribute with the number of pieces that stay together, if each piece has q, k and v
+            of one head.
+        shared: Attribute with the number of query heads per key/value head, such as
+            `num_key_value_groups`. If tp is a multiple of the key/value heads, several ranks
+            compute each head, and the attribute shrinks on each rank.
+        parts: Matrices packed side by side in the output features, each split separately. A number
+            means equal sizes (q, k and v: 3). A tuple has the size of each in units, as a number or
+            an attribute.
+        gather_output: If True, all ranks receive all features, and tp need not divide them.
 
     Example:
         >>> rules = {
@@ -41,14 +45,18 @@ class Column:
     heads: str | None = None
     shared: str | None = None
     parts: int | tuple[int | str, ...] = 1
-    gather_output: bool = False  # give every rank all features; tp need not divide them then
+    gather_output: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer whose input features are split, as a column-parallel layer left them; its
-    output is summed over tp, and its bias added once. `sequence`: each rank gets its part of the
-    sequence of that sum.
+    """Style of a linear layer with split input features.
+
+    It takes the output of a column-parallel layer. Its output is summed over tp, and its bias added
+    once.
+
+    Args:
+        sequence: If True, the output is split along the sequence.
 
     Example:
         >>> rules = {"blocks.*.up": parallel3d.Column(), "blocks.*.down": parallel3d.Row()}
@@ -60,8 +68,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocab:
-    """An embedding whose rows are split; tp need not divide them. A subclass may scale what
-    `super().forward` gives.
+    """Style of an embedding with split rows. tp need not divide them.
+
+    A subclass may scale the result of `super().forward`.
 
     Example:
         >>> rules = {"embed": parallel3d.Vocab(), "head": parallel3d.Column(gather_output=True)}
@@ -71,10 +80,10 @@ class Vocab:
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """The experts of a mixture as transformers 5 has them: parameters [experts, ...], and a forward
-    that is given the tokens, the experts of each and their weights, or, as Llama 4's, the tokens of
-    one expert after the other. Each rank has some of the experts; what they give is summed, or
-    joined.
+    """Style of the experts of a mixture of experts in transformers 5.
+
+    The module has parameters [experts, ...]. Its forward pass takes tokens, and the experts and
+    weights of each token. Each rank keeps some of the experts, and the outputs are summed over tp.
 
     Example:
         >>> experts = {"**.layers.*.mlp.experts": parallel3d.SplitExperts()}
@@ -84,9 +93,16 @@ class SplitExperts:
 
 @dataclass(frozen=True)
 class Replicate:
-    """A module that every rank has whole: what all modules without a rule are, but a linear or an
-    embedding wants to be told. `partial_gradient`: it works on activations that are split over tp
-    (a norm of each head), so its gradient is a sum over tp.
+    """Style of a module that is replicated on every rank.
+
+    Modules without a rule are replicated too, but linear layers and embeddings need this explicit
+    style.
+
+    Args:
+        partial_gradient: If True, the module works on activations that are split over tp, such as a
+            norm of each head. Its gradients are then summed over tp.
+        gather_sequence: If True, the module works on a part of the sequence, and its output is
+            all-gathered.
 
     Example:
         >>> router = {"blocks.*.router": parallel3d.Replicate()}
@@ -94,15 +110,18 @@ class Replicate:
     """
 
     partial_gradient: bool = False
-    # its input and its own work are a part of the sequence, its output is the whole
     gather_sequence: bool = False
 
 
 @dataclass(frozen=True)
 class Enter:
-    """A module inside which column-parallel layers alone read its input (the first argument, or the
-    keyword `argument`): the input's gradient is then summed over tp once, on the way out, and not
-    in each of those layers. `sequence`: the input is a part of the sequence, which is gathered.
+    """Style of a module whose input is read only by column-parallel layers inside it.
+
+    The gradient of the input is then reduced over tp once, instead of once per layer.
+
+    Args:
+        argument: Name of the input if it is passed by keyword. A positional input is the first.
+        sequence: If True, the input is split along the sequence and all-gathered.
 
     Example:
         >>> rules = {
@@ -119,9 +138,13 @@ class Enter:
 
 @dataclass(frozen=True)
 class Scatter:
-    """A module that takes its part of the sequence [batch, seq, ...] of an input that is whole:
-    with it sequence parallelism begins. What is not split along the sequence by a rule is whole,
-    positions and masks too.
+    """Style of the module where sequence parallelism begins.
+
+    The module takes its part of a replicated input [batch, seq, ...] along the sequence. Everything
+    that no rule splits stays replicated, including positions and masks.
+
+    Args:
+        argument: Name of the input if it is passed by keyword. A positional input is the first.
 
     Example:
         >>> rules = {
@@ -139,9 +162,15 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Divide:
-    """A module whose forward reads these attributes of its own, counts of what is split: each is
-    divided by tp. Of those of `shared` heads a rank keeps one where tp is a multiple of them. An
-    attribute `config.count` is set in a copy of the config, which this module alone has.
+    """Style of a module whose forward pass reads local counts, such as its number of heads.
+
+    Each count is divided by tp.
+
+    Args:
+        attributes: Names of the counts. `config.count` is set in a copy of the config that only
+            this module has.
+        shared: Those of the attributes that count shared heads. If tp is a multiple of such a
+            count, each rank keeps one.
 
     Example:
         >>> rules = {
@@ -161,7 +190,7 @@ Rules = Mapping[str, Style | Word]
 
 
 def names_matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns the names of modules that a pattern matches."""
+    """Returns the module names that a pattern matches."""
     expression = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", r"[^.]+")
     return [name for name in names if re.fullmatch(expression, name)]
 

@@ -1,12 +1,11 @@
-"""Attention, its heads split over tp.
+"""Attention with its heads split over tp.
 
-Shapes: B batch, S sequence, D hidden, H query heads, G key-value heads, K head dim, n = tp.
+Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K head dim, n = tp.
 
-[Note: kernels] `config.attention_kernels` is the table of kernels, and `fused_attention` makes the
-calls. On a GPU no memory of an attention grows with S^2, except with dropout of its probabilities,
-or with a window that no kernel takes. A CPU computes a window by a mask. flex_attention is not
-used: it has to be compiled and has no backward pass on a CPU (2.13), so that no test could compare
-it with anything.
+[Note: kernels] `config.attention_kernels` lists the kernels, and `fused_attention` calls them. On a
+GPU no attention memory grows with S^2, except with attention dropout or with a window that no
+kernel supports. On a CPU, a window is a mask. flex_attention is not used. It requires compilation
+and has no backward pass on CPUs (torch 2.13), so it could not be tested there.
 """
 
 from __future__ import annotations
@@ -37,40 +36,63 @@ from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What a model chooses of its attention, beside the numbers of heads. The defaults are those of
-    Llama.
+    """Options of an attention layer other than its numbers of heads. The defaults match Llama.
+
+    Args:
+        head_dim: Size of each head. Default: hidden / heads.
+        bias: If True, q, k and v have biases.
+        output_bias: If True, the output projection has a bias.
+        qk_norm: If True, applies an RMSNorm to queries and keys of each head before the rotary
+            embedding, as in Qwen 3.
+        norm_eps: Epsilon of these norms.
+        causal: If True, a query sees only keys up to itself.
+        window: Largest number of keys that a query sees, including its own. None means no limit.
+        dropout: Dropout probability of the attention weights.
+        name: Global name of the layer. Its dropout depends on it.
+        recompute: If True, intermediate results of the attention are recomputed in the backward
+            pass. Ignored under torch.compile, which fails on a checkpoint with DTensor parameters
+            (torch 2.13).
 
     Example:
         >>> options = parallel3d.AttentionOptions(window=4096, qk_norm=True)
         >>> layer = parallel3d.ParallelAttention(64, 4, 2, tp=tp, options=options)
     """
 
-    head_dim: int | None = None  # K; hidden / heads where it is None
-    bias: bool = False  # q, k and v have biases
+    head_dim: int | None = None
+    bias: bool = False
     output_bias: bool = False
-    qk_norm: bool = False  # an RMSNorm of each head's queries and keys, before rotary (Qwen 3)
+    qk_norm: bool = False
     norm_eps: float = 1e-5
     causal: bool = True
-    window: int | None = None  # keys that a query sees at most (`own_mask`)
-    dropout: float = 0.0  # of the probabilities
-    name: str = "attention"  # the layer's global name, which its dropout depends on
-    # The attention's own intermediate results are computed again in the backward instead of kept.
-    # Under torch.compile they are not: it fails on a checkpoint among DTensor parameters (2.13).
+    window: int | None = None
+    dropout: float = 0.0
+    name: str = "attention"
     recompute: bool = False
 
 
 class ParallelAttention(ParallelModule):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245): multi-head with as many
-    kv_heads as heads, multi-query with one.
+    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with heads split over tp.
 
-    x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`. Each tp rank
-    computes heads / tp queries over kv_heads / tp keys and values. Where tp exceeds kv_heads, tp /
-    kv_heads neighbours compute the same key-value head: k and v are then whole on every rank, and
-    their gradients summed over tp. Sends what one column- and one row-parallel linear send.
+    kv_heads = heads gives multi-head attention. kv_heads = 1 gives multi-query attention.
 
-    `rotary` turns queries and keys by their positions. `options` are what else a model chooses.
+    Shapes: x and y [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence parallelism.
+    Each tp rank computes heads / tp query heads over kv_heads / tp key/value heads. If tp exceeds
+    kv_heads, tp / kv_heads neighboring ranks compute the same key/value head. The weights of k and
+    v are then replicated, and their gradients are summed over tp.
 
-    Raises ValueError where the heads cannot be spread over tp.
+    Communication: that of one column-parallel and one row-parallel linear layer.
+
+    Args:
+        hidden: Hidden size of the model.
+        heads: Number of query heads. tp must divide it.
+        kv_heads: Number of key/value heads. It must divide `heads`. Either tp divides kv_heads or
+            kv_heads divides tp.
+        rotary: Rotary embedding of queries and keys.
+        tp: Tensor-parallel axis or a `ParallelContext`.
+        options: Further options.
+
+    Raises:
+        ValueError: The heads cannot be split over tp.
 
     Example:
         >>> layer = parallel3d.ParallelAttention(64, 4, 2, rotary=parallel3d.RotaryEmbedding(16))
@@ -96,7 +118,8 @@ class ParallelAttention(ParallelModule):
         if heads % kv_heads or heads % n or not divides_key_value_heads(kv_heads, n):
             raise ValueError(
                 f"ParallelAttention: heads = {heads}, kv_heads = {kv_heads}, tp = {n}: kv_heads "
-                "must divide heads, tp must divide heads, and of tp and kv_heads one the other"
+                "and tp must divide heads, and one of tp and kv_heads must divide the other; "
+                f"try tp = 1 and kv_heads = {heads}"
             )
 
         copies = max(n // kv_heads, 1)
@@ -113,7 +136,7 @@ class ParallelAttention(ParallelModule):
             self.q_norm = norm()
             self.k_norm = norm()
         self.dropout: Dropout | None = None
-        # it drops probabilities [batch, heads, queries, keys], whose heads are split
+        # Applied to attention weights [batch, heads, queries, keys], whose heads are split.
         if options.dropout:
             self.dropout = Dropout(options.dropout, name=options.name, tp=self.tp, split_dim=1)
 
@@ -126,28 +149,37 @@ class ParallelAttention(ParallelModule):
         positions: Tensor | None = None,
         key: Tensor | None = None,
     ) -> Tensor:
-        """Returns the attention's output for x.
+        """Computes the attention of x.
 
         Args:
-            mask: [batch or 1, 1, S, S], bool, True if a query may see a key. The attention's own
-                causality and window hold as well.
-            documents: Each of the packed documents is attended to by itself, and no S^2 numbers
-                exist.
-            positions: [batch, S], of the rotation. Default: those of the documents.
-            key: [batch], of dropout.
+            x_BSD: Input [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence
+                parallelism.
+            mask: Boolean mask [batch or 1, 1, seq, seq], True if a query may see a key. Applied in
+                addition to causality and window.
+            documents: Packed documents. Attention stays within each document, without a mask of
+                size seq^2.
+            positions: Positions [batch, seq] of the rotary embedding. Default: the positions within
+                each document.
+            key: Dropout key [batch] from `dropout_key`.
+
+        Returns:
+            Output in the shape of x.
 
         Raises:
-            ValueError: Documents come with a mask, or are of other sequences than x.
+            ValueError: Both `mask` and `documents` are given, or the documents do not match the
+                shape of x.
         """
         if documents is not None:
             if mask is not None:
-                raise ValueError("ParallelAttention: give a mask or documents, not both")
+                raise ValueError(
+                    "ParallelAttention: mask and documents cannot be combined; pass one of them"
+                )
             parts = self.axis.size if self.sequence_parallel else 1
             shape = (x_BSD.shape[0], x_BSD.shape[1] * parts)
             if documents.positions.shape != shape:
                 raise ValueError(
-                    f"ParallelAttention: documents of {list(documents.positions.shape)} tokens, "
-                    f"and x has {list(shape)}"
+                    f"ParallelAttention: documents of shape {list(documents.positions.shape)}: "
+                    f"must match x of shape {list(shape)}; build them from the same batch"
                 )
             if positions is None:
                 positions = documents.positions
@@ -181,7 +213,7 @@ class ParallelAttention(ParallelModule):
         seq = q.shape[1]
         dropout = self.dropout if self.training else None
         if window is not None and window >= seq:
-            window = None  # a window that hides nothing costs no mask
+            window = None  # Such a window hides nothing and needs no mask.
         kernel = kernel_of(
             q,
             k,
@@ -204,16 +236,14 @@ class ParallelAttention(ParallelModule):
         mask = own if mask is None else mask & own
         if dropout is None:
             return attend(q, k, v, mask, causal=False).transpose(1, 2)
-        # The probabilities [B, H, S, S] are written out: torch's kernels draw their dropout from
-        # one generator, which on tp ranks of equal seeds would drop the same elements of different
-        # heads.
+        # Computed explicitly as [B, H, S, S]. torch's kernels draw dropout from one generator, so
+        # tp ranks with equal seeds would drop the same elements of different heads.
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
         scores = scores.masked_fill(~mask, float("-inf"))
         probabilities = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
         return (dropout(probabilities, key) @ v).transpose(1, 2)
 
     def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Attends within each document by itself."""
         each = [part.flatten(0, 1).unsqueeze(0).split(lengths, dim=1) for part in (q, k, v)]
         parts = [self._attend(q, k, v, None, None, None) for q, k, v in zip(*each, strict=True)]
         return torch.cat(parts, dim=1).view(*q.shape[:3], -1)

@@ -1,6 +1,7 @@
-"""Attention by kernels whose memory grows with the sequence, not with its square: how each call of
-the table in `config.attention_kernels` is made. Shapes: B batch, S sequence, T keys, H query heads,
-G key-value heads, K head dim; all heads are those of one tp rank.
+"""Calls of the attention kernels listed in `config.attention_kernels`.
+
+Their memory grows linearly with the sequence. Shapes: B batch, S sequence, T keys, H query heads, G
+key/value heads, K head dim. Heads are those of one tp rank.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ TORCH_VERSION = (int(torch.__version__.split(".")[0]), int(torch.__version__.spl
 
 
 def device_of(device: torch.device) -> AttentionDevice:
-    """Returns what the choice of a kernel depends on. Fake tensors of a GPU that is not there count
-    as an A100's."""
+    """Returns the device properties that kernel selection depends on.
+
+    Fake CUDA tensors on a machine without a GPU count as those of an A100.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return AttentionDevice(device.type, torch=TORCH_VERSION)
     return AttentionDevice(
@@ -35,8 +38,7 @@ def device_of(device: torch.device) -> AttentionDevice:
 
 
 def kernel_of(q: Tensor, k: Tensor, **flags: bool) -> AttentionKernel:
-    """Returns the kernel for q [B, S, H, K] and k [B, S, G, K]. The flags are those of
-    `AttentionCall`."""
+    """Returns the kernel for q [B, S, H, K] and k [B, S, G, K]. `flags` as in `AttentionCall`."""
     call = AttentionCall(
         item_bytes=q.dtype.itemsize,
         is_bf16=q.dtype == torch.bfloat16,
@@ -51,8 +53,10 @@ def kernel_of(q: Tensor, k: Tensor, **flags: bool) -> AttentionKernel:
 def attend(
     q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool
 ) -> Tensor:
-    """Returns softmax(q k^T / sqrt(K) + mask) v [B, H, S, K] by torch's fastest kernel. `causal`
-    goes without a mask."""
+    """Returns softmax(q k^T / sqrt(K) + mask) v, [B, H, S, K], by torch's fastest kernel.
+
+    `causal` requires mask = None.
+    """
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     return F.scaled_dot_product_attention(
         q_BHSK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=causal, enable_gqa=grouped
@@ -68,10 +72,13 @@ def attend_by_varlen(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Returns the attention [B, S, H, K] by CUDA's kernel for sequences of different lengths, which
-    skips what a window hides: of `documents`, or of whole sequences where it is None. Nothing is
-    copied to the GPU."""
-    from torch.nn.attention.varlen import varlen_attn  # which imports the compiler
+    """Returns attention [B, S, H, K] by CUDA's variable-length kernel.
+
+    It attends within each of `documents`, or within full sequences if that is None. Keys outside
+    the window cost nothing.
+    """
+    # Imported here because it imports the compiler.
+    from torch.nn.attention.varlen import varlen_attn
 
     (batch, seq, heads, _), device = q_BSHK.shape, q_BSHK.device
     if documents is None:
@@ -80,8 +87,7 @@ def attend_by_varlen(
     else:
         starts = documents.starts
         longest = max(documents.lengths)
-    # The kernel counts the keys before and after a query, and ours the query too. -1 is all of
-    # them.
+    # `window` counts the query's own position, the kernel does not. -1 means no limit.
     side = -1 if window is None else window - 1
     y = varlen_attn(
         q_BSHK.flatten(0, 1),
@@ -94,14 +100,16 @@ def attend_by_varlen(
         window_size=(side, 0 if causal else side),
         enable_gqa=heads != k_BSGK.shape[2],
     )
-    assert isinstance(y, Tensor)  # a second result comes where it is asked for
+    assert isinstance(y, Tensor)  # The kernel returns a second result only on request.
     return y.unflatten(0, (batch, seq))
 
 
 def own_mask(seq: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """Returns the attention's own mask [S, S], True if a query may see a key. With `window` a query
-    sees that many keys up to itself (Beltagy et al. 2020, arXiv 2004.05150; Mistral's), and if it
-    is not causal, as many from itself on."""
+    """Returns the causal and window mask [S, S], True if a query may see a key.
+
+    With `window` a query sees that many keys up to itself (Beltagy et al. 2020, arXiv 2004.05150,
+    and Mistral). If not causal, it also sees as many from itself onward.
+    """
     place = torch.arange(seq, device=device)
     distance = place.unsqueeze(1) - place
     is_near = distance.abs() < (window or seq)

@@ -1,26 +1,24 @@
-"""Where a backward puts the gradient of a parameter, and when.
+"""How a backward pass stores parameter gradients, and when it computes them.
 
-Parameters are DTensors on the tp axis (`layers.parameter`). The layers' autograd functions take the
-parameter itself, compute with `local_tensor(parameter)`, and give its gradient back by
-`accumulate_or_return`.
+The autograd functions of the layers take the parameter itself, a DTensor on the tp axis. They
+compute with `local_tensor(parameter)` and return its gradient through `accumulate_or_return`.
 
-[Note: fused gradients] By default a layer's gradient goes through autograd like any other, and
-under `torch.compile` always. Where the trainer sets `fused_gradients`, the backward pass adds it to
-`.grad` in place, with no copy of the weight's size per microbatch (Megatron's gradient accumulation
-fusion), and a gradient that is partial over tp stays so until `engine` sums all of them in
-one collective a step. Where a parameter has a `main_grad` (Megatron's name) the backward adds to
-that instead: a plain tensor of the shape of this rank's part, usually float32 where the parameter
-has 16 bits. It belongs to whoever set it (`sharding.buckets`), who also moves there what autograd
-gives other parameters. Autograd's hooks on the parameter do not fire then.
+[Note: fused gradients] By default, and always under `torch.compile`, gradients pass through
+autograd. If the trainer sets `fused_gradients`, the backward pass adds them to `.grad` in place,
+without a copy of the weight's size per microbatch (Megatron-LM's gradient accumulation fusion).
+Gradients that are partial over tp stay partial until `engine` reduces all of them in one collective
+per step. If a parameter has a `main_grad` (Megatron-LM's name), gradients are added to that tensor.
+It has the shape of the local shard, and usually float32 for 16-bit parameters. Its owner,
+`sharding.buckets`, also moves gradients from autograd there. Autograd hooks of a parameter with
+fused gradients do not fire.
 
 [Note: delayed gradients] A zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) splits a
-backward: it computes the gradient of a layer's input first, for which the stage before waits, and
-that of its weight later, for which nobody waits. Before the second product a layer asks
-`DelayedGradients.delay`: where the runtime runs the first half alone, the work is kept, with the
-two tensors that it multiplies, and is done in the second half; else the layer does it at once. So
-no forward is computed again, the graph and all other activations are freed in the first half, and
-activation recompute happens once. All other gradients (a norm's, an embedding's) are computed in
-the first half.
+backward pass. It computes input gradients first, which the previous stage waits for, and weight
+gradients later. Before the matmul of a weight gradient, a layer calls `DelayedGradients.delay`. If
+the runtime runs only the first half, the call stores the two tensors to multiply for the second
+half. Otherwise the layer multiplies them at once. The first half frees the graph and all other
+activations, so the second half recomputes nothing. All other gradients, such as those of norms and
+embeddings, belong to the first half.
 """
 
 from __future__ import annotations
@@ -41,16 +39,17 @@ Work = Callable[[], object]
 
 
 class DelayedGradients:
-    """The weight gradients that the layers of one stage delay. Its layers share it, so that every
-    thread in which autograd runs their backward sees it."""
+    """Weight gradients that the layers of one stage defer.
+
+    The layers share one instance, so it is visible to every autograd thread.
+    """
 
     def __init__(self) -> None:
         self._works: list[Work] | None = None
 
     @contextmanager
     def collecting(self) -> Iterator[list[Work]]:
-        """Collects the weight gradients of the backwards in this block, to be called once each, in
-        order."""
+        """Collects the deferred weight gradients of this block. Call each item once, in order."""
         before = self._works
         self._works = []
         try:
@@ -59,8 +58,7 @@ class DelayedGradients:
             self._works = before
 
     def delay(self, work: Work) -> bool:
-        """Takes the work of a layer's second half, or returns False: the layer then does it at
-        once."""
+        """Stores the work for the second half. Returns False if the layer must do it at once."""
         if self._works is None:
             return False
         self._works.append(work)
@@ -68,40 +66,38 @@ class DelayedGradients:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Returns the plain tensor behind a parameter or a gradient. Call it where gradients are off,
-    as in the forward and the backward of an autograd function."""
+    """Returns the local tensor of a parameter or gradient. Call it with gradients disabled."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor
 ) -> DTensor:
-    """Returns a rank's part `local` as the DTensor of the shape and strides of `whole`. Nothing is
-    sent."""
+    """Returns the shard `local` as a DTensor with the shape and strides of `whole`."""
     shape = whole.shape
     stride = whole.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
-    """Returns `local`, of the shape of this rank's part, in the form of `parameter`: as a DTensor
-    with the same layout, or as it is."""
+    """Returns the local shard `local` in the form of `parameter`: a DTensor or a plain tensor."""
     if not isinstance(parameter, DTensor):
         return local
     return as_dtensor(local, parameter.device_mesh, parameter.placements, parameter)
 
 
 def accumulated_gradient(parameter: Tensor) -> Tensor | None:
-    """Returns the plain tensor that holds the gradient so far; None before the first backward."""
+    """Returns the accumulated local gradient, or None before the first backward pass."""
     total: Tensor | None = getattr(parameter, "main_grad", parameter.grad)
     return None if total is None else local_tensor(total)
 
 
 def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    """Adds grad_out^T x, of [tokens, out] and [tokens, in], to `total` [out, in], which may be
-    wider: on an NVIDIA GPU by the product itself, which sums in float32, so that nothing is rounded
-    or written twice. Other devices have no such product, and round it to the dtype of its factors
-    first."""
+    """Adds grad_out^T x to `total` [out, in], from grad_out [tokens, out] and x [tokens, in].
+
+    `total` may have a wider dtype. On NVIDIA GPUs the matmul accumulates into float32 directly,
+    without rounding. Other devices round the matmul to the dtype of its inputs first.
+    """
     if total.dtype == x.dtype:
         total.addmm_(grad_out.t(), x)
     elif total.is_cuda and total.dtype == torch.float32 and has_wide_product(x.device, x.dtype):
@@ -112,9 +108,11 @@ def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
 
 @cache
 def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether a GPU's matrix product of factors of `dtype` can be added to a float32 total.
-    It tries one, once, because no version number tells: AMD's GPUs have none, and a torch may know
-    the operator and refuse such a total."""
+    """Returns True if a GPU can add a matmul of `dtype` inputs to a float32 total.
+
+    It tries one, because versions do not tell. AMD GPUs lack the operator, and some torch versions
+    reject a float32 total.
+    """
     total = torch.zeros(16, 16, device=device)
     factor = total.to(dtype)
     try:
@@ -132,11 +130,13 @@ def accumulate_or_return(
     rows: slice | None = None,
     axis: Axis = ONE_RANK,
 ) -> Tensor | None:
-    """Returns what a backward pass returns for `parameter`, whose local gradient is `local`: None
-    where gradients are fused, after adding it to the total; else the gradient in the parameter's
-    own form. If this rank used some `rows` of a replicated parameter, `local` is theirs: the
-    gradient is partial, stays so where gradients are fused, and else is summed over `axis`. A
-    frozen parameter gets no gradient."""
+    """Returns the value that a backward pass returns for `parameter`, given its local gradient.
+
+    With `fused`, adds the gradient to the accumulated one and returns None. Otherwise returns it in
+    the form of the parameter. `rows` are the rows that this rank used of a replicated parameter.
+    Their gradient is partial: it stays so with `fused`, and is summed over `axis` otherwise. A
+    frozen parameter gets no gradient.
+    """
     if not parameter.requires_grad:
         return None
     total = accumulated_gradient(parameter) if fused else None
@@ -149,8 +149,7 @@ def accumulate_or_return(
         local = whole if fused else all_reduce(whole, axis)
     if not fused:
         return like_parameter(parameter, local)
-    # The dtype in which gradients add up, which `fully_shard` sets from torch 2.15 on; None takes
-    # any dtype.
+    # `fully_shard` sets grad_dtype, the dtype of accumulation, from torch 2.15 on. None allows any.
     parameter.grad = like_parameter(parameter, local.to(parameter.grad_dtype or local.dtype))
     return None
 
@@ -163,14 +162,16 @@ def accumulate_or_return_product(
     fused: bool,
     delayed: DelayedGradients | None = None,
 ) -> Tensor | None:
-    """Does `accumulate_or_return` for a weight [out, in] whose gradient is grad_out^T x, of
-    [tokens, out] and [tokens, in]: where gradients are fused, the matrix multiplication itself adds
-    the product. What is `delayed` is added later."""
+    """Does `accumulate_or_return` for a weight [out, in] with the gradient grad_out^T x.
+
+    Shapes: grad_out [tokens, out], x [tokens, in]. With `fused`, the matmul accumulates directly.
+    `delayed` may defer the work.
+    """
     if not weight.requires_grad:
         return None
     if delayed is not None:
-        # What is delayed must not keep the graph: as a saved tensor x is a view of one that knows
-        # where it comes from.
+        # Deferred work must not keep the graph alive. A saved tensor refers to its graph, so detach
+        # it.
         kept = x.detach()
         work = partial(accumulate_or_return_product, weight, grad_out, kept, fused=True)
         if delayed.delay(work):

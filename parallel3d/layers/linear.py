@@ -1,10 +1,10 @@
-"""Linear layers split over tp: by columns (the output features) or by rows (the input features).
+"""Linear layers split over tp: by columns (output features) or by rows (input features).
 
-Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3): a column-parallel layer followed by
-a row-parallel one needs one collective in the forward and one in the backward. With sequence
-parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2) the all-reduce is taken apart
-into an all-gather and a reduce-scatter along the sequence, and what lies between two such pairs is
-split along the sequence.
+A column-parallel layer followed by a row-parallel one needs one collective in the forward pass and
+one in the backward pass (Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053, section 3). Sequence
+parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2) replaces each all-reduce by an
+all-gather and a reduce-scatter along the sequence. Activations between the pairs are then split
+along the sequence.
 
 Shapes: B batch, S sequence, I input features, O output features, n = tp.
 
@@ -18,9 +18,9 @@ Shapes: B batch, S sequence, I input features, O output features, n = tp.
                 dW = dy^T x, (*) x gathered again
     (*) sequence_parallel
 
-A bias of a column-parallel layer is split as the output is. That of a row-parallel one is whole on
-every rank and added once, after the sum; under sequence parallelism each rank then sees other
-tokens, and its gradient is summed over tp.
+The bias of a column-parallel layer is split like its output. The bias of a row-parallel layer is
+replicated and added once, after the sum. Under sequence parallelism each rank sees different tokens,
+so the gradient of that bias is all-reduced over tp.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -57,21 +57,33 @@ from parallel3d.mesh import ONE_RANK
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import is_compiled
 
-FUSED_FROM_ELEMENTS = 2**17  # where both ways took equally long on a CPU (docs/benchmarks.md)
+FUSED_FROM_ELEMENTS = 2**17  # Break-even of both code paths on a CPU (docs/benchmarks.md).
 
 
 class ColumnParallelLinear(ParallelModule, nn.Linear):
-    """y = x W^T + b with the output features split over tp.
+    """Linear layer y = x W^T + b with its output features split over tp.
 
-    x [batch, seq, in_features], or [batch, seq / tp, in_features] with `sequence_parallel`; y
-    [batch, seq, out_features / tp], or with `gather_output`, which all-gathers y forward, [batch,
-    seq, out_features].
+    Shapes: x [batch, seq, in_features], or [batch, seq / tp, in_features] under sequence
+    parallelism. y [batch, seq, out_features / tp], or [batch, seq, out_features] with
+    `gather_output`.
 
-    `copies` neighbouring ranks compute the same output features, out_features * copies / tp of them
-    (keys and values of fewer heads than ranks). The weight is then whole on every rank, once in a
-    checkpoint, and its gradient partial.
+    Communication: without sequence parallelism, one all-reduce of dx in the backward pass. With it,
+    one all-gather of x in the forward pass; an all-gather of x and a reduce-scatter of dx in the
+    backward pass.
 
-    Raises ValueError where tp does not divide out_features (tp / copies, where there are copies).
+    Args:
+        in_features: Size of each input vector.
+        out_features: Size of each output vector over all ranks. tp must divide it.
+        tp: Tensor-parallel axis or a `ParallelContext`.
+        bias: If True, adds a bias, split like the output.
+        gather_output: If True, all-gathers y in the forward pass.
+        copies: Number of neighboring ranks that compute the same output features, out_features *
+            copies / tp of them. Used for keys and values if there are fewer heads than ranks. The
+            weight is then replicated, stored once in a checkpoint, and its gradient is summed over
+            tp.
+
+    Raises:
+        ValueError: tp / copies does not divide `out_features`.
 
     Example:
         >>> up = parallel3d.ColumnParallelLinear(64, 256, tp=tp)
@@ -79,7 +91,7 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         >>> y = down(F.gelu(up(x)))  # x, y [batch, seq, 64]
     """
 
-    uneven = False  # the last rank may have fewer output features
+    uneven = False  # If True, the last rank may have fewer output features.
 
     def __init__(
         self,
@@ -101,7 +113,10 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         if copies > 1:
             n = self.axis.size
             if n % copies or out_features % (n // copies):
-                raise ValueError(f"copies = {copies}: must divide tp = {n}, and so many features")
+                raise ValueError(
+                    f"copies = {copies}: must divide tp = {n}, and tp / copies must divide "
+                    f"out_features = {out_features}; use copies = 1 or another tp"
+                )
             own = shard_rows(out_features, self.axis.rank // copies, n // copies)
             self.rows = slice(own.start, own.stop)
             weight = ParameterSpec(shape, None, init, partial_gradient=True)
@@ -115,12 +130,24 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
 
 
 class RowParallelLinear(ParallelModule, nn.Linear):
-    """y = x W^T + b with the input features split over tp, as a column-parallel layer leaves them.
+    """Linear layer y = x W^T + b with its input features split over tp.
 
-    x [batch, seq, in_features / tp]; y [batch, seq, out_features], or [batch, seq / tp,
-    out_features] with `sequence_parallel`.
+    It takes the output of a column-parallel layer.
 
-    Raises ValueError where tp does not divide in_features.
+    Shapes: x [batch, seq, in_features / tp]. y [batch, seq, out_features], or [batch, seq / tp,
+    out_features] under sequence parallelism.
+
+    Communication: one all-reduce of y in the forward pass. Under sequence parallelism, a
+    reduce-scatter of y in the forward pass and an all-gather of dy in the backward pass.
+
+    Args:
+        in_features: Size of each input vector over all ranks. tp must divide it.
+        out_features: Size of each output vector.
+        tp: Tensor-parallel axis or a `ParallelContext`.
+        bias: If True, adds a bias after the sum over tp.
+
+    Raises:
+        ValueError: tp does not divide `in_features`.
 
     Example:
         >>> up = parallel3d.ColumnParallelLinear(64, 256, tp=tp)
@@ -151,9 +178,11 @@ class RowParallelLinear(ParallelModule, nn.Linear):
 
 
 def column_parallel(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Returns the output of each layer for the same x, and sends what one layer sends: for q, k and
-    v of an attention, or gate and up of an MLP. The weights stay apart, because two packed along
-    the split dim could not be resharded."""
+    """Returns the output of each layer for the same x, with the communication of one layer.
+
+    Used for q, k and v of an attention, and for gate and up of an MLP. The weights stay separate,
+    because two weights packed along the sharded dim could not be resharded.
+    """
     if all(is_plain(layer) for layer in layers):
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
     weights = [layer.weight for layer in layers]
@@ -164,7 +193,6 @@ def column_parallel(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def row_parallel(x: Tensor, layer: Any) -> Tensor:
-    """Returns the output of a row-parallel layer."""
     if is_plain(layer):
         return F.linear(x, layer.weight, layer.bias)
     y: Tensor = outside_graph(RowParallelProduct.apply, cast_input(x), layer.weight, None, layer)
@@ -172,18 +200,22 @@ def row_parallel(x: Tensor, layer: Any) -> Tensor:
 
 
 def is_plain(layer: Any) -> bool:
-    """Returns whether torch's own linear computes the layer: nothing is split or filled up, and the
-    weight is so small that the copy of its gradient, which fusing would save, costs less than a
-    function in Python."""
+    """Returns True if torch's own linear can compute the layer.
+
+    This is so if nothing is sharded or padded, and gradients are not fused or the weight is small.
+    Copying the gradient of a small weight costs less than an autograd function in Python.
+    """
     if layer.axis.size > 1 or layer.padded_width not in (None, layer.out_features):
         return False
     return not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS or is_compiling()
 
 
 def cast_input(x: Tensor) -> Tensor:
-    """Returns the input of a layer in the type in which `torch.autocast` has its products computed,
-    or as it is. The product itself casts the weight; the backward, in which autocast is off, has to
-    do it."""
+    """Returns the input cast to the dtype of `torch.autocast`, or unchanged without autocast.
+
+    The matmul itself casts the weight. Autocast is off in the backward pass, so the cast must
+    happen here.
+    """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -191,9 +223,11 @@ def cast_input(x: Tensor) -> Tensor:
 
 
 def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
-    """Multiplies x [..., I] by weight [O, I] -> [..., width], filled up with -inf. The product
-    is written into the wider rows, so that nothing is copied. Without a width the result is
-    [..., O]."""
+    """Multiplies x [..., I] by weight [O, I] and pads the result with -inf to [..., width].
+
+    The matmul writes into the padded rows, so nothing is copied. Without `width` the result is
+    [..., O].
+    """
     features = len(weight)
     weight = weight.to(x.dtype)
     if width in (None, features):
@@ -201,13 +235,16 @@ def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
     y = x.new_empty(*x.shape[:-1], width)
     flat = y.view(-1, width)
     torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=flat[:, :features])
-    flat[:, features:].fill_(float("-inf"))  # an assignment would make a tensor of the CPU first
+    # Assigning a float would first create a tensor on the CPU.
+    flat[:, features:].fill_(float("-inf"))
     return y
 
 
 class ColumnParallelProduct(Function):
-    """The products of column-parallel layers that share their input, with the collectives around
-    them. `parameters` are every layer's weight, then every layer's bias."""
+    """Matmuls of column-parallel layers that share their input, with their collectives.
+
+    `parameters` are the weights of all layers, then their biases.
+    """
 
     @staticmethod
     def forward(
@@ -216,7 +253,7 @@ class ColumnParallelProduct(Function):
         first = layers[0]
         ctx.layers = layers
         ctx.save_for_backward(x)
-        # Not saved: activation recompute would hand back copies, whose .grad nobody reads.
+        # Not saved: activation recompute would return copies, and their .grad would be lost.
         ctx.weights = parameters[: len(layers)]
         ctx.biases = parameters[len(layers) :]
         if first.sequence_parallel:
@@ -232,8 +269,8 @@ class ColumnParallelProduct(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), layers, first = ctx.saved_tensors, ctx.layers, ctx.layers[0]
-        # The input is gathered again while its gradient is computed, and that travels while the
-        # weights' are.
+        # The all-gather of the input overlaps with the matmul of its gradient. The reduction of
+        # that gradient overlaps with the matmuls of the weight gradients.
         gathered = start_gather(x, first.axis) if first.sequence_parallel else lambda: x
         flat = []
         grad_x = None
@@ -241,18 +278,19 @@ class ColumnParallelProduct(Function):
             weight = used_part(parameter, layer).to(x.dtype)
             grad = grad.flatten(0, -2)  # [tokens, O / n]
             if layer.padded_width is not None:
-                grad = grad[:, : len(weight)]  # without the columns that are filled up
+                grad = grad[:, : len(weight)]  # Drop the padding columns.
             flat.append(grad)
             grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         assert grad_x is not None
         grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
         start = start_reduce_scatter if first.sequence_parallel else start_all_reduce
         travelling = start(grad_x, ONE_RANK if first.is_entered else first.axis)
-        del grad_x  # what travels is a copy, unless the batch is one sequence; memory is freed here
+        # The collective sends a copy unless the batch is one sequence, so this frees memory.
+        del grad_x
         x = gathered().flatten(0, -2)
-        del gathered  # its memory is freed here as well
-        # Copied parts send their gradients below, and of two collectives under way the first has to
-        # end first.
+        del gathered  # Frees the buffer of the all-gather.
+        # Replicated weights all-reduce their gradients below. Wait for the first collective before
+        # starting another.
         arrived = travelling() if any(layer.rows for layer in layers) else None
         of_weights = []
         of_biases = []
@@ -263,7 +301,7 @@ class ColumnParallelProduct(Function):
 
 
 def used_part(parameter: Tensor | None, layer: Any) -> Any:
-    """Returns the plain tensor that this rank computes with, a weight as [out, in]."""
+    """Returns the plain tensor that this rank computes with. A weight is [out, in]."""
     if parameter is None:
         return None
     part = local_tensor(parameter)
@@ -275,7 +313,7 @@ def used_part(parameter: Tensor | None, layer: Any) -> Any:
 
 
 def _weight_gradient(layer: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Gives a weight the gradient of its product, of [tokens, out] and [tokens, in]."""
+    """Computes the weight gradient from dy [tokens, out] and x [tokens, in]."""
     fused = layer.fused_gradients
     if layer.rows is not None:
         rows = layer.rows
@@ -295,8 +333,10 @@ def _bias_gradient(layer: Any, bias: Tensor | None, grad: Tensor) -> Tensor | No
 
 
 class RowParallelProduct(Function):
-    """The product of a row-parallel layer and the sum over tp after it. A bias is added before the
-    sum: only a layer that is not split has one here."""
+    """Matmul of a row-parallel layer, followed by the sum over tp.
+
+    Only an unsharded layer passes a bias here. It is added before the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
@@ -312,7 +352,7 @@ class RowParallelProduct(Function):
         (x,), weight, layer = ctx.saved_tensors, ctx.weight, ctx.layer
         if layer.sequence_parallel:
             grad = gather(grad, layer.axis)
-        grad = grad.contiguous()  # one matmul, not one for each sequence
+        grad = grad.contiguous()  # One matmul instead of one per sequence.
         grad_x = grad @ used_part(weight, layer).to(grad.dtype)
         grad = grad.flatten(0, -2)
         of_weight = _weight_gradient(layer, weight, grad, x.flatten(0, -2))
@@ -320,22 +360,25 @@ class RowParallelProduct(Function):
 
 
 def delay_weight_gradients(module: nn.Module) -> DelayedGradients:
-    """Lets the layers below a module, `nn.Linear`s among them, delay their weights' gradients.
-    Returns what collects them until a second call. It changes no result and no name. A compiled
-    module stays as it is: its backward is one piece, which is done in the first half."""
-    whole_layer = ParallelModule(None)  # stands for each nn.Linear: nothing of it is split
+    """Lets all linear layers below a module, including `nn.Linear`, defer their weight gradients.
+
+    Returns the object that collects the deferred gradients. Results and names do not change.
+    Compiled modules are skipped: their backward pass cannot be split.
+    """
+    whole_layer = ParallelModule(None)  # Stands in for each nn.Linear, which is unsharded.
     whole_layer.delayed = delayed = DelayedGradients()
     for part in _eager_modules(module):
         if type(part) is nn.Linear:
             vars(part).setdefault("forward", partial(_delaying_forward, part))
-            vars(part)["whole_layer"] = whole_layer  # no child of the linear
+            # Via `vars`, so that it is not registered as a child module.
+            vars(part)["whole_layer"] = whole_layer
         elif isinstance(part, ShardedModule):
             part.delayed = delayed
     return delayed
 
 
 def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields a module and those below it, except compiled ones and all that is in them."""
+    """Yields a module and its descendants, except compiled modules and everything inside them."""
     if not is_compiled(module):
         yield module
         for child in module.children():

@@ -1,15 +1,15 @@
-"""Cross-entropy over a vocabulary that is split over tp, without gathering the logits.
+"""Cross-entropy over a vocabulary split over tp, without gathering the logits.
 
     loss = lse - logit[label] + z * lse^2,    lse = log(sum of exp(logits))
 
-with z-loss z (Chowdhery et al. 2022, arXiv 2204.02311, section 5). Its gradient by the logits is
-softmax * (1 + 2 z lse) - [label].
+z is the coefficient of the z-loss (Chowdhery et al. 2022, arXiv 2204.02311, section 5). The
+gradient of the logits is softmax * (1 + 2 z lse) - [label].
 
-Arithmetic is float32 at least, whatever the logits are. What is kept for the backward is the logits
-as they came and one number a token; `chunk_tokens` bounds the wide temporaries, forward and
-backward, to so many tokens at a time.
+Arithmetic is at least float32 for any logits. The backward pass saves the logits as given and one
+number per token. `chunk_tokens` limits the float32 temporaries of both passes to that many tokens
+at a time.
 
-Shapes: T tokens, V vocabulary, w = ceil(V / n) this rank's part, n = tp.
+Shapes: T tokens, V vocabulary, w = ceil(V / n) the local part, n = tp.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ from torch.nn import functional as F
 from parallel3d.layers.collectives import all_reduce, outside_graph
 from parallel3d.mesh import Axis
 
-IGNORED = -100  # the label of a token without a loss, as in torch
-PLAIN_BELOW_ELEMENTS = 2**17  # torch's own loss is faster for fewer logits
+IGNORED = -100  # Label of tokens without a loss, as in torch.
+PLAIN_BELOW_ELEMENTS = 2**17  # Below this size torch's own loss is faster.
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """How the loss of a token is computed from logits whose vocabulary, of `vocab` entries in all,
-    is split over an axis by `shard_sizes.shard_rows`, `chunk_tokens` tokens at a time (None:
-    all of them)."""
+    """Computes the loss of tokens whose logits are split along the vocabulary over an axis.
+
+    Args:
+        axis: Tensor-parallel axis. `shard_sizes.shard_rows` gives the shard of each rank.
+        vocab: Size of the full vocabulary.
+        z_loss: Coefficient of the z-loss.
+        chunk_tokens: Tokens computed at a time. None means all.
+    """
 
     axis: Axis
     vocab: int
@@ -43,17 +48,17 @@ class TokenLoss:
     chunk_tokens: int | None = None
 
     def chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yields the same tokens of each of the tensors [T, ...], chunk after chunk."""
         size = max(self.chunk_tokens or len(tensors[0]), 1)
         return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
     def forward(
         self, logits: Tensor, labels: Tensor, *, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Computes, of logits [T, w] and labels [T], losses [T] and lse [T], the same on every
-        rank. Sends two all-reduces over tp: the largest logit, then the sums, of one and two
-        numbers a token. `overwrite`: the memory of the logits is used again,
-        because nobody reads them any more."""
+        """Returns losses [T] and lse [T] of logits [T, w] and labels [T], equal on every rank.
+
+        Two all-reduces over tp: the maximum (one number per token), then two sums (two numbers per
+        token). `overwrite` allows reuse of the logits' memory.
+        """
         own, elsewhere = own_indices(labels, self.axis.rows(self.vocab))
         largest = all_reduce(logits.amax(dim=-1).to(wide_dtype(logits)), self.axis, "max")
         out = logits if overwrite and logits.dtype == largest.dtype else None
@@ -61,7 +66,7 @@ class TokenLoss:
         label_logit = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
         sums = torch.stack((label_logit, shifted.exp_().sum(dim=-1)))
         label_logit, exp_sum = all_reduce(sums, self.axis)
-        log_sum = exp_sum.log()  # both are sums of the shifted logits
+        log_sum = exp_sum.log()  # Both terms are relative to the shifted logits.
         losses = log_sum - label_logit
         lse = log_sum + largest
         if self.z_loss:
@@ -71,18 +76,20 @@ class TokenLoss:
     def backward(
         self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, out: Tensor
     ) -> None:
-        """Writes the gradient [T, w] by the logits into `out`, which may be the logits. `grad` [T]
-        is the one by the losses. It is computed in float32 at least. Nothing is sent."""
+        """Writes the gradient [T, w] of the logits into `out`, which may be the logits themselves.
+
+        `grad` [T] is the gradient of the losses. Arithmetic is at least float32. Sends nothing.
+        """
         own, elsewhere = own_indices(labels, self.axis.rows(self.vocab))
         lse = lse.unsqueeze(-1)
         result = out if out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
         torch.sub(logits, lse, out=result).exp_()
         if self.z_loss:
             result.mul_(1.0 + 2.0 * self.z_loss * lse)
-        at_label = elsewhere.to(lse.dtype).sub_(1.0)  # -1 for a label of this rank, else 0
+        at_label = elsewhere.to(lse.dtype).sub_(1.0)  # -1 if this rank has the label, else 0.
         result.scatter_add_(-1, own.unsqueeze(-1), at_label.unsqueeze(-1))
         result.mul_(grad.masked_fill(labels == IGNORED, 0.0).unsqueeze(-1))
-        out.copy_(result)  # no copy if they are one tensor
+        out.copy_(result)  # No copy if both are the same tensor.
 
 
 def vocab_parallel_cross_entropy(
@@ -94,12 +101,23 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Returns the loss of each token, in float32 (float64 for such logits), the same on every tp
-    rank; 0 if the label is `IGNORED`.
+    """Computes the cross-entropy of each token from logits that are split over tp.
 
-    logits [batch, seq, w], labels [batch, seq] -> [batch, seq]. `vocab` is the true size if tp does
-    not divide it, or if the logits of a `VocabParallelHead` are filled up to a multiple. Sends two
-    all-reduces forward for every chunk (`TokenLoss.forward`) and nothing backward.
+    Two all-reduces per chunk in the forward pass, of one and two numbers per token. No
+    communication in the backward pass.
+
+    Args:
+        logits: Local logits [batch, seq, ceil(vocab / tp)] of this rank.
+        labels: Token ids [batch, seq], equal on all tp ranks. Tokens labeled -100 are ignored.
+        tp: Tensor-parallel axis.
+        vocab: Size of the vocabulary. Required if tp does not divide it or if the logits are
+            padded, as those of a `VocabParallelHead`. Default: the sum of the local widths.
+        z_loss: Coefficient of the z-loss.
+        chunk_tokens: Tokens computed at a time, which limits memory. Default: all.
+
+    Returns:
+        Losses [batch, seq], equal on every tp rank; 0 for ignored tokens. float32, or float64 for
+        float64 logits.
 
     Example:
         >>> logits, labels = torch.zeros(2, 8, 256), torch.zeros(2, 8, dtype=torch.int64)
@@ -115,8 +133,10 @@ def vocab_parallel_cross_entropy(
 def token_losses(
     logits: Tensor, labels: Tensor, terms: TokenLoss, *, overwrite_logits: bool = False
 ) -> Tensor:
-    """Returns the losses [batch, seq] of `vocab_parallel_cross_entropy`. With `overwrite_logits`
-    the backward makes the gradient of the logits in their memory: nobody may read them after it."""
+    """Returns the losses [batch, seq] of `vocab_parallel_cross_entropy`.
+
+    With `overwrite_logits`, the backward pass writes the gradient into the memory of the logits.
+    """
     is_small = terms.chunk_tokens is None and logits.numel() < PLAIN_BELOW_ELEMENTS
     if terms.axis.size == 1 and terms.vocab == logits.shape[-1] and not terms.z_loss and is_small:
         wide = logits.to(wide_dtype(logits)).flatten(0, -2)
@@ -126,15 +146,17 @@ def token_losses(
 
 
 def own_indices(indices: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-    """Returns indices of a vocabulary as those of this rank's `rows`, 0 for the indices of another
-    rank, and a mask of the latter."""
+    """Returns vocabulary indices relative to this rank's `rows`, and a mask of foreign ones.
+
+    Indices of other ranks' rows become 0.
+    """
     own = indices - rows.start
     elsewhere = (own < 0) | (own >= len(rows))
     return own.masked_fill(elsewhere, 0), elsewhere
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that losses of `x` are computed in: float32 at least."""
+    """Returns the dtype for the loss of `x`, at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -154,7 +176,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, lse = ctx.saved_tensors
-        flat = logits.flatten(0, -2)  # a copy if the logits are not contiguous
+        flat = logits.flatten(0, -2)  # Copies if the logits are not contiguous.
         out = flat if ctx.overwrite else torch.empty_like(flat)
         for part in ctx.terms.chunks(flat, labels.flatten(), lse, grad.flatten(), out):
             ctx.terms.backward(*part)

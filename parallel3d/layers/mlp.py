@@ -1,4 +1,4 @@
-"""The feed-forward half of a block, its inner features split over tp."""
+"""The MLP of a transformer block, with its hidden features split over tp."""
 
 from __future__ import annotations
 
@@ -24,17 +24,28 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def gated(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns activation(gate) * up."""
     return activation(gate) * up
 
 
 class ParallelMLP(ParallelModule):
-    """With a gate (swiglu, geglu; Shazeer 2020, arXiv 2002.05202): y = (act(x W_gate^T) * x W_up^T)
-    W_down^T. Without (gelu, relu): y = act(x W_up^T) W_down^T. `bias` gives each of the matrices
-    one.
+    """MLP with its hidden features split over tp, with or without a gate.
 
-    x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`. Sends what one
-    column- and one row-parallel linear send. Raises ValueError if tp does not divide ffn_hidden.
+    With a gate (swiglu, geglu; Shazeer 2020, arXiv 2002.05202): y = (act(x W_gate^T) * x W_up^T)
+    W_down^T. Without a gate: y = act(x W_up^T) W_down^T.
+
+    Shapes: x and y [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence parallelism.
+
+    Communication: that of one column-parallel and one row-parallel linear layer.
+
+    Args:
+        hidden: Hidden size of the model.
+        ffn_hidden: Hidden size of the MLP. tp must divide it.
+        activation: "swiglu", "geglu", "gelu", "gelu_tanh" or "relu".
+        bias: If True, each linear layer has a bias.
+        tp: Tensor-parallel axis or a `ParallelContext`.
+
+    Raises:
+        ValueError: The activation is unknown, or tp does not divide `ffn_hidden`.
 
     Example:
         >>> layer = parallel3d.ParallelMLP(64, 256, activation="gelu")
@@ -54,7 +65,7 @@ class ParallelMLP(ParallelModule):
         super().__init__(tp)
         if activation not in ACTIVATIONS:
             tries = ", ".join(ACTIVATIONS)
-            raise ValueError(f"ParallelMLP: activation = {activation}: try one of {tries}")
+            raise ValueError(f"ParallelMLP: activation = {activation}: must be one of {tries}")
         self.pointwise: Pointwise = gated
         self.activation = ACTIVATIONS[activation]
         column = partial(ColumnParallelLinear, hidden, ffn_hidden, tp=tp, bias=bias)

@@ -1,9 +1,9 @@
-"""Normalisation. Its weights are small and whole on every rank.
+"""Normalization layers with replicated weights.
 
-x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with `sequence_parallel`: then each tp rank
-sees other tokens, and the gradients of weight and bias are summed over tp. So is that of an RMSNorm
-`over_heads`, where each rank normalises other heads [..., heads / tp, head_dim] (q/k norm). Nothing
-else is sent.
+x and y are [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence parallelism. In the
+latter case tp ranks see different tokens, so the gradients of weight and bias are summed over tp.
+The same holds for an RMSNorm with `over_heads`, whose ranks normalize different heads [..., heads /
+tp, head_dim] (q/k norm). There is no other communication.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ from parallel3d.layers.parameter import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x^2) + eps) * weight, of each vector along the last dim."""
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dim."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Returns (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, of each vector along the last
-    dim."""
+    """Returns (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dim."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 class RMSNorm(ParallelModule, nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    Args:
+        hidden: Size of the last dim of x.
+        eps: Added to the mean square.
+        tp: Tensor-parallel axis or a `ParallelContext`.
+        over_heads: If True, x holds this rank's heads [..., heads / tp, head_dim] and the weight's
+            gradient is summed over tp.
 
     Example:
         >>> norm = parallel3d.RMSNorm(64, eps=1e-6)
@@ -65,6 +71,12 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
 
 class LayerNorm(ParallelModule, nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016, arXiv 1607.06450).
+
+    Args:
+        hidden: Size of the last dim of x.
+        eps: Added to the variance.
+        bias: If False, the layer has only a weight.
+        tp: Tensor-parallel axis or a `ParallelContext`.
 
     Example:
         >>> norm = parallel3d.LayerNorm(64, bias=False)

@@ -1,21 +1,20 @@
-"""What every layer here shares: its context, and parameters that are DTensors on the tp axis,
-computed with as plain tensors.
+"""The base of all layers: parallel context, sharded parameters and their initial values.
 
-A parameter is laid over the tp axis at rest, so that `fully_shard` composes with it and a state
-dict knows the global tensor; but no DTensor takes part in arithmetic, because its dispatch costs
-more than a small layer's work (`layers.gradients`).
+Parameters are stored as DTensors on the tp axis, so `fully_shard` composes with them and state
+dicts hold global tensors. Arithmetic uses the local tensors, because DTensor dispatch costs more
+than the work of a small layer (`layers.gradients`).
 
-[Note: initial weights] They do not depend on the layout. Each parameter's global tensor is made of
-tiles of a fixed size, and each tile is drawn on the CPU in float32 from a generator seeded by
-(seed, the parameter's global name, the tile's place). A rank draws the tiles that its part lies in
-and no others. So every layout, and every device, starts from the same model, and to start takes the
-less time and memory, the more ranks share the model.
+[Note: initial weights] Initial values do not depend on the layout. A parameter's global tensor
+consists of tiles of a fixed size. Each tile is drawn on the CPU in float32 from a generator seeded
+by (seed, global name of the parameter, position of the tile). A rank draws only the tiles that
+overlap its shard. So every layout and every device starts from the same weights, and initialization
+takes less time and memory the more ranks share the model.
 
-[Note: random starts] torch draws random numbers of a DTensor for each rank's part: on CPUs all
-ranks get the same numbers, on GPUs others than one device gets. So `normal_`, `uniform_` and
-`bernoulli_` of DTensors draw the full tensor from the given or the default generator on each rank,
-and keep this rank's part. Functions that compute with what they drew, such as `orthogonal_` and
-`trunc_normal_`, need the full tensor too: `draw(parameter, nn.init.trunc_normal_)`.
+[Note: random starts] torch draws random numbers into each rank's shard of a DTensor. On CPUs all
+ranks get the same numbers. On GPUs the numbers differ from those of one device. Here, `normal_`,
+`uniform_` and `bernoulli_` of a DTensor draw the full tensor on each rank, from the given or the
+default generator, and keep the local shard. Functions that compute with the drawn numbers, such as
+`orthogonal_` and `trunc_normal_`, need the full tensor: `draw(parameter, nn.init.trunc_normal_)`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,10 @@ Initializer = Callable[[Tensor, torch.Generator | None], object]
 
 @dataclass(frozen=True)
 class Normal:
-    """The initializer that draws from a normal distribution with mean 0.
+    """Initializer that draws from a normal distribution with mean 0.
+
+    Args:
+        std: Standard deviation.
 
     Example:
         >>> context = parallel3d.ParallelContext(tp, init=parallel3d.Normal(0.006))
@@ -69,24 +71,29 @@ normal = Normal
 
 
 def ones(tensor: Tensor, generator: torch.Generator | None) -> object:
-    """Fills a norm's scale with ones."""
+    """Fills a tensor with ones. Initializer of norm weights."""
     return tensor.fill_(1.0)
 
 
 def zeros(tensor: Tensor, generator: torch.Generator | None) -> object:
-    """Fills a bias with zeros."""
+    """Fills a tensor with zeros. Initializer of biases."""
     return tensor.zero_()
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The mesh and the memory of a layer's parameters.
+    """Mesh axis, device, dtype and initializers of a layer's parameters.
 
-    `tp` is the tensor-parallel axis, a one-dimensional mesh; None means one device and no
-    communication, by the same code. `sequence_parallel` splits the activations between the layers
-    along the sequence, too: all layers of a block have it, or none. `device` and `dtype` are
-    torch's defaults if they are None. `init` draws the initial values of matrices; `row_init`, if
-    given, those of row-parallel linears, whose output a block adds to its input.
+    Args:
+        tp: Tensor-parallel axis, a one-dimensional mesh. None means one device without
+            communication; the code path is the same.
+        sequence_parallel: If True, activations between layers are also split along the sequence, as
+            [batch, seq / tp, hidden]. All layers of a block must agree.
+        device: Device of the parameters. Default: torch's default device.
+        dtype: Data type of the parameters. Default: torch's default dtype.
+        init: Initializer of weight matrices.
+        row_init: Initializer of row-parallel weights, which write to the residual stream. Default:
+            `init`.
 
     Example:
         >>> context = parallel3d.ParallelContext(tp, sequence_parallel=True, dtype=torch.bfloat16)
@@ -103,16 +110,18 @@ class ParallelContext:
 
 
 LayerTp = ParallelContext | DeviceMesh | None
-# what a layer computes without a matmul; `build_engine.compile_pieces` compiles it
+# Elementwise part of a layer, which `build_engine.compile_pieces` compiles.
 Pointwise = Callable[..., Tensor]
-# the most of a tile; other values make other weights of the same seed
+# Largest tile. Other values would change the weights that a seed gives.
 TILE_COLUMNS = 512
 TILE_NUMBERS = 2**16
 
 
 def shard_tensor(full: Tensor, dim: int | None, tp: DeviceMesh | None) -> Tensor:
-    """Returns a copy of this rank's part of a global tensor, as a DTensor on the tp axis, or as a
-    plain tensor on one rank."""
+    """Returns a copy of this rank's shard of a global tensor, as a DTensor on the tp axis.
+
+    The result is a plain tensor if the axis has one rank.
+    """
     local = Axis.of(tp).part(full, dim).clone()
     if tp is None or tp.size() == 1:
         return local
@@ -122,30 +131,39 @@ def shard_tensor(full: Tensor, dim: int | None, tp: DeviceMesh | None) -> Tensor
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter's global shape, the dim that tp splits (None: every rank has it whole), and how
-    it starts.
+    """Global shape, sharded dim and initializer of a parameter.
+
+    Args:
+        shape: Shape of the global tensor.
+        dim: Dim that tp shards. None replicates the parameter on every tp rank.
+        init: Initializer, called as `init(tensor, generator)`.
+        partial_gradient: If True, each tp rank computes a partial sum of the gradient, as norms do
+            under sequence parallelism.
+        uneven: If True, the last tp ranks may have fewer rows, as in a vocabulary.
 
     Example:
         >>> init = parallel3d.Normal(0.02)
-        >>> rows = parallel3d.ParameterSpec((256, 64), 0, init)  # tp splits the rows
-        >>> scale = parallel3d.ParameterSpec((64,), None, init)  # every rank has all of it
+        >>> rows = parallel3d.ParameterSpec((256, 64), 0, init)  # sharded by rows
+        >>> scale = parallel3d.ParameterSpec((64,), None, init)  # replicated
     """
 
     shape: tuple[int, ...]
     dim: int | None
     init: Initializer
     _: KW_ONLY
-    # each tp rank computes a summand of the gradient (norms under sequence parallelism)
     partial_gradient: bool = False
-    uneven: bool = False  # the last rank may have fewer rows: a vocabulary
+    uneven: bool = False
 
     def start(self, whole: Tensor) -> object:
-        """Fills the whole tensor with initial values from torch's default generator."""
+        """Fills the full tensor with initial values from torch's default generator."""
         return self.init(whole, None)
 
     def box(self, tp: Axis, shards: Axis = ONE_RANK) -> tuple[range, range]:
-        """Returns the rows and columns of this tp rank's part in the global tensor as a matrix,
-        whose columns are all dims but the first. Data `shards` share the rows of the part."""
+        """Returns the row and column ranges of this rank's shard in the global tensor as a matrix.
+
+        Columns span all dims except the first. `shards` is the data-parallel axis that further
+        splits the rows of the tp shard.
+        """
         rows = range(self.shape[0])
         columns = range(math.prod(self.shape[1:]))
         if self.dim == 0:
@@ -160,23 +178,28 @@ class ParameterSpec:
 
 
 class ShardedModule(nn.Module):
-    """Base of every module whose parameters are DTensors on the tp axis: the layers of this library
-    and the converted modules of others. State dicts and `torch.nn.init` give what they give on one
-    device."""
+    """Base of modules whose parameters are DTensors on the tp axis.
+
+    These are the layers of this library and converted modules of other libraries. State dicts and
+    `torch.nn.init` behave as on one device.
+    """
 
     axis: Axis
     sequence_parallel: bool = False
-    fused_gradients: bool = False  # [Note: fused gradients] in `layers.gradients`
-    delayed: DelayedGradients | None = None  # a schedule may split the backward pass
-    is_entered = False  # a module around this one does what `enter` does
-    # How a linear layer differs from torch's (`layers.linear`).
-    is_transposed = False  # the weight is [in_features, out_features]
-    rows: slice | None = None  # what this rank uses of a weight that is whole on every rank
-    padded_width: int | None = None  # of an output that is filled up with -inf
+    fused_gradients: bool = False  # See [Note: fused gradients] in `layers.gradients`.
+    # Collects weight gradients if the schedule splits the backward pass.
+    delayed: DelayedGradients | None = None
+    is_entered = False  # True if a parent module performs the communication of `enter`.
+    # Attributes that `layers.linear` reads:
+    is_transposed = False  # True if the weight is [in_features, out_features].
+    rows: slice | None = None  # Rows that this rank uses of a replicated weight.
+    padded_width: int | None = None  # Output width after padding with -inf.
 
     def replicated(self, name: str) -> Any:
-        """Returns this rank's part of a parameter as a plain tensor for autograd, or None.
-        Backward: its gradient, summed over tp if `sums_gradient` says so."""
+        """Returns this rank's part of a parameter as a plain tensor with autograd, or None.
+
+        In the backward pass the gradient is all-reduced over tp if `sums_gradient` is True.
+        """
         part = getattr(self, name)
         if isinstance(part, DTensor) and self.fused_gradients:
             part = outside_graph(_FusedLocal.apply, part)
@@ -187,11 +210,11 @@ class ShardedModule(nn.Module):
         return copy_to_region(part, self.axis)
 
     def sums_gradient(self, name: str) -> bool:
-        """Returns whether the gradient of a replicated parameter is partial and summed at once."""
+        """Returns True if the gradient of a replicated parameter is partial and reduced at once."""
         return False
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gives x to column-parallel layers, gathered if its sequence is split."""
+        """Returns x for column-parallel layers, all-gathered if its sequence is split."""
         if self.is_entered:
             return x
         enter = all_gather_to_region if self.sequence_parallel else copy_to_region
@@ -207,7 +230,7 @@ class ShardedModule(nn.Module):
 
 
 class _FusedLocal(Function):
-    """This rank's part of a parameter. Backward: the gradient is added to the parameter's."""
+    """Local tensor of a parameter. The backward pass accumulates into the parameter's gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -221,7 +244,7 @@ class _FusedLocal(Function):
 
 
 def shard_like(full: Tensor, parameter: DTensor) -> DTensor:
-    """Returns a full tensor in the layout of `parameter`. Nothing is sent."""
+    """Returns a full tensor in the layout of `parameter`, without communication."""
     mesh = parameter.device_mesh
     placements = parameter.placements
     return distribute_tensor(full.to(parameter.device), mesh, placements, src_data_rank=None)
@@ -229,10 +252,16 @@ def shard_like(full: Tensor, parameter: DTensor) -> DTensor:
 
 @torch.no_grad()
 def draw(parameter: Tensor, init: Callable[[Tensor], object]) -> None:
-    """Fills a parameter by `init`, which gets the full tensor; this rank keeps its part.
+    """Fills a parameter with `init`, which receives the full tensor; each rank keeps its shard.
 
-    Every rank of the parameter's mesh calls it, with generators of the same state. Raises
-    ValueError on all ranks if ranks that hold the same numbers have drawn different ones.
+    All ranks of the parameter's mesh must call it with generators in the same state.
+
+    Args:
+        parameter: DTensor, or a plain tensor on one rank.
+        init: Function that fills a tensor in place, for example `nn.init.orthogonal_`.
+
+    Raises:
+        ValueError: Ranks that replicate the parameter drew different numbers. Raised on all ranks.
 
     Example:
         >>> layer = parallel3d.ColumnParallelLinear(64, 256, tp=tp)
@@ -252,17 +281,20 @@ def draw(parameter: Tensor, init: Callable[[Tensor], object]) -> None:
 
 
 def refuse_another_draw(name: str, full: Tensor, axis: Axis, device_type: str) -> None:
-    """Raises ValueError on all ranks of an axis if they have not drawn the same tensor."""
+    """Raises ValueError on all ranks of an axis if they have drawn different tensors."""
     if axis.size > 1 and differ(fingerprint(full).to(device_type), axis):
         raise ValueError(
-            f"{name} {list(full.shape)}: was drawn differently on another tp rank, and each holds "
-            "it whole; call torch.manual_seed(0) on every tp rank before the model is built"
+            f"{name} {list(full.shape)}: differs between tp ranks, which must start from the same "
+            "values; call torch.manual_seed(0) on every tp rank before you build the model"
         )
 
 
 class ParallelModule(ShardedModule):
-    """Base of the layers. `tp` is the tensor-parallel axis or a `ParallelContext`; None means one
-    device and no communication.
+    """Base class of tensor-parallel layers.
+
+    Args:
+        tp: Tensor-parallel axis or a `ParallelContext`. None means one device without
+            communication.
 
     Example:
         >>> class Scale(parallel3d.ParallelModule):
@@ -276,7 +308,8 @@ class ParallelModule(ShardedModule):
     """
 
     def __init__(self, tp: LayerTp) -> None:
-        nn.Module.__init__(self)  # not that of the layer of torch's that this one is a kind of
+        # Skips the constructor of the torch layer that a subclass also inherits.
+        nn.Module.__init__(self)
         self.context = tp if isinstance(tp, ParallelContext) else ParallelContext(tp)
         self.tp = self.context.tp
         self.sequence_parallel = self.context.sequence_parallel
@@ -284,14 +317,19 @@ class ParallelModule(ShardedModule):
         self.specs: dict[str, ParameterSpec] = {}
 
     def add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
-        """Registers a parameter with its initial values, drawn whole from the default generator and
-        then cut: equal seeds on all ranks give the same global tensor for any tp. On the meta
-        device nothing is drawn. Without a spec the name is registered as None, as torch does for a
-        bias that a layer does not have.
+        """Registers a parameter with initial values.
 
-        Raises ValueError where tp does not divide the dim that is split, and on all tp ranks where
-        a parameter that each of them holds whole was not drawn alike: their fingerprints are
-        compared, 16 bytes over tp.
+        The full tensor is drawn from the default generator and then sharded. Equal seeds on all
+        ranks give the same global tensor for any tp. Nothing is drawn on the meta device.
+
+        Args:
+            name: Attribute name of the parameter.
+            spec: Shape, sharded dim and initializer. None registers the name as None, as torch does
+                for a missing bias.
+
+        Raises:
+            ValueError: tp does not divide the sharded dim, or tp ranks drew different values of a
+                replicated parameter. The comparison sends 16 bytes over tp.
         """
         if spec is None:
             self.register_parameter(name, None)
@@ -304,7 +342,7 @@ class ParallelModule(ShardedModule):
             if not fits:
                 raise ValueError(
                     f"{label} {list(spec.shape)}: dim {spec.dim} of size {size} cannot be split "
-                    f"over tp = {n}; a multiple of {n} would do"
+                    f"over tp = {n}; use a multiple of {n}"
                 )
         full = torch.empty(spec.shape, device=self.context.device, dtype=self.context.dtype)
         if not full.is_meta:
@@ -315,10 +353,11 @@ class ParallelModule(ShardedModule):
         self.register_parameter(name, nn.Parameter(shard_tensor(full, spec.dim, self.tp)))
 
     def reset_parameters(self) -> None:
-        """Draws the initial values again, as `add_parameter` has: after `to_empty`, a reset of all
-        layers in the order of the model gives what building it with the same seed gives. A
-        parameter that is tied is drawn by each of its layers, and the last one's draw stays, as
-        with torch's own layers."""
+        """Draws new initial values, as `add_parameter` does.
+
+        Resetting all layers in model order equals building the model with the same seed. As with
+        torch's layers, the last layer's draw of a tied parameter stays.
+        """
         for name, spec in self.specs.items():
             draw(self.get_parameter(name), spec.start)
 
@@ -328,8 +367,14 @@ class ParallelModule(ShardedModule):
 
 
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
-    """Sets for all layers and converted modules below `module` whether their backwards add up
-    gradients: [Note: fused gradients].
+    """Switches fused gradient accumulation on or off for all sharded modules below `module`.
+
+    With fused accumulation, a layer's backward pass adds the weight gradient directly to `.grad`.
+    See [Note: fused gradients] in `layers.gradients`.
+
+    Args:
+        module: Model or part of a model.
+        on: True to fuse.
 
     Example:
         >>> model = parallel3d.tensor_parallelize(model, tp)
@@ -341,8 +386,10 @@ def set_fused_gradients(module: nn.Module, on: bool) -> None:
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
-    """Yields the global name and the spec of every parameter below `module`; of a tied one the
-    first name alone."""
+    """Yields the global name and spec of every parameter below `module`.
+
+    A tied parameter appears under its first name only.
+    """
     for name, _ in module.named_parameters():
         path, _, attribute = name.rpartition(".")
         part = module.get_submodule(path)
@@ -354,10 +401,11 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
 def initial_part(
     spec: ParameterSpec, name: str, seed: int, tp: Axis, shards: Axis = ONE_RANK
 ) -> Tensor:
-    """Returns what a rank's part of the parameter of this global name starts from, float32 on the
-    CPU: its part over `tp`, and of that the rows of one of the data `shards` where they share them.
-    An initializer that is not of this module may depend on the shape, and fills the whole tensor,
-    which is then cut."""
+    """Returns the initial values of this rank's shard of a parameter, in float32 on the CPU.
+
+    The data-parallel axis `shards` further splits the rows of the tp shard. A custom initializer
+    may depend on the shape, so it fills the full tensor, which is then sharded.
+    """
     rows, columns = spec.box(tp, shards)
     height, width = tile_height, tile_width = spec.shape[0], math.prod(spec.shape[1:])
     if isinstance(spec.init, Normal) or spec.init in (ones, zeros):
@@ -379,8 +427,10 @@ def initial_part(
 
 
 def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, slice]]:
-    """Yields the tiles along a dim of `size` that `own` lies in: the tile, what `own` has of it,
-    and where in `own`."""
+    """Yields the tiles that overlap `own` along a dim of `size` elements.
+
+    Each item is the tile, the overlap relative to the tile, and the overlap relative to `own`.
+    """
     for start in range(own.start - own.start % step, own.stop, step):
         tile = range(start, min(start + step, size))
         first = max(own.start, start)
@@ -389,19 +439,28 @@ def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, sli
 
 
 def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Returns the initial global tensor of every parameter by its (first) global name, for
-    references and tests. `module` may be on the meta device."""
+    """Returns the initial global tensor of every parameter by its first global name.
+
+    `module` may be on the meta device. For references and tests.
+    """
     return {name: initial_part(spec, name, seed, ONE_RANK) for name, spec in named_specs(module)}
 
 
 def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None:
-    """Gives every parameter its initial values on `device`, from the meta device or another. Each
-    rank draws its part of one tensor at a time. Tied parameters stay tied. Nothing is sent. Call it
-    before `fully_shard`."""
+    """Gives every parameter its initial values, without communication.
+
+    Each rank draws its shard of one tensor at a time. Tied parameters stay tied. Call it before
+    `fully_shard`.
+
+    Args:
+        module: Module on the meta device or another.
+        seed: Seed of the initial values.
+        device: Device of the new parameters.
+    """
     for name, spec in named_specs(module):
         parameter = module.get_parameter(name)
         tp = parameter.device_mesh if isinstance(parameter, DTensor) else None
         local = initial_part(spec, name, seed, Axis.of(tp)).to(device, parameter.dtype)
         whole = like_parameter(parameter, local)
-        # A swap, unlike an assignment, keeps tied parameters tied.
+        # Unlike an assignment, a swap keeps tied parameters tied.
         swap_tensors(parameter, nn.Parameter(whole, parameter.requires_grad))

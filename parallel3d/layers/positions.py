@@ -1,6 +1,4 @@
-"""Positions of tokens: learned embeddings, positions within packed documents, and rotary embeddings
-with the scalings that stretch their frequencies to longer contexts.
-"""
+"""Token positions: learned embeddings, packed documents, and rotary embeddings with scaling."""
 
 from __future__ import annotations
 
@@ -22,12 +20,21 @@ from parallel3d.mesh import ONE_RANK
 
 
 class LearnedPositions(ParallelModule, nn.Embedding):
-    """x + weight[position] (GPT-2). x, y [batch, seq, hidden], or [batch, seq / tp, hidden] with
-    `sequence_parallel`: each tp rank then adds those of its tokens, and the weight's gradient is
-    summed over tp. Else nothing is sent.
+    """Adds learned position embeddings: y = x + weight[position], as in GPT-2.
 
-    `positions` [batch, seq], of the whole sequence on every rank: 0, 1, ... where it is not given.
-    Raises ValueError where the sequence is longer than `longest`.
+    Shapes: x and y [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence parallelism.
+    In the latter case each tp rank adds the embeddings of its own tokens, and the weight's gradient
+    is summed over tp. There is no other communication.
+
+    The forward pass also takes `positions` [batch, seq] of the full sequence. Default: 0, 1, ...
+
+    Args:
+        longest: Number of positions.
+        hidden: Hidden size of the model.
+        tp: Tensor-parallel axis or a `ParallelContext`.
+
+    Raises:
+        ValueError: The sequence is longer than `longest`.
 
     Example:
         >>> positions = parallel3d.LearnedPositions(1024, 64)
@@ -56,22 +63,29 @@ class LearnedPositions(ParallelModule, nn.Embedding):
         first = own * axis.rank
         if length > self.num_embeddings:
             raise ValueError(
-                f"LearnedPositions: a sequence of {length} tokens, and there are "
-                f"{self.num_embeddings} positions"
+                f"LearnedPositions: a sequence of {length} tokens exceeds the "
+                f"{self.num_embeddings} positions; shorten it or raise longest"
             )
         weight = self.replicated("weight")
         if positions is None:
             return x + weight[first : first + own]
-        # Looked up in float32, in which the gradients of equal positions then add up.
+        # Looked up in float32, so that gradients of equal positions are summed in float32.
         wide = weight.to(wide_dtype(weight))
         return x + F.embedding(positions[:, first : first + own], wide).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
-    """The documents that the sequences [batch, seq] of a microbatch are packed of. A document ends
-    with its sequence at the latest. Make them once a batch where the ids are, on the host: their
-    lengths must not be asked of a GPU.
+    """Packed documents in the sequences [batch, seq] of a microbatch.
+
+    No document crosses the end of its sequence. Build this once per batch on the CPU: reading the
+    lengths from a GPU would synchronize it.
+
+    Args:
+        lengths: Number of tokens of each document, in batch order.
+        starts: int32 [documents + 1]. Index of each document's first token among the batch * seq
+            tokens, followed by their total number.
+        positions: int64 [batch, seq]. Position of each token within its document.
 
     Example:
         >>> ids = torch.tensor([[5, 6, 0, 7, 8, 9]])
@@ -81,15 +95,13 @@ class PackedDocuments:
         >>> y = attention(x, documents=documents)
     """
 
-    lengths: tuple[int, ...]  # tokens of each document, in order over the batch
-    # int32 [documents + 1]: the first of its batch * seq tokens for each document, and their number
+    lengths: tuple[int, ...]
     starts: Tensor
-    positions: Tensor  # int64 [batch, seq]: each token's place in its own document
+    positions: Tensor
 
     @classmethod
     def ended_by(cls, end_of_text: int, ids: Tensor) -> PackedDocuments:
-        """Returns the documents of ids [batch, seq], each of which ends with `end_of_text` or with
-        its sequence."""
+        """Returns the documents of ids [batch, seq], each ending with `end_of_text` or its row."""
         is_start = F.pad(ids[:, :-1] == end_of_text, (1, 0), value=True)
         place = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         starts = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=ids.numel()).int()
@@ -97,23 +109,24 @@ class PackedDocuments:
         return cls(tuple(starts.diff().tolist()), starts, positions)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedDocuments:
-        """Returns the documents with each tensor where `move` puts it, such as on a GPU."""
+        """Returns a copy with `move` applied to each tensor, for example to copy it to a GPU."""
         return PackedDocuments(self.lengths, move(self.starts), move(self.positions))
 
 
 def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Returns the frequencies [head_dim / 2] of rotary positions for a context that is longer than
-    the one before, and the factor by which queries and keys grow.
+    """Returns rotary frequencies [head_dim / 2] scaled to a longer context, and a magnitude.
 
-    llama3, of Llama 3.1: a frequency that makes at most `low_freq_factor` turns in the context
-    before is divided by `factor`, one that makes at least `high_freq_factor` stays, those between
-    are blended. (Dubey et al. 2024, arXiv 2407.21783, names no formula; this is that of Meta's
-    llama-models, models/llama3/model.py, `apply_scaling`.)
+    The magnitude multiplies queries and keys.
 
-    yarn (Peng et al. 2023, arXiv 2309.00071, section 3): those that turn less than `beta_slow`
-    times are divided, those that turn more than `beta_fast` times stay, those between are blended
-    linearly by their index. Queries and keys grow by `attention_factor`, by default 0.1 ln(factor)
-    + 1."""
+    "llama3" (Llama 3.1): frequencies with at most `low_freq_factor` turns in the original context
+    are divided by `factor`. Those with at least `high_freq_factor` turns stay. Those in between are
+    blended. Dubey et al. 2024 (arXiv 2407.21783) give no formula. This one is `apply_scaling` in
+    models/llama3/model.py of Meta's llama-models.
+
+    "yarn" (Peng et al. 2023, arXiv 2309.00071, section 3): frequencies with fewer than `beta_slow`
+    turns are divided by `factor`. Those with more than `beta_fast` turns stay. Those in between are
+    blended linearly by index. The magnitude is `attention_factor`, by default 0.1 ln(factor) + 1.
+    """
     context = scaling.original_max_positions
     if scaling.type == "llama3":
         low = scaling.low_freq_factor
@@ -121,7 +134,7 @@ def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[
         keep = ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
         return frequencies * (keep + (1.0 - keep) / scaling.factor), 1.0
     half = frequencies.numel()
-    # The indices of the frequencies that turn so many times in the context before.
+    # Indices of the frequencies that make `turns` turns in the original context.
     fast, slow = (
         half * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
         for turns in (scaling.beta_fast, scaling.beta_slow)
@@ -135,13 +148,18 @@ def stretched(frequencies: Tensor, theta: float, scaling: RopeScaling) -> tuple[
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries and keys by angles that grow with the position: dims i and i + K / 2 by
-    position * theta^(-2i / K), that frequency changed by `scaling` where there is one (Su et al.
-    2021, arXiv 2104.09864, in the half-split form of Hugging Face's Llama).
+    """Rotary position embedding in the half-split form of Hugging Face's Llama.
 
-    Angles and arithmetic are float32 (of float64 queries float64), rounded once to the dtype of x.
-    The table of angles is no part of a state dict. It is made for the longest sequence yet: by
-    `make_table`, which whoever compiles the layers calls before them, or on first use.
+    It rotates dims i and i + head_dim / 2 by position * theta^(-2i / head_dim) (Su et al. 2021,
+    arXiv 2104.09864). Angles and arithmetic are float32, or float64 for float64 inputs. The result
+    is rounded once to the dtype of x. The table of angles is not in the state dict. It covers the
+    longest sequence seen and is built on first use, or earlier by `make_table` if layers are
+    compiled.
+
+    Args:
+        head_dim: Size of each head.
+        theta: Base of the frequencies.
+        scaling: Scaling of the frequencies to longer contexts.
 
     Example:
         >>> rotary = parallel3d.RotaryEmbedding(16, theta=500_000.0)
@@ -160,15 +178,24 @@ class RotaryEmbedding(nn.Module):
         self.pointwise: Pointwise = turned
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turns x [batch, seq, heads, head_dim] by its positions [batch, seq], which are below seq,
-        and 0, 1, ... where they are not given. Returns the same shape and dtype."""
+        """Rotates x by its positions.
+
+        Args:
+            x: Queries or keys [batch, seq, heads, head_dim].
+            positions: [batch, seq], each below seq. Default: 0, 1, ...
+
+        Returns:
+            Tensor in the shape and dtype of x.
+        """
         length = x.shape[1]
         cos, sin = self.make_table(length, x)
         return self.pointwise(x, cos[:length], sin[:length], positions)
 
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [at least `length`, 1, head_dim] for tensors as wide as `like`, on
-        its device; sin is negative for the first half, which gets the second's."""
+        """Returns cos and sin [at least `length`, 1, head_dim] on the device of `like`.
+
+        They are at least float32. sin is negated in the first half of head_dim.
+        """
         device = like.device
         dtype = wide_dtype(like)
         if self._table is not None:
@@ -185,15 +212,17 @@ class RotaryEmbedding(nn.Module):
         signs = torch.full((self.head_dim,), magnitude, device=device)
         signs[: self.head_dim // 2] *= -1.0
         table = (angles.cos() * magnitude).to(dtype), (angles.sin() * signs).to(dtype)
-        if not is_compiling():  # a graph that keeps something is another graph the next time
+        if not is_compiling():  # A graph that stores state would be recompiled at its next use.
             self._table = table
         return table
 
 
 class _Turn(Function):
-    """x cos + (x with its halves swapped) sin, for x narrower than the table, or positions. Its
-    backward turns back, by -sin. Autograd's own would round each of the two products, and keep each
-    token's row of the table in every block."""
+    """x cos + swap(x) sin, for x narrower than the table, or with positions.
+
+    The backward pass rotates back, with -sin. Autograd would round both terms, and every block
+    would save table rows for each token.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
@@ -209,15 +238,15 @@ class _Turn(Function):
 def turn(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: float = 1.0
 ) -> Tensor:
-    """Computes in the dtype of the table, and of it makes one tensor of x's shape alone."""
+    """Rotates x in the dtype of the table, with one temporary tensor of x's shape."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]  # [batch, seq, 1, head_dim]
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin, value=sign).to(x.dtype)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
-    """Returns x turned by the angles of its positions, with a gradient that is turned back."""
+    """Returns x rotated by its positions. The backward pass rotates the gradient back."""
     if x.dtype == cos.dtype and positions is None:
-        return turn(x, cos, sin, None)  # autograd takes half the time of a Function in Python
+        return turn(x, cos, sin, None)  # Autograd takes half the time of a Python Function here.
     y: Tensor = _Turn.apply(x, cos, sin, positions)
     return y

@@ -1,8 +1,9 @@
-"""Compares tensors that ranks hold each for itself, by one number for each tensor.
+"""Compares tensors between ranks by one number per tensor.
 
-[Note: fingerprints] The bits of each element, mixed into a whole number, are multiplied by an odd
-number of their place and summed modulo 2^64. Both steps can be undone, so any change of a single
-element changes the sum. Whole numbers have the same sum in any order, so on any device.
+[Note: fingerprints] The bits of each element are mixed into an integer, multiplied by an odd number
+that depends on the element's position, and summed modulo 2^64. Both steps are invertible, so
+changing a single element always changes the sum. Integer sums do not depend on order, so they agree
+on all devices.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.dropout import GOLDEN, xor_shifted
 from parallel3d.mesh import Axis
 
-_PIECE = 2**20  # elements; a piece takes 16 bytes for each while it is summed
+_PIECE = 2**20  # Elements per piece. The sum takes 16 bytes of temporary memory for each.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Returns a number that depends on every bit of a tensor: an int64 scalar on its device."""
+    """Returns an int64 scalar, on the tensor's device, that depends on every bit of the tensor."""
     bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for index, piece in enumerate(bits.split(_PIECE)):
@@ -35,7 +36,9 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 def differ(numbers: Tensor, axis: Axis) -> Tensor:
-    """Returns which of some whole numbers are not the same on all ranks of an axis, bool in their
-    shape, the same on all of them. It sends 16 bytes for each."""
+    """Returns a mask of the integers in `numbers` that differ between ranks of the axis.
+
+    The mask is the same on all ranks. Sends 16 bytes per number.
+    """
     largest, smallest_inverted = all_reduce(torch.stack((numbers, ~numbers)), axis, "max")
     return largest != ~smallest_inverted

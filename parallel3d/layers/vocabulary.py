@@ -1,13 +1,13 @@
-"""Both ends of a vocabulary that is split over tp: the token embedding, the head that makes the
-logits, and head and loss in one, which never holds the logits of more than a chunk of tokens.
+"""Token embedding and output head with the vocabulary split over tp.
+
+Also the head fused with its loss, which holds the logits of only one chunk of tokens at a time.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, T = B S tokens, n = tp, w = ceil(V / n), w' = w
 rounded up by `VocabParallelHead.pad_to`.
 
-[Note: uneven vocabulary] Rank r has rows r c <= id < min((r + 1) c, V) of V, where c = ceil(V / n):
-DTensor's own uneven shards. So nothing is padded at rest: the parameter's global shape, the state
-dict and a checkpoint are those of one device. Where equal widths are needed, the head pads its
-logits instead.
+[Note: uneven vocabulary] Rank r has the ids r w <= id < min((r + 1) w, V), like an uneven DTensor
+shard. Stored parameters are not padded: global shapes, state dicts and checkpoints match those of
+one device. If ranks need equal widths, the head pads its logits instead.
 """
 
 from __future__ import annotations
@@ -41,16 +41,24 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 class VocabParallelEmbedding(ParallelModule, nn.Embedding):
-    """ids [batch, seq] -> [batch, seq, hidden], or [batch, seq / tp, hidden] with
-    `sequence_parallel`.
+    """Token embedding with the vocabulary split over tp: ids [batch, seq] -> [batch, seq, hidden].
 
-    Each tp rank looks up the ids of its rows, and the sum over tp joins them: an all-reduce (or
-    reduce-scatter) forward; backward nothing (or an all-gather). Megatron-LM, arXiv 1909.08053,
-    section 3.
+    Under sequence parallelism the output is [batch, seq / tp, hidden].
 
-    tp need not divide vocab: [Note: uneven vocabulary]. An id outside the vocabulary gives zeros
-    under tp > 1: check ids before they come here, as `data.loader` does. Raises ValueError where a
-    rank would have no row at all.
+    Each tp rank looks up its own ids, and an all-reduce sums the results (Megatron-LM, arXiv
+    1909.08053, section 3). Under sequence parallelism, it is a reduce-scatter in the forward pass
+    and an all-gather in the backward pass.
+
+    tp need not divide vocab: see [Note: uneven vocabulary]. With tp > 1, an id outside the
+    vocabulary gives zeros. Check ids first, as `data.loader` does.
+
+    Args:
+        vocab: Size of the vocabulary.
+        hidden: Hidden size of the model.
+        tp: Tensor-parallel axis or a `ParallelContext`.
+
+    Raises:
+        ValueError: The vocabulary is so small that a rank would have no row.
 
     Example:
         >>> embed = parallel3d.VocabParallelEmbedding(256, 64)
@@ -75,7 +83,6 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
 
 
 def vocab_parallel_lookup(ids: Tensor, layer: Any) -> Tensor:
-    """Returns the rows of a vocabulary-parallel table, joined over tp."""
     y: Tensor = outside_graph(_VocabParallelEmbedding.apply, ids, layer.weight, layer)
     return y
 
@@ -104,8 +111,7 @@ class _VocabParallelEmbedding(Function):
             grad = grad.masked_fill(ctx.elsewhere.unsqueeze(-1), 0.0)
         total = accumulated_gradient(weight) if fused else None
         if total is not None:
-            # Added only to the rows that were looked up: a dense gradient of the vocabulary's size
-            # for every microbatch costs more than the look-up.
+            # Adds only to the rows that were looked up. A dense gradient per microbatch costs more.
             add_rows(total, ids, grad)
             return None, None, None
         dense = torch.zeros_like(local_tensor(weight))
@@ -114,15 +120,16 @@ class _VocabParallelEmbedding(Function):
 
 
 def add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """Adds each of grad [B, S, D] to the row of `total` [w, D] that ids [B, S] names. The gradients
-    of the tokens of one row are summed in float32 at least and then rounded once: added one by one
-    to a bf16 row, all but the first few hundred of a frequent token would be lost."""
+    """Adds grad [B, S, D] to the rows of `total` [w, D] that ids [B, S] select.
+
+    Gradients of equal ids are summed in float32 and rounded once. Adding them one by one to a bf16
+    row would lose all but the first few hundred of a frequent token.
+    """
     ids = ids.flatten()
     grad = grad.flatten(0, -2)
     wide = wide_dtype(total)
     if total.dtype != wide:
-        # One token of each row, whichever is written last, stands for all of them and gets their
-        # sum; the others get 0.
+        # One token per row, the one written last, receives the sum of the row. The others get 0.
         tokens = torch.arange(len(ids), device=ids.device)
         standing_for = tokens.new_empty(len(total)).index_put_((ids,), tokens)[ids]
         sums = torch.zeros_like(grad, dtype=wide)
@@ -131,17 +138,24 @@ def add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """x [B, S, D] (or [B, S / n, D] with `sequence_parallel`) -> logits [B, S, w'].
+    """Output head with the vocabulary split over tp: x [B, S, D] -> logits [B, S, w'].
 
-    A column-parallel linear whose output features tp need not divide ([Note: uneven vocabulary]):
-    where a rank has fewer than w', its logits are filled up with -inf, which no softmax sees. Its
-    weight may be the embedding's (`head.weight = embed.weight`).
+    Under sequence parallelism x is [B, S / n, D]. n = tp, and w' is the padded width per rank.
 
-    A GPU multiplies faster into rows of logits that are aligned: `head.pad_to(64)`. The weight
-    stays [V, D]: there is no padded row to train, save or export. The loss then needs `vocab`.
+    It is a column-parallel linear whose output features tp need not divide ([Note: uneven
+    vocabulary]). Missing logits are filled with -inf, which a softmax ignores. The weight may be
+    tied to the embedding: `head.weight = embed.weight`.
 
-    With `is_deferred` forward returns x unchanged and sends nothing. The caller then computes the
-    loss from x by `head_cross_entropy`, or the logits by `logits`.
+    `head.pad_to(64)` aligns the rows of the logits, which speeds up GPU matmuls. The weight stays
+    [V, D], so nothing padded is trained or saved. Pass `vocab` to the loss then.
+
+    If `is_deferred` is True, the forward pass returns x without communication. Compute the loss
+    with `head_cross_entropy` or the logits with `logits`.
+
+    Args:
+        in_features: Hidden size of the model.
+        out_features: Size of the vocabulary.
+        tp: Tensor-parallel axis or a `ParallelContext`.
 
     Example:
         >>> head = parallel3d.VocabParallelHead(64, 50257)
@@ -165,7 +179,7 @@ class VocabParallelHead(ColumnParallelLinear):
         self.pad_to(1)
 
     def pad_to(self, multiple: int) -> None:
-        """Rounds the width of the logits up to a multiple."""
+        """Pads the width of the logits to a multiple of `multiple`."""
         rows = largest_shard(self.out_features, self.axis.size)
         self.padded_width = -(-rows // multiple) * multiple
 
@@ -178,15 +192,19 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 def ends_with_head(forward: Forward) -> Forward:
-    """Decorates the `forward` of a model that returns the output of its `head` unchanged. The loss
-    may then compute the logits in chunks, and write their gradient into their memory."""
+    """Decorator for the `forward` of a model that returns the output of its `head` unchanged.
+
+    The loss may then compute logits in chunks and reuse their memory for the gradient.
+    """
     forward.ends_with_head = True  # type: ignore[attr-defined]
     return forward
 
 
 def head_at_end(model: nn.Module) -> VocabParallelHead | None:
-    """Returns the head of a model if the model returns the output of the head unchanged. A subclass
-    with a `forward` of its own, of the model or of the head, may do more."""
+    """Returns the head of a model whose output is the output of the head, else None.
+
+    Returns None if a subclass overrides `forward` of the model or of the head.
+    """
     head = getattr(model, "head", None)
     is_last = getattr(type(model).forward, "ends_with_head", False)
     is_plain = (
@@ -203,14 +221,25 @@ def head_cross_entropy(
     chunk_tokens: int = 512,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy(head(x), labels)`, a chunk of tokens after the other: the
-    logits of a chunk are all that exists of them, and the backward computes them again (one more
-    product of the head's size: 4 instead of 3).
+    """Computes `vocab_parallel_cross_entropy(head(x), labels)` in chunks of tokens.
 
-    x [B, S, D] (or [B, S / n, D] where the head is sequence-parallel), labels [B, S] -> losses [B,
-    S], in float32 at least. Peak memory beside x, its gradient and the weight's, which is added up
-    in float32: the float32 logits of a chunk, and where the weight is 16 bits wide those, too.
-    Sends what the head and the loss send; the input gradient's collective waits for all chunks.
+    Only the logits of one chunk exist at a time. The backward pass recomputes them, at the cost of
+    one more matmul of the head: 4 instead of 3.
+
+    Peak memory in addition to x, its gradient and the float32 gradient of the weight: the float32
+    logits of a chunk, plus their 16-bit copy if the weight has 16 bits. Communication is that of
+    the head and the loss. The collective of the input gradient starts after the last chunk.
+
+    Args:
+        x: Hidden states [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence
+            parallelism.
+        labels: Token ids [batch, seq]. Tokens labeled -100 are ignored.
+        head: Output head.
+        chunk_tokens: Tokens per chunk.
+        z_loss: Coefficient of the z-loss.
+
+    Returns:
+        Losses [batch, seq], at least float32; 0 for ignored tokens.
 
     Example:
         >>> head = parallel3d.VocabParallelHead(64, 50257, tp=tp)
@@ -252,9 +281,10 @@ class _HeadCrossEntropy(Function):
         weight = ctx.weight
         fused = ctx.head.fused_gradients
         width = ctx.head.padded_width
-        rows = local_tensor(weight).to(x.dtype)  # autocast had x in another type
+        rows = local_tensor(weight).to(x.dtype)  # Under autocast the dtype of x differs.
         grad_x = x.new_empty(x.shape)
-        # The chunks' gradients of the weight are added to its total, or else to a wide tensor.
+        # Chunks accumulate into the total gradient, or into a float32 tensor if its dtype is
+        # narrower.
         total = accumulated_gradient(weight) if fused else None
         grad_weight = total
         wide = wide_dtype(rows)
@@ -264,10 +294,11 @@ class _HeadCrossEntropy(Function):
         for part, own_labels, own_lse, own_grad, out in ctx.terms.chunks(*flat):
             logits = padded_product(part, rows, width)
             ctx.terms.backward(logits, own_labels, own_lse, own_grad, out=logits)
-            grad_logits = logits[:, : len(rows)]  # in their memory
+            # A view: the gradient was written over the logits.
+            grad_logits = logits[:, : len(rows)]
             torch.mm(grad_logits, rows, out=out)
             add_product(grad_weight, grad_logits, part)
-            del logits, grad_logits  # before the next chunk's exist
+            del logits, grad_logits  # Frees memory before the next chunk.
         returned = None
         if grad_weight is not total:
             grad_weight = grad_weight.to(weight.dtype)

@@ -1,5 +1,4 @@
-"""Builds the optimizer of this rank's parts, with its states, from the `optimizer` section of a
-recipe."""
+"""Builds the optimizer of this rank's parameters from the `optimizer` section of a recipe."""
 
 from __future__ import annotations
 
@@ -18,15 +17,16 @@ from parallel3d.sharding.optimizer_parts import LocalParameter
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Steps all of this rank's parts by one optimizer or several, whose groups and states it
-    shares. The states are there before the first step, so that a checkpoint has something to read
-    into."""
+    """One or several optimizers for this rank's parameters, with shared groups and states.
+
+    States exist before the first step, so that a checkpoint can be loaded into them.
+    """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], label: str) -> None:
         groups = list(chain.from_iterable(part.param_groups for part in parts))
-        # all parameters of this rank may be frozen
+        # torch needs a group, even if all parameters of this rank are frozen.
         super().__init__(groups or [{"params": []}], {})
-        self.label = label  # which optimizer's states these are, for a checkpoint to compare
+        self.label = label  # Identifies the states in a checkpoint.
         self._parts = parts
         for part in parts:
             self.state.update(part.state)
@@ -37,7 +37,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             part.step()
 
     def set_step(self, step: int) -> None:
-        """Tells the optimizers whose arithmetic depends on it how many steps they have done."""
+        """Sets the step count of optimizers that depend on it."""
         for state in self.state.values():
             if "step" in state:
                 state["step"].fill_(float(step))
@@ -46,8 +46,10 @@ class LocalOptimizer(torch.optim.Optimizer):
 def build_optimizer(
     parameters: Sequence[LocalParameter], config: OptimizerConfig, mesh: DeviceMesh
 ) -> LocalOptimizer:
-    """Returns the optimizer that a recipe names, with weight decay on matrices alone. Every rank of
-    `mesh` calls it."""
+    """Returns the optimizer of a recipe, with weight decay on matrices only.
+
+    Every rank of `mesh` must call it.
+    """
     config = config.resolved
     label: str = config.name
     if config.name == "sgd" and not config.momentum:
@@ -61,7 +63,7 @@ def build_optimizer(
 
 
 def is_hidden_matrix(parameter: LocalParameter) -> bool:
-    """Returns whether Muon steps a parameter: the weight of a linear layer other than the head."""
+    """Returns True if Muon steps a parameter: the weight of a linear layer other than the head."""
     is_linear = isinstance(parameter.module, ColumnParallelLinear | RowParallelLinear)
     is_head = isinstance(parameter.module, VocabParallelHead)
     return is_linear and not is_head and len(parameter.spec.shape) == 2
@@ -73,8 +75,11 @@ def _optimizer(
     config: OptimizerConfig,
     mesh: DeviceMesh,
 ) -> torch.optim.Optimizer:
-    """Builds an optimizer with the states that it starts from. AdamW (Loshchilov and Hutter 2019,
-    arXiv 1711.05101) and SGD, whose weight decay is added to the gradient, are torch's."""
+    """Builds an optimizer with zero-initialized states.
+
+    AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) and SGD, which adds weight decay to the
+    gradient, are those of torch.
+    """
     matrices = [p.local for p in parameters if len(p.spec.shape) > 1]
     vectors = [p.local for p in parameters if len(p.spec.shape) <= 1]
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
@@ -100,7 +105,7 @@ def _optimizer(
     for parameter in parameters:
         local = parameter.local
         states = {state: torch.zeros_like(local, dtype=dtype) for state in names}
-        if name == "adamw":  # whose kernel reads the step on the device
+        if name == "adamw":  # The kernel of AdamW reads the step on the device.
             states["step"] = torch.zeros((), device=local.device)
         optimizer.state[local] = states
     return optimizer

@@ -1,5 +1,7 @@
-"""Optimizers whose parameters or states have fewer bits than float32. A step widens them, steps in
-float32, and rounds to the nearest."""
+"""Optimizers with parameters or states below float32.
+
+A step converts them to float32, updates, and rounds to nearest.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from parallel3d.optimizers.rounds import runs
 
 
 class _InFloat32(torch.optim.Optimizer):
-    """Lets torch's own optimizer, which keeps states as wide as the parameter, step with states of
-    another dtype. A few parameters are stepped at a time, together no larger than the largest, so
-    that few temporary tensors exist at once. `state` must have all states of each parameter before
-    the first step."""
+    """Runs one of torch's optimizers with states of another dtype than the parameter.
+
+    To limit temporary memory, it steps a few parameters at a time, together no larger than the
+    largest one. `state` must have all states of each parameter before the first step.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -31,14 +34,14 @@ class _InFloat32(torch.optim.Optimizer):
         kept = [(p, p.data, p.grad, self.state[p]) for p in parameters]
         for p, value, gradient, state in kept:
             assert gradient is not None
-            p.grad = None  # a gradient must have the dtype of its parameter
+            p.grad = None  # A gradient must have the dtype of its parameter.
             p.data = value.float()
             p.grad = gradient.float()
             self.state[p] = {name: narrow.float() for name, narrow in state.items()}
         self.param_groups = [group | {"params": parameters}]
         super().step()
         for p, value, gradient, state in kept:
-            value.copy_(p.data)  # which may be `value` itself
+            value.copy_(p.data)  # No copy if both are the same tensor.
             for name, narrow in state.items():
                 narrow.copy_(self.state[p][name])
             p.grad = None
@@ -48,9 +51,8 @@ class _InFloat32(torch.optim.Optimizer):
 
 
 class LowPrecisionAdamW(_InFloat32, torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with "exp_avg" and "exp_avg_sq" of any
-    dtype."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with states of any dtype."""
 
 
 class LowPrecisionSGD(_InFloat32, torch.optim.SGD):
-    """SGD with a "momentum_buffer" of any dtype."""
+    """SGD with a momentum buffer of any dtype."""

@@ -1,16 +1,13 @@
-"""Muon over sharded parameters: momentum whose matrix is made nearly orthogonal before it is
-stepped along.
+"""Muon for sharded parameters: orthogonalizes the momentum of each matrix before the update.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, "Muon is scalable for LLM
-training", arXiv 2502.16982, for the rate's adjustment, weight decay and dividing the work. The
-arithmetic is that of torch.optim.Muon: the update of a sharded matrix is the one that the whole
-matrix has in one process, to the bit.
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Liu et al. 2025, "Muon is scalable for LLM
+training", arXiv 2502.16982, for learning rate adjustment, weight decay and distribution. Updates of
+sharded matrices are bitwise identical to those of torch.optim.Muon in one process.
 
-Every rank of a stage becomes the owner of some matrices, by their cost. One all-to-all sends each
-part to its matrix's owner, and another each owner's result to all that hold a part. A rank sends
-and receives about as many elements as it holds, where gathering every matrix on every rank would
-have it receive all of them. If replicas hold the same parts, the owner takes the nearest and sends
-its result to all, so that replicas share the work.
+Each matrix has an owner among the ranks of a stage, balanced by cost. One all-to-all sends shards
+to the owners, a second returns the results. So a rank sends and receives about as many elements as
+it holds, fewer than with an all-gather of every matrix. If replicas hold the same shards, the owner
+reads the nearest and sends its result to all, so replicas share the work.
 """
 
 from __future__ import annotations
@@ -33,17 +30,21 @@ from parallel3d.sharding.settings import joined_axis
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-STAGE_ROLES = (*DATA_ROLES, Role.SPLIT_TENSORS)  # their ranks hold parts of the same parameters
-_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at zero, and near one from there on
+# Axes whose ranks hold shards of the same parameters.
+STAGE_ROLES = (*DATA_ROLES, Role.SPLIT_TENSORS)
+# Jordan's coefficients: a steep slope at zero, and close to one beyond.
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _EPSILON = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps matrices. The momentum is split as its parameter is. Two all-to-alls over the ranks of
-    the stage gather what is to be made orthogonal and scatter the result; each sends this rank's
-    part in `ns_dtype`. A learning rate schedule multiplies the run's rate by the group's
-    `lr_ratio`. `state` must have "momentum_buffer" of each parameter before the first step. Every
-    rank of `mesh` builds it, of a `resolved` config."""
+    """Muon optimizer of matrices, with momentum sharded like its parameters.
+
+    Each step sends this rank's shards in `ns_dtype` in two all-to-alls over the ranks of the stage.
+    A learning rate schedule multiplies its value by the group's `lr_ratio`. `state` must have
+    "momentum_buffer" of each parameter before the first step. Every rank of `mesh` must build it,
+    from a `resolved` config.
+    """
 
     def __init__(
         self, matrices: Sequence[LocalParameter], mesh: DeviceMesh, config: OptimizerConfig
@@ -85,9 +86,11 @@ class Muon(torch.optim.Optimizer):
             self._step_together(matrices, exchange)
 
     def _step_together(self, matrices: list[LocalParameter], exchange: MatrixExchange) -> None:
-        """Steps some matrices. Each tensor is dropped as early as can be: together they are as
-        large as the gradients of the matrices, and the iteration makes several of the size of each
-        matrix that this rank owns."""
+        """Steps some matrices.
+
+        It frees tensors as early as possible, because together they are as large as the gradients
+        of the matrices.
+        """
         (group,) = self.param_groups
         momentum = group["momentum"]
         full = exchange.gather([self._momentum(matrix, momentum) for matrix in matrices])
@@ -102,12 +105,11 @@ class Muon(torch.optim.Optimizer):
             factor = adjustment(self._config.lr_adjust, matrix.spec.shape)
             rate = group["lr"] * factor
             change = updates[number].float().mul_(rate)
-            wide = matrix.local.float()  # the parameter itself in float32, and a copy otherwise
-            matrix.local.copy_(wide.mul_(1 - decay).sub_(change))  # rounded once
+            wide = matrix.local.float()  # Copies unless the parameter is float32.
+            matrix.local.copy_(wide.mul_(1 - decay).sub_(change))  # Rounded once.
 
     def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
-        """Moves the momentum buffer on; returns what is to be made orthogonal, this rank's part of
-        it."""
+        """Updates the momentum buffer. Returns this rank's shard of the matrix to orthogonalize."""
         local = matrix.local
         assert local.grad is not None
         gradient = local.grad.float()
@@ -120,13 +122,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Takes a matrix [rows, columns] of singular value decomposition U S V^T and returns nearly U
-    V^T, with singular values between about 0.7 and 1.2: `steps` of the quintic Newton-Schulz
-    iteration (Jordan et al. 2024), in the dtype of `matrix`."""
+    """Returns approximately U V^T for a matrix [rows, columns] = U S V^T.
+
+    The singular values of the result are between about 0.7 and 1.2. It runs `steps` quintic
+    Newton-Schulz iterations (Jordan et al. 2024) in the dtype of `matrix`.
+    """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    # the Frobenius norm is at least the largest singular value
+    # The Frobenius norm bounds the largest singular value.
     x = x / x.norm().clamp(min=_EPSILON)
     for _ in range(steps):
         gram = x @ x.T
@@ -136,9 +140,11 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def adjustment(rule: str | None, shape: Sequence[int]) -> float:
-    """Returns the factor of a matrix's rate. `original` is Jordan's sqrt(rows / columns), at least
-    1. `match_rms_adamw` is 0.2 sqrt(the longer side), which makes updates as large as AdamW's
-    (arXiv 2502.16982, section 2.2)."""
+    """Returns the factor of the learning rate for a matrix.
+
+    "original" is Jordan's sqrt(rows / columns), at least 1. "match_rms_adamw" is 0.2 sqrt(longer
+    side), which makes updates as large as those of AdamW (arXiv 2502.16982, section 2.2).
+    """
     rows, columns = shape
     if rule == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -146,7 +152,7 @@ def adjustment(rule: str | None, shape: Sequence[int]) -> float:
 
 
 class SubMatrix(NamedTuple):
-    """A rectangle of a matrix."""
+    """Rectangle of a matrix."""
 
     rows: range
     columns: range
@@ -166,9 +172,11 @@ class SubMatrix(NamedTuple):
 
 
 def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Sequence[SubMatrix]:
-    """Returns the part of a matrix that each of the ranks of a stage holds, tp innermost, then
-    dp_shard. `shards` data ranks split the rows of a tp rank's part; a part may have no rows.
-    Nothing is sent, because all ranks are placed and cut alike."""
+    """Returns the part of a matrix that each rank of a stage holds.
+
+    Ranks are numbered with tp innermost, then dp_shard. `shards` DP ranks split the rows of a tp
+    shard. Some parts may be empty. Nothing is sent, because the layout follows from the arguments.
+    """
     parts = []
     for rank in range(ranks):
         tp_axis = Axis(tp, rank % tp, None)
@@ -179,8 +187,11 @@ def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Seq
 
 
 class Share(NamedTuple):
-    """The part of the matrix with this number that travels between its owner and a holder, of which
-    `rank` is the other one. It travels both ways if `is_given`, and back alone otherwise."""
+    """Part of a matrix that travels between its owner and a holder.
+
+    `rank` is the peer. `matrix` is the number of the matrix. If `is_given` is False, the part
+    travels only from the owner to the holder.
+    """
 
     rank: int
     matrix: int
@@ -189,8 +200,10 @@ class Share(NamedTuple):
 
 
 class MatrixExchange:
-    """Sends parts of some matrices to their owners, and results back. `parts[matrix][rank]` is the
-    part that a rank of `stage` holds."""
+    """Sends parts of matrices to their owners, and results back.
+
+    `parts[matrix][rank]` is the part that a rank of `stage` holds.
+    """
 
     def __init__(
         self,
@@ -208,13 +221,12 @@ class MatrixExchange:
             held.append(shares[stage.rank]._replace(rank=owner))
             if owner == stage.rank:
                 owned += shares
-        # Both ends send and receive by rank, then by matrix.
+        # Both ends order messages by rank, then by matrix.
         self._held = sorted(held)
         self._owned = sorted(owned)
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Takes this rank's part of each matrix; returns the full matrices that it owns by their
-        numbers."""
+        """Sends this rank's parts to the owners. Returns the full matrices it owns by number."""
         if self._stage.group is None:
             return dict(enumerate(parts))
         sent = [share for share in self._held if share.is_given]
@@ -227,8 +239,10 @@ class MatrixExchange:
         return full
 
     def scatter(self, full: Mapping[int, Tensor], like: Tensor) -> Mapping[int, Tensor]:
-        """Takes the full matrices that this rank owns; returns its part of each matrix, of the
-        dtype and device of `like`."""
+        """Sends results of the full matrices that this rank owns. Returns its part of each matrix.
+
+        The parts have the dtype and device of `like`.
+        """
         if self._stage.group is None:
             return full
         pieces = [share.part.of(full[share.matrix]) for share in self._owned]
@@ -242,7 +256,6 @@ class MatrixExchange:
         received: list[Share],
         like: Tensor,
     ) -> list[tuple[Share, Tensor]]:
-        """Sends the pieces, and returns those that come."""
         flat = torch.cat([like.new_empty(0), *(piece.flatten() for piece in pieces)])
         out_sizes = self._elements_by_rank(received)
         in_sizes = self._elements_by_rank(sent)
@@ -262,8 +275,10 @@ class MatrixExchange:
 
 
 def nearest_holders(parts: Sequence[SubMatrix], owner: int) -> frozenset[int]:
-    """Returns the ranks whose parts make the full matrix. If several ranks hold the same part, the
-    one nearest to the matrix's owner is taken."""
+    """Returns ranks whose parts together form the full matrix.
+
+    If several ranks hold the same part, the one nearest to the owner is chosen.
+    """
     holders: dict[SubMatrix, int] = {}
     for rank in sorted(range(len(parts)), key=lambda rank: abs(rank - owner)):
         part = parts[rank]

@@ -1,6 +1,7 @@
-"""How an optimizer divides work that makes large temporary tensors: a few parameters at a time, and
-each whole matrix on one of the ranks. No torch: the planner counts the bytes of a step by the same
-rounds (`planner.model.muon`).
+"""How an optimizer divides work with large temporary tensors.
+
+It processes a few parameters at a time, and each matrix on one rank. This module is free of torch,
+because the planner (`planner.model.muon`) counts bytes by the same rounds.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-ROUND_ELEMENTS = 2**25  # in one round, of the parts of one rank
+ROUND_ELEMENTS = 2**25  # Largest number of elements of one rank's parts in a round.
 
 T = TypeVar("T")
 
@@ -16,9 +17,10 @@ T = TypeVar("T")
 def runs(
     items: Iterable[T], elements_of: Callable[[T], float], *, most: float
 ) -> Iterator[list[T]]:
-    """Yields runs of items of at most `most` elements together, or a single larger item, so that a
-    step's temporary tensors take little memory. All ranks get the same runs if they give the same
-    items and `elements_of`."""
+    """Yields runs of items with at most `most` elements in total, or one larger item.
+
+    This limits temporary memory. Ranks with equal items and `elements_of` get the same runs.
+    """
     run: list[T] = []
     elements = 0.0
     for item in items:
@@ -34,12 +36,15 @@ def runs(
 
 
 def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """Returns the rank that makes each of these matrices orthogonal. The most costly matrices are
-    assigned first, each to the rank with the lowest cost so far (the first of several)."""
+    """Returns the rank that orthogonalizes each matrix.
+
+    Assigns the most expensive matrix first, always to the rank with the lowest load, the first of
+    equals.
+    """
     costs = []
     for short, long in map(sorted, shapes):
-        # half the FLOPs of a step of Muon's iteration: two products of [short, short] by [short,
-        # long], one of [short, short] by [short, short]
+        # Half the FLOPs of an iteration: two matmuls [short, short] x [short, long] and one [short,
+        # short] x [short, short].
         costs.append(short * short * (2 * long + short))
     loads = [0] * min(ranks, len(shapes))
     owners = [0] * len(shapes)

@@ -1,3 +1,5 @@
-"""The data dimension: what of parameters, gradients and optimizer states each data rank holds, and
-what is sent. `apply.shard` puts a strategy on a module: a `fully_sharded` one that splits
-parameters, or a `replicated` one."""
+"""Data parallelism: how parameters, gradients and optimizer states are split over DP ranks.
+
+`apply.shard` applies a strategy to a module: a `fully_sharded` one, which splits parameters, or a
+`replicated` one.
+"""

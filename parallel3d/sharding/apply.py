@@ -1,4 +1,4 @@
-"""`shard`: the one way to say how a model lies over the data ranks."""
+"""`shard`: applies a data-parallel strategy to a model."""
 
 from __future__ import annotations
 
@@ -35,32 +35,36 @@ def shard(
     average: bool = True,
     options: ShardingOptions | None = None,
 ) -> ShardedData:
-    """Shards or replicates a model over the data-parallel axes of a mesh, in place. All
-    data-parallel ranks get the weights of the first one.
+    """Shards or replicates a model over the data-parallel axes of a mesh, in place.
 
-    `parallelize` calls it. Call it yourself for a loop that has an order of its own. The result has
-    the calls of a step:
+    All data-parallel ranks receive the weights of the first one. `parallelize` calls this function.
+    Call it yourself if you write your own training step. The result has these methods:
 
     - `part(module, name)`: this rank's part of a parameter. The optimizer steps `part.local`.
-    - `before_backward(last)`: before each backward pass; `last` says that it is the step's last.
-    - `finish_gradients()`: after the last backward pass. Then call `sync_views()` of each part.
-    - `publish()`: after the optimizer's step. The model then computes with the new values.
-    - `clear_gradients()`: instead of `zero_grad()`, because gradients may be views of buckets.
+    - `before_backward(last)`: call before each backward pass. `last` is True for the last one of a
+      step.
+    - `finish_gradients()`: call after the last backward pass. Then call `sync_views()` of each
+      part.
+    - `publish()`: call after the optimizer step. The model then computes with the new values.
+    - `clear_gradients()`: call instead of `zero_grad()`, because gradients may be views of buckets.
 
     Args:
-        model: Module to shard. One on the meta device is sharded before it takes memory.
+        model: Module to shard. A model on the meta device is sharded before memory is allocated.
         mesh: Mesh with the axis dp_replicate or dp_shard, or both. A missing one has size 1.
         strategy: NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD or
             _HYBRID_SHARD_ZERO2 (docs/reference/sharding.md).
-        wrap: Patterns of names of the modules that are gathered and reduced as one unit; a tuple of
+        wrap: Name patterns of the modules that are gathered and reduced as one unit. A tuple of
             patterns is one unit. Default: each module in the outermost ModuleLists and ModuleDicts.
-        dtypes: Default: the dtype of the model's parameters.
-        average: Averages gradients over the data-parallel ranks. Otherwise they are summed.
-        options: When parameters and gradients are sent, and in which pieces.
+        dtypes: Data types. Default: the dtype of the model's parameters.
+        average: If True, gradients are averaged over the data-parallel ranks, otherwise summed.
+        options: Cadence and bucketing of communication.
+
+    Returns:
+        Handle that synchronizes gradients and publishes updated parameters.
 
     Raises:
-        ValueError: There is no such strategy, the mesh has no data-parallel axis, or the two do not
-            suit each other.
+        ValueError: The strategy is unknown or does not fit the mesh, or the mesh has no
+            data-parallel axis.
 
     Example:
         >>> data = parallel3d.shard(model, mesh, "SHARD_OPTIMIZER", wrap=["blocks.*"])
@@ -88,9 +92,7 @@ def shard(
     if (error := replication_error(strategy, reduction.replicate.size)) is not None:
         raise ValueError(error)
     if options.offload and strategy in REPLICATED:
-        raise ValueError(
-            f"offload: {strategy} has full parameters on each rank; try strategy='FULL_SHARD'"
-        )
+        raise ValueError(f"offload = True: not supported by {strategy}; use strategy='FULL_SHARD'")
     is_alone = every.size == 1 and not options.offload
     if is_alone and dtypes.compute == dtypes.master:
         model.to(dtypes.master)
@@ -103,7 +105,7 @@ def shard(
             values.copy_(sent)
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if reduction.split and scalars:
-        raise ValueError(f"{scalars[0]}: a scalar has no rows to split; give it the shape [1]")
+        raise ValueError(f"{scalars[0]}: a scalar cannot be sharded; give it the shape [1]")
     if strategy in REPLICATED or is_alone:
         return ReplicatedData(model, wrap, reduction, options)
     layers = axes_of(mesh).get(Role.SPLIT_LAYERS, ONE_RANK)

@@ -1,13 +1,13 @@
-"""One piece of memory for the gradients of many parameters, and what is sent of it.
+"""Gradient buckets of replicated parameters, and their communication.
 
-Gradients are views into a bucket (`.grad`, and `main_grad` for those that a backward adds itself),
-so that a microbatch adds where the collective will read, one call clears a bucket, and no copy
-stands between a backward and its all-reduce.
+Gradients are views into a bucket (`.grad`, or `main_grad` for fused gradients). Microbatches
+accumulate directly into the memory that the collective reads, one call clears a bucket, and no copy
+is needed before the all-reduce.
 
-[Note: gloo] gloo's own reduce-scatter takes more processor time than its all-reduce, and its
-all-gather twice that of broadcasts. Between CPUs rows therefore travel by an all-to-all and are
-summed here, in the order of the ranks, and parameters travel by a broadcast from each rank: the
-same bytes in less than half of the time (docs/reference/sharding.md).
+[Note: gloo] gloo's reduce-scatter takes more CPU time than its all-reduce, and its all-gather twice
+that of broadcasts. Between CPUs, gradients therefore travel by an all-to-all and are summed here in
+rank order. Parameters travel by one broadcast per rank. The bytes are the same and the time is less
+than half (docs/reference/sharding.md).
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from parallel3d.sharding.optimizer_parts import OptimizerPart
 from parallel3d.sharding.settings import Reduction
 from parallel3d.torch_private import foreach_copy_
 
-WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
 
 
 class ReplicatedPart(OptimizerPart):
-    """A parameter that is whole on this rank, and the part of it that the optimizer steps: this
-    rank's rows or all, of the parameter itself or of its master copy, which begins as `value`. Its
-    gradient lies in `memory`, a part of its bucket's."""
+    """A replicated parameter and the part of it that the optimizer steps on this rank.
+
+    The part is this rank's rows, or all rows, of the parameter or of its master copy. The master
+    copy starts as `value`. The gradient lives in `memory`, a slice of the bucket.
+    """
 
     def __init__(
         self, parameter: nn.Parameter, value: Tensor, memory: Tensor, reduction: Reduction
@@ -53,11 +55,11 @@ class ReplicatedPart(OptimizerPart):
         self.repeated_over = frozenset({Role.REPLICATE} if reduction.split else DATA_ROLES)
         self.gradient = memory.view(whole.shape)
         self.own_gradient = reduction.own(self.gradient)
-        # the gradient as the parameter's `.grad`, if it is a view of the bucket
+        # The gradient in the form of `.grad`, if it is a view of the bucket.
         self.attached: Tensor | None = None
         if not parameter.requires_grad:
             return
-        # Every backward adds to the bucket. A gradient of another dtype is moved there.
+        # Backward passes accumulate into the bucket. Gradients of another dtype are added there.
         parameter.main_grad = self.gradient  # type: ignore[attr-defined]
         if parameter.dtype == self.gradient.dtype:
             self.attached = like_parameter(parameter, self.gradient)
@@ -81,7 +83,7 @@ class ReplicatedPart(OptimizerPart):
             return like_parameter(parameter, local)
         if not isinstance(parameter, DTensor):
             return as_dtensor(local, mesh[Role.SHARD_PARAMETERS], [Shard(0)], parameter)
-        # Rows are cut over tp first, and a tp rank's rows over dp_shard.
+        # Rows are split over tp first, then over dp_shard.
         names = (Role.SPLIT_TENSORS, Role.SHARD_PARAMETERS)
         both = mesh[names[::-1]]
         groups = [both.get_group(name) for name in names]
@@ -98,9 +100,11 @@ class ReplicatedPart(OptimizerPart):
 
 
 class Bucket:
-    """The gradients of `parts`, which lie in `memory` one after the other. Those of frozen
-    parameters are zeros. `before` has the values of parameters that were cast, which are taken out
-    of it."""
+    """Gradients of `parts`, stored one after the other in `memory`.
+
+    Gradients of frozen parameters are zeros. `before` has the original values of parameters that
+    were cast. The constructor removes those it uses.
+    """
 
     def __init__(
         self,
@@ -122,7 +126,7 @@ class Bucket:
             self._packing = Packing(shapes, reduction.shard.size)
 
     def start_reduction(self) -> None:
-        """Starts to sum the gradients over the data ranks, sent in the dtype of reductions."""
+        """Starts the reduction of the gradients over the DP ranks, in the reduction dtype."""
         over = self._reduction
         dtype = over.dtypes.reduce
         if over.split:
@@ -135,13 +139,14 @@ class Bucket:
             self._pending = partial(after, work, sent)
 
     def finish_reduction(self) -> None:
-        """Waits until `own_gradient` of every part is the sum."""
+        """Waits for the reduction and writes the result to `own_gradient` of every part."""
         if self._pending is None:
             return
         over = self._reduction
-        total, self._pending = self._pending(), None  # which frees what was sent
+        # Setting None frees the buffers that were sent.
+        total, self._pending = self._pending(), None
         if not over.split:
-            total = self.memory.copy_(total)  # nothing if it is the memory itself
+            total = self.memory.copy_(total)  # No copy if the total is the memory itself.
         elif over.replicate.size > 1:
             dist.all_reduce(total, group=over.replicate.group)
         if over.average:
@@ -150,8 +155,7 @@ class Bucket:
             self._packing.unpack(total[None], [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
-        """Starts to give every rank the rows that the optimizer has stepped; returns a function
-        that waits for them."""
+        """Starts the all-gather of updated rows. Call the result to wait for it."""
         over = self._reduction
         if not over.split:
             return lambda: None
@@ -159,7 +163,7 @@ class Bucket:
         return start_row_gather(self._packing.pack(stepped, 1, over.dtypes.compute), over.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
-        """Makes the parameters what was stepped: all ranks' `rows`, or this rank's own."""
+        """Copies updated values into the parameters: `rows` of all ranks, or this rank's."""
         wholes = [local_tensor(part.parameter) for part in self.parts]
         if rows is not None:
             self._packing.unpack(rows, wholes)
@@ -168,15 +172,17 @@ class Bucket:
 
 
 class Packing:
-    """The layout of tensors of some shapes in one tensor [ranks, width]. Each tensor is cut by rows
-    over the ranks. A rank that has fewer rows than rank 0 has a gap, which is never read. The rows
-    of one rank lie in the same way in a tensor [1, width]."""
+    """Layout of several tensors in one tensor [ranks, width].
+
+    Each tensor is split by rows over the ranks. Ranks with fewer rows than rank 0 have gaps, which
+    are never read. The rows of a single rank have the same layout in a tensor [1, width].
+    """
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
         self._widths = [largest_shard(shape[0], ranks) * shape[1:].numel() for shape in shapes]
 
     def pack(self, tensors: Sequence[Tensor], ranks: int, dtype: torch.dtype) -> Tensor:
-        """Writes the rows of all ranks, or of one, into a new tensor [ranks, width]."""
+        """Copies the rows of all ranks, or of one, into a new tensor [ranks, width]."""
         shape = (ranks, sum(self._widths))
         packed = torch.empty(shape, dtype=dtype, device=tensors[0].device)
         for part, place in self._places(tensors, packed):
@@ -184,14 +190,15 @@ class Packing:
         return packed
 
     def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Writes [ranks, width] back into the rows of all ranks, or of one."""
         for part, place in self._places(tensors, packed):
             part.copy_(place)
 
     def _places(self, tensors: Sequence[Tensor], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields parts of each tensor [rows, ...] with their places in its columns of `packed`:
-        first all ranks that have a full share of rows, in one piece, then the rank that has fewer.
-        A copy for each rank would take seconds at hundreds of ranks."""
+        """Yields slices of each tensor [rows, ...] with their positions in `packed`.
+
+        Ranks with a full share of rows come as one slice, then the rank with fewer rows. One copy
+        per rank would take seconds with hundreds of ranks.
+        """
         for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
             places = columns.unflatten(1, (-1, *tensor.shape[1:]))  # [ranks, rows of a share, ...]
             share = places.shape[1]
@@ -203,8 +210,7 @@ class Packing:
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to sum `rows` [ranks, width] over the axis. Returns a function that waits for this
-    rank's row [width] of the sum."""
+    """Starts a reduce-scatter of `rows` [ranks, width]. Call the result for this rank's row."""
     if dist.get_backend(axis.group) != "gloo":
         pending = start_reduce_scatter(rows, axis, 0)
         return lambda: pending()[0]
@@ -221,8 +227,7 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to gather the rows of all ranks, of which this rank has `own` [1, width]. Returns a
-    function that waits for [ranks, width]."""
+    """Starts the all-gather of `own` [1, width]. Call the result for [ranks, width]."""
     if dist.get_backend(axis.group) != "gloo":
         return start_gather(own, axis, 0)
     rows = own.new_empty(axis.size, own.shape[1])

@@ -1,4 +1,4 @@
-"""The strategies that split parameters at rest, by torch's `fully_shard`."""
+"""Strategies that shard parameters, based on torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_grad
 
 
 class ReduceScatterIn:
-    """A reduce-scatter of `fully_shard` that sends `dtype`, whatever the dtype in which gradients
-    are added up."""
+    """Reduce-scatter for `fully_shard` that sends `dtype`, whatever the accumulation dtype is."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for what is sent, or for what arrives."""
         return torch.empty(*size, dtype=self._dtype, device=device)
 
     def __call__(
@@ -47,13 +45,12 @@ class ReduceScatterIn:
 
 
 class FullyShardedData(ShardedData):
-    """The model over the data ranks where parameters are split at rest.
+    """Data-parallel handle of a model with sharded parameters.
 
-    With `frees_forward` the parameters are freed after each forward of a unit, and gathered again
-    for its backward: but those of a head stay, because its backward comes next, and tables that are
-    looked up do not come back. Over the replicas gradients are summed in the last backward of a
-    step, whatever `options.reduce` is. `fully_shard` finds the memory that its parameters have got,
-    and waits for gradients at the end of the backward.
+    With `frees_forward`, a unit's parameters are freed after its forward pass and gathered again
+    for its backward pass. Exceptions are the head, whose backward pass comes next, and embedding
+    tables, which a backward pass does not read. Gradients are summed over replicas in the last
+    backward pass of a step, whatever `options.reduce` is.
     """
 
     _repeated_over = frozenset({Role.REPLICATE})
@@ -72,9 +69,9 @@ class FullyShardedData(ShardedData):
         self._shards = reduction.shard
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
-        # what `fully_shard` was last told of the backward under way
+        # Last value of `last` that was passed to `fully_shard`.
         self._current: bool | None = None
-        # the dtype in which microbatches are added up
+        # Accumulation dtype of microbatches.
         summed = torch.promote_types(dtypes.master, dtypes.reduce)
         if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
             model.to(dtypes.master)
@@ -90,7 +87,7 @@ class FullyShardedData(ShardedData):
             fully_shard, mesh=reduction.mesh[names], mp_policy=policy, offload_policy=offload
         )
         travelling = [unit for unit in units if unit.modules]
-        for unit in reversed(travelling):  # inner ones first
+        for unit in reversed(travelling):  # Inner modules must come first.
             modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             split(modules, reshard_after_forward=frees_forward and not unit.has_head)
         self._root = split(model, reshard_after_forward=False)
@@ -101,12 +98,12 @@ class FullyShardedData(ShardedData):
             if summed != dtypes.reduce:
                 module.set_custom_reduce_scatter(ReduceScatterIn(dtypes.reduce))  # type: ignore[arg-type]
             if not reduction.average:
-                # A plain sum, which gloo has too, divided by nothing.
+                # A plain sum, which gloo supports, without a division.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # In the backward pass torch finds the next unit to gather ahead in the order of the
-        # forward passes. Before the first unit it would find the last one of another microbatch, so
-        # the first unit names itself.
+        # torch prefetches in the backward pass in the reverse order of forward passes. Before the
+        # first unit it would prefetch the last unit of another microbatch, so the first unit names
+        # itself.
         chain = _sharded(unit.modules[0] for unit in travelling)
         depth = options.prefetch
         if chain and not travelling[0].has_head:
@@ -119,13 +116,13 @@ class FullyShardedData(ShardedData):
                     module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
 
     def before_backward(self, last: bool) -> None:
-        # a loss that has taken over a head's work needs its weight before torch gathers it
+        # `head_cross_entropy` reads the weight of the head before torch gathers it.
         for head in self._heads:
             head.unshard()
         self._tell(last)
 
     def _tell(self, last: bool) -> None:
-        if last == self._current:  # the calls below walk the whole model
+        if last == self._current:  # The calls below traverse the model.
             return
         self._current = last
         root = self._root
@@ -142,7 +139,7 @@ class FullyShardedData(ShardedData):
             reduce_delayed_gradients(self._root)
 
     def finish_gradients(self) -> None:
-        # If all parameters are frozen, no backward pass has freed what the forward pass gathered.
+        # If all parameters are frozen, no backward pass has freed the gathered parameters.
         self.free_gathered()
 
     def free_gathered(self) -> None:

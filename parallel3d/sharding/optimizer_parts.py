@@ -1,5 +1,7 @@
-"""What an optimizer and a training loop see of a sharded model, whatever the strategy: this rank's
-part of each parameter as a plain tensor, and what happens to all parts at the turns of a step.
+"""The view that optimizers and training loops have of a sharded model, for every strategy.
+
+It has this rank's part of each parameter as a plain tensor, and hooks for the phases of a training
+step.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from parallel3d.mesh import ONE_RANK, Axis, Role
 
 
 class OptimizerPart:
-    """This rank's part of a parameter. The optimizer steps `local`: all rows or this rank's, of the
-    parameter itself or of its master copy where the parameter is kept in fewer bits. A frozen
-    parameter's `local` requires no gradient and gets none. `repeated_over` are the names of the
-    data axes on whose ranks this part is the same.
+    """This rank's part of a parameter.
 
-    Here it is what the parameter's module itself holds between steps: sharded by `fully_shard` over
-    `shards`, or whole. `find` looks the parameter up, because `fully_shard` puts another in its
-    place and back."""
+    The optimizer steps `local`: all rows or this rank's rows of the parameter, or of its master
+    copy if the parameter has fewer bits. For a frozen parameter, `local` requires no gradient.
+    `repeated_over` has the names of the data-parallel axes that replicate this part.
+
+    This base class serves parameters that their module holds, sharded by `fully_shard` over
+    `shards` or replicated. `find` looks the parameter up, because `fully_shard` swaps it
+    temporarily.
+    """
 
     def __init__(
         self, find: Callable[[], Tensor], shards: Axis, repeated_over: frozenset[str]
@@ -37,27 +41,27 @@ class OptimizerPart:
         self.local = nn.Parameter(local_tensor(find().detach()), requires_grad=find().requires_grad)
 
     def sync_views(self) -> None:
-        """Points `local` and `local.grad` at where they are after a backward."""
+        """Updates `local` and `local.grad` to refer to the parameter and its gradient."""
         tensor = self._find()
         self.local.data = local_tensor(tensor.detach())
         self.local.grad = None if tensor.grad is None else local_tensor(tensor.grad)
 
     def distributed(self, local: Tensor) -> Tensor:
-        """Returns a tensor of `local`'s shape as the one that all ranks hold together: a DTensor
-        over the axes that split this part, or itself if none does."""
+        """Returns `local` as a DTensor over the axes that split this part, if any."""
         return like_parameter(self._find(), local)
 
     @torch.no_grad()
     def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
-        """Fills this part. `draw` returns the rows of one shard of an axis, of what this tp rank
-        has in all."""
+        """Fills this part with `draw(axis)`, which returns this rank's rows of the tp shard."""
         local_tensor(self._find()).copy_(draw(self._shards))
 
 
 class ShardedData:
-    """What `shard` returns: what a training loop tells the data dimension. `docs/reference/sharding.md` has a
-    loop. This class is one data rank in one precision, where nothing is cut and nothing is sent;
-    the strategies derive from it."""
+    """Handle that `shard` returns, for the phases of a training step.
+
+    docs/reference/sharding.md has an example loop. This base class is for one data-parallel rank in
+    one precision, without communication. Strategies override it.
+    """
 
     _shards = ONE_RANK
     _repeated_over: frozenset[str] = frozenset()
@@ -66,77 +70,80 @@ class ShardedData:
         self._model = model
 
     def allocate(self) -> None:
-        """Is called after a model that was on the meta device has got memory (`to_empty`)."""
+        """Allocates buffers. Call it after `to_empty` if the model was on the meta device."""
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
-        """Returns what the optimizer steps of the parameter that `module` holds as `attribute`."""
+        """Returns the part of `module.attribute` that the optimizer steps."""
         find = partial(getattr, module, attribute)
         return OptimizerPart(find, self._shards, self._repeated_over)
 
     def before_backward(self, last: bool) -> None:
-        """Is called before each backward and told whether it is the step's last; without a call
-        every one is."""
+        """Call before each backward pass. `last` is True for the last one of a step.
+
+        Without a call, every backward pass counts as the last.
+        """
 
     def after_weights(self, last: bool) -> None:
-        """Is called after the second half of a split backward, which computes the weights'
-        gradients."""
+        """Call after the second half of a split backward pass, which computes weight gradients."""
 
     def finish_gradients(self) -> None:
-        """Is called after the last backward. Gradients are then summed over the data ranks."""
+        """Reduces gradients over the DP ranks. Call it after the last backward pass of a step."""
 
     def clear_gradients(self) -> None:
         self._model.zero_grad()
 
     def drop_gradients(self) -> None:
-        """Is called after a warm-up's backwards: their gradients are summed over the data ranks and
-        thrown away."""
+        """Reduces and discards the gradients of warm-up backward passes."""
         self.finish_gradients()
         self.clear_gradients()
 
     def publish(self) -> None:
-        """Is called after the optimizer's step. The model then computes with the new values."""
+        """Makes the model compute with the new values. Call it after the optimizer step."""
 
     def finish_publish(self) -> None:
-        """Is called before the module's own tensors are read without a forward
-        (`publish_in_forward`)."""
+        """Completes `publish`. Call it before reading parameters without a forward pass."""
 
     def free_gathered(self) -> None:
-        """Frees the gathered parameters that a forward without a backward leaves behind."""
+        """Frees parameters that a forward pass without a backward pass left gathered."""
 
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of a stage on this rank. `name` is global; if the model ties two names, both have
-    the first."""
+    """A parameter of a stage on this rank.
+
+    `name` is the global name. If the model ties two names, both parameters have the first.
+    """
 
     name: str
     module: nn.Module
     spec: ParameterSpec
-    is_copy: bool  # on the last stage, of a parameter that the first stage has as well
-    part: OptimizerPart  # what the optimizer steps on this rank
+    is_copy: bool  # True on the last stage if the first stage also has the parameter.
+    part: OptimizerPart
 
     @property
     def local(self) -> nn.Parameter:
-        """The plain tensor that the optimizer steps, with its gradient in `local.grad`."""
+        """Plain tensor that the optimizer steps. Its gradient is `local.grad`."""
         return self.part.local
 
     @property
     def repeated_over(self) -> frozenset[str]:
-        """The names of the axes on whose ranks this part is the same."""
+        """Names of the axes that replicate this part."""
         if self.spec.dim is None:
             return self.part.repeated_over | {Role.SPLIT_TENSORS}
         return self.part.repeated_over
 
     def copies(self, axes: Mapping[str, Axis]) -> int:
-        """Returns how many ranks of this pipeline stage have the same part."""
+        """Returns the number of ranks of this pipeline stage that hold the same part."""
         return math.prod(axes[name].size for name in self.repeated_over)
 
 
 def local_parameters(
     module: nn.Module, aliases: dict[str, str], data: ShardedData
 ) -> list[LocalParameter]:
-    """Returns the parameters of a stage, each once. `aliases` maps the later names of a shared
-    parameter to its first name in the full model."""
+    """Returns the parameters of a stage, without duplicates.
+
+    `aliases` maps later names of a shared parameter to its first name in the full model.
+    """
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     specs = dict(named_specs(module))
     found = []
@@ -151,7 +158,7 @@ def local_parameters(
 
 
 def _spec_of(parameter: Tensor) -> ParameterSpec:
-    """Returns the spec of a parameter of a module that is not a layer of this library."""
+    """Returns the spec of a parameter that does not belong to a layer of this library."""
     dim = None
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()

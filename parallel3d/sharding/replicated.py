@@ -1,17 +1,14 @@
-"""NO_SHARD and SHARD_OPTIMIZER (ZeRO-0 and ZeRO-1): every data rank has full parameters and full
-gradients.
+"""NO_SHARD and SHARD_OPTIMIZER (ZeRO-0 and ZeRO-1): full parameters and gradients on every DP rank.
 
-[Note: why not DistributedDataParallel] torch has both strategies, and they are written here for the
-sake of fused gradients (`layers.gradients`): a backward of the layers adds a weight's gradient by
-the matmul itself, also in a wider dtype and also in the second half of a split backward, and
-autograd's hooks on parameters, on which DistributedDataParallel is built, never hear of it.
-docs/reference/sharding.md compares the times of a step.
+[Note: why not DistributedDataParallel] torch has both strategies, but builds them on autograd hooks
+of parameters. Those do not fire with fused gradients (`layers.gradients`), which matmuls accumulate
+directly, also in a wider dtype and in the second half of a split backward pass.
+docs/reference/sharding.md compares step times.
 
-Gradients lie in buckets of whole units. A bucket is reduced as soon as the last backward of a step
-has gone through its units, while those before them are still computed. That is noticed at a unit's
-input: autograd differentiates what was made last first, so that the gradient of a module's input is
-there only when everything in the module has been differentiated. It holds for fused gradients and
-for activation recompute too.
+Gradients live in buckets of complete units. A bucket is reduced as soon as the last backward pass
+of a step has left its units, overlapped with earlier units. A hook on a unit's input detects this,
+because autograd computes the input gradient of a module last. This also holds for fused gradients
+and activation recompute.
 """
 
 from __future__ import annotations
@@ -31,12 +28,14 @@ from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit, Wrap, units_of
 from parallel3d.torch_private import is_in_backward, tree_map
 
-_UNDER_WAY = 2  # buckets at once, because what is sent may be a copy
+_UNDER_WAY = 2  # Buckets in flight. The limit bounds memory, because each may need a copy.
 
 
 class ReplicatedData(ShardedData):
-    """The model over the data ranks for NO_SHARD, and with `reduction.split` for SHARD_OPTIMIZER.
-    All ranks reduce the buckets in one order, the last bucket first."""
+    """Data-parallel handle for NO_SHARD, or SHARD_OPTIMIZER if `reduction.split`.
+
+    All ranks reduce the buckets in the same order, last bucket first.
+    """
 
     def __init__(
         self, model: nn.Module, wrap: Wrap, reduction: Reduction, options: ShardingOptions
@@ -46,9 +45,10 @@ class ReplicatedData(ShardedData):
         self._reduction = reduction
         self._options = options
         self._publishes_late = options.publish_in_forward and reduction.split
-        self._last = True  # whether the backward under way is the step's last
-        self._published = 0  # buckets whose parameters are those that were published
-        self._arriving: Callable[[], Tensor | None] | None = None  # waits for the next bucket's
+        self._last = True  # True if the current backward pass is the last of the step.
+        self._published = 0  # Buckets whose parameters are up to date.
+        # Waits for the rows of the next bucket.
+        self._arriving: Callable[[], Tensor | None] | None = None
         self._is_reduced = False
         compute = reduction.dtypes.compute
         if compute != reduction.dtypes.master:
@@ -60,8 +60,10 @@ class ReplicatedData(ShardedData):
             self.allocate()
 
     def allocate(self) -> None:
-        """Makes the gradients' memory and the master copies. It is called once a model that was on
-        the meta device has got memory; for any other model it has already been done."""
+        """Allocates gradient memory and master copies.
+
+        The constructor calls it unless the model is on the meta device.
+        """
         options = self._options
         reduction = self._reduction
         dtypes = reduction.dtypes
@@ -101,15 +103,17 @@ class ReplicatedData(ShardedData):
             self._start_next()
 
     def finish_gradients(self) -> None:
-        """Waits until gradients are summed over the data ranks. Raises RuntimeError if they are not
-        in buckets, or were reduced already."""
-        self.finish_publish()  # units that no forward has used
+        """Waits until gradients are reduced over the DP ranks.
+
+        Raises RuntimeError if gradients are not in buckets or were already reduced.
+        """
+        self.finish_publish()  # For units that no forward pass used.
         moved = [part for part in self._parts.values() if part.parameter.grad is not part.attached]
         if moved or self._is_reduced:
             raise RuntimeError(
-                "gradients are not where they are reduced, or were reduced already: call "
-                "clear_gradients() of what shard() gave in each step, and not zero_grad() of the "
-                "model"
+                "finish_gradients(): gradients are outside of their buckets or already reduced; "
+                "call clear_gradients() of the result of shard() in each step, not "
+                "model.zero_grad()"
             )
         self.after_weights(last=True)
         for bucket in reversed(self._buckets):
@@ -124,10 +128,12 @@ class ReplicatedData(ShardedData):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gives every rank the parameters that the others have stepped. With `publish_in_forward`
-        the first bucket is on its way after it, and the units of a bucket wait for theirs when
-        their forward begins."""
-        if self._arriving is not None:  # what was published before, which is old now
+        """Gives every rank the parameters that other ranks stepped.
+
+        With `publish_in_forward`, the first bucket is in flight afterwards. A unit's forward pass
+        waits for its bucket.
+        """
+        if self._arriving is not None:  # Values of an earlier call, which are outdated.
             self._arriving()
         self._published = 0
         self._arriving = self._buckets[0].start_publish()
@@ -140,8 +146,10 @@ class ReplicatedData(ShardedData):
     @torch.compiler.disable
     @torch.no_grad()
     def _publish_until(self, end: int) -> None:
-        """Waits until the first `end` buckets have what was published, one after the other in the
-        same order on all ranks, while the bucket after them is under way."""
+        """Waits until the first `end` buckets have received their values.
+
+        Buckets follow in the same order on all ranks. The next bucket is always in flight.
+        """
         while self._arriving is not None and self._published < end:
             bucket = self._buckets[self._published]
             rows = self._arriving()
@@ -151,9 +159,10 @@ class ReplicatedData(ShardedData):
             bucket.finish_publish(rows)
 
     def _begin(self) -> None:
-        self._open = [0] * len(self._buckets)  # forwards of its units that have had no backward
-        self._ready: set[int] = set()  # buckets whose gradients are complete
-        self._next = len(self._buckets) - 1  # to be reduced
+        # Forward passes per bucket without a backward pass yet.
+        self._open = [0] * len(self._buckets)
+        self._ready: set[int] = set()  # Buckets with complete gradients.
+        self._next = len(self._buckets) - 1  # Next bucket to reduce.
 
     def _start_next(self) -> None:
         oldest = self._next + _UNDER_WAY
@@ -163,8 +172,10 @@ class ReplicatedData(ShardedData):
         self._next -= 1
 
     def _add_hooks(self, index: int, units: Sequence[CommunicationUnit]) -> None:
-        """Lets the forwards of a bucket's units wait for its parameters, and its reduction follow
-        their backwards. A bucket with what no module holds is reduced at the end."""
+        """Adds hooks that wait for parameters before forward passes and track backward passes.
+
+        Parameters without a unit module are reduced at the end.
+        """
         for module in chain.from_iterable(unit.modules or (self._model,) for unit in units):
             if self._publishes_late:
                 module.register_forward_pre_hook(lambda *args: self._publish_until(index + 1))
@@ -175,24 +186,25 @@ class ReplicatedData(ShardedData):
     def _watch(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Counts the forward of a unit, and hooks the first input that has a gradient to notice the
-        end of its backward. Without such an input the bucket is reduced after the whole
-        backward."""
-        # A forward that a checkpoint computes again is left out: its graph is not differentiated by
-        # itself.
+        """Counts a unit's forward pass and hooks its first input with a gradient.
+
+        The hook detects the end of the backward pass. Without such an input, the bucket is reduced
+        after the full backward pass.
+        """
+        # Skip recomputed forward passes, whose graph has no backward pass of its own.
         if not torch.is_grad_enabled() or is_in_backward():
             return None
         self._open[index] += 1
         for at, x in enumerate(args):
             if isinstance(x, Tensor) and x.requires_grad:
-                # A hook of a leaf would be called as soon as the gradient of the leaf is there.
+                # The hook of a leaf would fire before the backward pass of the unit is complete.
                 y = x.view_as(x) if x.is_leaf else x
                 y.register_hook(partial(self._after_backward, index))
                 return (*args[:at], y, *args[at + 1 :]), kwargs
         return None
 
     def _after_backward(self, index: int, grad: Tensor) -> None:
-        """Starts to reduce the buckets that are complete after a unit's backward."""
+        """Starts the reduction of buckets that are complete after a unit's backward pass."""
         self._open[index] -= 1
         if self._last and self._open[index] == 0:
             self._ready.add(index)
@@ -201,8 +213,10 @@ class ReplicatedData(ShardedData):
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Replaces, in all modules that use them, the parameters that have another dtype. Returns what
-    they were by the new ones."""
+    """Casts parameters of another dtype in all modules that use them.
+
+    Returns the original tensor of each new parameter.
+    """
     new: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,5 +1,4 @@
-"""What `shard` is told: dtypes, when parameters and gradients travel, and the axes of the data
-dimension."""
+"""Settings of `shard`: dtypes, communication options and the data-parallel axes."""
 
 from __future__ import annotations
 
@@ -18,12 +17,16 @@ from parallel3d.torch_private import group_of
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """`compute` is the dtype of parameters and activations in forward and backward. `master` is
-    what the optimizer steps, what a checkpoint holds and what gradients are added up in. `reduce`
-    is what gradients are sent in.
+    """Data types of mixed-precision training.
 
-    Where compute and master differ, NO_SHARD and SHARD_OPTIMIZER keep a copy of the parameters in
-    each; the other strategies keep the master's alone and gather from it.
+    If `compute` and `master` differ, NO_SHARD and SHARD_OPTIMIZER keep a copy of the parameters in
+    each dtype. Other strategies keep only the master and gather from it.
+
+    Args:
+        compute: Dtype of parameters and activations in the forward and backward pass.
+        master: Dtype of the parameters that the optimizer steps and a checkpoint stores, and of
+            gradient accumulation.
+        reduce: Dtype in which gradients are sent.
 
     Example:
         >>> dtypes = parallel3d.Dtypes(compute=torch.bfloat16)  # float32 masters and gradients
@@ -36,12 +39,15 @@ class Dtypes:
 
     @classmethod
     def of(cls, model: nn.Module) -> Dtypes:
-        """Returns the dtype of the model's parameters for all three. Raises ValueError if the
-        parameters differ."""
+        """Returns the dtype of the model's parameters for all three fields.
+
+        Raises ValueError if the parameters differ in dtype.
+        """
         found = {parameter.dtype for parameter in model.parameters()} or {torch.float32}
         if len(found) > 1:
             raise ValueError(
-                f"parameters of {', '.join(sorted(map(str, found)))}: say dtypes=Dtypes(...)"
+                f"model with parameters of {', '.join(sorted(map(str, found)))}: needs explicit "
+                "dtypes; pass dtypes=Dtypes(...)"
             )
         (dtype,) = found
         return cls(compute=dtype, master=dtype, reduce=dtype)
@@ -49,22 +55,22 @@ class Dtypes:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """When parameters and gradients travel, and in what pieces.
+    """When parameters and gradients are communicated, and in which pieces.
 
-    `gather` says whether parameters that are split at rest are kept for all microbatches of a step,
-    or freed after each microbatch. With "microbatch", FULL_SHARD and HYBRID_SHARD also free a
-    unit's parameters after its forward pass. The default, None, is "microbatch" for these two
-    without a pipeline, and "step" otherwise. `reduce` says whether gradients are summed over the
-    data-parallel ranks in the last backward pass of a step, or in each, so that no full gradients
-    are kept. `prefetch` units are gathered ahead (None: as torch does). NO_SHARD and
-    SHARD_OPTIMIZER send gradients in pieces of complete units, of at least `bucket_mib` (None: by
-    the device).
-
-    With `offload` parameters, gradients and optimizer states are on the CPU. A unit's parameters
-    are copied to the GPU when they are gathered.
-
-    With `publish_in_forward` the parameters that SHARD_OPTIMIZER's ranks have stepped arrive during
-    the next forward pass. Call `finish_publish` before you read parameters elsewhere.
+    Args:
+        gather: "step" keeps gathered parameters for all microbatches of a step. "microbatch" frees
+            them after each. With "microbatch", FULL_SHARD and HYBRID_SHARD also free a unit's
+            parameters after its forward pass. Default: "microbatch" for these two strategies
+            without a pipeline, else "step".
+        reduce: "step" reduces gradients in the last backward pass of a step. "microbatch" reduces
+            them in each, so that full gradients are not kept.
+        prefetch: Number of units to gather ahead. Default: torch's choice.
+        bucket_mib: Smallest gradient bucket of NO_SHARD and SHARD_OPTIMIZER, in MiB. Default:
+            depends on the device.
+        publish_in_forward: If True, parameters updated under SHARD_OPTIMIZER arrive during the next
+            forward pass. Call `finish_publish` before you read parameters elsewhere.
+        offload: If True, parameters, gradients and optimizer states are on the CPU. A unit's
+            parameters are copied to the GPU when they are gathered.
 
     Example:
         >>> options = parallel3d.ShardingOptions(gather="step", reduce="microbatch", prefetch=2)
@@ -81,12 +87,13 @@ class ShardingOptions:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a model lies over the data ranks, and how gradients are summed over them. The axes of the
-    data dimension on `mesh` are `replicate` and `shard`, and `every` is both of them in one group.
+    """The data-parallel axes of a mesh, and how gradients are reduced over them.
 
-    With `split` each rank makes its rows of the sum alone (a reduce-scatter over dp_shard, then an
-    all-reduce of the rows over dp_replicate); otherwise every rank makes all of the sum (one
-    all-reduce). With `average` it is divided by the number of data ranks."""
+    `every` joins `replicate` and `shard` in one group. With `split`, each rank reduces only its own
+    rows: a reduce-scatter over dp_shard, then an all-reduce over dp_replicate. Otherwise one
+    all-reduce gives every rank the full sum. With `average`, the sum is divided by the number of DP
+    ranks.
+    """
 
     mesh: DeviceMesh
     replicate: Axis
@@ -100,13 +107,16 @@ class Reduction:
     def over(
         cls, mesh: DeviceMesh, strategy: ShardingName, dtypes: Dtypes, *, average: bool
     ) -> Reduction:
-        """Looks the axes up on a mesh; one that is missing has size 1. All ranks call it: it may
-        make a group. Raises ValueError if both are missing and another axis has an unknown name."""
+        """Looks up the axes on a mesh. A missing axis has size 1.
+
+        All ranks must call it, because it may create a group. Raises ValueError if both axes are
+        missing and another axis has an unknown name.
+        """
         axes = axes_of(mesh)
         if axes.keys().isdisjoint(DATA_ROLES) and not axes.keys() <= {*Role}:
             raise ValueError(
                 f"mesh with the axes {list(axes)}: one must be called {' or '.join(DATA_ROLES)}, "
-                "or no gradient would be summed; try init_device_mesh(..., "
+                "to reduce gradients over it; try init_device_mesh(..., "
                 f"mesh_dim_names=({Role.SHARD_PARAMETERS.value!r},))"
             )
         replicate, shards = (axes.get(role, ONE_RANK) for role in DATA_ROLES)
@@ -115,13 +125,15 @@ class Reduction:
         return cls(mesh, replicate, shards, every, dtypes, split and shards.size > 1, average)
 
     def own(self, values: Tensor) -> Tensor:
-        """Returns the part of a whole tensor that the optimizer steps on this rank."""
+        """Returns the part of a full tensor that the optimizer steps on this rank."""
         return own_rows(values, self.shard) if self.split else values
 
 
 def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axis:
-    """Returns some axes of a mesh as one, the last of them innermost. All ranks call it: it may
-    make a group."""
+    """Joins axes of a mesh into one, the last innermost.
+
+    All ranks must call it, because it may create a group.
+    """
     axes = axes_of(mesh)
     larger = tuple(name for name in names if axes.get(name, ONE_RANK).size > 1)
     if len(larger) < 2:
@@ -131,6 +143,6 @@ def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axi
 
 
 def own_rows(values: Tensor, shards: Axis) -> Tensor:
-    """Returns a view of this rank's rows, as DTensor's Shard(0) cuts them."""
+    """Returns a view of this rank's rows in the layout of DTensor's Shard(0)."""
     rows = shards.rows(values.shape[0])
     return values[rows.start : rows.stop]

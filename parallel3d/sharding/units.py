@@ -1,5 +1,7 @@
-"""What of a model is gathered, or reduced, in one go: a unit is a block, say; what no unit holds is
-the first one."""
+"""Communication units: modules whose parameters are gathered or reduced together.
+
+A unit is usually a block. Parameters outside of all units form the first unit.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +16,35 @@ from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
-_LISTS = nn.ModuleList | nn.ModuleDict  # which have no forward to hook
+_LISTS = nn.ModuleList | nn.ModuleDict  # These classes have no forward pass to hook.
 _LOOKED_UP = VocabParallelEmbedding | LearnedPositions | nn.Embedding
 Wrap = Sequence[str | tuple[str, ...]] | None
 
 
 @dataclass(frozen=True)
 class CommunicationUnit:
-    """Modules whose parameters travel together: one, or several that share a parameter. The unit of
-    what no other unit holds has no modules."""
+    """Modules whose parameters are communicated together.
+
+    It has one module, or several that share a parameter. The unit of all remaining parameters has
+    no modules.
+    """
 
     modules: tuple[nn.Module, ...]
     parameters: tuple[nn.Parameter, ...]
 
     @property
     def numel(self) -> int:
-        """The elements of this tp rank's parts."""
+        """Number of elements in this tp rank's shards."""
         return sum(local_tensor(parameter.detach()).numel() for parameter in self.parameters)
 
     @property
     def has_head(self) -> bool:
-        """Whether a loss may multiply by a weight of the unit after the unit's forward
-        (`head_cross_entropy`)."""
+        """True if a loss may use weights after the unit's forward pass (`head_cross_entropy`)."""
         return any(isinstance(part, VocabParallelHead) for part in self._parts())
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether all parameters are tables, whose rows are looked up: no backward reads their
-        values."""
+        """True if all parameters are embedding tables, whose values no backward pass reads."""
         holders = [part for part in self._parts() if [*part.parameters(recurse=False)]]
         return all(isinstance(part, _LOOKED_UP) for part in holders)
 
@@ -50,18 +53,22 @@ class CommunicationUnit:
 
 
 def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
-    """Returns the units in the order of the model, after the unit of what no other holds.
+    """Returns the units in model order, after the unit of all remaining parameters.
 
-    `wrap` says which modules are units: patterns of their names ("layers.*", in which a * stands
-    for one name between dots), and tuples of patterns for modules that are one unit together. None
-    means the blocks: every part of a Sequential, or every module of the outermost ModuleLists and
-    ModuleDicts.
+    A parameter shared by two units joins them. A parameter also used outside of all units joins its
+    unit with the first one.
 
-    A parameter that two units share makes one unit of both, and one that is used outside of all
-    units adds its unit to that of the rest. Raises ValueError if a pattern matches nothing.
+    Args:
+        model: Model to divide.
+        wrap: Name patterns of the modules that are units. In "layers.*", the * stands for one name
+            between dots. A tuple of patterns is one unit. None means the blocks: every part of a
+            Sequential, or every module of the outermost ModuleLists and ModuleDicts.
+
+    Raises:
+        ValueError: A pattern matches nothing.
     """
     number = _numbered(model, _block_patterns(model) if wrap is None else wrap)
-    holders: dict[nn.Parameter, set[int]] = {}  # the units in which a parameter is used
+    holders: dict[nn.Parameter, set[int]] = {}  # Units that use a parameter.
 
     def visit(module: nn.Module, around: int) -> None:
         unit = number.get(module, around)
@@ -70,8 +77,9 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
         for child in module.children():
             visit(child, unit)
 
-    visit(model, 0)  # the unit of the rest
-    joined = {index: index for index in (0, *number.values())}  # units that share a parameter
+    visit(model, 0)  # Start with the unit of remaining parameters.
+    # Union-find parent: joined units map to the smallest index.
+    joined = {index: index for index in (0, *number.values())}
     for users in holders.values():
         found = {joined[index] for index in users}
         for index, own in joined.items():
@@ -92,9 +100,9 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
 
 
 def _block_patterns(model: nn.Module) -> list[str]:
-    """Returns patterns of the parts of a Sequential, or of the modules in the outermost lists."""
+    """Returns patterns for the parts of a Sequential, or for the modules in the outermost lists."""
     if isinstance(model, nn.Sequential):
-        return [*getattr(model, "names", ["*"])]  # a Chain's parts may be deeper
+        return [*getattr(model, "names", ["*"])]  # The parts of a Chain may be nested deeper.
     lists: list[str] = []
     for name, part in model.named_modules():
         is_list = isinstance(part, _LISTS) and len(part) > 0
@@ -104,8 +112,10 @@ def _block_patterns(model: nn.Module) -> list[str]:
 
 
 def _numbered(model: nn.Module, wrap: Sequence[str | tuple[str, ...]]) -> dict[nn.Module, int]:
-    """Returns the modules that `wrap` names with the number of their unit, which is the place in
-    the model of its first module."""
+    """Maps modules matched by `wrap` to the number of their unit.
+
+    The number is the position of the unit's first module in the model.
+    """
     places = {module: place for place, module in enumerate(model.modules())}
     number: dict[nn.Module, int] = {}
     for each in wrap:
@@ -114,7 +124,9 @@ def _numbered(model: nn.Module, wrap: Sequence[str | tuple[str, ...]]) -> dict[n
             found = [part for name, part in model.named_modules() if _matches(name, pattern)]
             if not found:
                 children = ", ".join(name for name, _ in model.named_children()) or "none"
-                raise ValueError(f"wrap: {pattern} matches no module; its children are {children}")
+                raise ValueError(
+                    f"wrap = {pattern}: matches no module; the model has the children {children}"
+                )
             together += found
         first = min(places[part] for part in together)
         for part in together:

@@ -1,2 +1,1 @@
-"""Memory that processes of one host share: small tensors between CPUs travel through it instead of
-through gloo."""
+"""Shared memory between processes of one host, a fast path for small CPU tensors."""

@@ -1,12 +1,12 @@
-"""One-way links between two processes of a host, through a ring in memory that they share.
+"""One-way links between two processes of a host, through a ring buffer in shared memory.
 
-A send over gloo costs about 60 microseconds of processor time however small it is
-(docs/benchmarks.md), more than a small stage's own work. Here the sender copies into the ring and
-writes a digest of the message's shapes, and its place, into a pipe; the receiver, which sleeps on
-that pipe, copies out and returns a byte, which frees the place in the ring.
+A gloo send costs about 60 microseconds of CPU time for any size (docs/benchmarks.md), more than the
+work of a small stage. Here the sender copies a message into the ring and writes its position and a
+digest of its shapes into a pipe. The receiver sleeps on that pipe, copies the message, and returns
+a byte that frees the memory.
 
-Nothing blocks a sender: a message that finds no room waits in the sender's own queue, and goes out
-whenever the rank sends, receives or waits.
+A sender never blocks. A message that does not fit waits in the sender's queue until the rank sends,
+receives or waits again.
 """
 
 from __future__ import annotations
@@ -21,59 +21,56 @@ from torch import Tensor
 
 from parallel3d.shared_memory.segment import PeerLostError, Segment, read_pipe, reserve
 
-WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
 
 RING_BYTES = 4 * 2**20
-# the most of a message; a larger one takes the backend, which copies meanwhile
+# Larger messages use the backend, which copies in the background.
 LARGEST_BYTES = RING_BYTES // 4
-ALIGNMENT = 64  # bytes, of each tensor in a message
-_HEADER = struct.Struct("<II")  # a digest, and where the message starts in the ring
-# messages; their headers fill one page, which is the smallest pipe, so that no write blocks
+ALIGNMENT = 64  # Bytes, for each tensor in a message.
+_HEADER = struct.Struct("<II")  # Digest, and start of the message in the ring.
+# Headers fill at most one page, the smallest pipe, so that a write never blocks.
 _MOST_IN_RING = 4096 // _HEADER.size
 _HEADERS = "headers"
 _CREDITS = "credits"
 
 
 class _RingEnd(Segment):
-    """One end of a link. `peer` is the rank of the other end."""
+    """One end of a link. `peer` is the pipeline rank at the other end."""
 
     def __init__(self, folder: Path, peer: int) -> None:
         super().__init__(folder)
         self._peer = f"pipeline rank {peer}"
 
     def _places(self, start: int, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each tensor of a message with its place in the ring."""
+        """Yields each tensor of a message with its view in the ring."""
         for tensor in tensors:
             yield tensor, self.view(start, tensor)
             start += _aligned(tensor)
 
 
 class Outgoing(_RingEnd):
-    """The sender's end of a link. The receiver opens its end first, because a pipe for writing
-    needs a reader."""
+    """Sender's end of a link. A write pipe needs a reader, so open the receiver's end first."""
 
     def __init__(self, folder: Path, peer: int) -> None:
         super().__init__(folder, peer)
         self._headers = self.open_pipe(_HEADERS, os.O_WRONLY)
         self.credits = self.open_pipe(_CREDITS, os.O_RDONLY | os.O_NONBLOCK)
         self._queue: deque[tuple[int, Sequence[Tensor]]] = deque()
-        self._in_ring: deque[int] = deque()  # bytes that each message takes, in order
-        self._next = 0  # where the next message is to lie
+        self._in_ring: deque[int] = deque()  # Bytes of each message in the ring, in order.
+        self._next = 0  # Start of the next message.
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a message waits for room in the ring."""
+        """True if messages are queued because the ring is full."""
         return bool(self._queue)
 
     def send(self, digest: int, tensors: Sequence[Tensor]) -> None:
-        """Sends a message of at most LARGEST_BYTES, or queues it. Raises PeerLostError where the
-        receiver is gone."""
+        """Sends or queues a message of at most LARGEST_BYTES. Raises PeerLostError."""
         self._queue.append((digest, tensors))
         self.flush()
 
     def flush(self) -> None:
-        """Sends the messages that there is room for. Raises PeerLostError where the receiver is
-        gone."""
+        """Sends queued messages that fit. Raises PeerLostError if the receiver died."""
         if self._in_ring:
             for _ in read_pipe(self.credits, _MOST_IN_RING, self._peer):
                 self._in_ring.popleft()
@@ -81,10 +78,10 @@ class Outgoing(_RingEnd):
             digest, tensors = self._queue[0]
             size = sum(map(_aligned, tensors))
             if not self._in_ring:
-                self._next = 0  # the same memory again and again, which the caches then hold
+                self._next = 0  # Reusing the same memory keeps it in cache.
             start = self._next
             taken = size
-            if start + size > RING_BYTES:  # a message lies in one piece
+            if start + size > RING_BYTES:  # A message is contiguous.
                 start, taken = 0, size + RING_BYTES - start
             if sum(self._in_ring) + taken > RING_BYTES:
                 return
@@ -96,28 +93,32 @@ class Outgoing(_RingEnd):
             try:
                 os.write(self._headers, _HEADER.pack(digest, start))
             except BrokenPipeError:
-                raise PeerLostError(f"{self._peer} has gone") from None
+                raise PeerLostError(f"lost connection to {self._peer}") from None
 
 
 class Incoming(_RingEnd):
-    """The receiver's end of a link. It makes the link in a new folder. Raises OSError if there is
-    no room for it."""
+    """Receiver's end of a link.
+
+    It creates the link in a new folder. Raises OSError if memory is insufficient.
+    """
 
     def __init__(self, folder: Path, peer: int) -> None:
         folder.mkdir()
         reserve(folder, RING_BYTES, (_HEADERS, _CREDITS))
         super().__init__(folder, peer)
         self.headers = self.open_pipe(_HEADERS, os.O_RDONLY | os.O_NONBLOCK)
-        # a pipe for writing alone would wait for the sender
+        # Opening it write-only would wait for the sender.
         self._credits = self.open_pipe(_CREDITS, os.O_RDWR)
         self._unread: deque[tuple[int, int]] = deque()
         self._start = 0
 
     def poll(self) -> int | None:
-        """Returns the next message's digest, after which `read` takes the message; None where
-        nothing has come yet. Raises PeerLostError where the sender is gone."""
+        """Returns the digest of the next message, or None. Call `read` to take the message.
+
+        Raises PeerLostError if the sender died.
+        """
         if not self._unread:
-            # all of them: only an empty page of a pipe is written again from its start
+            # Read all headers, because a pipe reuses the start of a page only once it is empty.
             headers = read_pipe(self.headers, _HEADER.size * _MOST_IN_RING, self._peer)
             self._unread.extend(_HEADER.iter_unpack(headers))
         if not self._unread:
@@ -126,8 +127,7 @@ class Incoming(_RingEnd):
         return digest
 
     def read(self, into: Sequence[Tensor]) -> None:
-        """Copies the message into tensors of the shapes that were sent, and gives its place in the
-        ring back."""
+        """Copies the message into tensors of the sent shapes, and frees its memory in the ring."""
         for tensor, place in self._places(self._start, into):
             tensor.copy_(place)
         os.write(self._credits, b"\0")

@@ -1,10 +1,9 @@
-"""A segment: memory that processes of one host share, with pipes beside it that tell them when to
-read.
+"""Shared memory segments with pipes for notification, between processes of one host.
 
-A segment is a folder of one file and some named pipes. One process reserves it, others open it, and
-then the folder is removed: what is open stays usable, and nothing is left behind, however the
-processes end. A pipe whose other end was closed reads as empty, so that the end of a process wakes
-everyone who waits for it.
+A segment is a folder with one file and some named pipes. One process reserves it, others open it,
+and then the folder is removed. Open files stay usable, and nothing is left behind however the
+processes end. A pipe whose other end was closed reads as empty, so waiting processes notice the end
+of a peer.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
 
-MEMORY_FOLDER = Path("/dev/shm")  # a file system in memory
+MEMORY_FOLDER = Path("/dev/shm")  # A file system in memory.
 _MEMORY = "memory"
 
 
 @contextmanager
 def own_folder(device_type: str) -> Iterator[Path | None]:
-    """Makes a folder in memory for this process's segments, which is removed at the end of the
-    block: by then all others must have opened what they need. It is None where tensors on this type
-    of device cannot be shared, and where the memory of this host takes no files: it may be full,
-    read-only or missing."""
+    """Creates a folder for segments in shared memory, and removes it at the end of the block.
+
+    By then all other processes must have opened their files. Yields None for devices other than
+    CPUs, and if shared memory is full, read-only or missing.
+    """
     folder = None
     with ExitStack() as stack:
         if device_type == "cpu":
@@ -42,13 +42,14 @@ def own_folder(device_type: str) -> Iterator[Path | None]:
 
 
 class PeerLostError(ConnectionError):
-    """The process at the other end of a pipe has closed it, has ended, or does not answer in
-    time."""
+    """The peer process at the other end of a pipe died, closed it, or timed out."""
 
 
 def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:
-    """Makes a segment in a folder. Raises OSError if there is no room for it: memory that is only
-    promised would end the process when it is first written."""
+    """Creates a segment in a folder. Raises OSError if memory is insufficient.
+
+    It allocates the memory at once. Otherwise the first write could kill the process.
+    """
     with (folder / _MEMORY).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     for pipe in pipes:
@@ -56,36 +57,35 @@ def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:
 
 
 class Segment:
-    """A segment as one process has it open."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pipes = ExitStack()
-        # Closes the pipes: the processes at their other ends then know that this one is gone. Not
-        # __del__: at the end of the interpreter that may find `os` gone already.
+        # Closes the pipes, which notifies peers. Not in __del__, because `os` may be gone at
+        # interpreter exit.
         self.close = weakref.finalize(self, self._pipes.close)
         with (folder / _MEMORY).open("r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
     def open_pipe(self, name: str, mode: int) -> int:
-        """Opens one of the segment's pipes and returns its descriptor. A reader opens it first,
-        without blocking; a writer would wait for the reader."""
+        """Opens a pipe of the segment and returns its file descriptor.
+
+        Open the read end first, non-blocking, because opening the write end waits for a reader.
+        """
         pipe = os.open(self._folder / name, mode)
         self._pipes.callback(os.close, pipe)
         return pipe
 
     def view(self, start: int, like: Tensor) -> Tensor:
-        """Returns the memory from byte `start` on as a tensor of the shape and dtype of `like`."""
+        """Returns the memory from byte `start` as a tensor with the shape and dtype of `like`."""
         return self._memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def read_pipe(pipe: int, count: int, peer: str) -> bytes:
-    """Returns at most `count` bytes, and none if none is there yet. Raises PeerLostError if the
-    other end is gone, which is that of `peer`."""
+    """Returns up to `count` available bytes, possibly none. Raises PeerLostError if `peer` died."""
     try:
         read = os.read(pipe, count)
     except BlockingIOError:
         return b""
     if not read:
-        raise PeerLostError(f"{peer} has gone")
+        raise PeerLostError(f"lost connection to {peer}")
     return read

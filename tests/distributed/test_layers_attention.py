@@ -143,11 +143,13 @@ def refuse() -> None:
     tp = tp_mesh()
     layer = ParallelAttention(16, 8, 8, tp=tp)
     x = torch.zeros(2, 8, 16)
-    with pytest.raises(ValueError, match=r"documents of \[1, 8\] tokens, and x has \[2, 8\]"):
+    with pytest.raises(ValueError, match=r"shape \[1, 8\]: must match x of shape \[2, 8\]"):
         layer(x, documents=PackedDocuments.ended_by(1, torch.zeros(1, 8)))
     with pytest.raises(ValueError, match="heads = 6, kv_heads = 6, tp = 4"):
         ParallelAttention(24, 6, 6, tp=tp)
-    with pytest.raises(ValueError, match="heads = 12, kv_heads = 6, tp = 4.* one the other"):
+    with pytest.raises(
+        ValueError, match="heads = 12, kv_heads = 6, tp = 4.* must divide the other"
+    ):
         ParallelAttention(24, 12, 6, tp=tp)
 
 

@@ -119,9 +119,9 @@ def refusals() -> None:
         ColumnParallelLinear(4, 4, tp=tp, copies=3)
     with pytest.raises(ValueError, match=r"ColumnParallelLinear.weight \[7, 4\]: dim 0 .* tp = 2"):
         ColumnParallelLinear(4, 7, tp=tp)
-    with pytest.raises(ValueError, match="activation = silu: try one of swiglu"):
+    with pytest.raises(ValueError, match="activation = silu: must be one of swiglu"):
         ParallelMLP(4, 4, activation="silu", tp=tp)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="9 tokens, and there are 8"):
+    with pytest.raises(ValueError, match="9 tokens exceeds the 8 positions"):
         LearnedPositions(8, 4, tp=tp)(torch.zeros(1, 9, 4))
 
 

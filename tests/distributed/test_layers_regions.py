@@ -114,7 +114,7 @@ def check_sizes() -> None:
 
 
 def refuse() -> None:
-    with pytest.raises(ValueError, match=r"dim 1 of \[4, 7\] cannot be split"):
+    with pytest.raises(ValueError, match=r"dim 1 of shape \[4, 7\] cannot be split"):
         scatter_to_region(torch.zeros(4, 7), tp_mesh(), 1)
 
 

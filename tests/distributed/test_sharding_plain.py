@@ -204,7 +204,7 @@ def cleared_otherwise() -> None:
         if is_cleared:
             model.zero_grad()
         backwards(model, data, own_share())
-        with pytest.raises(RuntimeError, match=r"clear_gradients\(\) of what shard\(\) gave"):
+        with pytest.raises(RuntimeError, match=r"clear_gradients\(\) of the result of shard\(\)"):
             data.finish_gradients()
 
 
