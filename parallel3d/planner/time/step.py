@@ -194,8 +194,8 @@ def _pipeline(
     if published == "zb-2p":
         # Each live microbatch beyond the pp of zb-1p hides one more weight gradient (Qi et al.
         # 2023, arXiv 2401.10241, table 2).
-        beside = max(0, min(pp - 1, layout.microbatches - pp))
-        hidden_s = beside * times[0].weight
+        extra = max(0, min(pp - 1, layout.microbatches - pp))
+        hidden_s = extra * times[0].weight
         seconds = max(layout.microbatches * max(rank_s), seconds - hidden_s)
     if host is not None:
         # Ranks that share cores take at least the sum of their work and a part of the bubble.
