@@ -131,7 +131,7 @@ def test_callbacks_see_a_run_and_change_nothing_even_if_they_raise(
     assert witness.told[-1][2] is None
     assert witness.told[3][2] == ("validation", "dickens")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "callback" in line]
-    assert "tests.test_callbacks:Broken has failed in step_done after step 1: SystemExit" in line
+    assert "tests.test_callbacks:Broken failed in step_done after step 1: SystemExit" in line
     assert "test_callbacks.py:" in line
 
 

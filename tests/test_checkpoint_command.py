@@ -123,7 +123,7 @@ def test_verify_reads_every_byte_and_names_files_and_tensors(run_dir: Path, caps
     }
     said = answer(capsys, "verify", damaged, status=65).out
     assert f"{damaged}: 2 damaged" in said
-    assert f"  {piece['file']}: is not what was saved" in said
+    assert f"  {piece['file']}: is corrupt" in said
     assert "    model.norm.weight\n" in said
     (damaged / "manifest.json").unlink()
     assert "manifest.json: cannot be read" in answer(capsys, "verify", damaged, status=65).out

@@ -37,7 +37,7 @@ BAD_INPUTS = [
     ("quickstart parallel.tp=3", "parallel.tp = 3: must divide"),
     (
         "quickstart checkpoint.resume=no/such/step",
-        "checkpoint.resume = no/such/step: is no checkpoint; try auto",
+        "checkpoint.resume = no/such/step: is not a checkpoint; try auto",
     ),
     (
         "quickstart run_dir=/dev/null/run",
@@ -139,7 +139,7 @@ def test_a_run_that_resumes_goes_on_in_its_folder(
     (saved / MANIFEST_FILE).touch()
     assert pretrain.main(["quickstart", "checkpoint.resume=auto"]) == 65
     assert no_workers == []
-    assert "manifest.json: is not what was saved" in capsys.readouterr().err
+    assert "manifest.json: is corrupt" in capsys.readouterr().err
     monkeypatch.setattr("parallel3d.checkpoint.store.check_manifests", lambda checkpoints: None)
     for resume in ("auto", "runs/quickstart/checkpoints/step_00000100"):
         assert pretrain.main(["quickstart", f"checkpoint.resume={resume}"]) == 0

@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
     content[len(content) // 2] ^= 4
     shard.write_bytes(content)
     assert main(["export", str(damaged), str(tmp_path / "out")]) == 65
-    assert f"{shard}: is not what was saved" in capsys.readouterr().err
+    assert f"{shard}: is corrupt" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["step_00000002"]
 
 

@@ -187,18 +187,20 @@ ENDS = [
     Fault(
         name="SIGTERM and a slow save",
         act=one_after_the_other(plant(1, "save_slowly"), to_group(signal.SIGTERM)),
-        said=("not saved within checkpoint.grace_s = 1.0: .*/step_00000010 is the last good one",),
+        said=(
+            "not saved within checkpoint.grace_s = 1.0: .*/step_00000010 is the last complete checkpoint",
+        ),
         status=143,
         grace_s=1.0,
     ),
     wrong_number(
         "spoil_a_gradient",
-        r"gradient norm nan; the first gradient .* that of layers\.1\.mlp\.up\.weight on rank 1 ",
+        r"gradient norm nan; the first non-finite gradient .* that of layers\.1\.mlp\.up\.weight on rank 1 ",
         status=71,
     ),
     wrong_number(
         "flip_a_bit",
-        r"layers\.1\.mlp\.up\.weight on rank 1 \(.* is not what it is on ranks 0, 2 and 3",
+        r"layers\.1\.mlp\.up\.weight on rank 1 \(.* differs from ranks 0, 2 and 3",
         ParallelConfig(dp_replicate=4, sharding="NO_SHARD"),
     ),
 ]
@@ -261,7 +263,7 @@ def test_a_run_names_the_fault_that_ends_it_and_resumes(fault: Fault, tmp_path: 
     assert losses(run.run_dir) == undisturbed_losses(tmp_path / "straight", recipe)
 
 
-SAVES = r"SIGUSR1: saves after step 1\d, and goes on"
+SAVES = r"SIGUSR1: saving after step 1\d, then continuing"
 SURVIVED = [
     Fault(
         name="SIGUSR1 to the launcher",
@@ -281,7 +283,7 @@ SURVIVED = [
     Fault(
         name="NaN in a gradient, skipped",
         act=plant(1, "spoil_a_gradient"),
-        said=(r"(?m)^warning: step \d+: .* rank 1 \(.*; the step is left out, 1 in a row of 10",),
+        said=(r"(?m)^warning: step \d+: .* rank 1 \(.*; step skipped \(1 in a row, at most 10\)",),
         parallel=TENSOR,
         train=(("on_nonfinite", "skip"),),
     ),

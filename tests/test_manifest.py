@@ -146,7 +146,7 @@ def test_each_file_that_is_cut_deleted_or_longer_is_told(saved: Path) -> None:
                 (copy / name).unlink()
             (told,) = find_damage(copy)
             assert told.file == name
-            assert name == MANIFEST_FILE or "and was saved with" in told.reason
+            assert name == MANIFEST_FILE or "were saved" in told.reason
 
 
 def forged(folder: Path, old: str, new: str) -> None:
@@ -173,5 +173,5 @@ def test_a_manifest_of_another_version_is_refused_and_is_no_damage(
     forged(saved, old, new)
     with pytest.raises(CheckpointError) as told:
         read_manifest(saved)
-    assert str(told.value).startswith(f"{saved / MANIFEST_FILE}: {refusal}; another version")
+    assert str(told.value).startswith(f"{saved / MANIFEST_FILE}: {refusal}; parallel3d ")
     assert not isinstance(told.value, DamagedCheckpointError)

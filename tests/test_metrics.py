@@ -165,7 +165,7 @@ def test_mfu_goes_by_the_peak_of_the_devices_full_name_or_by_the_one_that_is_giv
     unknown = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
     found, line = peak(unknown)
     assert found is None
-    assert f"{unknown!r} in its cuda_names; logging.peak_tflops=989.4" in line
+    assert f"{unknown!r} is unknown; set it, for example logging.peak_tflops=989.4" in line
     assert peak(unknown, 140.0) == (pytest.approx(140e12 / flops), "")
 
 

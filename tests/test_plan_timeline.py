@@ -71,7 +71,7 @@ def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
             "timeline --schedule 1f1b --pp 0",
             "--pp: '0' must be an integer of at least 1; see parallel3d-plan timeline",
         ),
-        (SMALL + " --virtual-stages 2", "schedule 1f1b: pp = 4, 8 microbatches and 2 stages"),
+        (SMALL + " --virtual-stages 2", "schedule 1f1b: pp = 4, 8 microbatches, 2 stages"),
         (SMALL + " --split 1 nan", "--split: 'nan' must be a time"),
         (
             SMALL + " --svg /no/such/folder/x.svg",

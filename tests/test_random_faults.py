@@ -130,7 +130,7 @@ def test_faults_of_all_kinds_cost_the_steps_since_the_last_save(tmp_path: Path, 
             fault.undo(run.run_dir)
         said = f"{fault.name}:\n{run.stderr()}"
         assert status in fault.statuses, said
-        assert not newest or f"goes on from step {newest} " in run.stderr(), said
+        assert not newest or f"resumed at step {newest} " in run.stderr(), said
         saved = [int(path.name[5:]) for path in list_checkpoints(run.run_dir / "checkpoints")]
         usable = saved[:-1] if fault.damages else saved
         newest = usable[-1] if usable else 0

@@ -126,7 +126,7 @@ def test_a_killed_worker_is_started_again_from_the_last_save_each_time(
         assert (folder / "run.1").is_dir()
         assert not (folder / "run.2").exists()
         assert "as with checkpoint.resume=auto, not none" in said
-        assert f"goes on from step {(3 + trial) // 3 * 3} of " in said
+        assert f"resumed at step {(3 + trial) // 3 * 3} from " in said
         assert json.loads((folder / "run" / "outcome.json").read_text())["status"] == "done"
 
 

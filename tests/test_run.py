@@ -108,7 +108,7 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
         "checkpoint.resume=auto",
         "train.eval_every=5",
     )
-    assert "goes on from step 8" in resumed.stderr
+    assert "resumed at step 8" in resumed.stderr
     same = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
     assert [[line[key] for key in same] for line in metrics(stopped)] == [
         [line[key] for key in same] for line in lines

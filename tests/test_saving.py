@@ -129,7 +129,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_keeps_what_it_saves(
     ]
     assert f"set aside: {checkpoints}/step_00000004.abandoned" in capsys.readouterr().err
     run(resumed_from("auto", steps=6))
-    assert "goes on from step 5" in capsys.readouterr().err
+    assert "resumed at step 5" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_renamed_and_counts_for_nothing(
@@ -256,7 +256,7 @@ def test_a_run_that_is_to_warn_trains_on_and_saves_again(
     assert run(recipe) == [("step_00000001", True), ("step_00000004", True)]
     said = capsys.readouterr().err
     assert "not saved: " in said
-    assert "step_00000003: cannot be written: No space left on device; the run goes on" in said
+    assert "step_00000003: cannot be written: No space left on device; the run continues" in said
     disk_full_at(monkeypatch, 5)
     again = replace(
         resumed_from("auto", steps=5), checkpoint=replace(recipe.checkpoint, resume="auto")

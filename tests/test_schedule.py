@@ -100,7 +100,7 @@ def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
 
 
 def test_refuses_numbers_that_make_no_schedule() -> None:
-    with pytest.raises(ScheduleError, match="1f1b: pp = 2, 2 microbatches and 2 stages on each"):
+    with pytest.raises(ScheduleError, match="1f1b: pp = 2, 2 microbatches, 2 stages per rank"):
         build_schedule("1f1b", pp=2, microbatches=2, virtual_stages=2)
     with pytest.raises(ScheduleError, match="schedule zb: unknown; known are gpipe, 1f1b"):
         build_schedule("zb", pp=2, microbatches=1)  # type: ignore[arg-type]

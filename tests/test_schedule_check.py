@@ -32,17 +32,17 @@ def two_ranks(first: str, second: str, *, trains: bool = True) -> Schedule:
 @pytest.mark.parametrize(
     "second_rank, message",
     [
-        ("1F0 1F1 1B0", "schedule mine: rank 1, 1B1 is never done"),
-        ("1F0 1B0", "rank 1, 1F1 is never done"),
-        ("1F0 1F0 1F1 1B0 1B1", "rank 1, 1F0: comes twice, or before"),
-        ("1F0 1B0 1F1 1B1 1F2", "rank 1, 1F2: there is no such microbatch"),
-        ("1F0 1B0 1F1 1B1 2F0", "rank 1, 2F0: this rank holds no such stage"),
-        ("1F0 1B0 1F1 1I1", "rank 1, 1W1 is never done"),
-        ("1F0 1B0 1F1 1B1 1W1", "rank 1, 1W1: comes twice, or before"),
-        ("1B0 1F0 1F1 1B1", "rank 1, 1B0: comes twice, or before"),
+        ("1F0 1F1 1B0", "schedule mine: rank 1, 1B1 is missing"),
+        ("1F0 1B0", "rank 1, 1F1 is missing"),
+        ("1F0 1F0 1F1 1B0 1B1", "rank 1, 1F0: occurs twice, or before"),
+        ("1F0 1B0 1F1 1B1 1F2", "rank 1, 1F2: the microbatch does not exist"),
+        ("1F0 1B0 1F1 1B1 2F0", "rank 1, 2F0: the stage is not on this rank"),
+        ("1F0 1B0 1F1 1I1", "rank 1, 1W1 is missing"),
+        ("1F0 1B0 1F1 1B1 1W1", "rank 1, 1W1: occurs twice, or before"),
+        ("1B0 1F0 1F1 1B1", "rank 1, 1B0: occurs twice, or before"),
         (
             "1F1 1B1 1F0 1B0",
-            "stops before its end: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1",
+            "deadlocks: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1",
         ),
     ],
 )
@@ -53,7 +53,7 @@ def test_checker_names_what_is_wrong(second_rank: str, message: str) -> None:
 
 def test_checker_refuses_backwards_where_none_are_asked_for() -> None:
     check_schedule(two_ranks("0F0 0F1", "1F0 1F1", trains=False))
-    with pytest.raises(ScheduleError, match="rank 0, 0B0: is not asked for"):
+    with pytest.raises(ScheduleError, match="rank 0, 0B0: is not part of a forward-only"):
         check_schedule(two_ranks("0F0 0F1 0B0", "1F0 1F1", trains=False))
 
 
@@ -69,7 +69,7 @@ def test_a_shuffled_schedule_is_refused_or_has_an_order_that_keeps_every_need(
     try:
         check_schedule(shuffled)
     except ScheduleError as error:
-        assert re.search("waits for|comes twice, or before", str(error))
+        assert re.search("waits for|occurs twice, or before", str(error))
         return
     made = {*range(3), *range(27, 30)}  # the model's input and the gradient of its output
     for _, _, takes, makes in shuffled.in_order():

@@ -34,18 +34,21 @@ def test_holes_overlaps_and_communications_are_torchs() -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "must have actions of each stage, from stage 0 on"),
-        ("0F0,0X0,0B0", "rank 0, '0X0': is no action; write stage, one of F B I W, and microbatch"),
-        ("0F0,0B0\n0F1,0B1", "rank 1, 0F1: this rank holds no such stage"),
+        ("", "must have actions of every stage from stage 0 on"),
+        (
+            "0F0,0X0,0B0",
+            "rank 0, '0X0': is not an action; write stage, kind",
+        ),
+        ("0F0,0B0\n0F1,0B1", "rank 1, 0F1: the stage is not on this rank"),
         (
             "0F0,0B0,0F999999999,0B999999999",
-            "must have actions of each microbatch, from microbatch",
+            "must have actions of every microbatch from microbatch",
         ),
         (
             "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",
             "rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1",
         ),
-        ("0" * 200_000, "is no action"),
+        ("0" * 200_000, "is not an action"),
     ],
 )
 def test_a_wrong_file_is_told_by_rank_action_and_reason(text: str, message: str) -> None:

@@ -201,4 +201,4 @@ def test_a_sink_that_fails_is_told_once_and_changes_no_loss(
     assert list(losses[0]) == [1, 2, 3, 4]
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
     assert says in told
-    assert told.endswith(f"`parallel3d-train replay {tmp_path}/with wandb` sends everything again")
+    assert told.endswith(f"`parallel3d-train replay {tmp_path}/with wandb` sends all lines again")

@@ -37,7 +37,7 @@ def test_a_loss_or_a_norm_that_stands_out_is_a_spike_and_is_told_with_the_median
     assert QUIET.spikes == 0
     assert len(QUIET.losses) == len(QUIET.grad_norms) == RULE.spike_window
     assert why(QUIET, 2.7, 0.9) is None
-    assert why(QUIET, 3.0, 0.4) == "loss 3.0000 against a median of 2.4986 in the 128 steps before"
+    assert why(QUIET, 3.0, 0.4) == "loss 3.0000 against a median of 2.4986 over the last 128 steps"
     both = why(QUIET, 3.0, 2.0)
     assert both is not None
     assert "loss 3.0000" in both

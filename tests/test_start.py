@@ -87,7 +87,7 @@ def test_a_new_run_begins_with_the_weights_and_nothing_else(
     assert lines[0]["tokens"] == 4 * 8
     assert lines[0]["loss"] < 5.4 < 5.5 < first["loss"]  # log 264 is 5.58
     assert (
-        f"starts from the weights of {source}/checkpoints/step_00000004" in capsys.readouterr().err
+        f"initial weights loaded from {source}/checkpoints/step_00000004" in capsys.readouterr().err
     )
     # The same command again goes on, and needs the source no more.
     gone = replace(
@@ -98,8 +98,8 @@ def test_a_new_run_begins_with_the_weights_and_nothing_else(
     lines = run(gone, tmp_path / "new")
     assert [line["step"] for line in lines] == [1, 2, 3]
     said = capsys.readouterr().err
-    assert "goes on from step 2 of" in said
-    assert "does not start again from checkpoint.start_from = runs/gone" in said
+    assert "resumed at step 2 from" in said
+    assert "checkpoint.start_from = runs/gone is ignored" in said
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(
@@ -111,8 +111,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     start = replace(RECIPE, checkpoint=CheckpointConfig(start_from=str(tmp_path / "copy")))
     run(start, tmp_path / "new")
     said = capsys.readouterr().err
-    assert f"passed over: {damaged}" in said
-    assert "starts from the weights of" in said
+    assert f"skipped: {damaged}" in said
+    assert "initial weights loaded from" in said
     assert "step_00000002" in said
 
 
@@ -137,11 +137,11 @@ def test_another_model_is_refused_with_all_that_differs(source: Path, tmp_path: 
     [
         (
             "checkpoint.start_from=runs/none",
-            "checkpoint.start_from = runs/none: has no whole checkpoint",
+            "checkpoint.start_from = runs/none: has no complete checkpoint",
         ),
         (
             "checkpoint.start_from=empty",
-            "checkpoint.start_from = empty: has no whole checkpoint",
+            "checkpoint.start_from = empty: has no complete checkpoint",
         ),
         (
             "checkpoint.start_from=runs/mine run_dir=runs/mine",
@@ -173,7 +173,7 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
 ) -> None:
     model = replace(RECIPE.model, rope_theta=500_000.0, norm_eps=1e-6)
     config = to_hugging_face(model, seq_len=16, dtype="float32", end_of_text=None)
-    with pytest.raises(ConfigError, match="has no whole checkpoint"):
+    with pytest.raises(ConfigError, match="has no complete checkpoint"):
         find_start(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="no weights as safetensors"):
@@ -182,16 +182,16 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
     assert find_start(str(tmp_path)) == [tmp_path]
     assert check_start(tmp_path, model) == []
     assert check_start(tmp_path, RECIPE.model) == [
-        f"model.norm_eps = 1e-05: the weights of {tmp_path} have 1e-06",
-        f"model.rope_theta = 10000.0: the weights of {tmp_path} have 500000.0",
+        f"model.norm_eps = 1e-05: the weights in {tmp_path} have 1e-06",
+        f"model.rope_theta = 10000.0: the weights in {tmp_path} have 500000.0",
     ]
     with pytest.raises(ConfigError) as refusal:
         check_start(tmp_path, replace(model, heads=4, tied_embeddings=True))
     assert str(refusal.value).splitlines() == [
-        f"model.heads = 4: the weights of {tmp_path} have 2; try model.heads=2",
-        f"model.kv_heads = 4: the weights of {tmp_path} have 2; try model.kv_heads=2",
-        f"model.head_dim = 4: the weights of {tmp_path} have 8; try model.head_dim=8",
-        f"model.tied_embeddings = true: the weights of {tmp_path} have false; try "
+        f"model.heads = 4: the weights in {tmp_path} have 2; try model.heads=2",
+        f"model.kv_heads = 4: the weights in {tmp_path} have 2; try model.kv_heads=2",
+        f"model.head_dim = 4: the weights in {tmp_path} have 8; try model.head_dim=8",
+        f"model.tied_embeddings = true: the weights in {tmp_path} have false; try "
         "model.tied_embeddings=false",
     ]
     (tmp_path / "config.json").write_text(
@@ -202,4 +202,4 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
     ):
         check_start(tmp_path, model)
     (tmp_path / "config.json").unlink()
-    assert "names and shapes of the weights alone are compared" in check_start(tmp_path, model)[0]
+    assert "only names and shapes of the weights are compared" in check_start(tmp_path, model)[0]

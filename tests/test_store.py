@@ -123,8 +123,8 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_and_the_damaged_ones_a
         "step_00000004.damaged",
     ]
     assert told == [
-        f"the run goes on from step 2; set aside: {tmp_path}/step_00000004.damaged",
-        f"the run goes on from step 2; set aside: {tmp_path}/step_00000003.abandoned",
+        f"resumed at step 2; set aside: {tmp_path}/step_00000004.damaged",
+        f"resumed at step 2; set aside: {tmp_path}/step_00000003.abandoned",
     ]
     assert after_resume(tmp_path, 2, made[2], damaged=[]) == []
     # the abandoned one does not count as newer

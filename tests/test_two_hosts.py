@@ -79,7 +79,7 @@ def test_a_host_without_power_ends_the_other_and_the_run_goes_on_when_it_is_back
             recipe
         )
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
-    assert "goes on from step 6 of " in said(recipe)
+    assert "resumed at step 6 from " in said(recipe)
 
 
 def workers_of(host: Host) -> list[int]:

@@ -1,2 +1,1 @@
-"""Checkpoints: torch.distributed.checkpoint shards that any layout reads, written beside and
-renamed into place."""
+"""Checkpoints that any layout can read, stored as torch.distributed.checkpoint shards."""

@@ -1,4 +1,4 @@
-"""A step that all ranks take together, and that fails on all of them if it fails on one."""
+"""Runs a function on all ranks, which fails on all of them if it fails on one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parallel3d.errors import Parallel3dError
 
-WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
 Own = TypeVar("Own")
 
@@ -19,9 +19,11 @@ def collect(
     reply: Callable[[list[Own]], Any] = list,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Runs `step` on every rank, and `reply` on rank 0 with the results of all. Gives each rank its
-    item of the reply if that is a list, and else the reply. An error of this project in either is
-    raised on all ranks."""
+    """Runs `step` on every rank, and `reply` on rank 0 with all results. Collective over the group.
+
+    Returns this rank's item of the reply if the reply is a list, else the reply. If `step` or
+    `reply` raises a Parallel3dError on any rank, it is raised on all ranks.
+    """
     size = dist.get_world_size(group)
     everyone: list[Any] | None = [None] * size if dist.get_rank(group) == 0 else None
     answers: list[Any] | None = None

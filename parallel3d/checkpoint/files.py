@@ -1,10 +1,12 @@
-"""Saves tensors that are laid over the mesh, by their global names, and loads them. Each rank
-writes its own parts with their place in the global tensors, so any other layout can read the parts
-that it needs.
+"""Saves and loads distributed tensors by global name, independent of the layout.
 
-A save has two steps: `plan_save`, in which the ranks agree who writes what, and `write_and_commit`.
-Between them `parallel3d.checkpoint.saver` copies the parts, for a save that goes on while training
-does."""
+Each rank writes its shards with their position in the global tensors, so any layout can read the
+parts that it needs.
+
+A save has two steps. In `plan_save` the ranks agree on who writes what, and `write_and_commit`
+writes it. In between, `parallel3d.checkpoint.saver` can copy the tensors so that training continues
+during the write.
+"""
 
 from __future__ import annotations
 
@@ -51,37 +53,46 @@ from parallel3d.config.recipe import CheckpointConfig
 from parallel3d.errors import CheckpointError, SaveError, writing
 from parallel3d.torch_private import DcpPlace, dcp_index
 
-MODEL = "model."  # the names of a model's parameters begin so, and no others
-# what a part takes beside its elements in its file, in the index and in the manifest
+MODEL = "model."  # Prefix of the names of model parameters. No other tensors have it.
+# Bytes per part in addition to its elements: in its file, the index and the manifest.
 _FRAME_BYTES = 4 << 10
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Which parts of a state this rank writes. It holds for every state of the same form."""
+    """Assignment of parts to ranks, valid for every state of the same form."""
 
-    form: Sequence[tuple[object, ...]]  # names, shapes, types and placements
+    form: Sequence[tuple[object, ...]]  # Name, shape, dtype and placements of each tensor.
     items: list[WriteItem]
-    index: Metadata | None  # DCP's, of all ranks; on rank 0
-    bytes: int  # of all ranks; on rank 0
+    index: Metadata | None  # DCP's index of all ranks, only on rank 0.
+    bytes: int  # Total of all ranks, only on rank 0.
 
 
 @dataclass
 class PlannedSave:
-    """What this rank writes of a checkpoint, and on rank 0 what it writes for all ranks."""
+    """Parts that this rank writes, and the data that rank 0 adds."""
 
     path: Path
-    partial: Path  # where it is written
+    partial: Path  # Folder during the write.
     progress: Progress
     config: str
-    parts: list[tuple[WriteItem, Tensor]]  # views of the state, or copies of it
+    parts: list[tuple[WriteItem, Tensor]]  # Views of the state, or copies.
     agreed: Agreement
-    keep: CheckpointConfig | None = None  # which older checkpoints stay; None: all
+    keep: CheckpointConfig | None = None  # Rule for deleting older checkpoints. None: keep all.
 
 
 def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, config: str) -> None:
-    """Writes a checkpoint beside `path` and renames it there; `config` is the run's recipe. Every
-    rank calls it. Raises SaveError if it cannot be written; an older checkpoint at `path` stays."""
+    """Writes a checkpoint to `path`. Collective.
+
+    Args:
+        state: Tensors by global name.
+        progress: Progress of the run.
+        path: Folder of the checkpoint, created by a rename when complete.
+        config: Recipe of the run as YAML.
+
+    Raises:
+        SaveError: The checkpoint cannot be written. An older checkpoint at `path` remains.
+    """
     write_and_commit(plan_save(state, progress, path, config))
 
 
@@ -92,9 +103,11 @@ def plan_save(
     config: str,
     earlier: Agreement | None = None,
 ) -> PlannedSave:
-    """Has the ranks agree who writes which part, a replicated part once, and makes the folder. The
-    agreement of an `earlier` save holds if every rank's state has the same form. Every rank calls
-    it. Raises SaveError, before anything is written, if the disk is too full."""
+    """Assigns each part to one rank and creates the folder. Collective.
+
+    It reuses the agreement of an `earlier` save if every rank's state has the same form. Raises
+    SaveError before anything is written if the disk is too full.
+    """
     planner = DefaultSavePlanner()
     partial = path.with_name(f"{path.name}.partial")
     form = [(name, x.shape, x.dtype, getattr(x, "placements", None)) for name, x in state.items()]
@@ -102,10 +115,11 @@ def plan_save(
     total = 0
 
     def make_folder(state_bytes: int) -> None:
-        with writing(path):  # all ranks write into the one folder
+        with writing(path):  # All ranks write into this folder.
             shutil.rmtree(partial, ignore_errors=True)
             store.check_room(partial.parent, state_bytes + len(config))
-            partial.mkdir()  # the parents are not made: a run's folder that was moved stays moved
+            # Parents are not created: if the run's folder was moved, the save must fail.
+            partial.mkdir()
 
     def all_as_before(answers: list[bool]) -> bool:
         if earlier is not None and all(answers):
@@ -120,7 +134,7 @@ def plan_save(
         make_folder(total)
         return plans
 
-    with warnings.catch_warnings(action="ignore"):  # DCP's own deprecations
+    with warnings.catch_warnings(action="ignore"):  # DCP emits deprecation warnings of its own.
         planner.set_up_planner(dict(state), is_coordinator=dist.get_rank() == 0)
         if earlier is not None and collect(lambda: earlier.form == form, all_as_before):
             agreed = earlier
@@ -133,9 +147,11 @@ def plan_save(
 
 
 def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) -> None:
-    """Writes this rank's parts; when all ranks have written theirs, rank 0 writes the manifest,
-    gives the checkpoint its name and deletes older ones. Every rank calls it. Raises SaveError, and
-    removes what was written, if one of them cannot write."""
+    """Writes this rank's parts, then commits the checkpoint on rank 0. Collective.
+
+    To commit, rank 0 writes the manifest, renames the folder and deletes older checkpoints. Raises
+    SaveError and removes the incomplete folder if a rank cannot write.
+    """
 
     def own_shard() -> WrittenShard:
         rank = dist.get_rank(group)
@@ -154,13 +170,13 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
         collect(own_shard, commit, group)
     except SaveError:
         if dist.get_rank(group) == 0:
-            with suppress(OSError):  # which would hide the error
+            with suppress(OSError):  # An error of the clean-up would hide the first one.
                 store.tidy(save.path.parent)
         raise
 
 
 def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
-    """Writes the index of DCP and the recipe, and returns the manifest of what all ranks wrote."""
+    """Writes DCP's index and the recipe, and returns the manifest of all ranks' files."""
     assert save.agreed.index is not None
     files: dict[str, SavedFile] = {}
     places: dict[MetadataIndex, DcpPlace] = {}
@@ -183,12 +199,20 @@ def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
 
 
 def load_tensors(choose: Callable[[Progress], dict[str, Tensor]], path: Path) -> Progress:
-    """Reads a checkpoint of any layout into the tensors that `choose` returns for what was saved.
-    Every rank calls it. `choose` is called before names are compared, and raises CheckpointError
-    where this run cannot resume from the checkpoint. Raises
-    DamagedCheckpointError, before a tensor is changed, where a file is missing, cut short or
-    differs in a bit from what was saved, and CheckpointError where the checkpoint is of another
-    model."""
+    """Loads a checkpoint of any layout into tensors. Collective.
+
+    Args:
+        choose: Returns the tensors to load by their names in the checkpoint, given the saved
+            progress. May raise CheckpointError if the run cannot resume from it.
+        path: Folder of the checkpoint.
+
+    Returns:
+        Saved progress.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, truncated or corrupt. No tensor has changed then.
+        CheckpointError: The checkpoint is from another model.
+    """
     manifest: Manifest
     wanted: dict[str, Tensor]
 
@@ -205,7 +229,7 @@ def load_tensors(choose: Callable[[Progress], dict[str, Tensor]], path: Path) ->
         saved = manifest.tensors.items()
         there = {name: each.shape for name, each in saved if name in here or name.startswith(MODEL)}
         if lines := differences(there, here):
-            raise CheckpointError("\n  ".join([f"{path}: is of another model:", *lines]))
+            raise CheckpointError("\n  ".join([f"{path}: is from another model:", *lines]))
 
     def check_bytes() -> None:
         share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]

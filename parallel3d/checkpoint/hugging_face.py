@@ -1,8 +1,8 @@
-"""The names that transformers gives our parameters: one table for each family, which export and
-import both read.
+"""Tables of parameter names in transformers, one per model family, for export and import.
 
-A tensor of transformers is a parameter of ours, or several stacked along their first dim, and may
-be transposed: GPT-2 packs q, k and v into one, and its Conv1D keeps matrices [in, out].
+A tensor of transformers corresponds to one parameter of parallel3d, or to several that are stacked
+along their first dim. It can also be transposed: GPT-2 packs q, k and v, and its Conv1D stores
+matrices as [in, out].
 """
 
 from __future__ import annotations
@@ -14,31 +14,35 @@ from dataclasses import dataclass, replace
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
 
-# Buffers that older versions of transformers saved among the weights, and that nobody reads.
+# Buffers that older versions of transformers saved with the weights. Nothing reads them.
 UNREAD = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of transformers, by its name, and the parameters of ours that it is made of: equally
-    large ones, stacked along their first dim, and then transposed where `transposed`."""
+    """Tensor of transformers, made of equally large parameters of parallel3d.
+
+    The parameters are stacked along their first dim, then transposed if `transposed`.
+    """
 
     name: str
     parameters: tuple[str, ...]
     transposed: bool = False
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of this tensor, from that of one of its parameters."""
+        """Returns the shape of this tensor, given the shape of one of its parameters."""
         stacked = (parameter[0] * len(self.parameters), *parameter[1:])
         return stacked[::-1] if self.transposed else stacked
 
 
 @dataclass(frozen=True)
 class NamesTable:
-    """The tensors of a family of transformers: those before the blocks, of a block, and after the
-    blocks. `base` begins the names of all but the head's, except in files that were saved without a
-    head, and `blocks` those of the blocks."""
+    """Tensors of a model family: before the blocks, per block, and after the blocks.
+
+    `base` is the prefix of all names except the head's. Files saved without a head lack it.
+    `blocks` is the prefix of the block names.
+    """
 
     base: str
     blocks: str
@@ -95,7 +99,7 @@ _GPT2 = NamesTable(
     ),
     block=_GPT2_BLOCK,
 )
-# by `model_type`
+# Keyed by `model_type`.
 NAMES = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
@@ -106,9 +110,13 @@ NAMES = {
 
 
 def hf_tensors(model: ModelConfig) -> Iterator[HfTensor]:
-    """Yields the tensors that transformers has of a model, from the embedding to the head. A tied
-    head is left out, as transformers leaves it out. Raises ConfigError where no family has the
-    model."""
+    """Yields the transformers tensors of a model, from the embedding to the head.
+
+    A tied head is omitted, as transformers omits it.
+
+    Raises:
+        ConfigError: No family of transformers has this model.
+    """
     table = NAMES[family_of(model)]
     yield from table.first
     for index in range(model.layers):

@@ -1,10 +1,11 @@
-"""The manifest of a checkpoint, `manifest.json`: the checksums of its files, the place of each part
-of a tensor, and the progress of the run. It is read before any other file of a checkpoint, and the
-others are compared with it, as its tensors are with those of a model. No torch here.
+"""Manifest of a checkpoint, `manifest.json`: checksums, location of each piece, and progress.
 
-A file's checksum is its CRC-32. A piece's is the running CRC-32 of its file up to the end of the
-piece: one pass over a file gives both, and two of them check a single piece. The manifest ends with
-the CRC-32 of what stands above it.
+It is read before any other file and used to validate them, and its tensors are compared with those
+of the model. No torch here.
+
+The checksum of a file is its CRC-32. The checksum of a piece is the running CRC-32 of its file up
+to the end of the piece. One pass over a file computes both, and two neighboring checksums verify a
+single piece. The manifest ends with the CRC-32 of its preceding bytes.
 """
 
 from __future__ import annotations
@@ -27,34 +28,36 @@ from parallel3d.config.recipe import SequenceRange
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
-_BLOCK = re.compile(r"\.\d+\.")  # the number of a block in a tensor's name
-Shapes = Mapping[str, Sequence[int]]  # by the tensors' names
+_BLOCK = re.compile(r"\.\d+\.")  # Index of the block in a tensor's name.
+Shapes = Mapping[str, Sequence[int]]  # Keyed by tensor name.
 FORMAT: Literal[1] = 1
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = ".metadata"
 CONFIG_FILE = "config.yaml"
-# the files that a save writes, and no others
+# Names of all files that a save writes.
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeHistory:
-    """The last steps of a run, by which `training.guard` finds spikes. The counts include steps
-    that a rollback has undone."""
+    """Recent steps of a run. `training.guard` compares new steps with them to detect spikes.
 
-    losses: tuple[float, ...] = ()  # the last finite steps, oldest first
+    The counts include steps that a rollback has undone.
+    """
+
+    losses: tuple[float, ...] = ()  # Losses of the last finite steps, oldest first.
     grad_norms: tuple[float, ...] = ()
     spikes: int = 0
     rollbacks: int = 0
-    last_spike: int = 0  # its step; 0: none
-    in_a_row: int = 0  # spikes up to the last that followed each other closely
+    last_spike: int = 0  # Step of the last spike, or 0.
+    in_a_row: int = 0  # Number of consecutive spikes up to the last one.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedReplicas:
-    """The replicas that train apart (`training.local_sgd`) in the run that wrote a checkpoint."""
+    """Replicas of local SGD (`training.local_sgd`) in the run that wrote a checkpoint."""
 
-    # earlier versions wrote more
+    # Earlier versions wrote more keys.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore")
 
     replicas: int
@@ -63,36 +66,37 @@ class SavedReplicas:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a run: the state of its trainer, which a checkpoint holds beside tensors."""
+    """Progress of a run, which a checkpoint holds in addition to tensors."""
 
     step: int
-    tokens: int  # labels seen
+    tokens: int  # Target tokens seen.
     seed: int
     global_batch_size: int
     seq_len: int
-    parameters: int  # in the whole model
-    # the layout that wrote the checkpoint, for people; reading does not need it
+    parameters: int  # Number of parameters of the full model.
+    # Layout that wrote the checkpoint. Informational only.
     parallel: dict[str, Any]
-    # sequences seen, the place in the data; None: step * global_batch_size
+    # Sequences seen, which is the position in the data. None: step * global_batch_size.
     sequences: int | None = None
-    skip: tuple[SequenceRange, ...] = ()  # data.skip of the run
-    skipped_by_rollbacks: tuple[SequenceRange, ...] = ()  # sequences left out beside them
-    # sequences seen of each source of a mixture; None: not known
+    skip: tuple[SequenceRange, ...] = ()  # data.skip of the run.
+    # Sequences skipped by rollbacks, in addition to `skip`.
+    skipped_by_rollbacks: tuple[SequenceRange, ...] = ()
+    # Sequences seen per source of a mixture. None: unknown.
     drawn: dict[str, int] | None = None
     spikes: SpikeHistory = SpikeHistory()
-    skipped_steps: int = 0  # steps that the loss scaler has skipped
-    val_loss: float | None = None  # after this step; None: the step had no evaluation
-    loss_scale: float | None = None  # the scale of the next step; None: not trained in float16
-    loss_scale_good_steps: int = 0  # finite steps in a row at that scale
-    optimizer: str = "adamw"  # the optimizer whose states the checkpoint has
+    skipped_steps: int = 0  # Steps that the optimizer did not apply.
+    val_loss: float | None = None  # Validation loss after this step. None: no evaluation.
+    loss_scale: float | None = None  # Loss scale of the next step. None: not trained in float16.
+    loss_scale_good_steps: int = 0  # Consecutive finite steps at this scale.
+    optimizer: str = "adamw"  # Optimizer whose states the checkpoint holds.
     local_sgd: SavedReplicas | None = None
-    # what identifies each corpus; None: not known
+    # Fingerprint of each corpus. None: unknown.
     data_fingerprint: tuple[dict[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """The size and the CRC-32, as eight hexadecimal digits, of a file."""
+    """Size of a file in bytes, and its CRC-32 as eight hexadecimal digits."""
 
     bytes: int
     crc32: str
@@ -100,21 +104,23 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """A box of a global tensor and its place: `bytes` bytes from `at` in a file, the elements from
-    `data` on, in row-major order."""
+    """Box of a global tensor and its location: `bytes` bytes from `at` in a file.
+
+    The elements start at `data`, in row-major order.
+    """
 
     file: FileName
     at: int
     bytes: int
     data: int
-    crc32: str  # running, of the file up to the end of this piece
+    crc32: str  # Running CRC-32 of the file up to the end of this piece.
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A global tensor and its pieces."""
+    """Global tensor and its pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -123,13 +129,12 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not what was saved, the reason, the names of its damaged tensors, and what to
-    do."""
+    """Damaged file, with the reason, the affected tensors and advice."""
 
     file: str
     reason: str
     tensors: tuple[str, ...] = ()
-    advice: str = "take an older checkpoint"
+    advice: str = "use an older checkpoint"
 
     def error(self, folder: Path) -> DamagedCheckpointError:
         held = f" (in {shown(self.tensors)})" if self.tensors else ""
@@ -138,11 +143,11 @@ class Damage:
 
 @dataclass(frozen=True)
 class Manifest:
-    # strict for all classes above, too
+    # Also applies to the classes above.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     format: Literal[1]
-    parallel3d: str  # the versions that wrote the checkpoint, for people
+    parallel3d: str  # Versions that wrote the checkpoint. Informational only.
     torch: str
     progress: Progress
     files: dict[FileName, SavedFile]
@@ -150,7 +155,7 @@ class Manifest:
 
     @cached_property
     def pieces(self) -> dict[str, list[tuple[SavedPiece, str]]]:
-        """The pieces of each file in their order, each with the name of its tensor."""
+        """Pieces of each file in order, each with the name of its tensor."""
         found: dict[str, list[tuple[SavedPiece, str]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
@@ -178,9 +183,12 @@ def save_file(path: Path, content: bytes) -> SavedFile:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint, and no other file. Raises DamagedCheckpointError if it is
-    not what was saved, and CheckpointError if another version wrote it: in another format, or with
-    keys that this version does not know."""
+    """Reads the manifest of a checkpoint, and no other file.
+
+    Raises:
+        DamagedCheckpointError: The manifest is corrupt.
+        CheckpointError: Another version wrote it, in another format or with unknown keys.
+    """
     path = folder / MANIFEST_FILE
     try:
         content = path.read_bytes()
@@ -188,7 +196,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damage(MANIFEST_FILE, f"cannot be read: {error.strerror}").error(folder) from error
     text = content[: content.rfind(b',\n"crc32"')]
     if not content.endswith(_ending(text)):
-        reason = "is not what was saved: its own checksum is another"
+        reason = "is corrupt: its checksum does not match"
         raise Damage(MANIFEST_FILE, reason).error(folder)
     try:
         return _MANIFEST.validate_json(text + b"}")
@@ -196,31 +204,30 @@ def read_manifest(folder: Path) -> Manifest:
         fault = error.errors(include_url=False)[0]
         key = shown(".".join(map(str, fault["loc"])))
         raise CheckpointError(
-            f"{path}: {key}: {fault['msg']}; another version of parallel3d than {__version__} has "
-            "written it: use that one or a newer one"
+            f"{path}: {key}: {fault['msg']}; parallel3d {__version__} did not write it: use "
+            "the version that did, or a newer one"
         ) from None
 
 
 def _ending(text: bytes) -> bytes:
-    """Returns what follows `text` in a manifest: its checksum."""
+    """Returns the end of a manifest with the checksum of `text`."""
     return f',\n"crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
 
 
 def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Yields the files that are missing, added, or of another size. Reads no file."""
+    """Yields files that are missing, unexpected, or of another size, without reading any."""
     there = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
     for name, file in manifest.files.items():
         size = there.pop(name, None)
         if size != file.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            yield Damage(name, f"{found}, and was saved with {file.bytes}")
+            yield Damage(name, f"{found}, but {file.bytes} were saved")
     for name in sorted(there.keys() - {MANIFEST_FILE}):
         yield Damage(name, "is not a file of this checkpoint", advice="remove it")
 
 
 def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Damage]:
-    """Reads files and yields those that are not what was saved, with the tensors that are
-    damaged."""
+    """Reads files and yields the corrupt ones with their corrupt tensors."""
     for name in names:
         crc = 0
         tensors = dict[str, None]()
@@ -232,12 +239,13 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Ite
                     if crc != expected:
                         tensors[tensor] = None
                     crc = expected
-                crc = _crc_of(file, manifest.files[name].bytes, crc)  # a file without pieces
+                # Covers a file without pieces.
+                crc = _crc_of(file, manifest.files[name].bytes, crc)
         except OSError as error:
             yield Damage(name, f"cannot be read: {error.strerror}")
             continue
         if tensors or f"{crc:08x}" != manifest.files[name].crc32:
-            reason = "is not what was saved: its CRC-32 is another"
+            reason = "is corrupt: its CRC-32 does not match"
             yield Damage(name, reason, tuple(tensors))
 
 
@@ -251,8 +259,10 @@ def _crc_of(file: FileIO, count: int, crc: int) -> int:
 
 
 def find_damage(folder: Path) -> Iterator[Damage]:
-    """Reads all files of a checkpoint, and yields those that are not what was saved, with the
-    tensors that are damaged. Raises CheckpointError if the checkpoint is of another format."""
+    """Reads all files of a checkpoint and yields the corrupt ones with their corrupt tensors.
+
+    Raises CheckpointError if the checkpoint has another format.
+    """
     try:
         manifest = read_manifest(folder)
     except DamagedCheckpointError as error:
@@ -265,8 +275,10 @@ def find_damage(folder: Path) -> Iterator[Damage]:
 
 
 def differences(there: Shapes, here: Shapes) -> list[str]:
-    """Returns a line for each tensor that only one of both has, or has in another shape. Tensors of
-    several blocks with one difference share a line."""
+    """Returns a line for each tensor that is missing or has another shape on either side.
+
+    Tensors of several blocks with the same difference share a line.
+    """
     found = []
     for name in there.keys() | here.keys():
         shapes = [list(each[name]) if name in each else "missing" for each in (there, here)]
@@ -276,8 +288,11 @@ def differences(there: Shapes, here: Shapes) -> list[str]:
 
 
 def by_block(descriptions: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns a line for each tensor's name and description, in the order of the names. Tensors of
-    several blocks with the same description share a line: `layers.*.mlp.up.weight (4 tensors)`."""
+    """Returns a line for each (tensor name, description), sorted by name.
+
+    Tensors of several blocks with the same description share a line, for example
+    `layers.*.mlp.up.weight (4 tensors)`.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, words in sorted(descriptions):
         groups.setdefault((_BLOCK.sub(".*.", name, count=1), words), []).append(name)

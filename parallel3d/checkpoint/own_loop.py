@@ -1,5 +1,4 @@
-"""Checkpoints of your own training loop. Their format is that of the trainer's checkpoints, so that
-any other layout reads them."""
+"""Checkpoints for your own training loop, in the format of the trainer's checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
 from parallel3d.checkpoint.manifest import CONFIG_FILE, Progress
 from parallel3d.errors import SaveError
 
-# The ranks of a pipeline have different parameters, so groups of parameters have no common numbers.
+# By name, because the ranks of a pipeline have different parameters and so cannot share indices.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _NO_PROGRESS = Progress(
     step=0,
@@ -39,15 +38,15 @@ def save_checkpoint(
     optimizer: Optimizer,
     extra: Mapping[str, Any] = {},
 ) -> None:
-    """Saves the parameters and the optimizer's states. All ranks call it. The folder gets its name
-    when it is complete.
+    """Saves parameters and optimizer states. Collective: all ranks call it.
+
+    The folder appears under its name when it is complete. Any other layout can load it.
 
     Args:
-        path: New folder, in one that exists and all ranks share.
-        model: What `parallelize` returned.
-        optimizer: Optimizer of its parameters. Its settings, such as the learning rate, are not
-            saved.
-        extra: Numbers, texts, lists and dicts to save with them.
+        path: New folder. Its parent must exist and be shared by all ranks.
+        model: Model that `parallelize` returned.
+        optimizer: Optimizer of its parameters. Settings such as the learning rate are not saved.
+        extra: Numbers, strings, lists and dicts to save as well.
 
     Raises:
         SaveError: The folder exists, or the checkpoint cannot be written.
@@ -56,25 +55,25 @@ def save_checkpoint(
         >>> parallel3d.save_checkpoint("checkpoints/step_100", model, optimizer, {"step": 100})
     """
     if Path(path).exists():
-        raise SaveError(f"{path}: is there already; try another path")
+        raise SaveError(f"{path}: already exists; use another path")
     weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
     tensors = _tensors(weights, states)
     save_tensors(tensors, _NO_PROGRESS, Path(path), yaml.safe_dump(dict(extra)))
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Loads what `save_checkpoint` saved, in the same or another layout. All ranks call it.
+    """Loads a checkpoint of `save_checkpoint`, saved in any layout. Collective: all ranks call it.
 
     Args:
         path: Folder of the checkpoint.
-        model: What `parallelize` returned.
+        model: Model that `parallelize` returned.
         optimizer: Optimizer of its parameters.
 
     Returns:
         The saved `extra`.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or of another model. Nothing has changed.
+        CheckpointError: The checkpoint is damaged or from another model. Nothing has changed then.
 
     Example:
         >>> step = parallel3d.load_checkpoint("checkpoints/step_100", model, optimizer)["step"]

@@ -1,9 +1,11 @@
-"""The pieces of tensors in the files of a checkpoint. A rank writes its parts into one file, in the
-form of torch.distributed.checkpoint, and takes the checksum of every byte on its way to the file:
-what the disk then makes of it cannot become its own proof.
+"""Reads and writes pieces of tensors in the files of a checkpoint.
 
-A read needs only the manifest and the elements: the index of DCP and the pickles around each piece,
-which DCP's reader would run, stay unopened."""
+Each rank writes its parts into one file in the format of torch.distributed.checkpoint. It computes
+the checksum from the bytes in memory, before the disk can corrupt them.
+
+Reading needs only the manifest and the elements. The index of DCP and the pickles around each piece
+are never opened, so reading runs no code from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,21 @@ from torch.serialization import skip_data
 from parallel3d.checkpoint.manifest import Damage, SavedFile, SavedPiece, SavedTensor
 from parallel3d.torch_private import local_of, offsets_of
 
-_WRITTEN_BYTES = 1 << 19  # are summed and written while they are in the processor's cache
-_READ_BYTES = 64 << 20  # the largest buffer next to the tensor
+# Bytes per write. A chunk is checksummed and written while it is in the CPU cache.
+_WRITTEN_BYTES = 1 << 19
+_READ_BYTES = 64 << 20  # Largest read buffer in addition to the tensor.
 
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """The file that a rank has written, and its pieces."""
+    """File that a rank wrote, and its pieces."""
 
     files: dict[str, SavedFile]
     pieces: list[tuple[MetadataIndex, SavedPiece]]
 
 
 def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor]]) -> WrittenShard:
-    """Writes and syncs the file of a rank, unless it has no part. Raises OSError."""
+    """Writes and syncs the file of a rank, unless it has no parts. Raises OSError."""
     if not parts:
         return WrittenShard({}, [])
     name = f"__{rank}_0.distcp"
@@ -75,7 +78,7 @@ def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """Returns the bytes that torch.save writes before and after the elements of a tensor."""
     tensor = torch.empty(shape, dtype=dtype)
     with TemporaryFile() as file:
-        with skip_data():  # leaves a hole in the file for the elements
+        with skip_data():  # Leaves a hole in the file for the elements.
             torch.save(tensor, file)
         with ZipFile(file) as archive, archive.open("archive/data/0"):
             start = file.tell()
@@ -86,7 +89,7 @@ def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
 
 
 def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
-    """Reads this rank's part of a DTensor, or a full plain tensor, in place."""
+    """Reads this rank's shard of a DTensor, or a full plain tensor, in place."""
     if not isinstance(tensor, DTensor):
         read_box(folder, saved, [0] * tensor.ndim, tensor.detach())
     elif local_of(tensor).numel():
@@ -94,8 +97,11 @@ def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
 
 
 def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:
-    """Fills `target` with the box of a saved tensor that begins at `offsets`, from all pieces that
-    overlap it. Raises DamagedCheckpointError if a file cannot be read."""
+    """Fills `target` with the box of a saved tensor that starts at `offsets`.
+
+    Raises:
+        DamagedCheckpointError: A file cannot be read.
+    """
     for piece in saved.pieces:
         part = target
         starts = []
@@ -118,8 +124,8 @@ def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: T
 def _read_piece(
     file: FileIO, piece: SavedPiece, dtype: torch.dtype, starts: list[int], target: Tensor
 ) -> None:
-    """Fills `target` with the elements of a piece from `starts` on, some rows at a time."""
-    sizes = piece.sizes or (1,)  # a scalar is read as one row
+    """Fills `target` with the elements of a piece from `starts` on, a few rows at a time."""
+    sizes = piece.sizes or (1,)  # A scalar is read as one row.
     target = torch.atleast_1d(target)
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
     file.seek(piece.data + sum(starts[:1]) * row_bytes)

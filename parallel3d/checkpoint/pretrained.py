@@ -1,5 +1,4 @@
-"""Fills a model with the weights of a folder of transformers: each rank reads the slices of the
-files that its own parts of the parameters are, and nothing else."""
+"""Loads weights from a folder of transformers. Each rank reads only the slices of its shards."""
 
 from __future__ import annotations
 
@@ -24,16 +23,18 @@ from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.mesh import Axis
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
-# safetensors' names of the types that weights have; others are quantized
+# Dtypes of unquantized weights, as safetensors names them.
 _WEIGHTS = ("F64", "F32", "BF16", "F16")
 
 
 def load_pretrained(
     parameters: Sequence[LocalParameter], model: ModelConfig, tp: Axis, folder: Path
 ) -> None:
-    """Fills this rank's parts of `parameters`; every rank calls it. Raises CheckpointError, the
-    same on all ranks and with nothing changed, where tensors are missing, have other shapes, are
-    quantized, or belong to another model."""
+    """Loads this rank's shards of the parameters from safetensors files in `folder`. Collective.
+
+    Raises CheckpointError on all ranks, before anything changes, if tensors are missing, have other
+    shapes, are quantized, or belong to another model.
+    """
 
     shapes = {own.name: own.spec.shape for own in parameters}
 
@@ -59,24 +60,28 @@ def load_pretrained(
 def refuse_another_model(
     folder: Path, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises CheckpointError, with a line for each tensor that differs from what a model with
-    parameters of these shapes needs of transformers'."""
+    """Raises CheckpointError if the tensors of a folder do not fit a model.
+
+    The error has a line for each difference. `shapes` are those of the model's parameters.
+    """
     here = {each.name: each.shape(shapes[each.parameters[0]]) for each in hf_tensors(model)}
     stored = _open(folder, model)
     if model.tied_embeddings:
-        # some files have it twice; transformers ties it, too
+        # Some files contain the tied head. transformers ties it, too.
         stored.pop(HEAD, None)
     lines = differences({name: each.get_shape() for name, each in stored.items()}, here)
     for name, each in stored.items():
         if each.get_dtype() not in _WEIGHTS:
-            lines.append(f"{name} is of the type {each.get_dtype()}, no weight's")
+            lines.append(f"{name} has dtype {each.get_dtype()}; quantized weights cannot be loaded")
     if lines:
-        raise CheckpointError("\n  ".join([f"{folder}: is of another model:", *lines]))
+        raise CheckpointError("\n  ".join([f"{folder}: is from another model:", *lines]))
 
 
 def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """Opens the tensors of a folder, by their names in the family's table. A model that was saved
-    without its head has names without their beginning."""
+    """Opens the tensors of a folder by their names in the family's table.
+
+    Names of a model that was saved without its head lack the prefix `base`.
+    """
     stored = open_safetensors(folder)
     base = NAMES[family_of(model)].base
     has_base = any(name.startswith(base) for name in stored)
@@ -93,8 +98,10 @@ def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
 def _part(
     stored: Any, tensor: HfTensor, at: int, spec: ParameterSpec, tp: Axis, shards: Axis
 ) -> Tensor:
-    """Reads a rank's part of a parameter, float32, which is the one of number `at` among those of a
-    tensor of transformers: what `initial_part` draws otherwise."""
+    """Reads a rank's shard of a parameter in float32.
+
+    The parameter is number `at` among those that the transformers tensor is made of.
+    """
     rows, columns = spec.box(tp, shards)
     before = at * spec.shape[0]
     index = [slice(before + rows.start, before + rows.stop), slice(columns.start, columns.stop)]

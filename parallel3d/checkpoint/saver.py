@@ -1,11 +1,9 @@
-"""What a run does about its saves: when it waits for them, whom it tells, what it keeps, and what
-it makes of errors.
+"""Saves checkpoints during a run, optionally in the background.
 
-With `checkpoint.in_background` the training's thread only agrees with the other ranks on who writes
-what, and copies this rank's parts into memory of the host. Another thread writes the copies, waits
-until all ranks have written, gives the checkpoint its name and deletes older ones. It talks to the
-other ranks over a gloo group of its own, so that nothing of it comes between the collectives of
-training. One save is under way at a time.
+With `checkpoint.in_background`, the training thread only agrees with the other ranks on who writes
+what, and copies this rank's parts into host memory. Another thread writes the copies, waits for all
+ranks, commits the checkpoint and deletes older ones. It uses a separate gloo group, so that it does
+not interfere with the collectives of training. Only one save runs at a time.
 """
 
 from __future__ import annotations
@@ -29,21 +27,22 @@ from parallel3d.torch_private import timeout_of
 
 @dataclass
 class _SaveUnderWay:
-    """A save that has begun, and its outcome."""
+    """Save in progress, and its outcome."""
 
     path: Path
-    is_last: bool  # the run ends with it, so no later save can make up for its failure
+    is_last: bool  # The run ends with this save, so a failure cannot be made up for by a later one.
     then: Callable[[dist.ProcessGroup | None], str] | None
     is_in_place: bool = False
-    line: str | None = None  # returned by `then`
+    line: str | None = None  # Line that `then` returned.
     error: BaseException | None = None
     end: threading.Event = field(default_factory=threading.Event)
 
 
 class Saver(AbstractContextManager["Saver"]):
-    """Saves a run's checkpoints as the section `checkpoint` of its recipe says. Every rank has one,
-    and calls its methods after the same steps. `saved` is told of each checkpoint that is in place,
-    and `say` shows a line."""
+    """Saves the checkpoints of a run. All ranks call its methods after the same steps.
+
+    `saved` is called with each completed checkpoint, and `say` prints a line.
+    """
 
     def __init__(
         self, rule: CheckpointConfig, *, saved: Callable[[Path], None], say: Callable[[str], None]
@@ -54,13 +53,13 @@ class Saver(AbstractContextManager["Saver"]):
         self._group: dist.ProcessGroup | None = None
         if rule.in_background:
             assert dist.group.WORLD is not None
-            # not torch's default
+            # Otherwise the group would use torch's default timeout.
             wait = timeout_of(dist.group.WORLD, torch.device("cpu"))
             self._group = dist.new_group(backend="gloo", group_desc="saves", timeout=wait)
-        # memory of the host for this rank's parts, pinned if they are on a GPU
+        # Host memory for this rank's parts, pinned if they are on a GPU.
         self._buffers: list[Tensor] = []
         self._under_way: _SaveUnderWay | None = None
-        self._agreed: Agreement | None = None  # of the save before
+        self._agreed: Agreement | None = None  # Agreement of the previous save.
 
     def save(
         self,
@@ -72,10 +71,12 @@ class Saver(AbstractContextManager["Saver"]):
         is_last: bool,
         then: Callable[[dist.ProcessGroup | None], str] | None = None,
     ) -> None:
-        """Saves, or with `in_background` begins to, when the save before is done; waits for the
-        run's last. `then` is called on all ranks when the checkpoint is in place, with the group
-        over which they may agree, and returns a line to show. Raises SaveError, on all ranks,
-        unless `on_error` says to go on."""
+        """Saves a checkpoint, or starts to in the background, after the previous save. Collective.
+
+        The last save of a run waits until it is complete. `then` is called on all ranks after the
+        commit, with the process group to use, and returns a line to print. Raises SaveError on all
+        ranks if the save failed, unless `checkpoint.on_error` is "warn".
+        """
         before = self._under_way
         if before is not None and not before.end.is_set():
             words = f"waits until {before.path.name} is written"
@@ -101,20 +102,22 @@ class Saver(AbstractContextManager["Saver"]):
 
     @property
     def has_failed(self) -> bool:
-        """True if the save under way has ended on this rank with an error that ends the run."""
+        """True if the current save failed on this rank with an error that ends the run."""
         save = self._under_way
         return save is not None and save.end.is_set() and self._ends_the_run(save)
 
     def step_done(self) -> None:
-        """Reports a save that is in place. An error that ends the run waits for `finish`, because
-        the ranks do not see it after the same step."""
+        """Reports a completed save.
+
+        An error that ends the run waits for `finish`, because ranks may notice it after different
+        steps.
+        """
         save = self._under_way
         if save is not None and save.end.is_set() and not self._ends_the_run(save):
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the save under way, and reports its outcome. Every rank calls it; raises as
-        `save` does."""
+        """Waits for the current save and reports its outcome. Collective. Raises as `save` does."""
         done = self._under_way
         self._under_way = None
         if done is None:
@@ -127,11 +130,13 @@ class Saver(AbstractContextManager["Saver"]):
         if done.error is not None:
             if self._ends_the_run(done):
                 raise done.error
-            self._say(f"not saved: {done.error}; the run goes on (checkpoint.on_error = warn)")
+            self._say(f"not saved: {done.error}; the run continues (checkpoint.on_error = warn)")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Waits for the save under way at the end of a run, also after an error that all ranks
-        have. It does not wait after the loss of a peer, or if the run is out of time."""
+        """Waits for the current save at the end of a run, also after an error that all ranks share.
+
+        Does not wait after the loss of a peer or if the run is out of time.
+        """
         cannot_wait = isinstance(error, RankError | NotSavedInTimeError)
         if error is None:
             self.finish()
@@ -144,9 +149,10 @@ class Saver(AbstractContextManager["Saver"]):
         return done.error is not None
 
     def _copy(self, save: PlannedSave) -> None:
-        """Has the save write copies of its parts, made before this returns, so that the parts
-        may change. The save before must have been written, because its copies are in the same
-        memory."""
+        """Replaces the parts of a save by copies in host memory, so that the originals may change.
+
+        The previous save must be complete because its copies use the same memory.
+        """
         if save.agreed is not self._agreed:
             self._buffers.clear()
             for _, part in save.parts:
@@ -156,18 +162,18 @@ class Saver(AbstractContextManager["Saver"]):
         for (item, part), buffer in zip(save.parts, self._buffers, strict=True):
             copies.append((item, buffer.copy_(part, non_blocking=True)))
         for device in {part.device for _, part in save.parts if part.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # the copies into pinned memory
+            # Wait for the copies into pinned memory.
+            torch.cuda.current_stream(device).synchronize()
         save.parts = copies
 
     def _write(self, begun: _SaveUnderWay, save: PlannedSave) -> None:
-        """Writes a planned save and deletes what it makes superfluous, with all other ranks; notes
-        what came of it."""
+        """Writes and commits a planned save and records the outcome. Collective."""
         try:
             write_and_commit(save, self._group)
             begun.is_in_place = True
             if begun.then is not None:
                 begun.line = begun.then(self._group)
-        except BaseException as error:  # in a thread nobody else would see it
+        except BaseException as error:  # An exception in a thread would otherwise be lost.
             begun.error = error
         finally:
             begun.end.set()

@@ -1,15 +1,15 @@
-"""The folder of a run's checkpoints: listing them, putting one in place, setting others aside,
-deleting them; and the weights that a new run begins with, `checkpoint.start_from`: where they are,
-and whether they are of its model. No torch.
+"""Folder of a run's checkpoints: list, commit, set aside, delete. Also `checkpoint.start_from`.
 
-A checkpoint is written into `step_00000100.partial` and renamed to `step_00000100` when it is
-complete. It is renamed again before it is deleted, so an incomplete checkpoint never has the name
-of one. The other endings:
+No torch here.
 
-step_00000100.replaced    saved again; deleted when its successor is in place, or restored
-step_00000100.dropped     is being deleted
-step_00000100.damaged     was found damaged; nothing here reads it or counts it again
-step_00000100.abandoned   the run resumed from an older checkpoint; as `damaged`
+A checkpoint is written to `step_00000100.partial` and renamed to `step_00000100` when it is
+complete. Before it is deleted it is renamed again, so an incomplete checkpoint never has a final
+name. Other suffixes:
+
+    step_00000100.replaced    saved again; deleted when its successor is complete, else restored
+    step_00000100.dropped     being deleted
+    step_00000100.damaged     found damaged; never read again
+    step_00000100.abandoned   newer than the checkpoint that a run resumed from; never read again
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from parallel3d.launch.run_dir import STEP_FOLDERS
 
 _NAME = re.compile(r"step_\d{8,}")
 CONFIG_JSON = "config.json"
-# The weights depend on these keys of a model; a run may change the second ones.
+# Weights depend on the first list of model keys. A run may change the second.
 _SAME = [
     *["architecture", "layers", "hidden", "heads", "key_value_heads", "head_size", "ffn_hidden"],
     *["vocab", "max_positions", "qkv_bias", "qk_norm", "tied_embeddings"],
 ]
 _MAY_DIFFER = ["norm_eps", "rope_theta", "rope_scaling", "window"]
-_KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}  # of these properties
+_KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}  # Recipe keys of these properties.
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -54,42 +54,48 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tells whether a folder has the file that is written last into a checkpoint."""
+    """Returns True if a folder has the manifest, which is written last."""
     return (path / MANIFEST_FILE).is_file()
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Returns the folders that have the name of a checkpoint, oldest first, also those that are not
-    whole."""
+    """Returns the folders named like a checkpoint, also incomplete ones, oldest first."""
     found = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
     return sorted(found, key=step_of)
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Returns what has the name of a checkpoint and is not empty, oldest first, so that a resume
-    tells what is wrong with one that has lost its manifest."""
+    """Returns the non-empty folders named like a checkpoint, oldest first.
+
+    They include those without a manifest, so that a resume can report what is wrong with them.
+    """
     return [path for path in step_folders(folder) if any(path.glob("*"))]
 
 
 def find_checkpoints(resume: str, folder: Path) -> list[Path]:
-    """Returns the checkpoints that `checkpoint.resume` means, in the order to try: none of them,
-    those of `folder` from the newest for `auto`, or the one at a path."""
+    """Returns the checkpoints to try for `checkpoint.resume`, in order.
+
+    `resume` is "none", "auto" (the newest of `folder` first), or the path of a checkpoint. Raises
+    ConfigError if the path is not a checkpoint.
+    """
     if resume == "none":
         return []
     if resume == "auto":
         return _candidates(folder)[::-1]
     if not is_checkpoint(Path(resume)):
         raise ConfigError(
-            f"checkpoint.resume = {resume}: is no checkpoint; try auto, none or a "
+            f"checkpoint.resume = {resume}: is not a checkpoint; try auto, none or a "
             ".../step_00000100 folder"
         )
     return [Path(resume)]
 
 
 def find_start(start_from: str | None) -> list[Path]:
-    """Returns the checkpoints that `checkpoint.start_from` means, in the order to try: the one at
-    the path, those of a run's folder from the newest, or a folder of transformers. Raises
-    ConfigError where there is none."""
+    """Returns the checkpoints to try for `checkpoint.start_from`, in order.
+
+    It can name a checkpoint, the folder of a run (newest first), or a folder of transformers.
+    Raises ConfigError if there is nothing to load.
+    """
     if start_from is None:
         return []
     path = Path(start_from)
@@ -98,26 +104,31 @@ def find_start(start_from: str | None) -> list[Path]:
     if found := find_checkpoints("auto", path / "checkpoints") or find_checkpoints("auto", path):
         return found
     raise ConfigError(
-        f"checkpoint.start_from = {start_from}: has no whole checkpoint, and no weights as "
-        "safetensors (pickles are not read); try null, the folder of a run that has saved, a "
+        f"checkpoint.start_from = {start_from}: has no complete checkpoint and no weights as "
+        "safetensors (pickles are not read); try null, the folder of a run with a checkpoint, a "
         ".../step_00000100 folder, or one of transformers"
     )
 
 
 def is_pretrained(path: Path) -> bool:
-    """Returns whether a folder has the weights of a model of transformers."""
+    """Returns True if a folder has safetensors files."""
     return any(path.glob("*.safetensors"))
 
 
 def check_start(start: Path, model: ModelConfig) -> list[str]:
-    """Returns lines for the user on what a model computes otherwise than the weights at `start`
-    were made for, as far as their config.json tells. Raises ConfigError where that is another
-    model, or none that a recipe can have."""
+    """Compares a model with the config.json of the weights that it starts from.
+
+    Returns:
+        Lines for the user about settings that differ but do not affect the shapes of the weights.
+
+    Raises:
+        ConfigError: The weights are from another model, or from one that a recipe cannot describe.
+    """
     path = start / CONFIG_JSON
     if not is_pretrained(start):
         return []
     if not path.is_file():
-        return [f"{start}: has no config.json; names and shapes of the weights alone are compared"]
+        return [f"{start}: has no config.json; only names and shapes of the weights are compared"]
     config = read_config_json(path)
     theirs = from_hugging_face(config, path)
     errors = [*left_out(config, path)]
@@ -127,7 +138,7 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
         here = shown(getattr(model, name))
         if there != here:
             key = f"model.{_KEYS.get(name, name)}"
-            words = f"{key} = {here}: the weights of {start} have {there}"
+            words = f"{key} = {here}: the weights in {start} have {there}"
             if name in _MAY_DIFFER:
                 notes.append(words)
             else:
@@ -138,9 +149,10 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
 
 
 def check_manifests(checkpoints: Sequence[Path]) -> None:
-    """Raises CheckpointError where a run that is to go on from the first whole one of `checkpoints`
-    finds none, as far as their manifests tell: the files themselves are compared when they are
-    read."""
+    """Raises CheckpointError if no checkpoint of a list has a valid manifest.
+
+    The other files are checked when they are read.
+    """
     for path in checkpoints:
         try:
             read_manifest(path)
@@ -154,21 +166,24 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     """Raises SaveError if the disk of `folder` is too full for a checkpoint."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        sizes = f"{size_text(needed_bytes)}, {size_text(free)} are free"
+        sizes = f"{size_text(needed_bytes)}, but {size_text(free)} are free"
         raise SaveError(f"{folder}: a checkpoint needs {sizes}")
 
 
 def size_text(count: int) -> str:
-    """Returns a number of bytes in words."""
+    """Formats a number of bytes in MiB or GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Puts a written folder in place. One that has its name moves aside before and is deleted
-    after, so that `tidy` finds one of the two wherever this is cut off."""
+    """Renames a written folder to its final name.
+
+    An existing checkpoint of that name is moved aside first and deleted last. If the process dies
+    in between, `tidy` finds one of the two.
+    """
     replaced = _named(final, "replaced")
     if final.exists():
-        _delete(replaced)  # an earlier one, whose successor is `final`
+        _delete(replaced)  # Left over from an earlier commit of `final`.
         final.rename(replaced)
     partial.rename(final)
     sync_folder(final.parent)
@@ -176,8 +191,7 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def take_back(folder: Path) -> None:
-    """Gives the checkpoints that were replaced their names again if their successors are not in
-    place."""
+    """Restores replaced checkpoints whose successors are incomplete or missing."""
     for replaced in sorted(folder.glob(f"{STEP_FOLDERS}.replaced")):
         final = replaced.with_suffix("")
         if is_checkpoint(final):
@@ -188,9 +202,11 @@ def take_back(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Cleans up after a crash or a failed save: restores replaced checkpoints that have no
-    successor, and deletes the others and those that are half written or half deleted. No save may
-    be in progress."""
+    """Cleans up after a crash or a failed save.
+
+    Restores replaced checkpoints without a successor, and deletes the other incomplete folders.
+    Must not run during a save.
+    """
     take_back(folder)
     for ending in ("replaced", "partial", "dropped"):
         for path in folder.glob(f"{STEP_FOLDERS}.{ending}"):
@@ -198,19 +214,23 @@ def tidy(folder: Path) -> None:
 
 
 def after_resume(folder: Path, step: int, resumed: Path, *, damaged: Sequence[Path]) -> list[str]:
-    """Sets aside the `damaged` checkpoints that a resume from `resumed` at `step` has passed over,
-    and those that are newer, because a later resume would take them. Returns a line for the user
-    about each."""
+    """Sets aside `damaged` checkpoints and those newer than `resumed`, with a line for the user
+    each.
+
+    A later resume would otherwise pick them.
+    """
     aside = [set_aside(path, "damaged") for path in damaged]
     for path in _candidates(folder):
         if step_of(path) >= step and not path.samefile(resumed):
             aside.append(set_aside(path, "abandoned"))
-    return [f"the run goes on from step {step}; set aside: {path}" for path in aside]
+    return [f"resumed at step {step}; set aside: {path}" for path in aside]
 
 
 def set_aside(path: Path, ending: str) -> Path:
-    """Renames a checkpoint, so that nothing counts it any more, and returns its new path. One of
-    the same step that was set aside earlier is deleted."""
+    """Renames a checkpoint so that it is ignored, and returns its new path.
+
+    An earlier one with the new name is deleted.
+    """
     aside = _named(path, ending)
     _delete(aside)
     path.rename(aside)
@@ -218,7 +238,7 @@ def set_aside(path: Path, ending: str) -> Path:
 
 
 def retain(folder: Path, rule: CheckpointConfig, saved: Path) -> None:
-    """Deletes the checkpoints that the rule does not keep, after `saved` has been put in place."""
+    """Deletes the checkpoints that the rule does not keep, after `saved` was committed."""
     paths = {step_of(path): path for path in list_checkpoints(folder)}
     losses = dict.fromkeys(paths, None)
     if rule.keep_best:
@@ -230,9 +250,11 @@ def retain(folder: Path, rule: CheckpointConfig, saved: Path) -> None:
 def superfluous(
     losses: Mapping[int, float | None], rule: CheckpointConfig, saved: int
 ) -> list[int]:
-    """Returns the steps whose checkpoints go, of those that have `losses`. A step without a
-    validation loss is never among the best; of equal losses the later step's is better. The step
-    just `saved` always stays."""
+    """Returns the steps whose checkpoints can be deleted, given the validation loss of each.
+
+    A step without a validation loss is never among the best. Of equal losses, the later step wins.
+    The step just `saved` is always kept.
+    """
     known = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
     kept = {saved, *sorted(losses)[-rule.keep :], *(-step for _, step in known[: rule.keep_best])}
     if rule.keep_every is not None:
@@ -241,7 +263,7 @@ def superfluous(
 
 
 def _val_loss(path: Path) -> float | None:
-    with suppress(CheckpointError):  # a resume reports it
+    with suppress(CheckpointError):  # A resume reports the error.
         return read_manifest(path).progress.val_loss
     return None
 
@@ -255,8 +277,8 @@ def step_of(path: Path) -> int:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a checkpoint, under another name, so that a half-deleted one is not taken for
-    whole."""
+    """Deletes a checkpoint under another name, so that a partly deleted one never looks
+    complete."""
     dropped = _named(path, "dropped")
     if dropped.exists():
         shutil.rmtree(dropped)
@@ -267,7 +289,7 @@ def _delete(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the disk know the names in a folder."""
+    """Syncs the directory entries of a folder to disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

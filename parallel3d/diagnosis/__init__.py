@@ -1,2 +1,1 @@
-"""Numbers that go wrong, and whose fault it is: the rank, its place on the mesh, and the
-parameter."""
+"""Diagnosis of non-finite numbers and differing replicas: names the rank and the parameter."""

@@ -1,8 +1,8 @@
-"""Names the source of a loss or a gradient that is not finite.
+"""Names the source of a non-finite loss or gradient.
 
-Gradients are checked after they are summed. Over tp and pp the rank that produced one is known;
-over the data ranks only the parameter and the ranks that hold the sum. The loss is each rank's
-own, so a wrong forward pass names its data rank.
+Gradients are checked after they are summed. Over tp and pp, the rank that produced one is known.
+Over the data-parallel ranks, only the parameter and the ranks that hold the sum are known. Each
+rank has its own loss, so a wrong forward pass identifies its data-parallel rank.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _AFTER_ALL_BLOCKS = 2**40
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """The numbers of one rank that are not finite."""
+    """Non-finite numbers of one rank."""
 
     host: str
     has_bad_loss: bool
-    # Place in the model and name of the last parameter in the model whose gradient is not finite,
-    # which is the first one in the backward pass.
+    # (block, index, name) of the last parameter in the model with a non-finite gradient, which is
+    # the first in the backward pass. None: all gradients are finite.
     bad_gradient: tuple[int, int, str] | None
-    summed_with: list[int]  # the ranks that gradients are summed over
+    summed_with: list[int]  # Ranks that gradients are summed over.
 
 
 def describe_nonfinite(
@@ -44,13 +44,16 @@ def describe_nonfinite(
     parallel: ParallelConfig,
     mesh: DeviceMesh,
 ) -> str:
-    """Returns a line, the same on all ranks, that names the ranks on which the loss or a
-    gradient is not finite. Every rank calls it with its share of the loss and its parameters in the
-    order of the model. `mesh` holds the ranks that train together."""
+    """Names the ranks with a non-finite loss or gradient in a line that is equal on all ranks.
+    Collective.
+
+    Each rank passes its share of the loss and its parameters in the order of the model. `mesh`
+    holds the ranks that train together.
+    """
     bad = []
     for index, parameter in enumerate(parameters):
         gradient = parameter.local.grad
-        # Finite numbers may have a norm that is not.
+        # The norm can overflow although all elements are finite.
         if gradient is not None and not torch.linalg.vector_norm(gradient).isfinite():
             bad.append((place_in_model(parameter.name), index, parameter.name))
     own = NonFiniteReport(
@@ -76,18 +79,18 @@ def describe_nonfinite(
     if first is not None:
         ranks = [rank for rank, gradient in enumerate(gradients) if gradient == first]
         line = (
-            f"the first gradient of the backward that is not finite is that of {first[-1]} on "
+            f"the first non-finite gradient of the backward pass is that of {first[-1]} on "
             f"{place(ranks)}"
         )
         summed = reports[ranks[0]].summed_with
         if len(summed) > 1:
-            line += f"; it is a sum, to which any of {any_ranks(summed)} may have given it"
+            line += f"; it is a sum, so any of {any_ranks(summed)} may have caused it"
         lines.append(line)
-    return "; ".join(lines) or "no rank's own numbers are so, and their sum is"
+    return "; ".join(lines) or "only a sum over ranks is not finite"
 
 
 def place_in_model(name: str) -> int:
-    """Returns the number of a parameter's block, or a number before or after all blocks."""
+    """Returns the index of a parameter's block, or a number before or after all blocks."""
     block = re.match(r"layers\.(\d+)\.", name)
     if block is not None:
         return int(block[1])

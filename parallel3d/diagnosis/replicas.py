@@ -1,12 +1,10 @@
-"""Compares tensors that several ranks hold, each for itself, and that must stay the same to the bit
-on all of them.
+"""Compares copies of tensors that must stay bitwise identical on several ranks.
 
-They are a replica's parameters and optimizer states, on each axis of the data dimension that does
-not split them, the parameters that tp does not split (norms, biases, keys and values of more ranks
-than heads), and a tied weight at both ends of a pipeline. Each gets the same values and adds the
-same sums, so that a difference is a fault: of memory, of a processor, of a link, or of a program
-that draws or computes on each rank for itself. What no other rank holds, as all that FULL_SHARD
-splits, cannot be compared with anything.
+These are parameters and optimizer states on data-parallel axes that do not shard them, parameters
+that tp does not split (norms, biases, replicated keys and values), and tied weights at both ends of
+a pipeline. All copies start equal and add the same sums. A difference is therefore a fault of
+memory, processor, link, or a model that draws or computes differently on each rank. Tensors that no
+other rank holds, such as all that FULL_SHARD shards, cannot be compared.
 """
 
 from __future__ import annotations
@@ -29,23 +27,22 @@ from parallel3d.layers.replica_check import differ, fingerprint
 from parallel3d.mesh import Axis
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
-# the host of a rank, and the fingerprints of its tensors that differ by their names
+# (host of a rank, fingerprints of its differing tensors by name)
 Differences = tuple[str, Mapping[str, int]]
-# the optimizer states of each parameter by their names
+# Optimizer states of each parameter by name.
 States = Mapping[torch.Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensors of this rank by their names in a checkpoint, of which every rank of an axis has an
-    equal copy."""
+    """Tensors by their names in a checkpoint. All ranks of `axis` must hold equal copies."""
 
     axis: Axis
     tensors: Mapping[str, Tensor]
 
 
 def tensors_of(parameters: Sequence[LocalParameter], states: States) -> dict[str, Tensor]:
-    """Returns some parameters and their optimizer states by their names."""
+    """Returns parameters and their optimizer states by name."""
     named: dict[str, Tensor] = {}
     for parameter in parameters:
         named[parameter.name] = parameter.local
@@ -57,8 +54,10 @@ def tensors_of(parameters: Sequence[LocalParameter], states: States) -> dict[str
 def copies_of(
     parameters: Sequence[LocalParameter], states: States, axes: Mapping[str, Axis]
 ) -> list[Copies]:
-    """Returns what every axis of the mesh must hold alike; of a weight that this rank has twice,
-    the first."""
+    """Returns the tensors that must be equal along each axis of the mesh.
+
+    A tied weight that this rank holds twice is listed once, as its first copy.
+    """
     found = []
     for name, axis in axes.items():
         repeated = [p for p in parameters if name in p.repeated_over and not p.is_copy]
@@ -75,12 +74,14 @@ def refuse_differences(
     when: str,
     advice: str,
 ) -> None:
-    """Raises ReplicaError, on all ranks alike, if copies differ: it names the tensor and the ranks.
-    Every rank calls it. A rank reads each tensor once, and sends 16 bytes of it over an axis and
-    one number over all ranks."""
+    """Raises ReplicaError on all ranks if copies differ. Collective.
+
+    Each rank reads every tensor once, sends 16 bytes of it over an axis and one number over all
+    ranks. `when` begins the message, and `advice` ends it.
+    """
     if dist.get_world_size() == 1:
         return
-    number_of = cache(fingerprint)  # of a tensor that several axes repeat
+    number_of = cache(fingerprint)  # Several axes can repeat the same tensor.
     found: dict[str, int] = {}
     for each in copies:
         own = torch.stack([number_of(tensor).to(device) for tensor in each.tensors.values()])
@@ -98,8 +99,11 @@ def refuse_differences(
 
 
 def _describe(everyone: Sequence[Differences], parallel: ParallelConfig) -> str:
-    """Names the tensor that went wrong first and its ranks. A wrong weight spoils what comes before
-    it in the model by its gradients, so the last one in the model was the first."""
+    """Names the tensor that differed first, and its ranks.
+
+    A wrong weight spreads to all earlier layers through its gradients, so the last differing tensor
+    in the model was the first to go wrong.
+    """
     names = {name for _, found in everyone for name in found}
     name = max(sorted(names), key=lambda name: (name[:10] != "optimizer.", place_in_model(name)))
     held = {rank: found[name] for rank, (_, found) in enumerate(everyone) if name in found}
@@ -110,5 +114,5 @@ def _describe(everyone: Sequence[Differences], parallel: ParallelConfig) -> str:
     places = [f"rank {rank}: {everyone[rank][0]}, {parallel.coordinates(rank)}" for rank in odd[:4]]
     where = f"{any_ranks(odd)} ({'; '.join(places)})"
     if is_known:
-        return f"{name} on {where} is not what it is on {any_ranks(same)}"
-    return f"{name} is not the same on {where}, and one of them is wrong"
+        return f"{name} on {where} differs from {any_ranks(same)}"
+    return f"{name} differs between {where}; one of them is wrong"

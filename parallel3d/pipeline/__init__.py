@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, and the one runtime that carries them out."""
+"""Pipeline parallelism: stages, transfers between ranks and the runtime for schedules."""

@@ -1,5 +1,7 @@
-"""What crosses from one stage to the next, declared before anything runs: no shape is ever sent or
-negotiated."""
+"""Tensors that cross from one stage to the next.
+
+They are declared before the run, so shapes are neither sent nor negotiated.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor between two stages. Its shape consists of numbers, and of names for sizes that
-    differ from batch to batch: `TensorSpec(("batch", "seq", 512))` is run with `sizes={"batch": 2,
-    "seq": 1024}`. `requires_grad` says that a gradient of the same shape comes back. Integers and
-    bools never have one.
+    """Shape and dtype of one tensor that is sent from a stage to the next.
+
+    Args:
+        shape: Sizes. A name stands for a size that differs between batches: pass its value to
+            `PipelineRuntime.run(..., sizes={"batch": 2, "seq": 1024})`.
+        dtype: Data type of the tensor.
+        requires_grad: True if the next stage sends back a gradient of the same shape. Integer and
+            bool tensors never have one.
 
     Example:
         >>> spec = parallel3d.TensorSpec(("batch", "seq", 512), torch.bfloat16)
@@ -40,17 +46,17 @@ class TensorSpec:
 
     def with_sizes(self, sizes: Sizes) -> TensorSpec:
         """Returns the spec with numbers instead of names. Raises ValueError if a name has no
-        size."""
+        value."""
         try:
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
         except KeyError as unknown:
             raise ValueError(
-                f"{self}: no size given for {unknown.args[0]}; given are {dict(sizes)}"
+                f"{self}: size {unknown.args[0]} is missing in sizes = {dict(sizes)}"
             ) from None
         return replace(self, shape=shape)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Returns whether the spec declares this tensor, and the gradient that it needs."""
+        """Returns True if shape, dtype and the need for a gradient of `tensor` match the spec."""
         is_same = tensor.shape == self.shape and tensor.dtype == self.dtype
         return is_same and (self.has_gradient or not tensor.requires_grad)
 
@@ -63,8 +69,7 @@ Boundary = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True)
 class Message:
-    """The tensors that one transfer carries, of known shapes: the outputs of a stage, or their
-    gradients."""
+    """Tensors of one transfer: the outputs of a stage for one microbatch, or their gradients."""
 
     specs: Boundary
 
@@ -74,11 +79,11 @@ class Message:
 
     @cached_property
     def digest(self) -> int:
-        """A checksum that is equal on two ranks if their declarations are the same."""
+        """Checksum of the declared shapes and dtypes, which lets two ranks detect a mismatch."""
         return zlib.crc32(str(self).encode())
 
     def empty(self, device: torch.device) -> Tensors:
-        """Returns new memory for the tensors."""
+        """Allocates uninitialized tensors to receive into."""
         return tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device=device)  # type: ignore[arg-type]
             for spec in self.specs
@@ -90,8 +95,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Crossing:
-    """The messages over one boundary for one microbatch: outputs down the model, their gradients
-    back up."""
+    """Both messages of one boundary for one microbatch: outputs forward, gradients backward."""
 
     forward: Message
     backward: Message
@@ -106,15 +110,18 @@ class Crossing:
 def normalized(
     boundaries: TensorSpec | Boundary | Sequence[Boundary], stages: int
 ) -> tuple[Boundary, ...]:
-    """Returns one boundary for each gap between stages, from one that all gaps share or a list.
-    Raises ValueError if the list has another length."""
+    """Returns one boundary per gap between stages.
+
+    `boundaries` is one declaration for all gaps, or a list with one per gap. Raises ValueError if
+    the list has another length.
+    """
     listed: Sequence[Any] = (boundaries,) if isinstance(boundaries, TensorSpec) else boundaries
     if listed and isinstance(listed[0], TensorSpec):
         return (tuple(listed),) * (stages - 1)
     if len(listed) != stages - 1:
         raise ValueError(
             f"{len(listed)} boundaries for {stages} stages: declare the tensors that cross, once "
-            f"for all {stages - 1} gaps or for each, such as boundaries=TensorSpec((batch, seq, "
+            f"for all {stages - 1} gaps or per gap, for example boundaries=TensorSpec((batch, seq, "
             "hidden))"
         )
     return tuple(map(tuple, listed))

@@ -1,5 +1,4 @@
-"""One run of a schedule on one rank: what each action takes, computes and gives, in the order of
-the schedule."""
+"""Execution of one run of a schedule on one rank."""
 
 from __future__ import annotations
 
@@ -21,23 +20,31 @@ from parallel3d.shared_memory.segment import PeerLostError
 from parallel3d.timeline.recorder import Recorder
 
 LossFunction = Callable[[Any, Any], Tensor]
-# where the graph of a stage's microbatch begins: an output that needs no gradient has None
+# One root of the autograd graph per output of a stage, None if the output needs no gradient.
 Roots = Sequence[GradientEdge | Tensor | None]
-Microbatches = Tensor | Sequence[Any]  # a tensor [microbatches, ...], or one entry per microbatch
+Microbatches = Tensor | Sequence[Any]  # A tensor [microbatches, ...] or one entry per microbatch.
 
 
 class StageError(RuntimeError):
-    """A stage, or what it takes and gives, failed on this rank; the cause is the error that it
-    raised."""
+    """A stage failed on this rank. The cause is the original error."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A slice of the model on this rank, and three calls by which the data dimension follows its
-    backwards: `before_backward(last)` comes before each backward and says whether the stage's
-    gradients are complete after it; `after_weights(last)` comes after the second half of each split
-    backward and says the same; `drop_gradients()` throws away the gradients of the warm-up
-    (`PipelineRuntime.warms_up`), which without it puts back those that were there.
+    """A slice of the model on this rank, with hooks for data-parallel gradient synchronization.
+
+    `shard` provides the hooks. A plain module needs none of them.
+
+    Args:
+        module: Module that takes the tensors of the previous stage and returns those for the next.
+        before_backward: Called with `last` before each backward pass. `last` is True if the stage's
+            gradients are complete after this backward pass.
+        after_weights: Called with `last` after the weight-gradient half of each split backward
+            pass.
+        drop_gradients: Discards the gradients of the warm-up (`PipelineRuntime.warms_up`). None:
+            the warm-up restores the previous gradients.
+        delayed: Weight-gradient matmuls that are still to be done. The runtime sets it if the
+            schedule splits the backward pass.
 
     Example:
         >>> data = parallel3d.shard(module, mesh, "FULL_SHARD")
@@ -52,15 +59,12 @@ class Stage:
     before_backward: Callable[[bool], None] = lambda last: None
     after_weights: Callable[[bool], None] = lambda last: None
     drop_gradients: Callable[[], None] | None = None
-    # set by the runtime of a schedule that splits the backward
     delayed: DelayedGradients | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The microbatches of a run: `inputs[m]` goes to the first stage, a tensor or a tuple of them,
-    `labels[m]` to the loss, `keywords[m]` to the forward of every stage. `sizes` has the numbers
-    for the names of sizes that boundaries have."""
+    """Microbatches of one run, as `PipelineRuntime.run` takes them."""
 
     inputs: Microbatches | None
     labels: Microbatches | None
@@ -70,8 +74,11 @@ class Batch:
 
 @dataclass
 class ScheduleExecutor:
-    """Carries out one rank's actions of a schedule. `stages` are this rank's by their index in the
-    model. Without `loss_fn` the last stage's outputs are collected."""
+    """Executes one rank's actions of a schedule.
+
+    `stages` are this rank's stages by their index in the model. Without a `loss_fn`, the outputs of
+    the last stage are collected in `outputs`.
+    """
 
     schedule: Schedule
     stages: Mapping[int, Stage]
@@ -85,23 +92,27 @@ class ScheduleExecutor:
         links = self.transport.links
         self._rank = links.rank
         self._last_stage = self.schedule.stages - 1
-        # the sum over microbatches; 0 without the last stage
+        # Sum over microbatches, 0 on ranks without the last stage.
         self.total_loss = torch.zeros((), dtype=torch.float64, device=links.device)
-        # What a forward leaves for its backward, by (stage, microbatch): the inputs that get a
-        # gradient, and the outputs' places in the graph (the last stage's is the loss). The outputs
-        # themselves are not kept.
+        # Saved for the backward pass, by (stage, microbatch): inputs that get a gradient and the
+        # graph edges of the outputs. For the last stage the loss is the only root. The outputs
+        # themselves are freed.
         self._alive: dict[tuple[int, int], tuple[Sequence[Tensor], Roots]] = {}
-        # second halves of backwards, until they are done
+        # Delayed weight-gradient matmuls of split backward passes.
         self._weights: dict[tuple[int, int], list[Work]] = {}
 
     def run(self) -> None:
-        """Does all actions of this rank, in order. Raises StageError if something fails here and
-        RankError if it fails on another rank; both say where."""
+        """Executes all actions of this rank in order.
+
+        Raises:
+            StageError: An action failed on this rank.
+            RankError: An action failed on another rank.
+        """
         actions = self.schedule.ranks[self._rank]
         at = 0
         recorder = self.recorder
         try:
-            for at, action in enumerate(actions):  # noqa: B007  # read by the error below
+            for at, action in enumerate(actions):  # noqa: B007  # the except clause reads `at`
                 taken = self._take(action)
                 start = None if recorder is None else recorder.now()
                 made = None
@@ -115,7 +126,7 @@ class ScheduleExecutor:
                     recorder.add(action, start, recorder.now())
                 if made is not None:
                     self.transport.send(action, made)
-                # so that their memory is free before the next action waits for its input
+                # Free the tensors before the next action blocks on a receive.
                 del taken, made
                 self.transport.action_issued()
             self.transport.finish()
@@ -123,8 +134,7 @@ class ScheduleExecutor:
             self._fail(error, actions, at)
 
     def _take(self, action: Action) -> Tensors:
-        """Returns what another stage has made for the action, or the microbatch for the forward of
-        the first stage."""
+        """Returns the inputs of an action: a microbatch, or tensors that another stage sent."""
         stage, kind, microbatch = action
         is_forward = kind is Kind.FORWARD
         if is_forward and stage == 0:
@@ -135,9 +145,14 @@ class ScheduleExecutor:
         return self.transport.receive(action)
 
     def _forward(self, action: Action, inputs: Tensors) -> Tensors | None:
-        """Computes a stage's outputs and keeps what the backward needs. Returns the outputs for the
-        next stage, or None after the last stage, whose output goes to the loss. Raises ValueError
-        if a stage's outputs are not what its boundary declares."""
+        """Runs the forward pass of a stage and saves what the backward pass needs.
+
+        Returns:
+            Outputs for the next stage, or None after the last stage, whose output goes to the loss.
+
+        Raises:
+            ValueError: The outputs do not match the boundary that was declared for them.
+        """
         stage, _, microbatch = action
         batch = self.batch
         trains = self.schedule.trains
@@ -170,8 +185,11 @@ class ScheduleExecutor:
         return tuple(y.detach() for y in outputs)
 
     def _backward(self, action: Action, grads: Tensors) -> Tensors | None:
-        """Differentiates a stage's microbatch, in full or only in its input. Returns the gradients
-        of the inputs for the stage before, or None from the first stage."""
+        """Runs the full backward pass of a stage, or only its input-gradient half.
+
+        Returns:
+            Gradients for the previous stage, or None from the first stage.
+        """
         stage, kind, microbatch = action
         own = self.stages[stage]
         inputs, roots = self._alive.pop((stage, microbatch))
@@ -189,17 +207,16 @@ class ScheduleExecutor:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
 
     def _backward_weights(self, action: Action) -> None:
-        """Does the second half of a split backward: the products that the first half has
-        delayed."""
+        """Runs the weight-gradient matmuls that the first half of a split backward pass delayed."""
         works = self._weights.pop((action.stage, action.microbatch))[::-1]
         with torch.no_grad():
-            while works:  # popped before it is called, so that its tensors are freed with it
+            while works:  # pop first, so that the call frees its tensors
                 works.pop()()
         self.stages[action.stage].after_weights(action in self.schedule.last_backwards)
 
     def _fail(self, error: Exception, actions: Sequence[Action], at: int) -> NoReturn:
-        """Tells the other ranks, and raises the error with the rank, the stage and the action where
-        it came up."""
+        """Reports the failure to the other ranks and raises an error that names the failed
+        action."""
         links = self.transport.links
         action = actions[at]
         place = (
@@ -214,28 +231,30 @@ class ScheduleExecutor:
             raise RankError(first_failure or message) from error
         message = f"{place}: {type(error).__name__}: {error}"
         links.fail(message)
-        if isinstance(error, Parallel3dError):  # its message says all that its reader needs
+        if isinstance(error, Parallel3dError):  # Errors for the user keep their own message.
             raise error
         raise StageError(message) from error
 
 
 def _check_outputs(outputs: Tensors, message: Message) -> None:
-    """Raises ValueError if a stage's outputs are not those that its boundary declares."""
+    """Raises ValueError if a stage's outputs do not match its boundary."""
     if len(outputs) == len(message.specs) and all(map(TensorSpec.fits, message.specs, outputs)):
         return
     given = []
     for y in outputs:
-        gradient = ", which needs a gradient" if y.requires_grad else ""
+        gradient = " with requires_grad=True" if y.requires_grad else ""
         given.append(f"{TensorSpec(tuple(y.shape), y.dtype)}{gradient}")
     raise ValueError(
-        f"the stage gives {' and '.join(given)}, and its boundary declares {message}; an output "
-        "that needs a gradient must be detached, or declared with requires_grad=True"
+        f"the stage returns {' and '.join(given)}, but its boundary declares {message}; an output "
+        "that requires a gradient must be declared with requires_grad=True or detached"
     )
 
 
 def _differentiate(roots: Roots, grads: Tensors) -> None:
-    """Adds to `.grad` of parameters and inputs. `grads` are the gradients of the roots, and empty
-    if the root is a loss."""
+    """Adds gradients to `.grad` of parameters and inputs.
+
+    `grads` are the gradients of the roots. It is empty if the only root is the loss.
+    """
     starts: list[Any] = []
     given: list[Tensor | None] = []
     for root, grad in zip(roots, grads or (None,), strict=True):

@@ -1,12 +1,14 @@
-"""How the ranks of one pipeline reach each other: shared memory, process groups, and the message of
-a failure.
+"""Connections between the ranks of a pipeline: shared memory, process groups and failure messages.
 
-Each way from one rank to another has a process group of its own. A GPU works off what a group was
-given in order, so with one group for both directions two ranks that each send first would wait for
-each other for ever. And NCCL connects two ranks at their first message, for which each of them
-stops until the other comes: so all ranks make their groups in one order, and send something small
-through each as soon as it is made. On one host without GPUs no group is made until a message is too
-large for the shared memory; often none is.
+Each direction between two ranks has its own process group. A GPU executes the transfers of a group
+in the order in which they were issued. With one group for both directions, two ranks that both send
+first would deadlock.
+
+NCCL connects two ranks at their first message, and each rank blocks until the other one arrives.
+All ranks therefore create their groups in the same order and send a small message through each.
+
+On a single host without GPUs, groups are created only when a message is too large for shared
+memory.
 """
 
 from __future__ import annotations
@@ -35,60 +37,65 @@ from parallel3d.shared_memory.ring import LARGEST_BYTES, Incoming, Outgoing
 from parallel3d.shared_memory.segment import PeerLostError, own_folder
 from parallel3d.torch_private import default_store, group_of, timeout_of
 
-WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
-Way = tuple[int, int]  # source rank, target rank
+Way = tuple[int, int]  # (source rank, target rank)
 
 
 class Links:
-    """Connects the ranks of a pipeline along one placement of stages. All ranks make their links at
-    once. Raises ScheduleError on all ranks where their schedules differ."""
+    """Connects the ranks of a pipeline. Collective: all ranks create their links together.
+
+    Raises ScheduleError on all ranks if their schedules differ.
+    """
 
     def __init__(self, pp: DeviceMesh | None, schedule: Schedule, device: torch.device) -> None:
         axis = Axis.of(pp)
         self.rank = axis.rank
         self.size = axis.size
-        self._ranks: list[int] = [] if pp is None else pp.mesh.tolist()  # of the default group
+        # Global rank of each pipeline rank.
+        self._ranks: list[int] = [] if pp is None else pp.mesh.tolist()
         self.incoming: dict[int, Incoming] = {}
         self.outgoing: dict[int, Outgoing] = {}
-        # the ways of all ranks that have shared memory
+        # Directions between any two ranks that use shared memory.
         self._shared: set[Way] = set()
         self._pipeline = axis.group
         self._ways = _ways(schedule)
         self.device = device
-        self._groups: dict[Way, dist.ProcessGroup] = {}  # of this rank's ways
-        # The first rank's on all ranks, and no other pipeline's. The message of the first failure
-        # has this key in the store.
+        # Groups of the directions that begin or end at this rank.
+        self._groups: dict[Way, dist.ProcessGroup] = {}
+        # Key in the store for the message of the first failure. The ranks of a pipeline share it,
+        # and it differs between pipelines.
         self.name = f"parallel3d/{secrets.token_hex(8)}"
         self._is_closed = False
-        self._timeout = timedelta()  # 0 if there are no other processes to wait for
-        # In torch's "fake" process group (a dry run) there are no other processes to meet: all
-        # messages go through the groups, as on GPUs.
+        self._timeout = timedelta()  # 0 if there are no other ranks to wait for.
+        # The "fake" backend of a dry run has no other processes. All messages use the process
+        # groups there, as on GPUs.
         if self._pipeline is not None and dist.get_backend(self._pipeline) != "fake":
             self._meet(self._pipeline, schedule)
         if not self._shared.issuperset(self._ways):
             self.open_groups()
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Returns the value that one rank of the pipeline gives. Every rank calls it."""
+        """Broadcasts a value from one pipeline rank. Collective over the pipeline."""
         values = [value]
         dist.broadcast_object_list(values, group=self._pipeline, group_src=source)
         return values[0]
 
     def shares(self, source: int, target: int, message: Message) -> bool:
-        """Returns whether a message goes through shared memory, not the backend."""
+        """Returns True if a message is sent through shared memory instead of the backend."""
         return message.nbytes <= LARGEST_BYTES and (source, target) in self._shared
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule) -> None:
-        """Every target makes the memory of its links and tells all ranks where it is; then both
-        ends open it."""
+        """Sets up shared memory. Each target creates it and publishes its path, then both ends
+        open it."""
         self._timeout = timeout_of(pipeline, self.device)
         with own_folder(self.device.type) as folder:
             mine: dict[int, Path] = {}
             for source, target in self._ways:
                 if target == self.rank and folder is not None:
                     path = folder / str(source)
-                    with suppress(OSError):  # without room for it, the backend carries messages
+                    # If the memory does not suffice, the backend carries the messages.
+                    with suppress(OSError):
                         self.incoming[source] = Incoming(path, source)
                         mine[source] = path
             digest = zlib.crc32(f"{schedule.placement}\n{schedule}".encode())
@@ -98,7 +105,7 @@ class Links:
             hosts, names, digests, memories = zip(*offers, strict=True)
             if len(set(digests)) > 1:
                 raise ScheduleError(
-                    f"schedule {schedule.name}: the ranks of the pipeline do not have the same one"
+                    f"schedule {schedule.name}: must be the same on all ranks of the pipeline"
                 )
             self.name = names[0]
             for source, target in self._ways:
@@ -106,12 +113,13 @@ class Links:
                     self._shared.add((source, target))
                     if source == self.rank:
                         self.outgoing[target] = Outgoing(memories[target][source], target)
-            dist.barrier(pipeline)  # all have opened what is now removed
+            dist.barrier(pipeline)  # All ranks have opened the files, which can now be removed.
 
     def open_groups(self) -> None:
-        """Makes and connects the backend's groups, when all ranks of the pipeline come to need
-        them. Of two ranks that meet for a way, each has already been at its earlier ways: so no
-        circle of ranks waits for each other."""
+        """Creates and connects the backend's process groups. Collective over the pipeline.
+
+        All ranks connect the directions in the same order, which excludes deadlocks.
+        """
         if self._groups or self._pipeline is None:
             return
         first_message = torch.zeros(1, device=self.device)
@@ -129,34 +137,35 @@ class Links:
             )
             start = self.isend if self.rank == source else self.irecv
             start(first_message, peer).wait()
-        # A rank that failed at once would close its end while another still connects, which then
-        # waits for ever.
+        # Without the barrier, a rank that fails now would close its end while another rank is still
+        # connecting and would then wait forever.
         dist.barrier(self._pipeline)
 
     def isend(self, tensor: Tensor, target: int) -> Any:
-        """Starts to send a tensor by the backend. Raises PeerLostError if the other end has
-        gone."""
+        """Starts a send through the backend. Raises PeerLostError if the peer is gone."""
         group = self._groups[self.rank, target]
         return _noticing_loss(target, dist.isend, tensor, self._ranks[target], group)
 
     def irecv(self, tensor: Tensor, source: int) -> Any:
-        """Starts to receive a tensor that `source` sends by the backend. Raises PeerLostError if
-        the other end has gone."""
+        """Starts a receive through the backend. Raises PeerLostError if the peer is gone."""
         group = self._groups[source, self.rank]
         return _noticing_loss(source, dist.irecv, tensor, self._ranks[source], group)
 
     def complete(self, work: dist.Work, peer: int) -> None:
-        """Waits for a transfer by the backend. Raises PeerLostError if pipeline rank `peer` has
-        gone or stays silent."""
-        # On a GPU the stream waits, and NCCL's watchdog knows the limit; with one given, the host
-        # would stop. gloo's messages know only the first limit of their group.
+        """Waits for a transfer of the backend. Raises PeerLostError if the peer is gone or
+        silent."""
+        # On GPUs no timeout is passed, because it would block the host. There the stream waits, and
+        # NCCL's watchdog applies the timeout. gloo keeps the timeout that its group was created
+        # with.
         limits = () if self.device.type == "cuda" else (self._timeout,)
         _noticing_loss(peer, work.wait, *limits)
 
     def wait(self, link: Incoming) -> int:
-        """Waits for the next message of a link, and returns its digest. Meanwhile messages that
-        wait to be sent go out as room comes free. Raises PeerLostError where the other end has gone
-        or stays silent."""
+        """Waits for the next message of a link and returns its digest.
+
+        Meanwhile it sends queued messages as soon as the receiver has space for them. Raises
+        PeerLostError if the peer is gone or silent.
+        """
         while (digest := link.poll()) is None:
             self._sleep(link.headers)
         return digest
@@ -166,8 +175,7 @@ class Links:
             self._sleep()
 
     def _sleep(self, *pipes: int) -> None:
-        """Sleeps until one of `pipes` can be read, or room comes free for a message that waits to
-        be sent."""
+        """Sleeps until one of `pipes` is readable or a queued message can be sent."""
         waiting = [link for link in self.outgoing.values() if link.is_waiting]
         sleeper = select.poll()
         for pipe in (*pipes, *(link.credits for link in waiting)):
@@ -179,9 +187,11 @@ class Links:
             link.flush()
 
     def begin_run(self, crossings: Sequence[Crossing]) -> None:
-        """Opens the groups if a message is too large for the shared memory, and looks up how long
-        this rank waits for others, which changes after the first step. Raises RankError if an
-        earlier run has failed, here or on another rank."""
+        """Prepares a run: opens process groups for large messages and updates the timeout.
+
+        The timeout changes after the first step. Raises RankError if an earlier run failed on any
+        rank.
+        """
         if self._is_closed:
             raise RankError(
                 f"this pipeline has failed: {self.failure_message() or 'see the first error'}"
@@ -192,8 +202,7 @@ class Links:
             self._timeout = timeout_of(self._pipeline, self.device)
 
     def fail(self, message: str) -> None:
-        """Tells the other ranks: leaves them a message, then closes everything that they may wait
-        for."""
+        """Publishes a failure message and closes all links, so that no other rank keeps waiting."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -202,26 +211,26 @@ class Links:
         for link in (*self.incoming.values(), *self.outgoing.values()):
             link.close()
         for group in self._groups.values():
-            # NCCL's would wait for its peers: there the launcher ends them
+            # Destroying an NCCL group would wait for its peers. The launcher ends those processes.
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
 
     def failure_message(self) -> str | None:
-        """Returns the message of the first rank that failed, or None where none has failed."""
+        """Returns the message of the first rank that failed, or None."""
         if not self._timeout or not default_store().check([self.name]):
             return None
         return str(default_store().get(self.name).decode())
 
 
 def _noticing_loss(peer: int, call: Callable[..., Any], *args: Any) -> Any:
-    """Calls torch. Raises PeerLostError if that fails."""
+    """Calls a torch function and converts its RuntimeError into PeerLostError."""
     try:
         return call(*args)
     except RuntimeError as error:
-        raise PeerLostError(f"nothing more from pipeline rank {peer}: {error}") from error
+        raise PeerLostError(f"lost the connection to pipeline rank {peer}: {error}") from error
 
 
 def _ways(schedule: Schedule) -> list[Way]:
-    """Returns both ways between the ranks of each two stages in a row."""
+    """Returns both directions between the ranks of consecutive stages."""
     pairs = {(one, other) for one, other in pairwise(schedule.placement) if one != other}
     return sorted(pairs | {(target, source) for source, target in pairs})

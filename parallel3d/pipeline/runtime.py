@@ -1,11 +1,11 @@
-"""Executes any schedule: a batch takes this one path with one pipeline rank as with many.
+"""Runtime that executes any schedule, on one pipeline rank or many.
 
     specs = TensorSpec(("batch", "seq", 512))
     runtime = PipelineRuntime([stage], schedule, mesh["pp"], loss_fn, boundaries=specs)
     loss = runtime.run(inputs, labels, sizes={"batch": 2, "seq": 1024})
 
-Any `nn.Module` can be a stage. It takes the tensors that the stage before gives, one or a tuple,
-and the last stage's output goes to the loss.
+Any `nn.Module` can be a stage. It takes the tensors that the previous stage returns (one or a
+tuple). The output of the last stage goes to the loss.
 """
 
 from __future__ import annotations
@@ -37,13 +37,21 @@ from parallel3d.timeline.recorder import Recorder
 
 
 class PipelineRuntime:
-    """Runs microbatches through the stages of this rank and its neighbours.
+    """Runs microbatches through the stages of a pipeline. Collective: all ranks of `pp` create it.
 
-    `stages` are this rank's, in the order of the model. `loss_fn(output, labels)` returns the
-    scalar that is differentiated, already divided so that microbatches and data ranks can be
-    summed. `boundaries` says what crosses between stages, once for all gaps or as a list. All ranks
-    of `pp` build their runtime at once. Raises ScheduleError if the schedule cannot be carried out
-    or the ranks have different ones, ValueError if the stages do not suit it.
+    Args:
+        stages: This rank's stages in the order of the model, as modules or `Stage`.
+        schedule: Schedule from `build_schedule`, `load_schedule` or your own code.
+        pp: One-dimensional mesh of the pipeline. None: a single rank.
+        loss_fn: `loss_fn(output, labels)` returns a scalar. Scale it so that the gradients can be
+            summed over microbatches and data-parallel ranks. None: only `forward` works.
+        boundaries: Tensors sent between stages: one `TensorSpec` or a tuple of them for all gaps,
+            or a list with one tuple per gap.
+        device: Device of the transfers. Default: device of the first parameter or buffer.
+
+    Raises:
+        ScheduleError: The schedule cannot be executed, or the ranks have different schedules.
+        ValueError: The number of stages or boundaries does not match the schedule or the mesh.
 
     Example:
         >>> schedule = parallel3d.build_schedule("1f1b", pp=pp.size(), microbatches=8)
@@ -68,8 +76,8 @@ class PipelineRuntime:
         indices = schedule.stages_of(rank)
         if ranks != size or len(stages) != len(indices):
             raise ValueError(
-                f"schedule {schedule.name}: has {ranks} ranks, and stages {indices} on this one; "
-                f"the mesh has {size} ranks, and {len(stages)} modules were given"
+                f"schedule {schedule.name}: has {ranks} ranks and stages {indices} on this one; "
+                f"the mesh has {size} ranks and {len(stages)} stages were given; both must match"
             )
         self.schedule = schedule
         self.loss_fn = loss_fn
@@ -82,13 +90,13 @@ class PipelineRuntime:
             device = next((x.device for x in chain(held.parameters(), held.buffers())), "cpu")
         self.links = Links(pp, schedule, torch.device(device))
         self._boundaries = normalized(boundaries, schedule.stages)
-        # Stages run alone before the first step of each set of sizes and number of microbatches: on
-        # a GPU, loading a kernel may wait for all that was posted, such as a receive.
+        # Loading a CUDA kernel may block until all posted work is done, including a receive. So the
+        # stages first run without transfers, once per set of sizes and number of microbatches.
         self.warms_up = self.links.device.type == "cuda" and ranks > 1
         self._warm: set[tuple[Any, ...]] = set()
 
     def set_boundaries(self, boundaries: Sequence[Boundary]) -> None:
-        """Declares what crosses between stages from now on, one boundary for each gap."""
+        """Replaces the boundaries, one per gap between stages."""
         self._boundaries = tuple(boundaries)
 
     def run(
@@ -101,34 +109,38 @@ class PipelineRuntime:
         keywords: Sequence[Mapping[str, Any]] | None = None,
         schedule: Schedule | None = None,
     ) -> Tensor:
-        """Runs forward and backward of a batch; gradients are left in `.grad`.
+        """Runs the forward and backward passes of a batch. Gradients accumulate in `.grad`.
 
         Args:
-            inputs: `inputs[m]` goes to the first stage, a tensor or a tuple of them. None on a rank
-                without the first stage.
-            labels: `labels[m]` goes to the loss. None on a rank without the last stage.
-            sizes: Numbers for the names of sizes in `boundaries`.
-            keywords: `keywords[m]`, the same on every rank, goes to every stage's forward.
-            schedule: For another number of microbatches, already checked, with the same stages on
-                the same ranks as the runtime's own.
+            inputs: `inputs[m]` is the microbatch m for the first stage, a tensor or a tuple of
+                tensors. None on ranks without the first stage.
+            labels: `labels[m]` goes to the loss. None on ranks without the last stage.
+            sizes: Values of the names in the shapes of `boundaries`.
+            recorder: Records the start and end of each action.
+            keywords: `keywords[m]` goes to every stage as keyword arguments. Must be equal on all
+                ranks.
+            schedule: Schedule for another number of microbatches, with the same placement of
+                stages. `run` does not check it. Default: the runtime's own.
 
         Returns:
-            Sum of the microbatches' losses, float64, on the rank of the last stage; 0 elsewhere.
+            Sum of the losses of all microbatches, float64, on the rank of the last stage. 0
+            elsewhere.
 
         Raises:
-            StageError: This rank's part failed. The pipeline cannot be used again.
-            RankError: Another rank's part failed. The pipeline cannot be used again.
+            StageError: A stage failed on this rank. The runtime cannot be used again.
+            RankError: A stage failed on another rank. The runtime cannot be used again.
+            ValueError: The batch or the schedule does not match the runtime.
         """
         schedule = schedule or self.schedule
         own = self.schedule
         is_split_otherwise = schedule.splits and not own.splits
         if schedule.placement != own.placement or is_split_otherwise:
             raise ValueError(
-                f"schedule {schedule.name}: places or splits stages in another way than the "
-                "runtime's own"
+                f"schedule {schedule.name}: must place stages and split backward passes as the "
+                "runtime's own schedule does"
             )
         if schedule.trains and self.is_last and self.loss_fn is None:
-            raise ValueError("nothing to differentiate: the pipeline has no loss_fn")
+            raise ValueError("loss_fn = None: training needs a loss; pass one to PipelineRuntime")
         batch = Batch(inputs, labels, keywords, sizes)
         return self._execute(schedule, batch, self.loss_fn, recorder).total_loss
 
@@ -142,8 +154,13 @@ class PipelineRuntime:
         sizes: Sizes | None = None,
         keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> Tensor:
-        """Returns the sum of losses as `run` does, without training. `microbatches` is needed if
-        `inputs` is None and their number is not that of training."""
+        """Returns the sum of the losses as `run` does, without gradients.
+
+        Args:
+            microbatches: Number of microbatches. Needed on ranks whose `inputs` are None if it
+                differs from training.
+            inputs, labels, sizes, keywords: As in `run`.
+        """
         schedule = self._forward_only(inputs, microbatches)
         batch = Batch(inputs, labels, keywords, sizes)
         return self._execute(schedule, batch, self.loss_fn).total_loss
@@ -157,19 +174,21 @@ class PipelineRuntime:
         sizes: Sizes | None = None,
         keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """Returns the last stage's output for each microbatch on its rank, and an empty list
-        elsewhere."""
+        """Returns the outputs of the last stage, one per microbatch.
+
+        The list is empty on ranks without the last stage. The arguments are those of `evaluate`.
+        """
         schedule = self._forward_only(inputs, microbatches)
         return self._execute(schedule, Batch(inputs, None, keywords, sizes), None).outputs
 
     @property
     def last_rank(self) -> int:
-        """The pipeline rank that holds the last stage."""
+        """Pipeline rank that holds the last stage."""
         return self.schedule.placement[-1]
 
     @property
     def is_last(self) -> bool:
-        """True if this rank holds the last stage, and so has the loss and the outputs."""
+        """True if this rank holds the last stage and so computes the loss."""
         return self.schedule.stages - 1 in self.stages
 
     def _forward_only(self, inputs: Microbatches | None, microbatches: int | None) -> Schedule:
@@ -185,20 +204,23 @@ class PipelineRuntime:
         loss_fn: LossFunction | None,
         recorder: Recorder | None = None,
     ) -> ScheduleExecutor:
-        """Executes a schedule on a batch, after the warm-up. Raises ValueError if the batch does
-        not suit the schedule."""
+        """Executes a schedule on a batch, after a warm-up if one is due.
+
+        Raises:
+            ValueError: The batch does not match the number of microbatches.
+        """
         inputs = () if batch.inputs is None and 0 in self.stages else batch.inputs
         given = {"inputs": inputs, "labels": batch.labels, "keywords": batch.keywords}
         for what, each in given.items():
             if each is not None and len(each) != schedule.microbatches:
                 raise ValueError(
-                    f"{what} of {len(each)} microbatches, and {schedule.microbatches} are to run"
+                    f"{what}: has {len(each)} microbatches, must have {schedule.microbatches}"
                 )
         sizes = tuple(sorted((batch.sizes or {}).items()))
         crossings = [Crossing.of(boundary, sizes) for boundary in self._boundaries]
         self.links.begin_run(crossings)
         kind_of_step = schedule.trains, schedule.microbatches, sizes
-        # Evaluations need no warm-up after training.
+        # A training step has already warmed up the forward pass of an evaluation.
         is_cold = schedule.trains or not self._warm
         if self.warms_up and is_cold and kind_of_step not in self._warm:
             self._warm.add(kind_of_step)
@@ -209,12 +231,12 @@ class PipelineRuntime:
         return executor
 
     def _warm_up(self, schedule: Schedule, batch: Batch, crossings: Sequence[Crossing]) -> None:
-        """Does each kind of action of each stage of this rank once, without other pipeline ranks.
+        """Executes each kind of action of this rank's stages once, without other pipeline ranks.
 
-        Kernels are loaded, compiled and tuned, and the groups of tensor and data parallelism
-        connected, while no receive is outstanding. Parameters, gradients, buffers and torch's
-        generators are left as they were; gradients of a stage with `drop_gradients` are clear
-        before."""
+        This loads, compiles and tunes kernels and connects the groups of tensor and data
+        parallelism before any receive is outstanding. It restores parameters, gradients, buffers
+        and random generators. Stages with `drop_gradients` must not hold gradients before.
+        """
         schedule = schedule.first_of_each_kind(self.links.rank)
         transport = WarmupTransport(self.links, schedule, crossings)
         loss_fn = self.loss_fn if schedule.trains or batch.labels is not None else None

@@ -1,10 +1,10 @@
-"""Splits a model that others wrote into pipeline stages, by a table of its modules' names.
+"""Splits an existing model into pipeline stages by the names of its modules.
 
-[Note: one forward] Every stage runs the model's own forward. Modules of other stages are replaced:
-a block, a norm or a head by `Identity`, and a module whose output is added to an embedding by
-`Zero`. So masks, rotary positions and whatever else the forward makes between its modules are made
-on every stage as in the full model. A module without parameters, such as a rotary embedding, is on
-every stage. An earlier stage returns what its forward hands to the first module of the last stage.
+[Note: one forward] Every stage runs the model's own `forward`. Other modules are replaced: blocks,
+norms and heads by `Identity`, modules whose output is added to an embedding by `Zero`. So every
+stage computes masks, rotary positions and other intermediate values as the full model does. Modules
+without parameters, such as rotary embeddings, are kept on every stage. A stage returns the tensor
+that its `forward` passes to the first module of the last stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,19 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class SplitSpec:
-    """Names the list of blocks of a model, and the modules of the first and the last stage.
+    """Module names that tell `split_model` how to split a model into stages.
+
+    Args:
+        blocks: Name of the list of blocks.
+        first: Modules of the first stage. On later stages each returns its input.
+        last: Modules of the last stage, in the order of the forward pass. On earlier stages each
+            returns its input.
+        added: Modules of the first stage whose output is added to an embedding, such as learned
+            positions.
+        hidden: Keyword through which `forward` takes hidden states. None: they replace the token
+            ids.
+        settings: Keyword arguments of every call of `forward`.
+        tuples: True if a block returns a tuple that starts with the hidden states.
 
     Example:
         >>> rules = parallel3d.SplitSpec("blocks", first=("embed",), last=("norm", "head"))
@@ -33,14 +45,12 @@ class SplitSpec:
     """
 
     blocks: str
-    first: tuple[str, ...]  # each returns its input on a later stage
-    last: tuple[str, ...]  # in the forward's order; each returns its input on an earlier stage
-    # of the first stage; their outputs are added to another's, as learned positions are
+    first: tuple[str, ...]
+    last: tuple[str, ...]
     added: tuple[str, ...] = ()
-    # keyword by which the forward takes hidden states; None: they replace the ids
     hidden: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # keywords of every forward
-    tuples: bool = False  # a block returns a tuple that starts with the hidden states
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tuples: bool = False
 
 
 _HIDDEN: dict[str, Any] = {"hidden": "inputs_embeds", "settings": {"use_cache": False}}
@@ -72,7 +82,7 @@ FALCON = SplitSpec(
     tuples=True,
     **_HIDDEN,
 )
-# by the `model_type` of transformers' config, for models with a head on top
+# Keyed by `model_type` of the transformers config. The models have a language-model head.
 FAMILIES: dict[str, SplitSpec] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"), LLAMA),
@@ -84,8 +94,7 @@ FAMILIES: dict[str, SplitSpec] = {
 
 
 class Identity(nn.Module):
-    """Returns its first input, in place of a module of another stage, or of a block that returns a
-    tuple."""
+    """Returns its first input. Replaces a module that belongs to another stage."""
 
     def __init__(self, *, as_tuple: bool = False) -> None:
         super().__init__()
@@ -96,7 +105,7 @@ class Identity(nn.Module):
 
 
 class StageEnd(Identity):
-    """Keeps its input for `_forward`, in place of the first module of the last stage."""
+    """Stores its input for `_forward`. Replaces the first module of the last stage."""
 
     taken: Any = None
 
@@ -106,7 +115,7 @@ class StageEnd(Identity):
 
 
 class Zero(nn.Module):
-    """Returns 0, in place of a module of the first stage whose output is added to another's."""
+    """Returns 0. Replaces a module of the first stage whose output is added to an embedding."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(())
@@ -120,24 +129,25 @@ def split_model(
     check: bool = True,
     example: Tensor | None = None,
 ) -> list[nn.Module]:
-    """Splits a model into stages, which share its modules and keep its parameters' names. Call it
-    after `tensor_parallelize` and before `shard`.
+    """Splits a model into pipeline stages. Call it after `tensor_parallelize` and before `shard`.
+
+    The stages share the modules of the model and keep the names of its parameters.
 
     Args:
-        model: Decoder of transformers with a head, or another model with `rules`.
-        boundaries: Number of the first block of each stage except the first.
-        rules: Table of names. Default: the one of the model's family in `FAMILIES`.
-        check: Compares the stages with the model on the ids `example`.
-        example: A tensor of ids. Models of transformers need none, and a model
-            on the meta device is not compared.
+        model: Decoder of transformers with a head, or any other model with `rules`.
+        boundaries: Index of the first block of each stage except the first.
+        rules: Names of the modules. Default: the entry of the model's family in `FAMILIES`.
+        check: Compares the outputs of the stages with those of the model. Skipped on the meta
+            device.
+        example: Token ids for the check, [batch, seq]. Optional for models of transformers.
 
     Returns:
-        Stages that take ids or the output of the stage before, and return one tensor. Keywords go
-        to the model's own forward.
+        One module per stage. The first takes token ids, the others take the output of the previous
+        stage. Each returns one tensor. Keyword arguments go to the model's own `forward`.
 
     Raises:
-        ValueError: No table, a name that is not in the model, a stage without blocks, a parameter
-            of no stage or of two, a setting that no stage can compute, or another output.
+        ValueError: No rules are known for the model, a name is missing, a stage has no blocks, a
+            parameter is on no stage or on two, or the stages compute another output than the model.
 
     Example:
         >>> stages = parallel3d.split_model(model, [4, 8, 12])  # of transformers, 4 stages
@@ -147,8 +157,8 @@ def split_model(
     rules = _without_absent(model, rules or spec_of(model))
     if boundaries and getattr(config, "output_router_logits", False):
         raise ValueError(
-            "output_router_logits = True: it adds a loss of all blocks' routers, and a stage has "
-            "only its own; with more than one stage set output_router_logits=False"
+            "output_router_logits = True: its loss needs all blocks' routers, but a stage has "
+            "only its own; set output_router_logits=False, or use one stage"
         )
     names = [name for name, _ in model.get_submodule(rules.blocks).named_children()]
     blocks = names_by_stage(names, boundaries)
@@ -163,29 +173,33 @@ def split_model(
     tensors = [*model.parameters(), *model.buffers()]
     if check and not any(tensor.is_meta for tensor in tensors):
         if example is None:
-            raise ValueError("the stages are checked with ids; try example=ids, or check=False")
+            raise ValueError(
+                "example = None: the check needs token ids; try example=ids or check=False"
+            )
         _check(model, stages, rules, example.to(tensors[0].device))
     return stages
 
 
-cut_model = split_model  # its name in earlier versions
+cut_model = split_model  # Former name, kept as an alias.
 
 
 def spec_of(model: nn.Module) -> SplitSpec:
-    """Returns the table of a model's family. Raises ValueError if there is none."""
+    """Returns the rules of a model's family. Raises ValueError if the family is unknown."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in FAMILIES:
         raise ValueError(
-            f"{type(model).__name__}: there is no table for model_type {kind}, only for "
-            f"{', '.join(FAMILIES)}; for a decoder give one, such as SplitSpec('blocks', "
+            f"{type(model).__name__}: model_type = {kind}: has no rules, only "
+            f"{', '.join(FAMILIES)} do; pass your own, for example SplitSpec('blocks', "
             "first=('embed',), last=('norm', 'head'))"
         )
     return FAMILIES[kind]
 
 
 def _without_absent(model: nn.Module, rules: SplitSpec) -> SplitSpec:
-    """Returns the rules without modules that this model does not have, such as the projections of
-    most OPTs. `_refuse_lost_or_shared` finds the parameters of a name that is wrong."""
+    """Returns the rules without modules that this model lacks, such as OPT's optional projections.
+
+    A misspelled name is found later: its parameters belong to no stage (`_refuse_lost_or_shared`).
+    """
     modules = dict(model.named_modules())
     present: dict[str, Any] = {}
     for which in ("first", "last", "added"):
@@ -214,8 +228,11 @@ def _stage(
 def _forward(
     stage: nn.Module, rules: SplitSpec, is_first: bool, x: Tensor, **keywords: Any
 ) -> Tensor:
-    """Runs the model's own forward on ids or hidden states. Returns what it hands to the first
-    module of the last stage; the last stage returns its first tensor."""
+    """Runs the model's own `forward` on token ids or hidden states.
+
+    Returns:
+        Hidden states for the next stage. On the last stage, the first tensor of the model's output.
+    """
     settings = {**rules.settings, **keywords}
     inputs: tuple[Tensor, ...] = (x,)
     if not is_first and rules.hidden is not None:
@@ -238,8 +255,8 @@ def _first_tensor(output: Any) -> Tensor:
 def _refuse_lost_or_shared(
     model: nn.Module, rules: SplitSpec, blocks: Sequence[Sequence[str]]
 ) -> None:
-    """Raises ValueError for a parameter of no stage, or one of two names on different stages."""
-    places: dict[str, int] = {}  # the start of a parameter's name -> its stage
+    """Raises ValueError if a parameter is on no stage, or is tied across stages."""
+    places: dict[str, int] = {}  # prefix of parameter names -> stage
     for stage, own in enumerate(blocks):
         for block in own:
             places[f"{rules.blocks}.{block}."] = stage
@@ -252,16 +269,16 @@ def _refuse_lost_or_shared(
         owners = list(filter(name.startswith, places))
         if not owners:
             raise ValueError(
-                f"{name}: no rule gives it to a stage; name its module among `first`, `added` or "
-                "`last`"
+                f"{name}: is on no stage; add its module to `first`, `added` or "
+                "`last` of the SplitSpec"
             )
         stage = places[owners[0]]
         other, before = stage_of.setdefault(id(parameter), (name, stage))
         if before != stage:
             raise ValueError(
-                f"{name}: is tied to {other}, and they would be on stages {stage} and {before}, "
-                "where each would learn something else; build a new model with "
-                "tie_word_embeddings=False, or untie loaded weights before the model is split: "
+                f"{name}: is tied to {other}, but they are on stages {stage} and {before}, "
+                "so the copies would diverge; build the model with "
+                "tie_word_embeddings=False, or untie the weights before the split: "
                 f"model.{name} = torch.nn.Parameter(model.{name}.detach().clone())"
             )
 
@@ -270,7 +287,7 @@ def _refuse_lost_or_shared(
 def _check(
     model: nn.Module, stages: Sequence[nn.Module], rules: SplitSpec, example: Tensor
 ) -> None:
-    """Raises ValueError if the stages do not give the model's output for an example."""
+    """Raises ValueError if the stages do not compute the model's output for an example."""
     held = nn.ModuleList([model, *stages])
     training = {part: part.training for part in held.modules()}
     held.eval()
@@ -287,7 +304,7 @@ def _check(
         difference = float((x - wanted).abs().max() / wanted.abs().max())
     if not difference <= _TOLERANCE:
         raise ValueError(
-            f"the stages of {type(model).__name__} give another output than the model, by "
-            f"{difference:.1e} of its size; its forward computes something between its modules "
-            "that only one stage may do, or its blocks return tuples: see SplitSpec"
+            f"the stages of {type(model).__name__} compute another output than the model (relative "
+            f"difference {difference:.1e}); its `forward` computes something between its modules "
+            "that must run on one stage only, or its blocks return tuples; see SplitSpec"
         )

@@ -1,9 +1,7 @@
-"""Cutting a model into pipeline stages. A parameter of a stage keeps the name that it has in the
-whole model.
+"""Splits a model into pipeline stages. Parameters keep the names that they have in the full model.
 
-`cut` removes the other stages' parts from the project's own models, whose attributes are the blocks
-(`layers`, a ModuleDict keyed by the block's index in the whole model) and what comes before
-(`embed`) and after (`norm`, `head`).
+`cut` works on the models of parallel3d. Their blocks are `layers`, a ModuleDict keyed by the index
+in the full model. `embed` comes before them, `norm` and `head` come after.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ LAST_PARTS = ("norm", "head")
 
 @dataclass(frozen=True)
 class BlockRange:
-    """The blocks first <= i < end of the whole model, and whether the embedding or the head go with
+    """Blocks first <= i < end of the full model, and whether the embedding or the head join
     them."""
 
     first: int
@@ -32,7 +30,7 @@ class BlockRange:
 
     @property
     def parts(self) -> set[str]:
-        """The names of the model's parts, beside its blocks, that go with them."""
+        """Names of the modules other than blocks that belong to this stage."""
         parts: set[str] = set()
         if self.is_first_stage:
             parts.update(FIRST_PARTS)
@@ -42,8 +40,10 @@ class BlockRange:
 
 
 def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
-    """Returns the blocks of each stage, from how many blocks each stage has
-    (`schedules.balance`)."""
+    """Returns the block range of each stage.
+
+    `sizes` holds the number of blocks per stage, as `schedules.balance` computes them.
+    """
     last = len(sizes) - 1
     return [
         BlockRange(first, end, is_first_stage=stage == 0, is_last_stage=stage == last)
@@ -52,7 +52,7 @@ def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
 
 
 def cut(model: nn.Module, blocks: BlockRange) -> nn.Module:
-    """Removes from `model`, in place, the parts that belong to other stages, and returns it."""
+    """Removes the modules of other stages from `model`, in place, and returns it."""
     layers = model.layers
     assert isinstance(layers, nn.ModuleDict)
     for index in list(layers):
@@ -64,23 +64,25 @@ def cut(model: nn.Module, blocks: BlockRange) -> nn.Module:
 
 
 def names_of(blocks: BlockRange, names: Iterable[str]) -> set[str]:
-    """Returns the model's parameter names that belong to a stage."""
+    """Returns the parameter names that belong to a stage."""
     prefixes = [f"{part}." for part in blocks.parts]
     prefixes += [f"layers.{index}." for index in range(blocks.first, blocks.end)]
     return {name for name in names if name.startswith(tuple(prefixes))}
 
 
 def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
-    """Raises ValueError if a parameter of the model would be on no stage."""
+    """Raises ValueError if a parameter belongs to no stage."""
     lost = names.difference(*(names_of(blocks, names) for blocks in ranges))
     if lost:
-        raise ValueError(f"the stages leave out {sorted(lost)[:4]} of the model's parameters")
+        raise ValueError(f"no stage holds the parameters {sorted(lost)[:4]}")
 
 
 def shared_by_ends(aliases: Mapping[str, str], ranges: Sequence[BlockRange]) -> set[str]:
-    """Returns the first name of each parameter that the first and the last stage share. `aliases`
-    maps the later names of a shared parameter to its first name. Raises ConfigError if any other
-    stages share a parameter, because only these two sum their gradients."""
+    """Returns the first names of parameters that the first and the last stage share.
+
+    `aliases` maps the later names of shared parameters to their first name. Raises ConfigError if
+    other stages share a parameter, because only these two sum their gradients.
+    """
     shared = set()
     for name, first in aliases.items():
         both = (first, name)
@@ -90,7 +92,7 @@ def shared_by_ends(aliases: Mapping[str, str], ranges: Sequence[BlockRange]) -> 
         elif len(stages) > 1:
             raise ConfigError(
                 f"parallel.pp * parallel.virtual_stages = {len(ranges)}: {first} and {name} "
-                f"are one parameter on the stages {' and '.join(map(str, stages))}; only the first "
+                f"are tied but on stages {' and '.join(map(str, stages))}; only the first "
                 "and the last stage can share one; set parallel.pp=1, or parallel.stage_boundaries "
                 "that keep these modules on one stage"
             )
@@ -98,8 +100,17 @@ def shared_by_ends(aliases: Mapping[str, str], ranges: Sequence[BlockRange]) -> 
 
 
 def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.Sequential]:
-    """Cuts a Sequential into its stages. `boundaries` are the indices of the first module of each
-    stage but the first. Raises ValueError where a stage would be empty.
+    """Splits a Sequential into pipeline stages.
+
+    Args:
+        model: Model to cut. Its parameters keep their names.
+        boundaries: Index of the first module of each stage except the first.
+
+    Returns:
+        One Sequential per stage.
+
+    Raises:
+        ValueError: A stage would be empty.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
@@ -113,10 +124,19 @@ def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.S
 def cut_by_names(
     model: nn.Module, names: Sequence[str], boundaries: Sequence[int]
 ) -> list[nn.Sequential]:
-    """Cuts a model into stages if its forward calls the modules `names` one after the other, such
-    as ["embed", "blocks.0", "blocks.1", "norm", "head"]. Each module takes what the one before
-    gives, one tensor or a tuple. Raises ValueError if a stage would be empty, or a parameter of the
-    model is on no stage or on two.
+    """Splits a model whose forward calls its modules one after the other.
+
+    Args:
+        model: Model to cut. Its parameters keep their names.
+        names: Modules in the order of the forward pass, for example `["embed", "blocks.0",
+            "head"]`. Each takes the output of the previous one, a tensor or a tuple.
+        boundaries: Index in `names` of the first module of each stage except the first.
+
+    Returns:
+        One module per stage.
+
+    Raises:
+        ValueError: A stage would be empty, or a parameter is on no stage or on two.
 
     Example:
         >>> names = ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
@@ -130,31 +150,32 @@ def cut_by_names(
         own = {parameter: name for name, parameter in stage.named_parameters()}
         for parameter in own.keys() & held.keys():
             raise ValueError(
-                f"{own[parameter]} and {held[parameter]} are one parameter on two stages, where "
-                "each copy would learn something else; keep their modules on one stage, or give "
+                f"{own[parameter]} and {held[parameter]} are tied but on two stages, so "
+                "the copies would diverge; keep their modules on one stage, or give "
                 "each its own parameter"
             )
         held |= own
     lost = [name for name, parameter in model.named_parameters() if parameter not in held]
     if lost:
-        raise ValueError(f"the stages leave out {lost[:4]} of the model's parameters")
+        raise ValueError(f"no stage holds the parameters {lost[:4]}; add their modules to names")
     return stages
 
 
 def names_by_stage(names: Sequence[str], boundaries: Sequence[int]) -> list[Sequence[str]]:
-    """Returns the names of each stage's modules. `boundaries` are the indices of the first name of
-    each stage except the first. Raises ValueError if a stage would be empty."""
+    """Returns the module names of each stage. Raises ValueError if a stage would be empty.
+
+    `boundaries` are the indices of the first name of each stage except the first.
+    """
     ranges = [range(*ends) for ends in pairwise((0, *boundaries, len(names)))]
     if not all(ranges):
         raise ValueError(
-            f"boundaries {list(boundaries)}: leave a stage empty of the {len(names)} modules"
+            f"boundaries = {list(boundaries)}: a stage would have none of the {len(names)} modules"
         )
     return [names[own.start : own.stop] for own in ranges]
 
 
 class Chain(nn.Sequential):
-    """Calls modules of a model one after the other and keeps the names that they have in the
-    model."""
+    """Calls modules of a model one after the other. They keep their names in the model."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""One run's transfers between pipeline ranks: sends that do not block, receives posted ahead of
-their use.
+"""Transfers between pipeline ranks during one run.
 
-Between two ranks messages travel in the order in which the sender makes them, which the receiver
-knows from the schedule, so neither tags nor shapes are on the wire. Small messages between CPUs of
-one host go through `shared_memory.ring`, others by the backend (`Links.shares`).
+Sends do not block, and receives are posted ahead of their use.
+
+Messages between two ranks travel in the order in which they are sent. The receiver knows this order
+from the schedule, so messages carry no tags or shapes. Small messages between CPUs of one host go
+through `shared_memory.ring`, all others through the backend (`Links.shares`).
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ from parallel3d.pipeline.boundary import Crossing, Message, Tensors
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind, Schedule
 
-WAITS_FOR_RANKS = True  # for parallel3d.watch.heartbeat
+WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
-Receive = tuple[Action, list[dist.Work], Tensors]  # by the backend, for the action that takes it
+# Receive through the backend: the action that consumes it, its works and its buffers.
+Receive = tuple[Action, list[dist.Work], Tensors]
 
 
 class Transport:
-    """Carries out the sends and receives of one run. `send` passes on what an action has made,
-    `receive` gets what an action takes, and `action_issued` is to be called after each action of
-    this rank, when what it gives has been sent. `crossings[s]` is what goes between stages s and
-    s + 1.
+    """Sends and receives of one run.
 
-    A receive is posted only when all of this rank's own work from which its data follows has been
-    issued, because a GPU may come to wait for all that was posted to it: for memory, or for a
-    kernel that is loaded at its first use."""
+    Call `receive` for the inputs of an action, `send` for its result, and `action_issued` after
+    each action. `crossings[s]` declares the messages between stages s and s + 1.
+
+    A receive is posted only after this rank has issued all actions that its data depends on.
+    Otherwise a GPU could deadlock: allocating memory or loading a kernel may block until all posted
+    work is done.
+    """
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing]) -> None:
         self.links = links
         self.crossings = crossings
         self._schedule = schedule
-        # What stages of this rank made, and what was sent before a message that an action waited
-        # for.
+        # Messages received early or made on this rank, keyed by the action that consumes them.
         self._arrived: dict[Action, Tensors] = {}
-        # The takers of what each rank sends here, in its order, through shared memory and by the
-        # backend, and the receives by the backend that are posted.
+        # Actions that consume the messages of each source rank, in the order of arrival: through
+        # shared memory, through the backend, and posted receives of the backend.
         self._in_memory: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._unposted: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._posted: defaultdict[int, deque[Receive]] = defaultdict(deque)
-        self._issued = 0  # actions of this rank so far
+        self._issued = 0  # Number of actions that this rank has issued.
         self._outboxes: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._expect()
 
     def _expect(self) -> None:
-        """Lists what is to come, and posts what can come by the backend before this rank has done
-        anything."""
+        """Lists the expected messages and posts the receives that need no action of this rank."""
         links = self.links
         for (source, target), takers in self._schedule.transfers.items():
             for taker in takers if target == links.rank else ():
@@ -61,8 +62,7 @@ class Transport:
         self._post()
 
     def action_issued(self) -> None:
-        """Posts the receives that can come now that one more action of this rank has been
-        issued."""
+        """Counts an action of this rank and posts the receives that this allows."""
         self._issued += 1
         self._post()
 
@@ -83,7 +83,7 @@ class Transport:
             if len(outbox) >= SENDS_KEPT:
                 links.complete(outbox.popleft()[0], target)
             tensor = tensor.contiguous()
-            # the tensor must live until it is sent
+            # Keep the tensor alive until it is sent.
             outbox.append((links.isend(tensor, target), tensor))
 
     def receive(self, taker: Action) -> Tensors:
@@ -97,27 +97,27 @@ class Transport:
         return self._arrived.pop(taker)
 
     def finish(self) -> None:
-        """Waits until every message is on its way."""
+        """Waits until all messages are sent."""
         self.links.wait_until_sent()
         for target, outbox in self._outboxes.items():
             for work, _ in outbox:
                 self.links.complete(work, target)
 
     def _read(self, source: int) -> None:
-        """Waits for the next message in the memory shared with `source`."""
+        """Waits for the next message from `source` through shared memory."""
         taker = self._in_memory[source].popleft()
         link = self.links.incoming[source]
         message = self._message(taker)
         if self.links.wait(link) != message.digest:
             raise ValueError(
-                f"{taker} takes {message} ({message.nbytes} bytes), and pipeline rank {source} has "
-                "sent something else: the ranks have declared other shapes or sizes"
+                f"{taker} expects {message} ({message.nbytes} bytes), but pipeline rank {source} "
+                "sent another shape or dtype; declare the same boundaries and sizes on all ranks"
             )
         self._arrived[taker] = message.empty(self.links.device)
         link.read(self._arrived[taker])
 
     def _complete(self, source: int) -> None:
-        """Waits for the next message that `source` sends by the backend."""
+        """Waits for the next message from `source` through the backend."""
         taker, works, tensors = self._posted[source].popleft()
         self._post()
         for work in works:
@@ -141,8 +141,7 @@ class Transport:
 
 
 class WarmupTransport(Transport):
-    """Stands in for the transport of stages that run alone: what another rank would send is zeros,
-    and what goes to another rank goes nowhere."""
+    """Replaces all transfers during a warm-up: receives return zeros, sends are dropped."""
 
     def _expect(self) -> None:
         pass

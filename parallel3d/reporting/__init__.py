@@ -1,2 +1,1 @@
-"""What a run tells the outside of its steps: metrics, the line or bar on a terminal, dashboards and
-profiles."""
+"""Output of a run: metrics, progress display, dashboards and profiles."""

@@ -1,4 +1,4 @@
-"""The metrics of a run, and the file that they are written to."""
+"""Metrics of a run, and the file metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -21,35 +21,39 @@ from parallel3d.reporting.sinks import Sinks
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line of metrics.jsonl. Times and rates are means over the steps since the line before."""
+    """One line of metrics.jsonl. Times and rates are means over the steps since the last line."""
 
     step: int
-    loss: float  # mean over the tokens of this step's global batch
+    loss: float  # Mean over the target tokens of this step, in nats.
     lr: float
-    grad_norm: float  # before clipping
-    tokens: int  # labels since the start of the run, including those of skipped steps
+    grad_norm: float  # Before clipping.
+    tokens: int  # Target tokens since the start of the run, including those of skipped steps.
     step_time_s: float
-    data_wait_s: float = 0.0  # the part of step_time_s that waits for a batch, on the worst rank
+    data_wait_s: float = 0.0  # Part of step_time_s spent waiting for a batch, on the slowest rank.
     tokens_per_s: float
     tokens_per_s_per_device: float
-    # the share of the device's dense peak that was used; None where the peak is not known
+    # Model FLOPs utilization: fraction of the device's dense peak. None: the peak is unknown.
     mfu: float | None
-    peak_memory_bytes: int  # on the worst rank: CUDA's tensors, or the process on a CPU
-    # on the worst rank: what CUDA's allocator has taken for them; None on a CPU
+    # Highest of all ranks: CUDA tensors, or the resident set of the process on CPU.
+    peak_memory_bytes: int
+    # Highest of all ranks: memory reserved by CUDA's allocator. None on CPU.
     peak_reserved_bytes: int | None = None
-    val_loss: float | None = None  # of the part of the run's own data that is kept for validation
-    # of the other evaluation sets, by their names
+    val_loss: float | None = None  # Loss of the validation set held out from the training data.
+    # Losses of the other evaluation sets, by name.
     set_losses: Mapping[str, float] = field(default_factory=dict)
-    loss_scale: float | None = None  # the scale in this step; None where the precision is not fp16
-    spikes: int = 0  # steps since the start of the run whose loss or gradient norm stood out
-    rollbacks: int = 0  # how often the run has gone back to a checkpoint because of them
-    # steps since the start of the run that were left out: not finite, or refused
+    loss_scale: float | None = None  # Loss scale of this step. None: the precision is not fp16.
+    spikes: int = 0  # Steps since the start of the run with a spike in loss or gradient norm.
+    rollbacks: int = 0  # Rollbacks since the start of the run.
+    # Skipped steps since the start of the run, because of non-finite numbers or spikes.
     skipped_steps: int = 0
 
     @property
     def scalars(self) -> dict[str, float | None]:
-        """The numbers of the line by their keys, each evaluation with its perplexity. A number that
-        is not finite, such as a skipped step's norm, is None, because JSON has no infinity."""
+        """Numbers of the line by key, with the perplexity of each evaluation.
+
+        A non-finite number, such as the norm of a skipped step, is None because JSON has no
+        infinity.
+        """
         own = dict(vars(self))
         losses = own.pop("set_losses")
         own["val_perplexity"] = None if self.val_loss is None else perplexity(self.val_loss)
@@ -62,15 +66,16 @@ class StepMetrics:
 
 
 def perplexity(loss: float) -> float:
-    """Returns e to the power of a mean loss; infinity where no float is that large."""
+    """Returns exp(loss), or infinity if a float cannot hold it."""
     return math.exp(loss) if loss < 700.0 else math.inf
 
 
 class MetricsFile:
-    """The file metrics.jsonl, one JSON object a line, whose lines also go to the `sinks`. Lines
-    beyond the step that a run resumes from, or goes back to, are dropped: the file is replaced by a
-    new one. If it has lines that are not metrics, the old file is kept as `<name>.damaged`, and
-    `note` says so."""
+    """File metrics.jsonl with one JSON object per line. Lines are also sent to `sinks`.
+
+    Lines after the step that a run resumes from or rolls back to are dropped, by rewriting the
+    file. If the file has invalid lines, a copy is kept as `<name>.damaged`, and `note` says so.
+    """
 
     def __init__(self, path: Path, *, resumed_step: int, sinks: Sinks | None = None) -> None:
         self._path = path
@@ -82,15 +87,15 @@ class MetricsFile:
         """Drops the lines of the steps after `step`."""
         path = self._path
         before = path.read_text(errors="replace") if path.exists() else ""
-        *whole, _cut_off = before.split("\n")  # a crash may cut off the last line
+        *whole, _cut_off = before.split("\n")  # A crash can leave an incomplete last line.
         steps = [_step_of(line) for line in whole]
         if None in steps:
             aside = path.with_name(f"{path.name}.damaged")
             with writing(aside):
                 aside.write_text(before)
             bad = steps.index(None) + 1
-            found = f"{path}: line {bad} is not a line of metrics"
-            self.note = f"warning: {found}; {aside} has the old file"
+            found = f"{path}: line {bad} is not a metrics line"
+            self.note = f"warning: {found}; the old file is kept as {aside}"
         kept = [f"{line}\n" for line, at in zip(whole, steps, strict=True) if at and at <= step]
         with writing(path):
             write_atomically(path, "".join(kept))
@@ -103,7 +108,7 @@ class MetricsFile:
 
 
 def _step_of(line: str) -> int | None:
-    """Returns the step of one line of metrics.jsonl, or None for any other line."""
+    """Returns the step of a line of metrics.jsonl, or None if the line is invalid."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, RecursionError, TypeError, KeyError):
@@ -112,7 +117,7 @@ def _step_of(line: str) -> int | None:
 
 
 def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> float:
-    """Returns the operations of a token's forward and backward, as `config.flops` counts them."""
+    """Returns the FLOPs per token of forward and backward pass, as `config.flops` counts them."""
     return training_flops_per_token(
         layers=config.layers,
         hidden=config.hidden,
@@ -126,8 +131,12 @@ def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> fl
 def peak_tokens_per_s(
     recipe: Recipe, device: torch.device, peak_of: PeakOf, block_weights: int | None
 ) -> tuple[float | None, str]:
-    """Returns the tokens per second of one device at its peak FLOP/s, of which MFU is the share, or
-    None and, for a GPU, a line that says why it is not known."""
+    """Returns the tokens per second of one device at peak FLOP/s, which is the basis of the MFU.
+
+    If it is unknown, returns None and a line for the user that says why (empty on CPU).
+    `logging.peak_tflops` takes precedence over `peak_of`, which looks up a GPU by name and
+    precision.
+    """
     if recipe.logging.peak_tflops is not None:
         peak = recipe.logging.peak_tflops * 1e12
     elif device.type != "cuda":
@@ -137,8 +146,8 @@ def peak_tokens_per_s(
         found = peak_of(name, recipe.train.precision)
         if found is None:
             return None, (
-                f"no MFU: no hardware file lists {name!r} in its cuda_names; "
-                "logging.peak_tflops=989.4 would say its peak"
+                f"no MFU: the peak of {name!r} is unknown; "
+                "set it, for example logging.peak_tflops=989.4"
             )
         peak = found
     if block_weights is None:
@@ -148,14 +157,17 @@ def peak_tokens_per_s(
 
 
 def gpu_bytes(device: torch.device) -> int | None:
-    """Returns the memory of a GPU; None for a CPU."""
+    """Returns the memory of a GPU in bytes, or None on CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Returns the most memory that this process has held: CUDA's tensors, and what its allocator
-    has taken for them; on a CPU the resident set, and 0."""
+    """Returns the peak memory of this process in bytes: (CUDA tensors, reserved by the allocator).
+
+    On CPU: (resident set, 0).
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    units = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes there, KiB elsewhere
+    # getrusage returns bytes on macOS, KiB elsewhere.
+    units = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units, 0

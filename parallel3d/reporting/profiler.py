@@ -1,4 +1,4 @@
-"""Profiles of some steps by torch.profiler, as traces that Perfetto and TensorBoard open."""
+"""Profiles steps with torch.profiler, as traces for Perfetto and TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from parallel3d.errors import writing
 
 
 class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
-    """Records the steps of `logging.profile_steps` on this rank, if it is one of
-    `logging.profile_ranks`. Files go to `folder`, and `say` shows a line about them."""
+    """Profiles the steps `logging.profile_steps` on the ranks `logging.profile_ranks`.
+
+    Traces go to `folder`, and `say` prints a line about each.
+    """
 
     def __init__(
         self, config: LoggingConfig, folder: Path, rank: int, say: Callable[[str], None]
@@ -27,21 +29,20 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Runs a step in its block, and records it if it is in the window. Writes the trace after
-        the last step of the window."""
+        """Context of one step. Records it if it is in the window, and finally writes the trace."""
         if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             yield
             return
         first, last = self._steps
         if self._profile is None:
-            self._profile = profile()  # of CPU and GPU
+            self._profile = profile()  # CPU and GPU.
             self._profile.start()
         with record_function(f"step {step}"):
             yield
         if step < last:
             return
         self._profile.stop()
-        # TensorBoard looks for this ending
+        # TensorBoard expects this suffix.
         path = self._folder / f"rank_{self._rank}.{step:08d}.pt.trace.json.gz"
         with writing(path):
             path.parent.mkdir(exist_ok=True)
@@ -50,5 +51,5 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
         self._say(f"profile of steps {first} to {step}: {path}")
 
     def __exit__(self, *error: object) -> None:
-        if self._profile is not None:  # the run ends inside of the window
+        if self._profile is not None:  # The run ended within the window.
             self._profile.stop()

@@ -1,5 +1,4 @@
-"""The progress of a run on stderr: a line for each measured step, and on a terminal a live bar
-below them."""
+"""Progress of a run on stderr: a line per report, and a live bar on a terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +17,11 @@ if TYPE_CHECKING:
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows the progress of a run of `steps`, of which `done` are done: nothing unless this rank
-    `speaks`. Where stderr is a terminal that can redraw it, a bar stays below the lines; it is gone
-    when the run is. Close the display before anything else is printed."""
+    """Shows the progress of a run of `steps`, or nothing unless this rank `speaks`.
+
+    On a terminal, a bar stays below the lines until the run ends. Close the display before you
+    print anything else.
+    """
 
     def __init__(self, steps: int = 0, done: int = 0, *, speaks: bool = False) -> None:
         self._steps = steps
@@ -28,7 +29,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._bar: Progress | None = None
         if not (speaks and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"):
             return
-        from rich import progress  # 0.3 s that a run into a file does not pay
+        # Imported here because it takes 0.3 s, which a run without a terminal need not pay.
+        from rich import progress
         from rich.console import Console
 
         self._bar = progress.Progress(
@@ -42,22 +44,21 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._bar.start()
 
     def say(self, text: str) -> None:
-        """Shows a line. What cannot be printed, to a file on a full disk or a reader that has gone,
-        ends no run."""
+        """Prints a line. Ignores errors of the stream, such as a full disk or a closed pipe."""
         if self._bar is not None:
-            # Rich would colour numbers, take brackets for its markup, and break lines itself.
+            # Rich would otherwise color numbers, interpret brackets as markup, and wrap lines.
             self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
         elif self._speaks:
             with suppress(OSError):
                 print(printable(text), file=sys.stderr, flush=True)
 
     def step_done(self, step: int) -> None:
-        """Shows that `step` is done."""
+        """Advances the bar to `step`."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def measured(self, metrics: StepMetrics) -> None:
-        """Shows the metrics of a step."""
+        """Prints the metrics of a step."""
         if self._speaks:
             self.say(describe(metrics, self._steps, shutil.get_terminal_size().columns))
 
@@ -67,8 +68,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
 
 def describe(metrics: StepMetrics, steps: int, columns: int) -> str:
-    """Returns the line of a step, such as `step 20/300  loss 3.1234  grad 0.812  eta 0:01:10`. The
-    last fields are left out if the line is longer than `columns`; metrics.jsonl has all of them."""
+    """Formats the metrics of a step: `step 20/300  loss 3.1234  grad 0.812  eta 0:01:10`.
+
+    The last fields are omitted if the line is longer than `columns`.
+    """
     fields = [f"step {metrics.step}/{steps}", f"loss {metrics.loss:.4f}"]
     if metrics.val_loss is not None:
         fields.append(f"val {metrics.val_loss:.4f}")

@@ -1,10 +1,12 @@
-"""Dashboards beside metrics.jsonl: each is fed the very lines of that file, from a thread of its
-own, and none of them can stop or slow a run. What one has lost, `parallel3d-train replay` sends
-again.
+"""Dashboards that receive the lines of metrics.jsonl: TensorBoard, Weights & Biases and MLflow.
 
-If steps are trained again after a crash, TensorBoard drops what it had of them, and MLflow takes
-the later value. The history of Weights & Biases only grows, so the value of the first time stays.
-After a rollback TensorBoard shows both. A replay shows the lines of the file alone."""
+Each sink runs in its own thread and cannot stop or slow down a run. `parallel3d-train replay` sends
+lines again that a sink has lost.
+
+If steps are repeated after a crash, TensorBoard drops their first values and MLflow uses the later
+ones. Weights & Biases keeps the first values. After a rollback, TensorBoard shows both. A replay
+shows only the lines of the file.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,21 @@ from uuid import uuid4
 
 from parallel3d.config.recipe import Recipe, SinkName
 
-# one line of metrics.jsonl: a number, or None where there is none, by its name
+# One line of metrics.jsonl: numbers, or None, by name.
 Line = Mapping[str, Any]
-_MOST_LINES_WAITING = 1000  # a sink that is as far behind as this hangs
-_LAST_WAIT_S = 60.0  # for what is still on its way when the run is done
-# ... when it has failed, and its launcher waits for no more than the causes
+_MOST_LINES_WAITING = 1000  # A sink that is this many lines behind hangs.
+_LAST_WAIT_S = 60.0  # Time to send the remaining lines at the end of a run, in seconds.
+# The same after a failure, when the launcher waits only for the cause.
 _WAIT_OF_A_FAILED_RUN_S = 1.0
 
 
 @dataclass(frozen=True)
 class SinkRun:
-    """The run as a sink knows it."""
+    """Properties of a run that a sink needs."""
 
     recipe: Recipe
     folder: Path
-    resumed_step: int  # the step that the run goes on from; 0: it starts
+    resumed_step: int  # Step that the run resumes from, or 0.
 
     @property
     def project(self) -> str:
@@ -47,32 +49,33 @@ class SinkRun:
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
-        """The recipe, by section."""
+        """Recipe by section."""
         sections = asdict(self.recipe).items()
         return {key: value for key, value in sections if isinstance(value, dict)}
 
     def id_file(self, sink: str) -> Path:
-        """The file that holds the run's id in a sink, so that a resumed run goes on in the same
-        one."""
+        """File with the ID of the run in a sink, so that a resumed run continues the same one."""
         return self.folder / f"{sink}.id"
 
 
 class Sink(Protocol):
-    """Somewhere that metrics go. Its methods are called in this order from one thread; what they
-    raise loses the sink and nothing else."""
+    """Destination of metrics. Methods are called in this order from one thread.
+
+    An exception disables the sink and does not affect the run.
+    """
 
     def start(self, run: SinkRun) -> None:
-        """Imports the library and opens the run, or goes on in it."""
+        """Imports the library and opens the run, or continues it."""
 
     def log(self, line: Line) -> None:
-        """Takes a line."""
+        """Sends a line."""
 
     def finish(self, succeeded: bool) -> None:
-        """Sends what is on its way, and closes the run."""
+        """Sends pending lines and closes the run."""
 
 
 class TensorBoard:
-    """Event files in `run_dir/tensorboard`."""
+    """Writes event files to `run_dir/tensorboard`."""
 
     def start(self, run: SinkRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -90,8 +93,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, whose own variables (WANDB_MODE, WANDB_API_KEY, ...) say where it
-    goes. Its files are in `run_dir/wandb`."""
+    """Logs to Weights & Biases. WANDB_MODE, WANDB_API_KEY and its other variables configure it.
+
+    Its files are in `run_dir/wandb`.
+    """
 
     def start(self, run: SinkRun) -> None:
         import wandb
@@ -107,7 +112,7 @@ class WeightsAndBiases:
             resume="allow",
             config=run.settings,
             allow_val_change=True,
-            settings=wandb.Settings(console="off"),  # the terminal is the progress bar's
+            settings=wandb.Settings(console="off"),  # The progress bar owns the terminal.
         )
 
     def log(self, line: Line) -> None:
@@ -118,11 +123,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run at MLFLOW_TRACKING_URI, or in files in `run_dir/mlflow` where the variable is not
-    set."""
+    """Logs to MLFLOW_TRACKING_URI, or to files in `run_dir/mlflow` if the variable is not set."""
 
     def start(self, run: SinkRun) -> None:
-        # without it MLflow 3 refuses the store of files
+        # MLflow 3 rejects the file store without this.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -139,13 +143,13 @@ class MLflow:
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
         own_id.write_text(self._id)
-        for section, keys in run.settings.items():  # MLflow takes 100 in one request
+        for section, keys in run.settings.items():  # MLflow accepts 100 parameters per request.
             params = [Param(f"{section}.{key}", str(value)) for key, value in keys.items()]
             self._client.log_batch(self._id, params=params)
 
     def log(self, line: Line) -> None:
         now_ms = time.time_ns() // 1_000_000
-        # in its store of files val_loss cannot be both a file and the folder of val_loss/books
+        # In the file store, val_loss cannot be both a file and the folder of val_loss/books.
         metrics = [
             self._metric(name.replace("/", "."), value, now_ms, line["step"])
             for name, value in _numbers(line).items()
@@ -164,8 +168,7 @@ SINKS: dict[str, Callable[[], Sink]] = {
 
 
 class Sinks(AbstractContextManager["Sinks"]):
-    """The sinks of a run, each with its thread. `tell` shows a line to the user, once for each sink
-    that is lost."""
+    """Sinks of a run, each with its own thread. `tell` is called once for each sink that fails."""
 
     def __init__(
         self, names: Sequence[SinkName], run: SinkRun, tell: Callable[[str], None]
@@ -173,12 +176,12 @@ class Sinks(AbstractContextManager["Sinks"]):
         self._feeders = [_Feeder(name, run, tell) for name in names]
 
     def log(self, line: Line) -> None:
-        """Hands a line to every sink, and waits for none."""
+        """Queues a line for every sink without waiting."""
         for feeder in self._feeders:
             feeder.offer(line)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Ends all sinks."""
+        """Ends all sinks and waits for them for a limited time."""
         wait_s = _LAST_WAIT_S if error is None else _WAIT_OF_A_FAILED_RUN_S
         deadline = time.monotonic() + wait_s
         for feeder in self._feeders:
@@ -190,10 +193,10 @@ class Sinks(AbstractContextManager["Sinks"]):
 
 
 class _Feeder(Thread):
-    """Feeds one sink."""
+    """Thread that feeds one sink."""
 
     def __init__(self, name: SinkName, run: SinkRun, tell: Callable[[str], None]) -> None:
-        super().__init__(name=name, daemon=True)  # a sink that hangs does not keep the process
+        super().__init__(name=name, daemon=True)  # A hanging sink must not keep the process alive.
         self._run = run
         self._tell = tell
         self._is_lost = False
@@ -201,7 +204,7 @@ class _Feeder(Thread):
         self.start()
 
     def offer(self, item: Line | bool) -> None:
-        """Puts a line into the queue, or at the end of the run whether it has succeeded."""
+        """Queues a line, or at the end of the run True if it succeeded."""
         try:
             self._items.put_nowait(item)
         except Full:
@@ -214,29 +217,27 @@ class _Feeder(Thread):
             while not isinstance(item := self._items.get(), bool):
                 sink.log(item)
             sink.finish(succeeded=item)
-        except BaseException as error:  # a library that calls sys.exit loses itself alone
+        except BaseException as error:  # A library that calls sys.exit ends only its own sink.
             self.lose(cause_of(error, self.name))
 
     def lose(self, cause: str) -> None:
-        """Says once that the sink gets no more lines, and why."""
+        """Reports once that the sink gets no more lines."""
         if not self._is_lost:
             self._is_lost = True
             again = f"`parallel3d-train replay {self._run.folder} {self.name}`"
             self._tell(
-                f"logging.sinks: {self.name} is lost, the run is not: {cause}; {again} sends "
-                "everything again"
+                f"logging.sinks: {self.name} stopped, the run continues: {cause}; {again} sends "
+                "all lines again"
             )
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """Returns the numbers of a line but for its step, which a sink has as the place of the
-    others."""
+    """Returns the numbers of a line except its step, which sinks take as a separate argument."""
     return {name: value for name, value in line.items() if value is not None and name != "step"}
 
 
 def cause_of(error: BaseException, name: str) -> str:
-    """Returns the error of a sink in one line, with the command that installs a library that is not
-    there."""
+    """Formats an error of a sink as one line, with the install command of a missing library."""
     first_line = str(error).partition("\n")[0]
     cause = f"{type(error).__name__}: {first_line}"
     if isinstance(error, ImportError):

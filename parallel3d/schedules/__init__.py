@@ -1,2 +1,1 @@
-"""Pipeline schedules as plain data, built and proved by pure functions: what each pipeline rank
-does in which order."""
+"""Pipeline schedules as plain data: the actions of each pipeline rank, in order."""

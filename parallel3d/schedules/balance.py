@@ -1,8 +1,8 @@
-"""How many blocks of a transformer each pipeline stage gets, by what the model's parts cost. No
-torch here.
+"""Balanced distribution of transformer blocks over pipeline stages. No torch here.
 
-Costs are the floating-point operations of a token's forward. A backward takes about twice as many
-for every part, so the proportions hold for a whole step. The planner prices stages by the same cut.
+Costs are floating-point operations per token in the forward pass. The backward pass takes about
+twice as many for every part, so the proportions hold for a full step. The planner uses the same
+distribution.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class PartCosts:
-    """What each part of a model costs, in any one unit."""
+    """Cost of each part of a model, in any common unit."""
 
     embedding: float
     block: float
@@ -24,10 +24,12 @@ class PartCosts:
     def of(
         cls, *, block_weights: float, hidden: int, query_hidden: int, vocab: int, seq_len: int
     ) -> PartCosts:
-        """Counts operations per token from the weights in a block's matrices. Each weight costs two
-        operations, and causal attention multiplies with half of seq_len keys on average. An
-        embedding is looked up: it reads and writes `hidden` numbers, next to nothing beside a
-        block."""
+        """Computes costs in floating-point operations per token.
+
+        Each weight costs two operations. Causal attention multiplies with `seq_len / 2` keys on
+        average. An embedding lookup reads and writes `hidden` numbers, which is negligible compared
+        with a block.
+        """
         attention = 2.0 * query_hidden * seq_len
         return cls(
             embedding=2.0 * hidden, block=2.0 * block_weights + attention, head=2.0 * hidden * vocab
@@ -35,12 +37,14 @@ class PartCosts:
 
 
 def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
-    """The number of blocks of each stage such that the costliest stage, embedding and head
-    included, costs as little as possible. Each stage but the last has at least one block; the last
-    may be the head alone where the head is costly. Among equal stages those in the middle get a
-    block first. Raises ValueError for more stages than blocks."""
+    """Returns the number of blocks per stage that minimizes the cost of the most expensive stage.
+
+    Each stage except the last has at least one block. The last may hold only the head if the head
+    is expensive. Of equally loaded stages, those in the middle get a block first. Raises ValueError
+    if there are more stages than blocks.
+    """
     if stages > blocks:
-        raise ValueError(f"{blocks} layers cannot fill {stages} stages")
+        raise ValueError(f"{blocks} layers cannot fill {stages} stages; use fewer stages")
     sizes = [1] * stages
     extra = [0.0] * stages
     extra[0] += costs.embedding
@@ -49,11 +53,11 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
         sizes[-1] = 0
 
     def priority(stage: int) -> tuple[float, float]:
-        # Rounded, so that the small cost of an embedding does not change an even cut.
+        # Rounded, so that the small cost of the embedding does not change an even distribution.
         cost = round(sizes[stage] + extra[stage] / costs.block, 2)
         return cost, abs(stage - (stages - 1) / 2)
 
-    # Giving each block to the cheapest stage is optimal, because all blocks cost the same.
+    # Giving each block to the cheapest stage is optimal because all blocks cost the same.
     for _ in range(blocks - sum(sizes)):
         cheapest = min(range(stages), key=priority)
         sizes[cheapest] += 1
@@ -61,18 +65,23 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
 
 
 def sizes_between(points: Sequence[int], blocks: int) -> list[int]:
-    """Returns how many blocks each stage has, from the first block of each stage after the first:
-    (2, 5) and 8 blocks -> [2, 3, 3]."""
+    """Returns the number of blocks per stage, given the first block of each stage except the first.
+
+    For example, (2, 5) with 8 blocks gives [2, 3, 3].
+    """
     return [end - start for start, end in pairwise((0, *points, blocks))]
 
 
 def faults_of_boundaries(points: Sequence[int], blocks: int, stages: int) -> str | None:
-    """What is wrong with the boundaries that a user gives, or None. The first stage may be the
-    embedding alone and the last the head alone; every stage between them has blocks."""
+    """Returns the rule that user-given boundaries break, or None if they are valid.
+
+    The first stage may hold only the embedding and the last only the head. Every other stage needs
+    at least one block.
+    """
     sizes = sizes_between(points, blocks)
     if len(sizes) == stages and min(sizes) >= 0 and all(sizes[1:-1]):
         return None
     return (
-        f"must be {stages - 1} rising numbers from 0 to model.layers = {blocks}, the first block "
-        f"of each of the {stages} stages but the first"
+        f"must be {stages - 1} rising numbers from 0 to model.layers = {blocks}: the first block "
+        f"of each of the {stages} stages except the first"
     )

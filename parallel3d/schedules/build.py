@@ -1,9 +1,7 @@
-"""A schedule made from its name and its numbers, schedules of forwards alone, and how many forwards
-a rank has alive.
+"""Builds schedules from their names and counts the microbatches that a rank holds. No torch here.
 
-A forward is alive from its action until the backward of the same stage and microbatch is done;
-where the backward is split, until its second half is done. A rank's activations are counted by it.
-No torch here.
+A microbatch is live on a stage from its forward action until its backward action is done, or until
+the second half if the backward pass is split. Live microbatches determine activation memory.
 """
 
 from __future__ import annotations
@@ -19,8 +17,19 @@ from parallel3d.schedules.schedule import Action, Kind, Schedule, peak_live
 def build_schedule(
     name: ScheduleName, *, pp: int, microbatches: int, virtual_stages: int = 1
 ) -> Schedule:
-    """Builds the schedule of this name. Raises ScheduleError if the numbers do not suit it. The
-    tests prove every builder for all sizes, so the schedule is not proved again.
+    """Builds a pipeline schedule.
+
+    Args:
+        name: Schedule, for example "1f1b", "interleaved_1f1b" or "zb_h1".
+        pp: Number of pipeline ranks.
+        microbatches: Number of microbatches per step.
+        virtual_stages: Stages per rank.
+
+    Returns:
+        Schedule of all ranks, valid by construction. It needs no `check_schedule`.
+
+    Raises:
+        ScheduleError: The name is unknown, or the numbers do not suit the schedule.
 
     Example:
         >>> schedule = parallel3d.build_schedule("1f1b", pp=2, microbatches=3)
@@ -34,8 +43,8 @@ def build_schedule(
     if pp < 1 or microbatches < 1 or not traits.stages.allow(virtual_stages):
         limit = "" if most is None else f" (at most {most})"
         raise ScheduleError(
-            f"schedule {name}: pp = {pp}, {microbatches} microbatches and {virtual_stages} stages "
-            f"on each rank: must be at least 1, 1 and {least}{limit}"
+            f"schedule {name}: pp = {pp}, {microbatches} microbatches, {virtual_stages} stages "
+            f"per rank: must be at least 1, 1 and {least}{limit}"
         )
     ranks = [tuple(traits.builder(pp, rank, microbatches, virtual_stages)) for rank in range(pp)]
     return Schedule(
@@ -48,7 +57,7 @@ def build_schedule(
 
 @lru_cache(maxsize=1024)
 def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Returns the rank of each stage: round and round, or down and up again."""
+    """Returns the rank of each stage: looped over the ranks, or V-shaped (down and up again)."""
     if schedule_traits(name).stages.v_shaped:
         return (*range(pp), *reversed(range(pp)))
     return tuple(range(pp)) * virtual_stages
@@ -56,9 +65,14 @@ def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int,
 
 @lru_cache(maxsize=64)
 def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Builds a schedule of forwards alone, for evaluation and generation, on the stages of a
-    training schedule. For at least pp microbatches no schedule takes fewer steps: v m + p - 1, and
-    2 (m + p - 1) on a V, where the last microbatch has to come up again.
+    """Builds a schedule of forward passes only, for evaluation and generation.
+
+    With at least pp microbatches no schedule takes fewer time steps: v m + p - 1 for looped stages
+    and 2 (m + p - 1) for V-shaped ones, with v stages per rank, m microbatches and p ranks.
+
+    Args:
+        placement: Rank of each stage, as in the training schedule.
+        microbatches: Number of microbatches.
 
     Example:
         >>> print(parallel3d.forward_only(placement=(0, 1), microbatches=2))
@@ -74,8 +88,8 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
         for stage in stages:
             forwards += [Action(stage, Kind.FORWARD, m) for m in group]
     if not is_looped:
-        # On a V a rank's two stages are an odd number of steps apart, so every second step is free
-        # for the other.
+        # On a V the two stages of a rank are an odd number of steps apart, so their actions
+        # alternate without conflict.
         forwards.sort(key=lambda action: 2 * action.microbatch + action.stage)
     ranks: list[Actions] = [[] for _ in range(pp)]
     for action in forwards:
@@ -93,8 +107,10 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
 def live_microbatches(
     name: ScheduleName, *, pp: int, rank: int, microbatches: int, virtual_stages: int
 ) -> int:
-    """`Schedule.peak_live_microbatches` of one rank, without building a long schedule: the most
-    forwards, each of one of the rank's stages, that are alive at once."""
+    """Returns the largest number of live (stage, microbatch) pairs on one rank.
+
+    Equals `Schedule.peak_live_microbatches[rank]`, without building a long schedule.
+    """
     traits = schedule_traits(name)
     if traits.holds_whole_batch:
         return microbatches * virtual_stages

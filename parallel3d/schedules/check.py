@@ -1,8 +1,7 @@
-"""The proof that a schedule can be carried out: every action comes once, on its rank, and no rank
-waits for ever.
+"""Checks that a schedule is complete and free of deadlocks.
 
-Lookups are in flat arrays by stage x microbatches + microbatch, so that half a million actions take
-some seconds.
+Lookups use flat arrays indexed by stage x microbatches + microbatch, so half a million actions take
+a few seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from parallel3d.schedules.schedule import Action, Kind, Schedule
 _BEGUN = 1
 _HALF = 2
 _DONE = 3
-# kind -> the state of its stage's microbatch before it -> after it
+# kind -> {state of (stage, microbatch) before the action: state after it}
 _STATE_AFTER = {
     Kind.FORWARD: {0: _BEGUN},
     Kind.BACKWARD: {_BEGUN: _DONE},
@@ -24,13 +23,19 @@ _MISSING = {0: Kind.FORWARD, _BEGUN: Kind.BACKWARD, _HALF: Kind.WEIGHT}
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Proves that the schedule does every forward and every backward (full, or its two halves)
-    once, on the rank that holds the stage, and runs to its end with no rank waiting for what never
-    comes. Raises ScheduleError naming the rank, the first action that is wrong, and why.
+    """Checks that a schedule is complete and cannot deadlock.
 
-    The proof is one order of all actions that agrees with every rank's own. It is enough for a
-    transport whose sends do not block and whose messages between two ranks arrive in the order in
-    which they were sent.
+    Every forward and every backward action (full, or its two halves) must occur once, on the rank
+    that holds the stage. The check constructs one order of all actions that agrees with the order
+    of every rank. This suffices for a transport whose sends do not block and whose messages between
+    two ranks arrive in order.
+
+    Args:
+        schedule: Schedule to check.
+
+    Raises:
+        ScheduleError: The schedule is wrong. The error names the rank, the first wrong action and
+            the reason.
 
     Example:
         >>> schedule = parallel3d.build_schedule("zb_h1", pp=4, microbatches=8)
@@ -41,20 +46,20 @@ def check_schedule(schedule: Schedule) -> None:
     microbatches = schedule.microbatches
     placement = schedule.placement
     if len(schedule.ranks) <= max(placement, default=0):
-        raise ScheduleError(f"{said}has {len(schedule.ranks)} ranks, and a stage on another")
+        raise ScheduleError(f"{said}has {len(schedule.ranks)} ranks, but a stage on another")
     states = bytearray(stages * microbatches)
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             stage, kind, microbatch = action
             place = stage * microbatches + microbatch
             if not 0 <= stage < stages or placement[stage] != rank:
-                fault = "this rank holds no such stage"
+                fault = "the stage is not on this rank"
             elif not 0 <= microbatch < microbatches:
-                fault = "there is no such microbatch"
+                fault = "the microbatch does not exist"
             elif (after := _STATE_AFTER[kind].get(states[place])) is None:
-                fault = "comes twice, or before what it needs of its own stage"
+                fault = "occurs twice, or before an action of the same stage that it needs"
             elif kind is not Kind.FORWARD and not schedule.trains:
-                fault = "is not asked for"
+                fault = "is not part of a forward-only schedule"
             else:
                 states[place] = after
                 continue
@@ -64,6 +69,6 @@ def check_schedule(schedule: Schedule) -> None:
         if state != last:
             stage, microbatch = divmod(place, microbatches)
             missing = Action(stage, _MISSING[state], microbatch)
-            raise ScheduleError(f"{said}rank {placement[stage]}, {missing} is never done")
+            raise ScheduleError(f"{said}rank {placement[stage]}, {missing} is missing")
     for _ in schedule.in_order():
         pass

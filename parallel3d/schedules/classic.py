@@ -1,15 +1,16 @@
-"""Schedules whose stages go round the ranks: naive, GPipe, 1F1B, breadth-first and the two ZB-H1.
+"""Builders of schedules with looped stages: naive, GPipe, 1F1B, breadth-first and ZB-H1.
 
 Each builder is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that
-returns a rank's actions; 1F1B, interleaved 1F1B and ZB-H1 are given by the warm-ups of `in_turn`.
-Stage s stands on rank s mod pp. In the formulas p is pp, m the microbatches, v the stages per rank,
-and F and B the time of a rank's whole share of the model for one microbatch; the bubble is the idle
-part of all rank-time.
+returns the actions of a rank. 1F1B, interleaved 1F1B and ZB-H1 are defined by their warm-up and
+`in_turn`. Stage s is on rank s mod pp.
 
-ZB-H1 (Qi et al. 2023, arXiv 2401.10241) splits the backward B: the input's gradient (I) comes at
-once, because the stage before waits for it, and the weights' (W) later, where the rank would be
-idle. A rank that starts its backwards earlier delays its weights' gradients for longer, so that all
-ranks hold as many microbatches as 1F1B's first rank.
+In the formulas, p is pp, m the number of microbatches, v the stages per rank, and F and B the time
+of a rank's share of the model for one microbatch. The bubble is the idle fraction of rank-time.
+
+ZB-H1 (Qi et al. 2023, arXiv 2401.10241) splits the backward pass B. The input gradient (I) comes
+first because the previous stage waits for it. The weight gradient (W) comes later, when the rank
+would be idle. A rank that starts its backward passes earlier delays its weight gradients longer, so
+all ranks hold as many microbatches as the first rank of 1F1B.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from itertools import pairwise
 from parallel3d.schedules.schedule import Action, Kind
 
 Actions = list[Action]
-# (pp, rank, microbatches, stages per rank) -> forwards before one forward, one backward in turn
+# (pp, rank, microbatches, stages per rank) -> forward actions before forward and backward alternate
 WarmUp = Callable[[int, int, int, int], int]
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
 def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Takes one microbatch at a time through the whole model and back, as a model cut over devices
-    does by itself. The bubble is (p - 1) / p for any m; one microbatch is alive. Pipelines are
-    measured against this baseline."""
+    """Runs one microbatch at a time forward and backward through all stages.
+
+    The bubble is (p - 1) / p for any m, and one microbatch is live. A model that is split over
+    devices without a schedule runs this way, which makes it the baseline.
+    """
     actions: Actions = []
     stages = range(rank, pp * virtual_stages, pp)
     for m in range(microbatches):
@@ -40,52 +43,66 @@ def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions
 
 
 def gpipe(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Does all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, section 2.3). The
-    bubble is (p - 1) / (m + p - 1); m microbatches are alive."""
+    """Runs all forward actions, then all backward actions.
+
+    The bubble is (p - 1) / (m + p - 1), and m microbatches are live (Huang et al. 2019, arXiv
+    1811.06965, section 2.3).
+    """
     return [Action(rank, kind, m) for kind in (F, B) for m in range(microbatches)]
 
 
 def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Does one forward and one backward in turn once the pipeline is full (Narayanan et al. 2021,
-    arXiv 2006.09503). The bubble is GPipe's, (p - 1) / (m + p - 1), and only p - rank microbatches
-    are alive. With one rank this is gradient accumulation."""
+    """Alternates forward and backward actions once the pipeline is full.
+
+    The bubble is that of GPipe, (p - 1) / (m + p - 1), but only p - rank microbatches are live
+    (Narayanan et al. 2021, arXiv 2006.09503). With one rank this is gradient accumulation.
+    """
     return pp - rank - 1
 
 
 def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Runs 1F1B over virtual stages: idle time over busy time is (p - 1) / (v m), v times less than
-    1F1B's, for v times the transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). At
-    most 2 (p - rank - 1) + (v - 1) g + 1 forwards are alive, each of a stage that is 1 / v of the
-    rank's share; g is the largest of `groups`, which is p where p divides m."""
+    """Runs 1F1B over virtual stages.
+
+    The ratio of idle to busy time is (p - 1) / (v m), a factor v smaller than for 1F1B, with v
+    times as many transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). The number of
+    live forwards is at most 2 (p - rank - 1) + (v - 1) g + 1, each of 1 / v of the rank's share. g
+    is the largest of `groups`, which is p if p divides m.
+    """
     return 2 * (pp - rank - 1) + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
 
 
 def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Takes all microbatches through a stage before the rank's next stage (breadth first), so that
-    a stage's parameters are gathered, and its gradients reduced, once a step while other stages
-    compute (Lamy-Poirier 2022, arXiv 2211.05953). Idle over busy time is (p - 1) / (v m) for m >=
-    p; all v m forwards are alive. Backwards start with the last microbatch, which frees the newest
-    activations first."""
+    """Runs all microbatches through a stage before the next stage of the rank (breadth first).
+
+    A stage's parameters are gathered and its gradients reduced once per step, overlapped with the
+    compute of other stages (Lamy-Poirier 2022, arXiv 2211.05953). The ratio of idle to busy time is
+    (p - 1) / (v m) for m >= p. All v m forwards are live. The backward actions start with the last
+    microbatch, which frees the newest activations first.
+    """
     stages = range(rank, pp * virtual_stages, pp)
     forwards = [Action(stage, F, m) for stage in stages for m in range(microbatches)]
     return forwards + [Action(stage, B, m) for stage, _, m in reversed(forwards)]
 
 
 def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Orders ZB-H1 (arXiv 2401.10241, section 2.1 and table 1): 1F1B with W delayed by `rank`
-    microbatches. Each rank is idle for (p - 1) (F + I - W) / v if W <= F, a third of 1F1B's (p - 1)
-    (F + I + W) / v where the three are equal. At most (v - 1) g + p forwards are alive, with g as
-    in `interleaved_1f1b`; over virtual stages it is the order of torch.distributed.pipelining's
-    ScheduleInterleavedZeroBubble."""
+    """Runs ZB-H1: 1F1B with W delayed by `rank` microbatches.
+
+    See arXiv 2401.10241, section 2.1 and table 1. Each rank is idle for (p - 1) (F + I - W) / v if
+    W <= F. The idle time of 1F1B is (p - 1) (F + I + W) / v, three times as long if F, I and W are
+    equal. At most (v - 1) g + p forwards are live, with g as in `interleaved_1f1b`. With virtual
+    stages the order equals ScheduleInterleavedZeroBubble of torch.distributed.pipelining.
+    """
     return (virtual_stages - 1) * group_sizes(pp, microbatches)[0] + pp - rank - 1
 
 
 def groups(pp: int, microbatches: int) -> list[range]:
-    """Returns the groups of microbatches that go round together: as even as possible, the larger
-    ones first, and at least pp each where there are as many microbatches. A group smaller than pp
-    makes every rank wait at each turn: with pp 4, v 4 and 9 microbatches a rank is idle for 28
-    forwards' time in groups of 4, 4 and 1, and for 9 (as with 8 microbatches) in groups of 5 and 4.
-    Equal groups give the order of torch.distributed.pipelining."""
+    """Splits microbatches into the groups that loop over the ranks together.
+
+    Groups are as even as possible, larger ones first, with at least pp microbatches each if there
+    are that many. In a smaller group every rank waits at each turn. For example, with pp 4, v 4 and
+    9 microbatches, a rank is idle for 28 forward times with groups of 4, 4 and 1, but for 9 with
+    groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining.
+    """
     count = max(1, microbatches // pp)
     size, larger = divmod(microbatches, count)
     starts = [size * group + min(group, larger) for group in range(count + 1)]
@@ -93,8 +110,7 @@ def groups(pp: int, microbatches: int) -> list[range]:
 
 
 def group_sizes(pp: int, microbatches: int) -> tuple[int, int]:
-    """Returns the size of the first and of the last of `groups`, by arithmetic: a step may have a
-    million of them."""
+    """Returns the sizes of the first and the last of `groups` without building the groups."""
     count = max(1, microbatches // pp)
     return -(-microbatches // count), microbatches // count
 
@@ -108,9 +124,16 @@ def in_turn(
     warm_up: WarmUp,
     splits: bool = False,
 ) -> Actions:
-    """Does as many forwards as `warm_up` says, then forwards and backwards in turn, then the
-    backwards that are left; groups of microbatches go round the ranks. With `splits` the backwards
-    are split: each I from number `rank` on is followed by the oldest W that is left."""
+    """Alternates forward and backward actions after a warm-up of forward actions.
+
+    Args:
+        warm_up: Returns the number of forward actions in the warm-up.
+        splits: Splits the backward passes. From number `rank` on, each I is followed by the oldest
+            pending W.
+
+    Returns:
+        Actions of the rank. The remaining backward actions come at the end.
+    """
     stages = range(rank, pp * virtual_stages, pp)
     backward_kind = I if splits else B
     forwards: Actions = []

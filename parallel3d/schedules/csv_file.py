@@ -1,9 +1,9 @@
-"""Schedules in files, in the format of torch.distributed.pipelining's compute schedules.
+"""Reads and writes schedules in the CSV format of torch.distributed.pipelining.
 
-One line a rank, one cell an action: `2F0` is stage 2, forward, microbatch 0. An empty cell is a
-hole. Two actions that torch overlaps, `(2F1;5B0)OVERLAP_F_B`, are read as one after the other; its
-communications (sends, receives, gathers, reductions) are passed over, because here they follow from
-the compute.
+Each line is a rank and each cell an action: `2F0` is stage 2, forward, microbatch 0. An empty cell
+is idle time. Overlapped actions such as `(2F1;5B0)OVERLAP_F_B` are read one after the other. Cells
+with communication (sends, receives, gathers, reductions) are ignored, because parallel3d derives
+communication from the compute actions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Returns a schedule as the text of a file, with a line for each rank.
+    """Returns a schedule as CSV text with one line per rank.
 
     Example:
         >>> schedule = parallel3d.build_schedule("1f1b", pp=2, microbatches=2)
@@ -32,8 +32,16 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def load_schedule(path: Path) -> Schedule:
-    """Reads a schedule from a file and checks it. Raises ScheduleError naming the file, the rank,
-    the action and the reason.
+    """Reads a schedule from a CSV file and checks it.
+
+    Args:
+        path: File in the format of `to_csv`, or a compute schedule of torch.distributed.pipelining.
+
+    Returns:
+        Schedule named after the path. Placement and number of microbatches follow from the actions.
+
+    Raises:
+        ScheduleError: The file cannot be read, or the schedule is wrong.
 
     Example:
         >>> schedule = parallel3d.load_schedule(Path("mine.csv"))
@@ -48,11 +56,10 @@ def load_schedule(path: Path) -> Schedule:
 
 
 def from_csv(text: str, *, name: str) -> Schedule:
-    """Reads a schedule from a file's text and checks it. Which rank holds a stage and how many
-    microbatches there are follows from the actions; `name` is for messages."""
+    """Parses a schedule from CSV text and checks it. `name` appears in error messages."""
     said = f"schedule {name}: "
     ranks = []
-    holder: dict[int, int] = {}  # the rank of each stage
+    holder: dict[int, int] = {}  # stage -> rank
     microbatches: set[int] = set()
     for rank, line in enumerate(text.rstrip().splitlines()):
         actions = []
@@ -65,13 +72,13 @@ def from_csv(text: str, *, name: str) -> Schedule:
                 microbatches.add(action.microbatch)
             elif not _PASSED_OVER.fullmatch(cell.strip()):
                 raise ScheduleError(
-                    f"{said}rank {rank}, {cell[:40]!r}: is no action; write stage, one of F B I W, "
-                    "and microbatch, such as 0F0"
+                    f"{said}rank {rank}, {cell[:40]!r}: is not an action; write stage, kind "
+                    "(F, B, I or W) and microbatch, for example 0F0"
                 )
         ranks.append(tuple(actions))
     for what, numbers in (("stage", holder), ("microbatch", microbatches)):
         if not numbers or len(numbers) <= max(numbers):
-            raise ScheduleError(f"{said}must have actions of each {what}, from {what} 0 on")
+            raise ScheduleError(f"{said}must have actions of every {what} from {what} 0 on")
     schedule = Schedule(
         name=name,
         placement=tuple(rank for _, rank in sorted(holder.items())),

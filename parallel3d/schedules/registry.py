@@ -1,4 +1,4 @@
-"""The schedules by name, with what config, planner and trainer ask about each. No torch here."""
+"""Schedules by name, with the traits that config, planner and trainer need. No torch here."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ ScheduleName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class StagesPerRank:
-    """How many stages a rank may hold in a schedule, and where they stand."""
+    """Number of stages that a rank can hold in a schedule, and their placement."""
 
     least: int = 1
-    most: int | None = 1  # None stands for any number
+    most: int | None = 1  # None: unlimited
     usual: int = 1
-    v_shaped: bool = False  # the second half of the stages goes back up the ranks
+    v_shaped: bool = False  # The second half of the stages is placed back up the ranks.
 
     def allow(self, virtual_stages: int) -> bool:
-        """Whether a rank may hold so many stages."""
+        """Returns True if a rank can hold this number of stages."""
         return self.least <= virtual_stages and (self.most is None or virtual_stages <= self.most)
 
 
@@ -55,18 +55,19 @@ _ON_A_V = StagesPerRank(least=2, most=2, usual=2, v_shaped=True)
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """What is true of a schedule at any size."""
+    """Properties of a schedule that do not depend on its size."""
 
     name: ScheduleName
-    # (pp, rank, microbatches, stages per rank) -> its actions
+    # (pp, rank, microbatches, stages per rank) -> actions of the rank
     builder: Callable[[int, int, int, int], Actions]
     stages: StagesPerRank = StagesPerRank()
-    # forwards before one forward, one backward in turn
+    # Forward actions before forward and backward alternate. None: the builder does not alternate.
     warm_up: WarmUp | None = None
-    # idle for (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473, section 2.2)
+    # True if the idle time is (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473,
+    # section 2.2).
     ramp_bubble: bool = False
-    holds_whole_batch: bool = False  # all forwards of a step come before its first backward
-    splits_backward: bool = False  # some backwards are done in two halves
+    holds_whole_batch: bool = False  # All forward actions precede the first backward action.
+    splits_backward: bool = False  # Some backward passes run in two halves.
 
 
 SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
@@ -97,7 +98,7 @@ SCHEDULES: dict[ScheduleName, ScheduleTraits] = {
 
 
 def schedule_traits(name: str) -> ScheduleTraits:
-    """Returns the traits of the schedule of this name. Raises ScheduleError for an unknown name."""
+    """Returns the traits of a schedule. Raises ScheduleError if the name is unknown."""
     if name not in SCHEDULES:
         raise ScheduleError(f"schedule {name}: unknown; known are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]

@@ -1,8 +1,7 @@
-"""A pipeline schedule as plain data: for each pipeline rank, the forwards and backwards that it
-does, in order.
+"""Pipeline schedule as plain data: the actions of each pipeline rank, in order. No torch here.
 
-The runtime executes it and the simulator times it. Sends and receives are not part of it, because
-they follow from which rank holds which stage. No torch here.
+The runtime executes a schedule and the simulator times it. Sends and receives are not part of it.
+They follow from the placement of the stages.
 """
 
 from __future__ import annotations
@@ -17,26 +16,30 @@ from typing import NamedTuple
 
 from parallel3d.errors import ScheduleError
 
-RECEIVES_AHEAD = 2  # receives that the transport posts beyond the one waited for, from each rank
-# sends to each rank before the oldest is waited for; tests/test_nccl_rules.py shows that all end
+RECEIVES_AHEAD = 2  # Receives posted ahead of the one that is waited for, per source rank.
+# Sends to each rank before the oldest is waited for.
 SENDS_KEPT = 4
 
 
 class Kind(StrEnum):
-    """What an action does. A stage's microbatch has one full backward, or the two halves of it: the
-    input's gradient and later the weights', with other work between them to fill a bubble (Qi et
-    al. 2023, arXiv 2401.10241)."""
+    """Kind of an action.
+
+    The backward pass of a stage's microbatch is either one action or two halves. Other actions can
+    run between the halves to fill the bubble (Qi et al. 2023, arXiv 2401.10241).
+    """
 
     FORWARD = "F"
-    BACKWARD = "B"  # both gradients
-    INPUT = "I"  # the gradient of the stage's input, which the stage before waits for
-    WEIGHT = "W"  # the gradients of its weights, which nobody waits for
+    BACKWARD = "B"  # Input and weight gradients.
+    INPUT = "I"  # Input gradient, which the previous stage waits for.
+    WEIGHT = "W"  # Weight gradients, which no other stage waits for.
 
 
 class Action(NamedTuple):
-    """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0. It is a
-    named tuple because a schedule has hundreds of thousands of them: a frozen dataclass takes 5
-    times as long to make and 3 times to hash."""
+    """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0.
+
+    A named tuple, because schedules have hundreds of thousands of actions. A frozen dataclass takes
+    5 times as long to create and 3 times as long to hash.
+    """
 
     stage: int
     kind: Kind
@@ -48,8 +51,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What each pipeline rank does, in order. `placement[stage]` is the rank that holds the stage;
-    stages count from 0, and two in a row may stand on one rank.
+    """Actions of each pipeline rank, in order.
+
+    Args:
+        name: Name for messages.
+        placement: Rank that holds each stage. Consecutive stages can be on the same rank.
+        microbatches: Number of microbatches per step.
+        ranks: Actions of each rank.
+        trains: False if the schedule has forward actions only.
 
     Example:
         >>> schedule = parallel3d.build_schedule("zb_v", pp=2, microbatches=4, virtual_stages=2)
@@ -63,7 +72,7 @@ class Schedule:
     placement: tuple[int, ...]
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
-    trains: bool = True  # False where there are forwards alone
+    trains: bool = True
 
     @property
     def stages(self) -> int:
@@ -71,29 +80,33 @@ class Schedule:
 
     @cached_property
     def splits(self) -> bool:
-        """Whether some backward is done in two halves."""
+        """True if any backward pass is split into two halves."""
         return any(action.kind is Kind.INPUT for action in chain.from_iterable(self.ranks))
 
     def stages_of(self, rank: int) -> list[int]:
-        """Returns the stages on a rank, in the order of the model."""
+        """Returns the stages of a rank in the order of the model."""
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
     @cached_property
     def _takers(self) -> dict[int, Action]:
-        """A slot -> the action that takes its result."""
+        """Maps each slot to the action that consumes its content."""
         return {self.slots(action)[0]: action for action in chain.from_iterable(self.ranks)}
 
     def feeds(self, action: Action) -> Action | None:
-        """Returns the action, on any rank, that takes what `action` makes: the next stage's
-        forward, or the backward of the stage before, full or split as the schedule has it.
-        Returns None at the ends of the pipeline, and for the weights' gradients, which stay
-        where they are."""
+        """Returns the action that consumes the result of `action`.
+
+        It is the forward pass of the next stage, or the backward pass (full or first half) of the
+        previous stage. None at the ends of the pipeline and for weight gradients, which no other
+        stage needs.
+        """
         return self._takers.get(self.slots(action)[1])
 
     @cached_property
     def transfers(self) -> Mapping[tuple[int, int], Sequence[Action]]:
-        """What is sent from each (source rank, target rank), in the source's order; an item is the
-        action that takes it."""
+        """Messages of each (source rank, target rank), in the order of sending.
+
+        Each message is listed as the action that consumes it.
+        """
         transfers: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
         for source, actions in enumerate(self.ranks):
             for taker in filter(None, map(self.feeds, actions)):
@@ -103,16 +116,21 @@ class Schedule:
         return transfers
 
     def slots(self, action: Action) -> tuple[int, int]:
-        """Returns the slots of two results: the one that `action` takes from another stage, and the
-        one that it makes."""
+        """Returns the slot that `action` reads from and the slot that it writes to.
+
+        A slot holds the result of one stage for one microbatch.
+        """
         takes, makes = self._first_slots[action.stage, action.kind]
         return takes + action.microbatch, makes + action.microbatch
 
     @cached_property
     def _first_slots(self) -> dict[tuple[int, Kind], tuple[int, int]]:
-        """What `slots` returns for microbatch 0. Rows of one slot a microbatch are the model's own
-        input, the outputs of all stages, the gradients of their inputs, that of the model's output,
-        and what no action takes."""
+        """Slots of microbatch 0. The slots of microbatch m are m higher.
+
+        There is one row of slots for each of: the model's input, the outputs of each stage, the
+        gradients of each stage's inputs, the gradient of the model's output, and results that no
+        action consumes.
+        """
         stages = self.stages
         count = self.microbatches
         found = {}
@@ -121,7 +139,7 @@ class Schedule:
             gradient = (1 + stages + stage) * count
             found[stage, Kind.FORWARD] = (output - count, output)
             found[stage, Kind.BACKWARD] = found[stage, Kind.INPUT] = (gradient + count, gradient)
-            # its first half is an earlier action of the same rank
+            # It needs only its first half, an earlier action of the same rank.
             found[stage, Kind.WEIGHT] = (0, (2 + 2 * stages) * count)
         return found
 
@@ -130,13 +148,16 @@ class Schedule:
         return (3 + 2 * self.stages) * self.microbatches
 
     def in_order(self) -> Iterator[tuple[int, Action, int, int]]:
-        """Yields (rank, action, slot that it takes, slot that it makes) for all actions of a
-        complete schedule, each after the actions that it needs. Raises ScheduleError if no such
-        order exists, naming where each rank stands and what it waits for."""
+        """Yields (rank, action, input slot, output slot) in an order that respects all
+        dependencies.
+
+        Raises ScheduleError if the ranks wait for each other. The error names the action of each
+        rank and its missing input.
+        """
         given = b"\1" * self.microbatches
         there = bytearray(given + bytes(2 * self.stages * self.microbatches) + given + given)
         position = [0] * len(self.ranks)
-        waiting: dict[int, int] = {}  # a slot -> the rank that waits for it
+        waiting: dict[int, int] = {}  # slot -> rank that waits for it
         ready = list(reversed(range(len(self.ranks))))
         while ready:
             rank = ready.pop()
@@ -159,23 +180,24 @@ class Schedule:
         for takes, rank in sorted(waiting.items(), key=lambda each: each[1]):
             action = self.ranks[rank][position[rank]]
             stuck.append(f"rank {rank} at {action} waits for {makers[takes]}")
-        raise ScheduleError(f"schedule {self.name} stops before its end: {'; '.join(stuck)}")
+        raise ScheduleError(f"schedule {self.name} deadlocks: {'; '.join(stuck)}")
 
     @cached_property
     def _postable(self) -> dict[int, Mapping[Action, int]]:
-        """What `postable_after` has returned, by rank."""
+        """Cache of `postable_after`, by rank."""
         return {}
 
     def postable_after(self, rank: int) -> Mapping[Action, int]:
-        """Returns, for each action of `rank`, how many of this rank's own actions must have been
-        issued before that which it takes can come: the data follows from them, whatever way it
-        takes over other ranks. A receive that is posted earlier would stand in the way of its own
-        cause wherever a device works off what it was given before it takes more. It is found once,
-        in one pass over the schedule."""
+        """Returns how many actions of `rank` must be issued before a receive can be posted.
+
+        The count is given for each action of the rank. It covers all of the rank's own actions that
+        the received data depends on, directly or through other ranks. A receive that is posted
+        earlier can deadlock on a device that processes its queue in order. The result is cached.
+        """
         if rank not in self._postable:
             found = {}
-            # How many of the rank's own actions come before all that another rank has done so far,
-            # and before each result.
+            # Number of the rank's own actions that precede the latest action of each other rank,
+            # and that precede each result.
             before = [0] * len(self.ranks)
             before_slot: dict[int, int] = {}
             for holder, action, takes, makes in self.in_order():
@@ -190,10 +212,11 @@ class Schedule:
         return self._postable[rank]
 
     def first_of_each_kind(self, rank: int) -> Schedule:
-        """Returns the schedule of a few of the microbatches, in which each stage of a rank does
-        every kind of action that it does in the whole one (a stage may have some backwards whole
-        and others in halves)."""
-        # An earlier action replaces a later one.
+        """Returns a schedule with few microbatches that keeps each kind of action of a rank.
+
+        The warm-up runs it. A stage can have both full and split backward passes.
+        """
+        # Iterating in reverse keeps the earliest microbatch.
         first = {(stage, kind): m for stage, kind, m in reversed(self.ranks[rank])}
         few = set(first.values())
         ranks = []
@@ -203,15 +226,14 @@ class Schedule:
 
     @cached_property
     def last_backwards(self) -> frozenset[Action]:
-        """The last action of each stage that adds to its weights' gradients, which are complete
-        after it."""
+        """Last action of each stage that adds to its weight gradients."""
         ending = (Kind.BACKWARD, Kind.WEIGHT)
         last = {a.stage: a for a in chain.from_iterable(self.ranks) if a.kind in ending}
         return frozenset(last.values())
 
     @cached_property
     def peak_live_microbatches(self) -> tuple[int, ...]:
-        """`peak_live` of each rank."""
+        """Result of `peak_live` for each rank."""
         return tuple(map(peak_live, self.ranks))
 
     def __str__(self) -> str:
@@ -219,8 +241,10 @@ class Schedule:
 
 
 def peak_live(actions: Iterable[Action]) -> int:
-    """Returns the most forwards, each of one stage, whose activations wait on a rank at once for
-    their backward, or for its second half if the backward is split."""
+    """Returns the largest number of forward actions of a rank that await their backward pass.
+
+    If the backward pass is split, they await its second half.
+    """
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
     changes = [change[action.kind] for action in actions]
     return max(accumulate(changes, initial=0))

@@ -1,7 +1,8 @@
-"""Schedules on a V: rank r holds stage r on the way down and stage 2 pp - 1 - r on the way up, so
-that a microbatch ends where it began, and the last rank has two stages in a row. Each rank has two
-stages; the times F, I, W and B are those of one stage. Fewer microbatches than an order needs are
-left out of it: a schedule without all actions of a microbatch is still a schedule.
+"""Builders of V-shaped schedules. Rank r holds stage r and stage 2 pp - 1 - r.
+
+A microbatch ends on the rank where it began, and the last rank holds two consecutive stages. F, I,
+W and B are times of one stage. If there are fewer microbatches than a builder needs, the surplus
+actions are omitted, which leaves a valid schedule.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
 def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Orders ZB-V (Qi et al. 2024, arXiv 2405.15362; 2023, arXiv 2401.10241, section 6), as
-    ScheduleZBVZeroBubble of torch.distributed.pipelining does. Where F, I and W are equal, no rank
-    is idle between its first and its last action, and at most 2 p forwards of a stage are alive, as
-    much memory as 1F1B's. Rank r starts r steps late, so the bubble is (p - 1) / (6 m + p - 1) for
-    m >= 2 p - 1. With unequal times an order that is fitted to them does better.
+    """Runs ZB-V (Qi et al. 2024, arXiv 2405.15362; 2023, arXiv 2401.10241, section 6).
+
+    The order equals ScheduleZBVZeroBubble of torch.distributed.pipelining. If F, I and W are equal,
+    no rank is idle between its first and last action. At most 2 p forwards of a stage are live, the
+    same memory as 1F1B. Rank r starts r steps late, so the bubble is (p - 1) / (6 m + p - 1) for m
+    >= 2 p - 1. For unequal times, an order that is optimized for them is faster.
     """
     down = rank
     up = 2 * pp - 1 - rank
@@ -39,12 +41,15 @@ def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
 
 
 def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
-    """Orders DualPipe-V (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, halved as in
-    github.com/deepseek-ai/DualPipe, whose eight steps these are): forwards of one direction stand
-    next to backwards of the other, so that a rank may overlap the communication of one with the
-    compute of the other. 2 p + 1 forwards are alive. Each rank is idle for (p - 1) (F&B + B - 3 W),
-    with F&B a pair's time; where a pair's two actions follow each other, as they are written here,
-    forward first, for (p - 1) (F + I - W) if I <= F. Fewer than 2 p microbatches leave holes.
+    """Runs DualPipe-V (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1).
+
+    It is the halved form with the eight steps of github.com/deepseek-ai/DualPipe. Forward actions
+    of one direction are paired with backward actions of the other, so that a rank can overlap
+    communication of one with compute of the other. 2 p + 1 forwards are live.
+
+    Each rank is idle for (p - 1) (F&B + B - 3 W), with F&B the time of a pair. If the actions of a
+    pair run one after the other, as in this order, it is (p - 1) (F + I - W) for I <= F. Fewer than
+    2 p microbatches leave gaps.
     """
     down = rank
     up = 2 * pp - 1 - rank
@@ -57,7 +62,7 @@ def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
     work += [(up, B), (up, F), (down, B)] * behind
     tail = [up, down] * (rank + 1)
     work += [(stage, B) for stage in tail[: rank + 1]]
-    split = tail[rank + 1 :] + [down] * behind  # their W fill the way out
+    split = tail[rank + 1 :] + [down] * behind  # Their W fill the ramp-down.
     work += [(stage, I) for stage in tail[rank + 1 :]]
     for stage in split[:behind]:
         work += [(stage, W), (down, I)]
@@ -66,8 +71,11 @@ def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
 
 
 def _with_microbatches(work: list[tuple[int, Kind]], microbatches: int) -> Actions:
-    """Gives the microbatches to a rank's work, of each stage in their order. An I and a B take the
-    next one of the same row, and a W the oldest whose I has no W yet."""
+    """Assigns microbatches to a rank's work.
+
+    Each F takes the next microbatch of its stage, as does each I or B. Each W takes the oldest
+    microbatch whose I has no W yet.
+    """
     rows: defaultdict[tuple[int, bool], count[int]] = defaultdict(count)
     split: defaultdict[int, deque[int]] = defaultdict(deque)
     actions = []

@@ -1,1 +1,1 @@
-"""A schedule in time: simulated or recorded, and drawn as text, as SVG or as a trace."""
+"""Timelines of schedules, simulated or recorded, drawn as text, SVG or trace."""

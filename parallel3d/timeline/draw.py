@@ -1,4 +1,4 @@
-"""Pictures of timelines: plain text for a terminal, SVG, and the Chrome trace."""
+"""Draws timelines as plain text, SVG or Chrome trace."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from parallel3d.timeline.spans import Timeline
 _WORDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
-    Kind.INPUT: "input's gradient",
-    Kind.WEIGHT: "weights' gradient",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradient",
 }
-# A rank's first, third, ... stages have the first color and its other stages the second.
+# The second, fourth, ... stage of a rank has the second color.
 _COLORS = {
     Kind.FORWARD: ("#4c78c8", "#8fb0e8"),
     Kind.BACKWARD: ("#3f9a5f", "#86c79b"),
@@ -23,8 +23,8 @@ _COLORS = {
     Kind.WEIGHT: ("#d09a35", "#e8c583"),
 }
 _IDLE = "."
-_NARROWEST = 20  # columns for the bars, however narrow the terminal
-_ROW, _BAR, _LEFT, _TITLE, _CHARACTER = 24, 20, 64, 28, 6.2  # pixels
+_NARROWEST = 20  # Minimum number of columns for the bars.
+_ROW, _BAR, _LEFT, _TITLE, _CHARACTER = 24, 20, 64, 28, 6.2  # Pixels.
 _STYLE = """\
 text { font: 10px ui-monospace, monospace; fill: #1a1a1a } .t { font-size: 13px }
 .idle { fill: #ececec } .bar text { fill: #101010; text-anchor: middle }
@@ -33,11 +33,11 @@ text { font: 10px ui-monospace, monospace; fill: #1a1a1a } .t { font-size: 13px 
 
 
 def draw_text(timeline: Timeline, *, width: int = 120) -> str:
-    """Draws at most `width` columns of plain ASCII: a line for each rank, time from left to right.
+    """Draws a timeline as plain ASCII text of at most `width` columns, with one line per rank.
 
-    If there is room, the shortest action has as many columns as the longest name needs. Otherwise
-    time is scaled to the width, and a bar that is too narrow for its name has the letter of its
-    kind. A rank's second, fourth, ... stage has small letters.
+    If the width suffices, the shortest action has as many columns as the longest name needs.
+    Otherwise time is scaled to the width, and a bar that is too narrow for its name shows the
+    letter of its kind. The second, fourth, ... stage of a rank is in lower case.
     """
     prefix = len(f"rank {timeline.ranks - 1} |")
     room = max(_NARROWEST, width - prefix)
@@ -60,7 +60,8 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
                 name = span.action.kind.value
             if span.action.stage in second:
                 name = name.lower()
-            bar = name.ljust(max(1, length - 1), "-").ljust(length)  # a gap before the next
+            # Keep a gap before the next bar.
+            bar = name.ljust(max(1, length - 1), "-").ljust(length)
             line[start : start + length] = bar[:length]
         label = f"rank {rank}".ljust(prefix - 1)
         lines.append(f"{label}|{''.join(line)}".rstrip())
@@ -70,10 +71,12 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
 
 
 def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
-    """Draws a self-contained picture of `width` pixels, light or dark as its reader is. Each bar
-    has its times as a tooltip, and its name if there is room for it."""
+    """Draws a timeline as a self-contained SVG of `width` pixels, with light and dark colors.
+
+    Each bar has its times as a tooltip, and its name if it fits.
+    """
     room = width - _LEFT - 8
-    scale = room / (timeline.makespan_s or 1.0)  # pixels a second
+    scale = room / (timeline.makespan_s or 1.0)  # pixels per second
     title = escape(_headline(timeline))
     second = _second_stages(timeline)
     parts = [f'<text class="t" x="4" y="18">{title}</text>']
@@ -111,10 +114,11 @@ def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
 
 
 def draw_trace(*timelines: Timeline) -> str:
-    """Draws a Chrome trace (Google's "Trace Event Format"), which https://ui.perfetto.dev and
-    chrome://tracing open. It has a process for each timeline and a thread for each rank, and each
-    timeline begins at 0, so that a measured one can be compared with its simulation. A unit of
-    simulated time is shown as a second."""
+    """Draws timelines as a Chrome trace for https://ui.perfetto.dev or chrome://tracing.
+
+    Each timeline is a process that begins at 0 and each rank a thread, so that you can compare a
+    measured timeline with a simulated one. One unit of simulated time is shown as a second.
+    """
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
         names = [("process_name", 0, _headline(timeline))]
@@ -129,7 +133,7 @@ def draw_trace(*timelines: Timeline) -> str:
                 "tid": span.rank,
                 "name": str(span.action),
                 "cat": _WORDS[span.action.kind],
-                "ts": (span.start_s - timeline.start_s) * 1e6,  # in microseconds, as `dur`
+                "ts": (span.start_s - timeline.start_s) * 1e6,  # microseconds, like `dur`
                 "dur": span.duration_s * 1e6,
                 "args": {"stage": span.action.stage, "microbatch": span.action.microbatch},
             }

@@ -1,4 +1,4 @@
-"""The times of a run's actions as they are on this rank's device."""
+"""Records the start and end of actions on a rank's device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from parallel3d.timeline.spans import Span
 
 
 class Recorder:
-    """Collects (action, start, end) of what a rank computes, without its waits for other ranks. On
-    a GPU the times come from events in the stream, so that recording makes nothing wait."""
+    """Collects (action, start, end) of a rank's computation, without its waits for other ranks.
+
+    On GPUs the times come from CUDA events, so that recording does not synchronize.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
@@ -24,7 +26,7 @@ class Recorder:
         self._origin_s = time.perf_counter()
 
     def now(self) -> Any:
-        """Returns a mark of this moment: seconds, or an event in the current stream."""
+        """Returns the current time in seconds, or a CUDA event in the current stream."""
         if not self._events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -35,8 +37,10 @@ class Recorder:
         self._marks.append((action, start, end))
 
     def spans(self, rank: int, since_s: float = 0.0) -> list[Span]:
-        """Returns what was recorded as spans of `rank`, in seconds after `since_s` on this host's
-        clock, `time.perf_counter`."""
+        """Returns the recorded spans of `rank`.
+
+        Times are in seconds after `since_s`, a value of `time.perf_counter` on this host.
+        """
 
         def seconds(mark: Any) -> float:
             if not self._events:

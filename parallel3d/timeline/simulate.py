@@ -1,9 +1,8 @@
-"""How long a schedule takes: each action's start and end, from how long each kind takes on each
-stage. No torch here.
+"""Simulates the timeline of a schedule from the duration of each kind of action. No torch here.
 
-Ranks do their actions in order, each as soon as its input is there. So one order of all actions
-that agrees with every rank's own holds for any times: it is found once (`action_order`), and a
-simulation is one pass over it.
+Each rank executes its actions in order, each as soon as its input has arrived. The order of all
+actions does not depend on durations. `action_order` computes it once, and each simulation is a
+single pass over it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ _CODES = {kind: code for code, kind in enumerate(Kind)}
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """What one stage takes for one microbatch, in any one unit. The whole backward has its own
-    number, because it may cost less than its two halves; None stands for their sum."""
+    """Durations of one stage for one microbatch, in any common unit.
+
+    `full_backward` is separate because a full backward pass can be cheaper than its two halves.
+    None: the sum of the halves.
+    """
 
     forward: float = 1.0
     input: float = 1.0
@@ -36,21 +38,24 @@ class StageTimes:
         return self.input + self.weight if self.full_backward is None else self.full_backward
 
 
-EQUAL = StageTimes()  # the papers' assumption
+EQUAL = StageTimes()  # Assumption of the papers.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionTimes:
-    """How long everything takes. `transfers[s]` is the way between stages s and s + 1, up or down:
-    it delays the action that takes the result and keeps no rank from computing. Between two stages
-    of one rank nothing is transferred."""
+    """Durations of all actions and transfers.
+
+    `transfers[s]` is the delay between stages s and s + 1 in either direction. It delays the action
+    that consumes the message but does not block the sender. Stages on the same rank have no
+    transfers.
+    """
 
     stages: tuple[StageTimes, ...]
     transfers: tuple[float, ...]
 
     @cached_property
     def durations(self) -> list[float]:
-        """How long every kind of action takes on every stage, at 4 x stage + kind."""
+        """Duration of each kind of action on each stage, at index 4 x stage + kind."""
         found: list[float] = []
         for stage in self.stages:
             found += (stage.forward, stage.backward, stage.input, stage.weight)
@@ -60,16 +65,18 @@ class ActionTimes:
     def uniform(
         cls, stages: int, times: StageTimes = EQUAL, *, transfer: float = 0.0
     ) -> ActionTimes:
-        """Makes the times of stages that all take the same."""
+        """Returns the durations of identical stages."""
         return cls(stages=(times,) * stages, transfers=(transfer,) * (stages - 1))
 
 
 @dataclass(frozen=True)
 class ActionOrder:
-    """A schedule's actions, each after the actions that it needs. `steps` are the same as numbers:
-    rank, duration (4 x stage + kind), the slots of the results that the action takes and makes, and
-    the way of what it makes (the stage at the way's upper end; 0 and the number of stages stand for
-    no way)."""
+    """Actions of a schedule in an order that respects their dependencies.
+
+    Each of `steps` holds (rank, index of the duration, input slot, output slot, index of the
+    transfer). The index of the duration is 4 x stage + kind. The index of the transfer is the later
+    stage of the gap. 0 and the number of stages mean no transfer.
+    """
 
     schedule: Schedule
     actions: Sequence[Action]
@@ -77,8 +84,7 @@ class ActionOrder:
 
 
 def action_order(schedule: Schedule) -> ActionOrder:
-    """Returns the order in which a schedule is simulated. Raises ScheduleError if the schedule
-    stops before its end (see `check_schedule`, which it is to have passed)."""
+    """Returns an order for the simulation. Raises ScheduleError if the schedule deadlocks."""
     actions = []
     steps = []
     for rank, action, takes, makes in schedule.in_order():
@@ -90,7 +96,7 @@ def action_order(schedule: Schedule) -> ActionOrder:
 
 
 def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], float]:
-    """Returns when each step of an order starts, and when the last one ends."""
+    """Returns the start of each step, and the end of the last one."""
     delays = [0.0, *times.transfers, 0.0]
     for way, (one, other) in enumerate(pairwise(order.schedule.placement), start=1):
         if one == other:
@@ -110,8 +116,8 @@ def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], 
 
 
 def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
-    """Times every action: each rank does its actions in order, each as soon as its input is there.
-    Raises ScheduleError if the schedule stops before its end."""
+    """Computes the start and end of every action. Raises ScheduleError if the schedule
+    deadlocks."""
     order = action_order(schedule)
     starts, _ = action_starts(order, times)
     took = times.durations
@@ -122,8 +128,11 @@ def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
 
 
 def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
-    """Takes the median time of each kind of action on each stage, and no time for transfers: the
-    measured timeline's difference to the simulated one shows what they took."""
+    """Returns the median duration of each kind of action on each stage.
+
+    Transfers take no time, so the difference between measured and simulated timelines shows their
+    cost.
+    """
     found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
         found[span.action.stage, span.action.kind].append(span.duration_s)

@@ -1,5 +1,4 @@
-"""When each action of a schedule was done, as the simulator computes it or as a run measured it. No
-torch here."""
+"""Start and end times of the actions of a schedule, simulated or measured. No torch here."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The spans of all ranks, each rank's in the order in which it began them. Simulated times may
-    be in any unit."""
+    """Spans of all ranks, ordered by start within each rank. Simulated times can be in any unit."""
 
     name: str
     ranks: int
@@ -45,16 +43,16 @@ class Timeline:
 
     @cached_property
     def makespan_s(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Time from the start of the first action to the end of the last."""
         return max((span.end_s for span in self.spans), default=0.0) - self.start_s
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """Compute time of each rank."""
         return tuple(sum(span.duration_s for span in spans) for spans in self.by_rank)
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle part of all rank-time, which is ranks x makespan."""
+        """Idle fraction of total rank-time, which is ranks x makespan."""
         total_s = self.ranks * self.makespan_s
         return max(0.0, 1.0 - sum(self.busy_s) / total_s) if total_s else 0.0

@@ -1,1 +1,1 @@
-"""The training loop and what stands around it: the one place that knows the whole."""
+"""Training loop, trainer and the components that run between steps."""

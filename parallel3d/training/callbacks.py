@@ -1,8 +1,8 @@
-"""Callbacks: what a user's own code sees of a run, and the guard through which it is called.
+"""Callbacks: hooks for user code that watches a run.
 
-A callback only watches: it is called on rank 0, outside of all collectives. What it raises is
-reported once and the run goes on. It may ask to end the run: rank 0 then votes in the sums of the
-next step, as for SIGTERM, and all ranks end after that step.
+Rank 0 calls them outside of all collectives. An exception in a callback is reported once and does
+not end the run. A callback can ask to stop the run. Rank 0 then votes in the next step's
+all-reduce, as for SIGTERM, and all ranks stop after that step.
 """
 
 from __future__ import annotations
@@ -20,32 +20,45 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.watch.heartbeat import phase
 
-if TYPE_CHECKING:  # a wrong recipe is answered without torch
+if TYPE_CHECKING:  # Validating a recipe must not import torch.
     from parallel3d.reporting.metrics import StepMetrics
     from parallel3d.training.step_result import StepResult
 
-VALIDATION = "validation"  # the evaluation set that is kept back from the run's own data
+VALIDATION = "validation"  # Name of the evaluation set that is held out from the training data.
 
 
 @dataclass
 class RunView:
-    """What a callback knows of its run, and the one thing that it can do to it."""
+    """State of the run that a callback can read, and its request to stop.
+
+    Args:
+        recipe: Recipe of the run.
+        run_dir: Folder of the run.
+        say: Prints a line without breaking the progress bar.
+        step: Number of completed steps.
+    """
 
     recipe: Recipe
     run_dir: Path
-    say: Callable[[str], None]  # shows a line beside the run's own
-    step: int = 0  # steps done
+    say: Callable[[str], None]
+    step: int = 0
     stop_reason: str | None = field(default=None, init=False)
 
     def stop(self, reason: str) -> None:
-        """Asks to end the run after its next step, which is then evaluated and saved as a last step
-        is."""
+        """Ends the run after its next step, which is evaluated and saved like the last step of a
+        run.
+
+        Args:
+            reason: Text for the log. The first reason wins.
+        """
         self.stop_reason = self.stop_reason or reason
 
 
 class Callback:
-    """Watches a run; override what you need. Steps count from 1, and `run.step` is the last that is
-    done.
+    """Base class for callbacks. Override the methods that you need.
+
+    Every method receives a `RunView`. Steps count from 1, and `run.step` is the number of completed
+    steps. Name your class in `train.callbacks`, for example "my_module:Stop".
 
     Example:
         >>> class Stop(parallel3d.Callback):
@@ -55,36 +68,63 @@ class Callback:
     """
 
     def __init_subclass__(cls) -> None:
-        """Refuses a public method that no run calls, such as `on_step_end`."""
+        """Rejects public methods that are not hooks, such as `on_step_end`. Raises ConfigError."""
         super().__init_subclass__()
         known = [name for name in vars(Callback) if not name.startswith("_")]
         for name, value in vars(cls).items():
             if isinstance(value, FunctionType) and not name.startswith("_") and name not in known:
                 raise ConfigError(
-                    f"callback {cls.__name__}.{name}: a run does not call this method; it calls "
-                    f"{', '.join(known)}; try one of them, or _{name} for a helper"
+                    f"callback {cls.__name__}.{name}: no such hook; the hooks are "
+                    f"{', '.join(known)}; use one of them, or name a helper _{name}"
                 )
 
     def step_done(self, run: RunView, result: StepResult) -> None:
-        """Is called after each step."""
+        """Called after each step.
+
+        Args:
+            run: State of the run.
+            result: Loss, gradient norm, learning rate and other results of the step.
+        """
 
     def evaluated(self, run: RunView, losses: Mapping[str, float]) -> None:
-        """Is called after each evaluation, with the loss of each set by its name."""
+        """Called after each evaluation.
+
+        Args:
+            run: State of the run.
+            losses: Mean loss of each evaluation set by name, in nats per token. "validation" is the
+                set held out from the training data.
+        """
 
     def measured(self, run: RunView, metrics: StepMetrics) -> None:
-        """Is called with each line of metrics.jsonl."""
+        """Called with each line that is written to metrics.jsonl.
+
+        Args:
+            run: State of the run.
+            metrics: Metrics of the steps since the previous line.
+        """
 
     def saved(self, run: RunView, checkpoint: Path) -> None:
-        """Is called when a checkpoint is whole."""
+        """Called when a checkpoint is complete.
+
+        Args:
+            run: State of the run.
+            checkpoint: Folder of the checkpoint.
+        """
 
     def ended(self, run: RunView, error: BaseException | None) -> None:
-        """Is called after the last step; `error` is what has ended the run before it, such as
-        SIGTERM."""
+        """Called at the end of the run.
+
+        Args:
+            run: State of the run.
+            error: Exception that ended the run, for example after SIGTERM. None: the run completed.
+        """
 
 
 class Callbacks(AbstractContextManager["Callbacks"]):
-    """Calls callbacks in their order, and reports the first exception of each. Only rank 0 has any.
-    At the end of its context it tells them how the run has ended."""
+    """Calls a list of callbacks in order and reports the first exception of each.
+
+    Only rank 0 has callbacks. On exit, the context calls their `ended`.
+    """
 
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
         self._callbacks = callbacks
@@ -95,7 +135,7 @@ class Callbacks(AbstractContextManager["Callbacks"]):
         self.tell("ended", error)
 
     def tell(self, hook: str, *seen: object) -> None:
-        """Calls the method `hook` of each callback with what it sees."""
+        """Calls the method `hook` of each callback."""
         for index, callback in enumerate(self._callbacks):
             try:
                 with phase("callback"):
@@ -106,14 +146,14 @@ class Callbacks(AbstractContextManager["Callbacks"]):
                     place = traceback.extract_tb(error.__traceback__)[-1]
                     name = f"{type(callback).__module__}:{type(callback).__qualname__}"
                     self.run.say(
-                        f"callback {name} has failed in {hook} after step {self.run.step}: "
+                        f"callback {name} failed in {hook} after step {self.run.step}: "
                         f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}); the "
-                        "run goes on, and further failures are not told"
+                        "run continues, and later failures of this callback are not reported"
                     )
 
 
 def callback_classes(recipe: Recipe) -> list[type[Callback]]:
-    """Returns the classes that `train.callbacks` names. Raises ConfigError."""
+    """Returns the classes named by `train.callbacks`. Raises ConfigError if one is invalid."""
     return [
         import_class("train.callbacks", name, Callback, "parallel3d.Callback")
         for name in recipe.train.callbacks

@@ -1,4 +1,4 @@
-"""Writes text with a trainer's model, in whatever layout it is trained."""
+"""Text generation with a trainer's model, in any layout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from parallel3d.training.trainer import Trainer
 
 
 def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
-    """Returns `sample_prompt` and up to `sample_tokens` tokens after it, fewer where the document
-    ends. It takes one forward of the pipeline for each token. Every rank calls it and gets the same
-    text, whatever the layout."""
+    """Generates text after `train.sample_prompt`. Collective: all ranks get the same text.
+
+    Generation stops after `train.sample_tokens` tokens or at the end of the document. Each token
+    takes one forward pass of the pipeline.
+
+    Returns:
+        The prompt and the generated text.
+    """
     seq_len = train.seq_len
     tp = trainer.axes[Role.SPLIT_TENSORS]
     pp = trainer.axes[Role.SPLIT_LAYERS]
@@ -28,26 +33,25 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(train.sample_tokens):
         window = ids[-seq_len:]
-        # Every window is padded to the length of training, because causal attention does not look
-        # ahead.
+        # Every window is padded to the sequence length of training. Causal attention ignores the
+        # padding.
         padded = window + [0] * (seq_len - len(window))
         batch = torch.tensor(padded).view(1, 1, seq_len)
         outputs = trainer.logits(batch, documents_ended_by(end_of_text, batch))
         token = torch.zeros((), dtype=torch.int64, device=trainer.device)
-        if outputs:  # this rank has the last stage, and chooses the token
+        if outputs:  # Only the ranks of the last stage have logits.
             # [vocab / tp] -> [vocab]
             logits = gather(outputs[0][0, len(window) - 1], tp, dim=0)
-            # Ids beyond the tokenizer's only make the vocabulary divisible.
+            # Ids beyond the tokenizer's vocabulary only pad it to a divisible size.
             token.fill_(draw(logits[: tokenizer.vocab_size].float().cpu(), train, generator))
-        ids.append(int(all_reduce(token, pp)))  # the token of the other stages is 0
+        ids.append(int(all_reduce(token, pp)))  # The token is 0 on all other stages.
         if ids[-1] == tokenizer.end_of_text:
             break
     return train.sample_prompt + tokenizer.decode(np.array(ids[prompt_length:]))
 
 
 def draw(logits: Tensor, train: TrainConfig, generator: torch.Generator) -> int:
-    """Returns a token id, drawn by `logits` [vocab] from the `train.sample_top_k` likeliest tokens
-    at `train.sample_temperature`."""
+    """Samples a token id from logits [vocab] with top-k and temperature of `train`."""
     likely, candidates = logits.topk(min(train.sample_top_k, logits.numel()))
     probabilities = (likely / train.sample_temperature).softmax(dim=-1)
     drawn = torch.multinomial(probabilities, 1, generator=generator)

@@ -1,18 +1,19 @@
-"""Guards the weights: decides whether the optimizer makes a step whose loss or gradient norm is not
-finite or stands out.
+"""Guards the weights: skips steps whose loss or gradient norm is not finite or spikes.
 
-Loss scale: float16 has no number between 0 and 6e-8, so the loss is multiplied by a scale before
-the backward pass (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). A step that overflows
-is skipped and lowers the scale; many good steps raise it, by the rule of torch.amp.GradScaler. All
-ranks see the same numbers, so their scales stay equal.
+Loss scale: float16 cannot represent numbers between 0 and 6e-8, so the loss is multiplied by a
+scale before the backward pass (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). A step
+that overflows is skipped and lowers the scale. Many finite steps raise it, by the rule of
+torch.amp.GradScaler. All ranks see the same numbers, so their scales stay equal.
 
-Spikes: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back to a checkpoint about
-100 steps before each spike of the loss and left out 200 to 500 batches. OLMo-core (its
-SkipStepOptimizer) skips a step whose loss or norm lies more than 6 standard deviations above the
-mean of the last 128 steps. Here a spike lies more than `train.spike_deviations` deviations and a
-multiple above the median of the last `train.spike_window` finite steps. A deviation is 1.4826 times
-the median absolute deviation, so spikes in the window do not move it. Nothing is judged before half
-of the window is filled.
+Spikes: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) restarted from a checkpoint
+about 100 steps before each loss spike and skipped 200 to 500 batches. OLMo-core (SkipStepOptimizer)
+skips a step whose loss or norm is more than 6 standard deviations above the mean of the last 128
+steps.
+
+A step is a spike here if its loss or norm exceeds two bounds, both relative to the median of the
+last `train.spike_window` finite steps. One bound is `train.spike_deviations` deviations above the
+median, the other a multiple of it. A deviation is 1.4826 times the median absolute deviation, so
+that spikes within the window do not affect it. Spikes are detected once the window is half full.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from parallel3d.config.recipe import LossScaleConfig, Recipe, TrainConfig
 from parallel3d.errors import NonFiniteError, SpikeError
 from parallel3d.training.step_result import StepResult
 
-SMALLEST_SCALE = 1.0  # a loss that overflows unscaled has diverged
-LARGEST_SCALE = 2.0**127  # the largest power of two in float32
-_NORMAL = 1.4826  # the standard deviation of normal numbers over their median absolute deviation
+SMALLEST_SCALE = 1.0  # A loss that overflows without scaling has diverged.
+LARGEST_SCALE = 2.0**127  # Largest power of two in float32.
+# Ratio of standard deviation to median absolute deviation for a normal distribution.
+_NORMAL = 1.4826
 
 
 class Guard:
-    """Checks each step before the optimizer makes it. Every rank has one, with equal results."""
+    """Checks each step before the optimizer applies it. All ranks compute the same result."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._train = recipe.train
@@ -46,9 +48,12 @@ class Guard:
         progress: Progress,
         describe_nonfinite: Callable[[], str],
     ) -> tuple[StepResult, Progress]:
-        """Returns the result with the reason to skip the step, if any, and the progress with the
-        next loss scale and the history of spikes. Raises NonFiniteError or SpikeError to end the
-        run. `describe_nonfinite` names the rank and the parameter; every rank calls it."""
+        """Returns the result and the progress, updated for a non-finite number or a spike.
+
+        The result gets the reason to skip the step, if any. The progress gets the next loss scale
+        and the history of spikes. `describe_nonfinite` names the rank and parameter of a non-finite
+        number and is a collective. Raises NonFiniteError or SpikeError to end the run.
+        """
         progress = next_loss_scale(self._loss_scale, progress, is_finite=result.is_finite)
         if result.is_finite:
             self._nonfinite_in_a_row = 0
@@ -56,7 +61,7 @@ class Guard:
         found = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
         if progress.loss_scale is not None:
             if progress.loss_scale >= SMALLEST_SCALE:
-                return result, progress  # the next step tries a smaller scale
+                return result, progress  # The next step tries a smaller scale.
             progress = replace(progress, loss_scale=SMALLEST_SCALE)
             found += f" even at a loss scale of {result.loss_scale:g}"
         found += f"; {describe_nonfinite()}"
@@ -65,10 +70,10 @@ class Guard:
         most = self._train.nonfinite_in_a_row if self._train.on_nonfinite == "skip" else 0
         if in_a_row > most:
             raise NonFiniteError(
-                f"{found}; weights are those of step {step - in_a_row}. A lower optimizer.lr or "
-                "more optimizer.warmup_steps may do"
+                f"{found}; weights are those of step {step - in_a_row}; lower optimizer.lr or "
+                "raise optimizer.warmup_steps"
             )
-        found += f"; the step is left out, {in_a_row} in a row of {most} at most"
+        found += f"; step skipped ({in_a_row} in a row, at most {most})"
         return replace(result, left_out=found), progress
 
     def _check_spike(
@@ -81,19 +86,19 @@ class Guard:
             return result, progress
         spike = f"step {step}: a spike: {why}"
         if rule.on_spike == "warn":
-            is_first = history.in_a_row == 1  # one warning for spikes in a row
+            is_first = history.in_a_row == 1  # Warn only once for consecutive spikes.
             return replace(result, spike=spike if is_first else None), progress
         if history.in_a_row > rule.spikes_in_a_row:
             raise SpikeError(
-                f"{spike}; it is number {history.in_a_row} in a row, more than "
-                f"train.spikes_in_a_row = {rule.spikes_in_a_row}. Go on from a checkpoint with a "
-                "lower optimizer.lr, or train.on_spike=warn"
+                f"{spike}; {history.in_a_row} spikes in a row, more than "
+                f"train.spikes_in_a_row = {rule.spikes_in_a_row}. Resume from a checkpoint with a "
+                "lower optimizer.lr, or set train.on_spike=warn"
             )
-        return replace(result, spike=spike, left_out=f"{spike}; its update is left out"), progress
+        return replace(result, spike=spike, left_out=f"{spike}; step skipped"), progress
 
 
 def next_loss_scale(config: LossScaleConfig, progress: Progress, *, is_finite: bool) -> Progress:
-    """Returns the progress with the loss scale of the next step, if there is one."""
+    """Returns the progress with the loss scale of the next step, unchanged without loss scaling."""
     scale = progress.loss_scale
     good_steps = progress.loss_scale_good_steps + 1
     if scale is None:
@@ -101,7 +106,7 @@ def next_loss_scale(config: LossScaleConfig, progress: Progress, *, is_finite: b
     if not is_finite:
         scale = scale * config.backoff
         good_steps = 0
-    elif good_steps >= config.interval:  # a resumed run may have a shorter interval
+    elif good_steps >= config.interval:  # `>=`, because a resumed run can have a shorter interval.
         good_steps = 0
         if scale * config.growth <= LARGEST_SCALE:
             scale *= config.growth
@@ -111,8 +116,11 @@ def next_loss_scale(config: LossScaleConfig, progress: Progress, *, is_finite: b
 def find_spike(
     history: SpikeHistory, step: int, loss: float, grad_norm: float, rule: TrainConfig
 ) -> tuple[str | None, SpikeHistory]:
-    """Returns why a finite step is a spike, None if it is not, and the history after it. Spikes are
-    in a row if no step lies between them, or with `rollback` fewer steps than a window."""
+    """Returns the reason why a finite step is a spike, or None, and the updated history.
+
+    Spikes are consecutive if no step lies between them, or with `rollback` fewer steps than a
+    window.
+    """
     window = rule.spike_window
     found = (
         _exceeds("loss", loss, history.losses, rule.spike_loss_ratio, rule),
@@ -141,4 +149,4 @@ def _exceeds(
     deviation = _NORMAL * median(abs(each - middle) for each in past)
     if value <= max(ratio * middle, middle + rule.spike_deviations * deviation):
         return None
-    return f"{name} {value:.4f} against a median of {middle:.4f} in the {len(past)} steps before"
+    return f"{name} {value:.4f} against a median of {middle:.4f} over the last {len(past)} steps"

@@ -1,4 +1,4 @@
-"""The learning rate of a step."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from parallel3d.config.recipe import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Returns the rate of step 1, 2, ... of a run of `steps`: linear to the peak at `warmup_steps`,
-    flat until the decay begins (at once, but for `wsd`), down to `min_lr_ratio` of the peak at
-    `decay_steps` (default: `steps`), flat. The rate depends on the step alone, so a run that is
-    resumed with other keys has the rates of those keys."""
-    if config.schedule == "range_test":  # up to the peak by the same factor in each step
+    """Returns the learning rate of a step.
+
+    The rate rises linearly to `lr` at `warmup_steps` and stays there until the decay begins. It
+    falls to `min_lr_ratio * lr` at `decay_steps` and stays there. The decay begins right after the
+    warmup, except for `wsd`. `range_test` rises exponentially to `lr` instead. The rate depends
+    only on the step, so a resumed run follows the recipe of its resume.
+
+    Args:
+        config: Section `optimizer` of the recipe.
+        step: Number of the step, from 1.
+        steps: Number of steps of the run, the default of `decay_steps`.
+    """
+    if config.schedule == "range_test":  # Exponential rise to the peak.
         return float(config.lr * config.min_lr_ratio ** (1.0 - (step - 1) / max(1, steps - 1)))
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps

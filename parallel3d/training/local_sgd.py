@@ -1,19 +1,20 @@
-"""Local SGD over dp_replicate: replicas train apart for `sync_every` steps, then take an outer step
-together.
+"""Local SGD and DiLoCo over dp_replicate.
+
+Replicas train independently for `sync_every` steps, then take an outer step together.
 
 DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): the outer gradient is the mean over
-the replicas of (outer parameters - the replica's own). The outer optimizer is SGD with Nesterov
-momentum, and all replicas continue from its result. With outer rate 1 and no momentum it is plain
-averaging (local SGD; Stich 2018, arXiv 1805.09767).
+the replicas of (outer parameters - parameters of the replica). The outer optimizer is SGD with
+Nesterov momentum, and all replicas continue from its result. With an outer learning rate of 1 and
+no momentum this is plain averaging (local SGD; Stich 2018, arXiv 1805.09767).
 
-A checkpoint holds, and a synchronous run reads:
+A checkpoint holds these tensors, which a synchronous run can also read:
 
-    model.<name>                 outer parameters, which export and other runs take for the model
+    model.<name>                 outer parameters, which export and other runs use as the model
     outer.momentum.<name>        momentum of the outer optimizer
-    replica.<r>.<other names>    the tensors of a synchronous run, for each replica
+    replica.<r>.<other names>    tensors of a synchronous run, for each replica
 
-Everything here works on this rank's part of each parameter (`LocalParameter.local`), whatever tp,
-pp and dp_shard are.
+All computations use this rank's shard of each parameter (`LocalParameter.local`), for any tp, pp
+and dp_shard.
 """
 
 from __future__ import annotations
@@ -37,13 +38,12 @@ from parallel3d.training.trainer import Trainer
 
 
 def outer_loop_of(recipe: Recipe) -> BuildOuterLoop | None:
-    """Returns the outer loop that a recipe asks for, for `Trainer`."""
+    """Returns the outer loop for `Trainer` that a recipe configures, or None without local SGD."""
     return None if recipe.local_sgd.sync_every is None else LocalSgd
 
 
 class LocalSgd(OuterLoop):
-    """The outer loop. All ranks build it at once, when the parameters of `trainer` have their
-    initial weights."""
+    """Outer loop of local SGD. Collective: all ranks create it after initializing the weights."""
 
     def __init__(self, trainer: Trainer, replicas: Axis) -> None:
         self._config = trainer.recipe.local_sgd
@@ -51,13 +51,17 @@ class LocalSgd(OuterLoop):
         self._parameters = trainer.parameters
         self._replicas = replicas
         self._publish = trainer.engine.publish
-        # float32, equal on all replicas; a tied weight that this rank has twice is here once
+        # float32, equal on all replicas. Keys are unique, so a tied weight that this rank holds
+        # twice occurs once.
         self.values = {p.name: p.local.detach().float().clone() for p in trainer.parameters}
         self.momenta = {name: torch.zeros_like(value) for name, value in self.values.items()}
 
     def combine(self, totals: StepTotals) -> StepTotals:
-        """Returns the mean loss over the labels of all replicas, and the root of the mean square of
-        their gradient norms."""
+        """Returns the mean loss over all replicas, and the root mean square of their gradient
+        norms.
+
+        The mean weights replicas by their target tokens.
+        """
         loss = totals.loss * totals.tokens
         square = totals.grad_norm.square()
         own = totals._replace(loss=loss, grad_norm=square)
@@ -69,7 +73,7 @@ class LocalSgd(OuterLoop):
     def after_step(self, step: int, *, is_last: bool) -> None:
         assert self._config.sync_every is not None
         is_due = step % self._config.sync_every == 0 or step == self._steps
-        if is_due != is_last:  # a run that ends early may have synchronised already
+        if is_due != is_last:  # A run that ends early may have just synchronized.
             self._synchronize()
 
     @torch.no_grad()
@@ -88,14 +92,13 @@ class LocalSgd(OuterLoop):
 
     @torch.no_grad()
     def _set(self, values: Tensors) -> None:
-        """Sets this replica's parameters to `values`, such as the outer ones."""
+        """Copies `values` into the parameters of this replica."""
         for parameter in self._parameters:
             parameter.local.copy_(values[parameter.name])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts the outer parameters, which are the result of the run, in place of this replica's
-        own for a block."""
+        """Context in which the model has the outer parameters, which are the result of the run."""
         own = {p.name: p.local.detach().clone() for p in self._parameters}
         self._set(self.values)
         self._publish()
@@ -106,7 +109,7 @@ class LocalSgd(OuterLoop):
             self._publish()
 
     def copies(self) -> list[Copies]:
-        """Returns the outer parameters and their momentum, which all replicas hold alike."""
+        """Returns the outer parameters and momentum, which must be equal on all replicas."""
         tensors: Tensors = {}
         for name, value in self.values.items():
             tensors[f"outer {name}"] = value
@@ -131,8 +134,11 @@ class LocalSgd(OuterLoop):
         return tensors
 
     def after_loading(self, saved: SavedReplicas | None) -> None:
-        """Continues from the tensors that were loaded. Each replica starts from the outer
-        parameters, unless the checkpoint holds equally many replicas."""
+        """Continues from the loaded tensors.
+
+        Each replica starts from the outer parameters unless the checkpoint has the same number of
+        replicas.
+        """
         if saved is None or not saved.has_momentum:
             for momentum in self.momenta.values():
                 momentum.zero_()
@@ -143,7 +149,7 @@ class LocalSgd(OuterLoop):
         return saved is not None and saved.replicas == self._replicas.size
 
     def _outer_tensors(self, *, with_momentum: bool) -> Tensors:
-        """Maps names to the tensors that all ranks of a replica hold together."""
+        """Maps names in a checkpoint to tensors that the ranks of a replica hold together."""
         tensors: Tensors = {}
         for parameter in self._parameters:
             name = parameter.name
@@ -154,9 +160,11 @@ class LocalSgd(OuterLoop):
 
 
 def mean_over(tensor: Tensor, replicas: Axis) -> Tensor:
-    """Returns the mean over the replicas: each averages a slice, and sends it to all. Sends 2 (n -
-    1) / n of the tensor per rank, as a ring all-reduce does. The slices are summed in the order of
-    the replicas, so the mean is the same on every rank that holds the same tensor."""
+    """Returns the mean of a tensor over the replicas, bitwise identical on all of them.
+
+    Each replica averages a slice and sends it to the others. A rank sends 2 (n - 1) / n of the
+    tensor, like a ring all-reduce. Slices are summed in the order of the replicas.
+    """
     count = replicas.size
     slices = pad(tensor.flatten(), (0, -tensor.numel() % count)).view(count, -1)
     mean = all_to_all(slices, replicas).mean(dim=0)

@@ -1,4 +1,4 @@
-"""The loop of a run: steps, and between them validation, metrics and checkpoints."""
+"""Training loop: steps, and validation, metrics and checkpoints between them."""
 
 from __future__ import annotations
 
@@ -40,10 +40,18 @@ from parallel3d.watch.heartbeat import phase
 
 @dataclass
 class TrainingLoop:
-    """The steps of a run, and what is done between them. Every rank has one.
+    """Runs the steps of a run and the work between them. Every rank has one.
 
-    `loaders` give this data rank's batches for training and for each evaluation. One rank has
-    `metrics_file`. MFU is a share of `peak_tokens_per_s` of one device.
+    Args:
+        trainer: Trainer of the run.
+        loaders: Batches of this data-parallel rank, for training and for each evaluation set.
+        checkpoints: Folder of checkpoints.
+        metrics_file: Metrics file on rank 0, None elsewhere.
+        progress: Progress display.
+        stop: Requests by signals.
+        callbacks: User callbacks, only on rank 0.
+        peak_tokens_per_s: Tokens per second of one device at peak FLOP/s, for the MFU. None:
+            unknown.
     """
 
     trainer: Trainer
@@ -59,7 +67,7 @@ class TrainingLoop:
         self.recipe = self.trainer.recipe
         self.run_dir = self.checkpoints.parent
         self.start_report()
-        self.is_first_step = True  # of this process
+        self.is_first_step = True  # First step of this process.
         folder = self.run_dir / "profile"
         self.profiler = ProfilerWindow(
             self.recipe.logging, folder, dist.get_rank(), self.progress.say
@@ -68,17 +76,21 @@ class TrainingLoop:
         self.saver = Saver(self.recipe.checkpoint, saved=saved, say=self.progress.say)
 
     def fit(self) -> None:
-        """Trains from the trainer's step to the recipe's last, or until a callback asks to stop.
-        Raises NonFiniteError, SaveError and DataError, and PreemptedError after the step in which
-        any rank had a `stop`."""
+        """Trains until the last step of the recipe or until a callback asks to stop.
+
+        Raises:
+            PreemptedError: A rank received a signal to stop. The run was saved.
+            NonFiniteError: A loss or gradient is not finite.
+            SaveError: A checkpoint cannot be written.
+            DataError: A batch is invalid.
+        """
         with self.callbacks, self.profiler, self.saver:
             is_done = self.trainer.step >= self.recipe.train.steps
             while not is_done:
                 is_done = self.train()
 
     def train(self) -> bool:
-        """Trains to the run's last step and returns True, or until the run goes back to a
-        checkpoint."""
+        """Trains until the run is complete and returns True. Returns False after a rollback."""
         train = self.recipe.train
         steps = range(self.trainer.step, train.steps)
         loader = replace(self.loaders[0], left_out=self.trainer.left_out)
@@ -91,7 +103,7 @@ class TrainingLoop:
                     return True
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
-        """Trains the next step, timed and profiled, and checks the ranks after it."""
+        """Runs the next step, timed and profiled, and compares replicas if due."""
         step = self.trainer.step + 1
         start_s = time.perf_counter()
         with self.profiler.step(step):
@@ -105,7 +117,7 @@ class TrainingLoop:
                     is_asked_to_stop = any(self.own_requests)
                     result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
             self.steps_s += time.perf_counter() - start_s
-        if self.is_first_step:  # kernels are loaded and ranks are connected
+        if self.is_first_step:  # Kernels are loaded and ranks are connected.
             limit_waits(self.recipe.train.timeout_s)
             self.is_first_step = False
         if is_due(self.recipe.train.compare_replicas_every, step):
@@ -117,7 +129,9 @@ class TrainingLoop:
 
     def step_done(self, result: StepResult) -> bool:
         """Reports the step, then evaluates and saves if due. Returns True after the last step.
-        Raises PreemptedError if a signal has asked to end the run."""
+
+        Raises PreemptedError if a signal asked to stop the run.
+        """
         step = self.trainer.step
         steps = self.recipe.train.steps
         self.callbacks.run.step = step
@@ -125,7 +139,7 @@ class TrainingLoop:
         self.saver.step_done()
         is_early = is_stopped and not signum and step < steps
         is_last = step == steps or is_early
-        if is_early:  # replicas that train apart are equal after the last step of a run
+        if is_early:  # Replicas of local SGD must be equal at the end of a run.
             self.trainer.outer_loop.after_step(step, is_last=True)
             self.trainer.engine.publish()
         self.progress.step_done(step)
@@ -150,41 +164,41 @@ class TrainingLoop:
             path = checkpoint_path(self.checkpoints, step)
             raise error(
                 f"stopped by {signal_name(signum)} after step {step}, saved: {path}; "
-                "checkpoint.resume=auto goes on"
+                "resume with checkpoint.resume=auto"
             )
         elif wants_save and not is_last:
-            self.progress.say(f"SIGUSR1: saves after step {step}, and goes on")
+            self.progress.say(f"SIGUSR1: saving after step {step}, then continuing")
         return is_last
 
     @property
     def own_requests(self) -> list[int]:
-        """What this rank is asked to do: the signal that asks to end (0: none), whether one asks to
-        save, whether a callback asks to stop, and whether a save has failed."""
+        """Requests to this rank: stop signal (0: none), save, stop by a callback, failed save."""
         wants_end = self.callbacks.run.stop_reason is not None
         return [self.stop.signum, self.stop.wants_save, wants_end, self.saver.has_failed]
 
     def receive_requests(self, result: StepResult) -> tuple[int, bool, bool]:
-        """Returns what any rank was asked to do: the signal that asks to end (0: none), whether one
-        asks to save, and whether a callback asks to stop. Raises the error of a save that has
-        failed on any rank."""
+        """Returns the requests to any rank: stop signal (0: none), save, stop by a callback.
+
+        Raises the error of a failed save of any rank.
+        """
         if not result.is_asked_to_stop:
             return 0, False, False
         own = self.own_requests
         self.stop.wants_save = False
-        # SIGTERM has a larger number than SIGINT and SIGHUP, so it wins.
+        # SIGTERM has a larger number than SIGINT and SIGHUP, so it takes precedence.
         signum, wants_save, wants_end, has_failed = self.largest(own)
         if has_failed:
-            self.saver.finish()  # raises the error, on all ranks
+            self.saver.finish()  # Raises the error on all ranks.
         return int(signum), wants_save > 0, wants_end > 0
 
     def largest(self, own: Sequence[float]) -> list[float]:
-        """Returns the largest of each number over all ranks. Every rank calls it."""
+        """Returns the element-wise maximum over all ranks. Collective."""
         numbers = torch.tensor(own, dtype=torch.float64, device=self.trainer.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the loss of each evaluation set by its name."""
+        """Returns the loss of each evaluation set by name."""
         losses = {}
         with phase("evaluation"):
             for each in self.loaders[1]:
@@ -196,16 +210,15 @@ class TrainingLoop:
         return losses
 
     def start_report(self) -> None:
-        """Starts the next line of metrics. Its time is that of steps, without validation and
-        checkpoints."""
+        """Starts a new interval of metrics. Its time excludes validation and checkpoints."""
         progress = self.trainer.progress
         self.reported_step = progress.step
         self.reported_tokens = progress.tokens
         self.steps_s = self.data_s = 0.0
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
-        """Writes and shows the metrics of the steps since the line before, with the losses of an
-        evaluation. Every rank calls it."""
+        """Writes and prints the metrics since the previous report, with any evaluation losses.
+        Collective."""
         progress = self.trainer.progress
         sets = dict(losses)
         steps = progress.step - self.reported_step
@@ -240,7 +253,7 @@ class TrainingLoop:
         self.callbacks.tell("measured", line)
 
     def save(self, *, is_last: bool, exports: bool) -> None:
-        """Saves a checkpoint, and exports it if the recipe asks for that."""
+        """Saves a checkpoint, and exports it if the recipe asks for it."""
         path = checkpoint_path(self.checkpoints, self.trainer.step)
         then = None
         wanted = self.recipe.checkpoint.export
@@ -250,17 +263,20 @@ class TrainingLoop:
         self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
 
     def roll_back(self) -> bool:
-        """Goes back to the newest checkpoint from before the steps that are suspected of the spike,
-        or else to the oldest, and leaves out the sequences of the steps from there. Saves the
-        checkpoint again, so that a resumed run leaves them out too. Returns False, with nothing
-        done, if there is no checkpoint yet."""
+        """Rolls back to a checkpoint before a spike and skips the sequences in between.
+
+        Loads the newest checkpoint from before the suspected steps, or else the oldest. The skipped
+        sequences begin with the first suspected step or the checkpoint, whichever is later. The
+        checkpoint is saved again so that a resumed run skips them too. Returns False without any
+        change if there is no checkpoint yet.
+        """
         trainer = self.trainer
         before = self.trainer.progress
         left_out = self.trainer.left_out
         self.saver.finish()
         newest_first = of_rank_0(list_checkpoints(self.checkpoints)[::-1])
         if not newest_first:
-            self.progress.say("there is no checkpoint yet to go back to, so the run goes on")
+            self.progress.say("no checkpoint to roll back to yet; the run continues")
             return False
         last_innocent = max(0, before.step - self.recipe.train.spike_steps)
         old_enough = [path for path in newest_first if step_of(path) <= last_innocent]
@@ -272,13 +288,13 @@ class TrainingLoop:
         suspects = left_out.span(first, sequences_before(before.step))
         skipped = SkippedRanges.merge((*before.skipped_by_rollbacks, suspects))
         spikes = replace(
-            before.spikes,  # the counts of the run, with the steps of the checkpoint
+            before.spikes,  # Counts of the run, with the history of the checkpoint.
             losses=loaded.spikes.losses,
             grad_norms=loaded.spikes.grad_norms,
             rollbacks=before.spikes.rollbacks + 1,
         )
         trainer.progress = replace(loaded, skipped_by_rollbacks=skipped.ranges, spikes=spikes)
-        told = f"goes back, and leaves out the sequences {suspects.first} to {suspects.last}"
+        told = f"rolling back; skipping sequences {suspects.first} to {suspects.last}"
         for line in (told, *lines):
             self.progress.say(line)
         self.save(is_last=False, exports=False)
@@ -292,13 +308,16 @@ class TrainingLoop:
 def export_saved(
     recipe: Recipe, checkpoint: Path, to: Path, group: dist.ProcessGroup | None
 ) -> str:
-    """Writes the model of a checkpoint as a folder that transformers opens, and returns a line for
-    the user. Rank 0 writes, and all ranks meet after each tensor, so that none waits for longer
-    than a tensor takes. Every rank of the group calls it; an error is raised on all of them."""
+    """Exports the model of a checkpoint for transformers and returns a line for the user.
+    Collective.
+
+    Rank 0 writes, and all ranks synchronize after each tensor, so that none waits long. An error is
+    raised on all ranks.
+    """
     form = ExportForm.from_recipe(recipe)
     written: Iterator[str] = iter(())
     if dist.get_rank() == 0:
-        if to.exists():  # of a run that went on from an older checkpoint
+        if to.exists():  # The folder is from a run that was resumed from an older checkpoint.
             set_aside(to, "abandoned")
         written = export(checkpoint, to, form)
     while collect_from_all(lambda: next(written, None), itemgetter(0), group):
@@ -307,5 +326,5 @@ def export_saved(
 
 
 def is_due(every: int | None, step: int, is_last: bool = False) -> bool:
-    """True after each `every` steps and after the last one; never if `every` is None."""
+    """Returns True every `every` steps and after the last one. Never if `every` is None."""
     return every is not None and (is_last or step % every == 0)

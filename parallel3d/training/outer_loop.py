@@ -1,5 +1,7 @@
-"""The interface between the trainer and an outer loop, in which replicas train apart for some steps
-and are brought together again. `local_sgd` implements it, and you can pass another to `Trainer`."""
+"""Interface between the trainer and an outer loop, which synchronizes replicas every few steps.
+
+`local_sgd` implements it. You can pass your own to `Trainer`.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,30 @@ from parallel3d.training.step_result import StepTotals
 if TYPE_CHECKING:
     from parallel3d.training.trainer import Trainer
 
-Tensors = dict[str, Tensor]  # by their names in a checkpoint
+Tensors = dict[str, Tensor]  # Keyed by their names in a checkpoint.
 
 
 class OuterLoop:
-    """The trainer of one replica calls these methods, on every rank at once. This class is the
-    outer loop of a synchronous run, which does nothing; an outer loop overrides all of it."""
+    """Outer loop of a synchronous run, which does nothing. Subclass it and override all methods.
+
+    The trainer of each replica calls the methods on all ranks together.
+    """
 
     def combine(self, totals: StepTotals) -> StepTotals:
-        """Returns the totals over all replicas, given those of this replica. They stay on the
-        device."""
+        """Combines the totals of this replica with those of the others, on the device."""
         return totals
 
     def after_step(self, step: int, *, is_last: bool) -> None:
-        """Is called after the optimizer's step, before the model computes with new parameters. With
-        `is_last` it is called once more after the step, because the run ends early: the replicas
-        must then be equal, as after the last step of the recipe."""
+        """Called after the optimizer step, before the model uses the new parameters.
+
+        Args:
+            step: Number of the step.
+            is_last: True in a second call after a step that ends the run early. The replicas must
+                then become equal, as after the last step of the recipe.
+        """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model computes with the parameters to evaluate."""
+        """Context in which the model has the parameters to evaluate."""
         return nullcontext()
 
     def copies(self) -> list[Copies]:
@@ -44,16 +51,21 @@ class OuterLoop:
         return []
 
     def begin(self) -> None:
-        """Starts from the weights that were loaded into the parameters."""
+        """Called after weights were loaded into the parameters at the start of a run."""
 
     def save(self, state: Tensors) -> tuple[Tensors, SavedReplicas | None]:
-        """Returns the tensors of a checkpoint, given those of a replica, and the value of
-        `Progress.local_sgd`."""
+        """Returns the tensors of a checkpoint and the value of `Progress.local_sgd`.
+
+        Args:
+            state: Tensors of this replica.
+        """
         return state, None
 
     def tensors_to_load(self, state: Tensors, saved: SavedReplicas | None) -> Tensors:
-        """Maps names in a checkpoint to tensors to load them into. A synchronous run reads the
-        outer parameters, and all else of the first replica."""
+        """Maps names in a checkpoint to the tensors to load.
+
+        A synchronous run reads the outer parameters, and the other tensors of the first replica.
+        """
         prefix = "" if saved is None else "replica.0."
         return {
             name if name.startswith(MODEL) else prefix + name: tensor
@@ -61,9 +73,8 @@ class OuterLoop:
         }
 
     def after_loading(self, saved: SavedReplicas | None) -> None:
-        """Continues from the tensors that were loaded."""
+        """Continues from the loaded tensors."""
 
 
-# Builds the outer loop of a trainer, whose mesh is that of one replica, over the axis of the
-# replicas.
+# (trainer whose mesh is that of one replica, axis of the replicas) -> outer loop
 BuildOuterLoop = Callable[["Trainer", Axis], OuterLoop]

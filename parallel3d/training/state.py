@@ -1,4 +1,4 @@
-"""Saves and loads a trainer. A checkpoint holds its state as tensors by their global names."""
+"""Saves and loads the state of a trainer. Tensors have layout-independent global names."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from parallel3d.training.trainer import Trainer
 
 
 def state_of(trainer: Trainer) -> tuple[dict[str, Tensor], Progress]:
-    """Returns what a checkpoint of the trainer's step holds: tensors by their global names, which
-    share the trainer's memory, and the progress. Every rank calls it."""
+    """Returns the content of a checkpoint. Collective.
+
+    Returns:
+        Tensors by global name, which share the memory of the trainer, and the progress.
+    """
     recipe = trainer.recipe
     tensors, replicas = trainer.outer_loop.save(tensors_of(trainer))
     progress = replace(
@@ -37,10 +40,12 @@ def state_of(trainer: Trainer) -> tuple[dict[str, Tensor], Progress]:
 
 
 def load_trainer(trainer: Trainer, path: Path) -> None:
-    """Loads a checkpoint, whatever the layout that saved it; every rank calls it. Raises
-    CheckpointError, with nothing changed, where the checkpoint is damaged, or is of another model,
-    another optimizer, or a run with other batches: the place in the data is a count of sequences,
-    which must mean the same."""
+    """Loads a checkpoint that was saved in any layout. Collective.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the run had another model, optimizer, seed,
+            batch size, sequence length or data. Nothing has changed then.
+    """
     state = tensors_of(trainer)
 
     def choose(saved: Progress) -> dict[str, Tensor]:
@@ -56,24 +61,27 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
     progress = replace(
         saved, parallel=own.parallel, skip=own.skip, data_fingerprint=own.data_fingerprint
     )
-    if own.loss_scale is None or saved.loss_scale is None:  # one run is not in float16
+    if own.loss_scale is None or saved.loss_scale is None:  # One of the runs is not in float16.
         progress = replace(progress, loss_scale=own.loss_scale, loss_scale_good_steps=0)
     trainer.progress = progress
 
 
 def of_rank_0(paths: list[Path]) -> list[Path]:
-    """Returns the paths that rank 0 has found, on all ranks: another run may be saving where they
-    look."""
+    """Returns the paths of rank 0 on all ranks, because another run may save in the same folder."""
     box = [paths]
     dist.broadcast_object_list(box)
     return box[0]
 
 
 def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list[str]:
-    """Loads the first of `checkpoints` that is not damaged, and sets aside those of the run's
-    `folder` that are damaged or newer. Returns lines for the user: what was passed over, and where
-    the run goes on. Raises CheckpointError, with no damaged one renamed, where all are damaged, or
-    one is of another model."""
+    """Resumes from the first undamaged checkpoint and returns lines for the user.
+
+    Sets aside checkpoints in the run's `folder` that are damaged or newer.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged (none is renamed), or one is from another
+            model.
+    """
     path, lines = first_whole(trainer, checkpoints, load_trainer)
     if dist.get_rank() == 0:
         with writing(folder):
@@ -81,43 +89,47 @@ def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list
                 folder, trainer.step, path, damaged=checkpoints[: checkpoints.index(path)]
             )
     begun = trainer.recipe.checkpoint.start_from
-    lines.append(f"goes on from step {trainer.step} of {path}")
+    lines.append(f"resumed at step {trainer.step} from {path}")
     if begun is not None:
-        lines[-1] += f"; it does not start again from checkpoint.start_from = {begun}"
+        lines[-1] += f"; checkpoint.start_from = {begun} is ignored"
     return lines
 
 
 def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
-    """Loads the weights alone of the first of `checkpoints` that is not damaged, as `resume_from`
-    does all of them."""
+    """Loads only the weights of the first undamaged checkpoint, and returns lines for the user."""
     if not checkpoints:
         return []
     path, lines = first_whole(trainer, checkpoints, load_model)
-    return [*lines, f"starts from the weights of {path}"]
+    return [*lines, f"initial weights loaded from {path}"]
 
 
 def first_whole(
     trainer: Trainer, checkpoints: list[Path], load: Callable[[Trainer, Path], object]
 ) -> tuple[Path, list[str]]:
-    """Loads the first of `checkpoints` that is not damaged. Returns it, and a line for each that
-    was passed over."""
+    """Loads the first undamaged checkpoint. Returns it and a line for each skipped one."""
     lines: list[str] = []
     for path in checkpoints[:-1]:
         try:
             load(trainer, path)
             return path, lines
         except DamagedCheckpointError as error:
-            lines.append(f"passed over: {error}")
+            lines.append(f"skipped: {error}")
     load(trainer, checkpoints[-1])
     return checkpoints[-1], lines
 
 
 def load_model(trainer: Trainer, path: Path) -> Progress:
-    """Loads the parameters of a checkpoint and nothing else, whatever the layout, the optimizer and
-    the batches of the run that saved it, and returns the progress of that run; every rank calls it.
-    Of replicas that train apart it loads the outer parameters. The weights may also be a folder of
-    transformers, which has no progress. Raises CheckpointError, with nothing changed, where they
-    are damaged or of another model."""
+    """Loads only the parameters of a checkpoint, whatever its layout and optimizer. Collective.
+
+    With local SGD it loads the outer parameters. `path` can also be a folder of transformers.
+
+    Returns:
+        Progress of the run that saved the checkpoint. For weights of transformers, the trainer's
+        own.
+
+    Raises:
+        CheckpointError: The weights are damaged or from another model. Nothing has changed then.
+    """
     progress = trainer.progress
     if is_pretrained(path):
         tp = trainer.axes[Role.SPLIT_TENSORS]
@@ -133,8 +145,10 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
 
 
 def _copy_to_twins(trainer: Trainer) -> None:
-    """Copies what was loaded of a tied weight that this rank has twice, because the checkpoint has
-    it once. A rank on a V has both ends of the pipeline."""
+    """Copies a loaded tied weight to its second copy on this rank.
+
+    A checkpoint holds it once. A rank of a V-shaped schedule has both ends of the pipeline.
+    """
     loaded = {parameter.name: parameter for parameter in trainer.parameters}
     for parameter in trainer.parameters:
         twin = loaded[parameter.name]
@@ -145,8 +159,10 @@ def _copy_to_twins(trainer: Trainer) -> None:
 
 
 def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
-    """Raises CheckpointError if the checkpoint's run had other batches or another optimizer than
-    this one, or other data, unless the recipe allows that or either is not known."""
+    """Raises CheckpointError if the checkpoint's run had other batches, optimizer or data.
+
+    Unknown fingerprints and `checkpoint.allow_other_data` skip the comparison of data.
+    """
     recipe = trainer.recipe
     sequences = trainer.recipe.batch_sizes.before(saved.step)
     before, after = (
@@ -155,7 +171,7 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
     )
     drawn = saved.drawn or {}
     planned = drawn_by_source(recipe, saved.step, after)
-    if max(len(drawn), len(planned)) == 1:  # a single corpus may have any name
+    if max(len(drawn), len(planned)) == 1:  # A single corpus can have any name.
         drawn = planned
     seen = sequences if saved.sequences is None else saved.sequences
     own = trainer.progress
@@ -169,13 +185,13 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
             "sequences left out so far",
             _as_yaml(before.before(sequences)),
             _as_yaml(after.before(sequences)),
-            f"data.skip={_as_yaml(saved.skip)}, to which you may add what comes later",
+            f"data.skip={_as_yaml(saved.skip)}, to which you can add later ranges",
         ),
         (
             "sequences drawn",
             drawn,
             planned,
-            "its data.sources and data.stages, and give other weights as one more of data.stages, "
+            "its data.sources and data.stages; to change weights, add an entry to data.stages with "
             f"from_step: {saved.step + 1}",
         ),
         ("optimizer", saved.optimizer, own.optimizer, "that optimizer.name and its settings"),
@@ -183,7 +199,7 @@ def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
     for what, then, now, remedy in checks:
         if then != now:
             raise CheckpointError(
-                f"{path}: {what} = {then} in its run, and {now} in this recipe; resume with "
+                f"{path}: {what} = {then} in the checkpoint, but {now} in this recipe; resume with "
                 f"{remedy}"
             )
     data = saved.data_fingerprint
@@ -202,8 +218,10 @@ def _as_yaml(ranges: Sequence[SequenceRange]) -> str:
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Maps names in a checkpoint to tensors that share the memory of the model and the optimizer. A
-    tied weight that this rank has twice is there once, as the last of both."""
+    """Maps names in a checkpoint to tensors that share memory with the model and the optimizer.
+
+    A tied weight that this rank holds twice occurs once, as its last copy.
+    """
     state: dict[str, Tensor] = {}
     for parameter in trainer.parameters:
         parameter.part.sync_views()

@@ -1,4 +1,4 @@
-"""The result of a training step, and the checks of the batch that it was computed from."""
+"""Result of a training step, and checks of its batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,32 @@ from parallel3d.errors import DataError
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, the same on every rank. Gradients times `factor` are the gradients of
-    the mean loss over the step's labels."""
+    """Result of a training step, equal on all ranks.
 
-    loss: float  # mean over the labels of the global batch
-    grad_norm: float  # before clipping; with local SGD the root mean square over the replicas
-    tokens: int  # that have a label
+    Args:
+        loss: Mean over the target tokens of the global batch, in nats.
+        grad_norm: Gradient norm before clipping. With local SGD, the root mean square over the
+            replicas.
+        tokens: Target tokens, that is, non-ignored labels.
+        factor: Gradients times `factor` are those of the mean loss over the target tokens.
+        own_norm: Gradient norm that this rank's replica clips by.
+        is_asked_to_stop: True if a rank received SIGTERM.
+        lr: Learning rate.
+        loss_scale: Loss scale, or None without float16.
+        left_out: Reason why the optimizer skipped the step, or None.
+        spike: Description of a spike in loss or gradient norm, or None.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
     factor: float
-    own_norm: float  # the norm by which this rank's replica clips
-    is_asked_to_stop: bool  # some rank received SIGTERM
+    own_norm: float
+    is_asked_to_stop: bool
     lr: float
-    loss_scale: float | None  # None: training is not in float16
-    left_out: str | None = None  # why the guard has left the step out, for the user to read
-    spike: str | None = None  # a loss or norm that stands out, for the user to read
+    loss_scale: float | None
+    left_out: str | None = None
+    spike: str | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -36,32 +49,34 @@ class StepResult:
 
     @property
     def is_skipped(self) -> bool:
-        """True if the optimizer has not stepped."""
+        """True if the optimizer did not apply the step."""
         return not self.is_finite or self.left_out is not None
 
 
 class StepTotals(NamedTuple):
-    """The sums of a step over the mesh, while they are on the device: float64 scalars."""
+    """Sums of a step over the mesh, as float64 scalars on the device."""
 
-    loss: Tensor  # mean over the labels
+    loss: Tensor  # Mean over the target tokens.
     grad_norm: Tensor
     tokens: Tensor
-    votes: Tensor  # ranks that received SIGTERM; with local SGD the mean over the replicas
-    refusals: Tensor  # below 0 if any rank read an id beyond the vocabulary
+    votes: Tensor  # Ranks that received SIGTERM. With local SGD, the mean over the replicas.
+    refusals: Tensor  # Below 0 if any rank read an id beyond the vocabulary.
 
 
 def refuse_no_labels(step: int, tokens: int, ignored_ids: Sequence[int]) -> None:
-    """Raises DataError if no token of a step's global batch has a label."""
+    """Raises DataError if the global batch of a step has no target token."""
     if not tokens:
         raise DataError(
-            f"step {step}: no token of the batch has a label; data.ignore_token_ids = "
-            f"{list(ignored_ids)} are not learned. Try fewer of them"
+            f"step {step}: no target token in the batch, because data.ignore_token_ids = "
+            f"{list(ignored_ids)} are ignored; try fewer of them"
         )
 
 
 def refuse_wrong_id(own: WrongId | None, vocab: int) -> NoReturn:
-    """Raises DataError about the first sample of the batch that has an id beyond `vocab`, the same
-    on every rank. Every rank calls it with what it has found itself."""
+    """Raises DataError for the first sample with an id beyond the vocabulary. Collective.
+
+    `own` is the wrong id that this rank found, or None.
+    """
     everyone: list[WrongId | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     found = [wrong for wrong in everyone if wrong is not None]
@@ -70,5 +85,5 @@ def refuse_wrong_id(own: WrongId | None, vocab: int) -> NoReturn:
     tries = f"model.vocab={largest + 1} or more, or " if largest >= vocab else ""
     raise DataError(
         f"token id {first.token_id} at sample {first.sample}: model.vocab = {vocab} has ids 0 to "
-        f"{vocab - 1}; try {tries}the data of this model's tokenizer"
+        f"{vocab - 1}; try {tries}data encoded with this model's tokenizer"
     )

@@ -1,5 +1,4 @@
-"""Measures the timeline of one training step on all pipeline ranks, and writes it beside its
-simulation."""
+"""Records the timeline of one training step on all pipeline ranks, with its simulation."""
 
 from __future__ import annotations
 
@@ -24,12 +23,13 @@ from parallel3d.training.trainer import Trainer
 def traced_step(
     trainer: Trainer, batch: Batch, folder: Path, say: Callable[[str], None]
 ) -> StepResult:
-    """Trains a step whose actions all ranks record, and writes them as a trace that Perfetto opens:
-    `folder/timeline_step_00000007.json` holds the pipeline of each data and tensor rank, and the
-    simulated one last. Every rank calls it. Rank 0 writes the file, and says which share of
-    rank-time pipeline ranks computed nothing."""
+    """Runs a step and writes its trace for Perfetto to `folder/timeline_step_00000007.json`.
+
+    The trace holds the pipeline of each data-parallel and tensor-parallel rank, and last the
+    simulation. Rank 0 writes the file and prints the bubble fraction. Collective.
+    """
     dist.barrier()
-    start_s = time.perf_counter()  # each rank's time starts where the ranks last met
+    start_s = time.perf_counter()  # All ranks left the barrier together, so this is time 0 on each.
     recorder = Recorder(trainer.device)
     result = trainer.train_step(batch, recorder)
     place = trainer.recipe.parallel.coordinates(dist.get_rank())._asdict()
@@ -55,7 +55,7 @@ def traced_step(
         path.write_text(draw_trace(*measured, simulated))
     bubble = mean(timeline.bubble_fraction for timeline in measured)
     say(
-        f"timeline: bubble {bubble:.1%} measured, {simulated.bubble_fraction:.1%} simulated from "
-        f"the actions' own times; {path}"
+        f"timeline: bubble {bubble:.1%} measured, {simulated.bubble_fraction:.1%} simulated with "
+        f"the measured durations; {path}"
     )
     return result

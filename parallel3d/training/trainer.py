@@ -1,4 +1,4 @@
-"""The trainer: a model on a mesh, and the one function that is a step of training."""
+"""Trainer: a model on a mesh, and the function that runs one training step."""
 
 from __future__ import annotations
 
@@ -41,20 +41,27 @@ from parallel3d.training.step_result import (
 )
 from parallel3d.watch.heartbeat import phase
 
-_build_schedule = lru_cache(build_schedule)  # of each number of microbatches
+_build_schedule = lru_cache(build_schedule)  # One schedule per number of microbatches.
 
 
 class Trainer:
-    """Trains `model_class` as the recipe says, on `mesh`. Build it on every rank of the mesh at
-    once. `training.state` saves and loads a trainer.
+    """Trains a model on a mesh as a recipe describes. Collective: all ranks of the mesh create it.
+
+    Use `parallel3d.training.state` to save and load a trainer.
 
     Args:
-        initialize: Without it no weights are drawn; load a checkpoint before the first step.
-        gpu_bytes: Memory of a GPU, from which the size of the chunks of the loss follows.
+        recipe: Complete recipe of the run.
+        mesh: Mesh from `build_mesh`. With local SGD, the mesh of all replicas.
+        device: Device of this rank.
+        model_class: Model to build, for example `model_class("llama")`.
+        initialize: False: leave weights uninitialized. Load a checkpoint before the first step.
+        gpu_bytes: Memory of a GPU in bytes. Determines the chunk size of the loss. None on CPU.
         data_fingerprint: Identifies the training data in checkpoints.
-        outer_loop: Builds the loop in which replicas train apart (`local_sgd.outer_loop_of`).
-            `mesh` is still that of all replicas. Raises ConfigError if it is missing and the recipe
-            asks for it.
+        outer_loop: Builds the outer loop of local SGD (`local_sgd.outer_loop_of`). None: replicas
+            are synchronous.
+
+    Raises:
+        ConfigError: The recipe uses local SGD, but `outer_loop` is None.
 
     Example:
         >>> from parallel3d.models import model_class
@@ -81,7 +88,7 @@ class Trainer:
         self.device = device
         self.mesh = mesh
         own_recipe = recipe
-        if outer_loop is not None:  # each replica is trained like a run of its own
+        if outer_loop is not None:  # Each replica trains like a separate run.
             self.mesh = replica_mesh(mesh)
             own_recipe = recipe.of_one_replica
         elif (every := recipe.local_sgd.sync_every) is not None:
@@ -126,12 +133,12 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of completed steps."""
         return self.progress.step
 
     @property
     def left_out(self) -> SkippedRanges:
-        """The samples that the run leaves out."""
+        """Ranges of sequences that the run skips."""
         return SkippedRanges.merge((*self.recipe.data.skip, *self.progress.skipped_by_rollbacks))
 
     def train_step(
@@ -142,20 +149,35 @@ class Trainer:
         observe: Observe | None = None,
         is_asked_to_stop: bool = False,
     ) -> StepResult:
-        """Trains one step on `batch`, this data rank's share of a global batch. `recorder` is told
-        of each action of the schedule. `observe` is called with each parameter when its gradient is
-        complete and before it is scaled and clipped. `is_asked_to_stop` is True if this rank
-        received SIGTERM; the flag is summed over the mesh, so all ranks stop together. If loss or
-        gradient is not finite (in float16: at any loss scale), weights do not change, and the step
-        is skipped or NonFiniteError raised, as `train.on_nonfinite` says. Raises DataError, with
-        nothing changed, if no rank has a label or any has a wrong id.
+        """Runs one training step: forward and backward passes, then the optimizer. Collective.
+
+        A step with a non-finite loss or gradient does not change the weights. It is skipped or
+        raises, as `train.on_nonfinite` says.
+
+        Args:
+            batch: Share of the global batch for this data-parallel rank: inputs and labels
+                [microbatches, batch, seq].
+            recorder: Records the start and end of each action of the schedule.
+            observe: Called with each parameter when its gradient is complete, before scaling and
+                clipping.
+            is_asked_to_stop: True if this rank received SIGTERM. Summed over the mesh, so that all
+                ranks stop after the same step.
+
+        Returns:
+            Loss, gradient norm, learning rate and more, equal on all ranks.
+
+        Raises:
+            DataError: The global batch has no target tokens, or an id is beyond the vocabulary.
+                Nothing has changed then.
+            NonFiniteError: Loss or gradient is not finite, and the step cannot be skipped.
+            SpikeError: Too many spikes in a row.
         """
         step = self.step + 1
         recipe = self.recipe
         labels = self._on_device(batch.labels)
         rate = learning_rate(recipe.optimizer, step, recipe.train.steps)
         for group in self.optimizer.param_groups:
-            # Muon's matrices may have a rate of their own
+            # Muon can use another learning rate for its matrices.
             group["lr"] = rate * group.get("lr_ratio", 1.0)
         self.loss.scale = self.progress.loss_scale or 1.0
         loss = self.pipeline.run(
@@ -193,18 +215,30 @@ class Trainer:
         return result
 
     def compare_replicas(self, when: str) -> None:
-        """Raises ReplicaError, on all ranks, if parameters or optimizer states differ between ranks
-        that must hold the same. Every rank calls it. `when` begins the message."""
+        """Raises ReplicaError if tensors differ that several ranks must hold equally. Collective.
+
+        It compares parameters and optimizer states. The error is raised on all ranks.
+
+        Args:
+            when: Beginning of the error message, such as "step 100".
+        """
         copies = copies_of(self.parameters, self.optimizer.state, self.axes)
         copies += self.engine.copies(self.optimizer.state) + self.outer_loop.copies()
-        advice = "go on from a checkpoint that is not newer than the last comparison"
+        advice = "resume from a checkpoint that is not newer than the last comparison"
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean cross-entropy over all labels of global batches of any size, the same on
-        every rank, without training on them. This data rank has its share of each. If replicas
-        train apart, it is the loss of the outer parameters, which the run will leave behind. Raises
-        DataError if no batch has a label, or any rank has a wrong id."""
+        """Returns the mean cross-entropy in nats over all target tokens of some batches.
+        Collective.
+
+        With local SGD it evaluates the outer parameters, which are the result of the run.
+
+        Args:
+            batches: Shares of global batches, of any size, for this data-parallel rank.
+
+        Raises:
+            DataError: No batch has a target token, or an id is beyond the vocabulary.
+        """
         results = []
         with self._evaluating():
             for batch in batches:
@@ -222,9 +256,15 @@ class Trainer:
         return sum(result.loss * (result.tokens / tokens) for result in results)
 
     def logits(self, ids: Tensor, documents: Documents = None) -> list[Tensor]:
-        """Returns this tp rank's logits [batch, seq, vocab / tp] for each microbatch of `ids`
-        [microbatches, batch, seq], packed of `documents`, on the ranks of the last stage, and an
-        empty list elsewhere."""
+        """Returns the logits of each microbatch, [batch, seq, vocab / tp]. Collective.
+
+        Args:
+            ids: Token ids [microbatches, batch, seq].
+            documents: Document masks of packed sequences, one per microbatch. None: no mask.
+
+        Returns:
+            One tensor per microbatch on the ranks of the last stage, an empty list on other ranks.
+        """
         with self._evaluating():
             outputs = self.pipeline.forward(
                 self._on_device(ids), sizes=self._sizes(ids), keywords=self._keywords(documents)
@@ -232,8 +272,7 @@ class Trainer:
             return [self.loss.logits(output) for output in outputs]
 
     def schedule_of(self, microbatches: int) -> Schedule:
-        """The pipeline's schedule for this number of microbatches, of which a warm-up of the batch
-        has several."""
+        """Returns the schedule for a number of microbatches. A batch-size warmup uses several."""
         layout = self.recipe.parallel
         return _build_schedule(
             layout.schedule,
@@ -243,14 +282,17 @@ class Trainer:
         )
 
     def _on_device(self, x: Tensor) -> Tensor:
-        """Copies a tensor of the host's to a GPU, without waiting if it is in pinned memory."""
+        """Copies a host tensor to the device, without blocking if it is in pinned memory."""
         return x.to(self.device, non_blocking=True)
 
     def _keywords(
         self, documents: Documents, samples: Tensor | None = None
     ) -> list[dict[str, Any]] | None:
-        """Returns the keyword arguments of each stage's forward of each microbatch: its documents,
-        unless they are joined, and in training, by its `samples`, the key of its dropout."""
+        """Returns the keyword arguments of the stages for each microbatch, or None without any.
+
+        They hold the document mask of packed sequences, and in training the dropout key of the
+        `samples`.
+        """
         keywords: list[dict[str, Any]] = []
         for packed in documents or ():
             keywords.append({"documents": packed.moved(self._on_device)})
@@ -263,14 +305,15 @@ class Trainer:
         return keywords or None
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
-        """The sizes of what crosses between stages, for ids [microbatches, batch, seq]."""
+        """Returns the named sizes of the tensors between stages for ids [microbatches, batch,
+        seq]."""
         parts = self.axes[Role.SPLIT_TENSORS].size if self.recipe.parallel.sequence_parallel else 1
         return {"batch": ids.shape[1], "seq": ids.shape[2] // parts}
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Turns dropout, label smoothing and z-loss off, and lets the outer loop exchange the
-        parameters. Afterwards the parameters are as between steps."""
+        """Disables dropout, label smoothing and z-loss, and switches to the parameters to
+        evaluate."""
         self.loss.is_plain = True
         for stage in self.stages:
             stage.module.eval()
@@ -293,28 +336,32 @@ class Trainer:
         rate: float = 0.0,
         is_asked_to_stop: bool = False,
     ) -> StepResult:
-        """Sums this rank's loss, labels, share `square` of the squared gradient norm, and votes to
-        stop and to refuse the batch over the mesh, by one all-reduce per axis. The loss is equal on
-        all tp ranks, so each adds its share. Labels are equal along tp and pp, so the first rank of
-        both axes adds them. All arithmetic is in float64 on the device. Results are read at once:
-        here the host waits for a GPU, once a step. Raises DataError, on all ranks, if any has a
-        wrong id."""
+        """Reduces the totals of a step over the mesh, with one all-reduce per axis.
+
+        It sums the loss, the target tokens, this rank's share `square` of the squared gradient
+        norm, and the votes to stop or refuse the batch. The loss is equal on all tensor-parallel
+        ranks, so each adds its share. Labels are equal along tp and pp, so only the first rank of
+        both axes counts them.
+
+        All arithmetic is in float64 on the device. Reading the results synchronizes the host with
+        the GPU, once per step. Raises DataError on all ranks if an id is beyond the vocabulary.
+        """
         tp = self.axes[Role.SPLIT_TENSORS]
         pp = self.axes[Role.SPLIT_LAYERS]
         counted = (labels != IGNORED).sum().double()
         if tp.rank or pp.rank:
             counted = torch.zeros_like(counted)
         vote = torch.full_like(counted, float(is_asked_to_stop))
-        # Below 0, because a dry run on fake tensors reads 1 from each.
+        # Negative, because a dry run on fake tensors reads 1 from each element.
         refusal = torch.full_like(counted, -float(wrong_id is not None))
         own = torch.stack((loss / tp.size, square, counted, vote, refusal))
         nominal_loss, total_square, tokens, *votes = all_reduce_over(self.axes, own).unbind()
-        # A tensor, not a number: torch would multiply by the reciprocal of the divisor.
+        # A tensor, not a float: torch would multiply by the reciprocal, which rounds differently.
         factor = torch.full_like(tokens, self.loss.tokens) / tokens.clamp(min=1.0) / self.loss.scale
         own_norm = total_square.sqrt() * factor
         totals = StepTotals(nominal_loss * factor, own_norm, tokens, *votes)
         totals = self.outer_loop.combine(totals)
-        with phase("forward or backward", waits=True):  # for a GPU, and so for other ranks
+        with phase("forward or backward", waits=True):  # Waits for the GPU, and so for other ranks.
             numbers = torch.stack((*totals, factor, own_norm)).tolist()
         mean_loss, grad_norm, labels_seen, stops, refused, own_factor, norm = numbers
         if refused < 0:

@@ -1,5 +1,4 @@
-"""One worker of a job, from its place in it to the end: it trains a run, or reads the model that
-one has saved (`parallel3d-train evaluate|generate`)."""
+"""Worker process of a job: trains a run, evaluates a checkpoint or generates text with it."""
 
 from __future__ import annotations
 
@@ -59,10 +58,21 @@ def run_worker(
     peak_of: PeakOf,
     callbacks: Sequence[Callback] = (),
 ) -> None:
-    """Trains as the recipe says, as one of its workers. Rank 0 prints for all and writes
-    `run_dir`. `peak_of` knows the GPUs. `callbacks` of rank 0 watch the run beside those of the
-    recipe. Raises the errors of `parallel3d.errors`; `process_group` says on which ways out the
-    group is closed."""
+    """Trains a run as one of its workers. Collective.
+
+    Rank 0 prints for all ranks and writes `run_dir`.
+
+    Args:
+        recipe: Complete recipe with a `run_dir`.
+        rendezvous: Place of this worker in the job.
+        model_class: Model to train.
+        peak_of: Returns the peak FLOP/s of a GPU by name and precision, for the MFU.
+        callbacks: Callbacks of rank 0, in addition to those of the recipe.
+
+    Raises:
+        Parallel3dError: The run failed or was stopped. See `process_group` for the cases in which
+            the process group is closed.
+    """
     assert recipe.run_dir is not None
     train = recipe.train
     run_dir = Path(recipe.run_dir)
@@ -89,7 +99,7 @@ def run_worker(
         )
         begun = resume_from(trainer, saved, checkpoints) if saved else start_from(trainer, start)
         notes = []
-        if speaks:  # nothing can refuse the run any more
+        if speaks:  # From here on, nothing can reject the run.
             notes = [f"warning: {note}" for note in begin_run(recipe)]
             with writing(checkpoints):
                 if recipe.checkpoint.every is not None:
@@ -111,7 +121,7 @@ def run_worker(
                 metrics = MetricsFile(path, resumed_step=trainer.step, sinks=sinks)
                 lines.append(metrics.note)
             if trainer.step >= train.steps:
-                lines.append(f"nothing to do: train.steps = {train.steps} are done")
+                lines.append(f"nothing to do: all train.steps = {train.steps} are done")
             for line in filter(None, lines):
                 progress.say(line)
             called = Callbacks(watchers, RunView(recipe, run_dir, progress.say, trainer.step))
@@ -131,9 +141,11 @@ def read_saved(
     *,
     as_json: bool,
 ) -> None:
-    """Prints on rank 0 what `evaluate` (the loss of each evaluation set, first that of the
-    validation text) or `generate` (a text, as `train.sample_*` say) finds with the model of the
-    checkpoint `checkpoint.resume`, on the ranks of the recipe's layout. Every rank calls it."""
+    """Runs `parallel3d-train evaluate` or `generate` on the checkpoint `checkpoint.resume`.
+
+    `evaluate` prints the loss of each evaluation set, the validation set first. `generate` prints a
+    text as the keys `train.sample_*` describe. Collective.
+    """
     path = recipe.checkpoint.resume
     train = recipe.train
     with deterministic(train.deterministic), process_group(recipe, rendezvous) as device:
@@ -163,7 +175,7 @@ def read_saved(
 def build_trainer(
     recipe: Recipe, device: torch.device, model_class: ModelClass, **settings: Any
 ) -> Trainer:
-    """Builds the `Trainer` of the recipe on this rank's device and the mesh of its layout."""
+    """Builds a trainer on this rank's device and the mesh of the recipe."""
     refuse(attention_errors(recipe, device_of(device)))
     mesh = build_mesh(recipe.parallel, device.type)
     limit_waits(recipe.train.start_timeout_s)
@@ -175,21 +187,23 @@ def build_trainer(
         gpu_bytes=gpu_bytes(device),
         **settings,
     )
-    limit_waits(recipe.train.start_timeout_s)  # also in the groups that the trainer has made
+    limit_waits(recipe.train.start_timeout_s)  # Applies to the groups that the trainer created.
     return trainer
 
 
 def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[StopRequest]:
-    """Catches the signals that ask for a save. A run without checkpoints has nowhere to save to, so
-    signals end it at once."""
+    """Catches the signals that ask to save and stop.
+
+    Without checkpoints a run cannot save, so signals end it immediately.
+    """
     grace_s = recipe.checkpoint.grace_s
 
     def too_late(signum: int) -> NotSavedInTimeError:
-        """Returns the error of a save that has outlived `checkpoint.grace_s`."""
-        goes_on = "none is whole"
+        """Returns the error for a save that exceeded `checkpoint.grace_s`."""
+        goes_on = "no complete checkpoint exists"
         for good in list_checkpoints(checkpoints)[-1:]:
-            goes_on = f"{good} is the last good one, from which checkpoint.resume=auto goes on"
-        stopped = f"stopped by {signal_name(signum)}, and not saved within checkpoint.grace_s"
+            goes_on = f"{good} is the last complete checkpoint; resume with checkpoint.resume=auto"
+        stopped = f"stopped by {signal_name(signum)}, but not saved within checkpoint.grace_s"
         return NotSavedInTimeError(f"{stopped} = {grace_s}: {goes_on}", signum)
 
     if recipe.checkpoint.every is None:
@@ -198,7 +212,7 @@ def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[St
 
 
 def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
-    """Returns the first line of a run."""
+    """Returns the first line of the log: model size, layout, hardware and data."""
     recipe = trainer.recipe
     device = trainer.device
     axes = [f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1]
@@ -208,7 +222,7 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
     hardware = f"{torch.cuda.get_device_name(device)}, NCCL" if is_cuda else "CPU, gloo"
     return (
         f"{trainer.progress.parameters:,} parameters on {layout} ({hardware}, "
-        f"{recipe.train.precision}), {tokens:,} training tokens, microbatches a step: "
+        f"{recipe.train.precision}), {tokens:,} training tokens, microbatches per step: "
         f"{recipe.microbatches}"
     )
 
@@ -216,14 +230,13 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
 def build_loaders(
     recipe: Recipe, corpora: Sequence[Corpus], rank: int
 ) -> tuple[BatchLoader, list[EvaluationSet]]:
-    """Returns the loader for training and the evaluation sets of the data rank that `rank` belongs
-    to."""
+    """Returns the training loader and the evaluation sets of the data-parallel rank of `rank`."""
     train = windows_of_run(recipe, [corpus.train for corpus in corpora])
     loader = training_loader(recipe, train, rank, corpora[0].document_end)
     held_out = [corpus.validation for corpus in corpora]
     validation = windows_of_run(recipe, held_out, for_validation=True)
     sequences = recipe.train.eval_sequences
-    # `evaluate` takes any number, which no rule has compared with the layout
+    # `evaluate` accepts any number of sequences, also one that does not fit the layout.
     if recipe.train.eval_every is None:
         own = EvaluationSet.build(VALIDATION, loader, validation, sequences)
     else:
@@ -239,8 +252,10 @@ def build_loaders(
 def training_loader(
     recipe: Recipe, source: WindowSource, rank: int, document_end: int | None
 ) -> BatchLoader:
-    """Returns the loader of the recipe's batches of `source` for the data rank that `rank` belongs
-    to. `document_end` is the id that ends a document, if batches are to tell documents apart."""
+    """Returns the training loader of the data-parallel rank of `rank`.
+
+    `document_end` is the token id that ends a document, or None without document masks.
+    """
     parallel = recipe.parallel
     train = recipe.train
     return BatchLoader(

@@ -1,1 +1,1 @@
-"""How a rank shows that it lives, and who is at fault when a run stands still."""
+"""Heartbeats of ranks, and detection of the rank that hangs."""

@@ -1,5 +1,4 @@
-"""Names the rank at fault if a run makes no progress: the one that is stopped, silent or busy, not
-those that wait for it."""
+"""Names the rank that stops a run: stopped, silent or busy, not one that waits for others."""
 
 from __future__ import annotations
 
@@ -9,33 +8,37 @@ from pathlib import Path
 
 from parallel3d.watch.heartbeat import Beat
 
-STOPPED_S = 2.5  # a process may be stopped, and silent, for so long
-LOST_S = 4.0  # all ranks of another host may be silent for so long; a link lost for 2 s takes 3.2 s
-STUCK_S = 7.0  # a rank may keep the others waiting for so long, ...
-STUCK_STEPS = 5  # ... or for so many steps, if that is longer
-ALL_READ_S = 60.0  # all ranks may wait for data for so long: a file server may restart
-_GAP_S = 2.0  # a detector that was not called for so long was itself held
-# Other phases may take long on one rank. train.timeout_s limits them.
+STOPPED_S = 2.5  # Time that a process may be stopped and silent.
+# Time that all ranks of another host may be silent. Losing a link for 2 s takes 3.2 s.
+LOST_S = 4.0
+STUCK_S = 7.0  # Time that a rank may keep the others waiting.
+STUCK_STEPS = 5  # The same in steps, if that is longer.
+# Time that all ranks may wait for data, for example while a file server restarts.
+ALL_READ_S = 60.0
+_GAP_S = 2.0  # If the detector was not called for this long, it was itself suspended.
+# Other phases can take long on one rank. train.timeout_s limits them.
 _JUDGED: tuple[str, ...] = ("data", "forward or backward", "optimizer")
 
 
 @dataclass
 class _Seen:
-    """What is known of a rank, in the detector's own time."""
+    """Last known state of a rank, in the detector's own time."""
 
     beat: Beat
-    beaten_at: float  # when the count last grew
-    since: float  # when the rank began what it is doing
+    beaten_at: float  # Time when the count last grew.
+    since: float  # Time when the rank began its current activity.
 
     def is_in(self, phases: Sequence[str]) -> bool:
-        """True if two steps are done, and the rank is in one of these phases."""
+        """True if the rank has completed two steps and is in one of these phases."""
         return self.beat.step_s is not None and self.beat.phase in phases
 
 
 class HangDetector:
-    """Remembers the beats of all ranks. `hosts` has the host of each rank. Hosts need no common
-    clock. If the detector itself was held, as in a job that was stopped and continued as a whole,
-    it begins anew."""
+    """Tracks the heartbeats of all ranks. `hosts` holds the host of each rank.
+
+    Hosts need no common clock. If the detector itself was suspended, for example because the job
+    was, it starts over.
+    """
 
     def __init__(self, hosts: Sequence[str], own_host: str) -> None:
         self._hosts = hosts
@@ -46,8 +49,10 @@ class HangDetector:
     def check(
         self, beats: Mapping[int, Beat], states: Mapping[int, str], now: float
     ) -> tuple[int, str] | None:
-        """Takes the newest beats, and the states of processes of this host ("T": stopped). Returns
-        the rank at fault and what is wrong with it, or None."""
+        """Returns the rank at fault and a description, or None.
+
+        Takes the newest heartbeats and the process states of ranks on this host ("T": stopped).
+        """
         if now - self._checked_at > _GAP_S:
             self._seen = {}
         self._checked_at = now
@@ -79,12 +84,15 @@ class HangDetector:
         return self._find_stuck(now, patience)
 
     def last_seen(self, rank: int) -> str:
-        """Returns a rank's last known phase and step, to follow words on its end."""
+        """Returns the last known phase and step of a rank, to append to a message about its end."""
         return f", last seen {_place(self._seen[rank].beat)}" if rank in self._seen else ""
 
     def _is_host_lost(self, host: str, now: float) -> bool:
-        """True of another host if it has several ranks, all silent in a step or while they collect
-        its metrics. A single rank's beat may just be late, for which it has more time."""
+        """Returns True if all ranks of another host are silent in a step or while metrics are
+        collected.
+
+        Only hosts with several ranks count, because a single heartbeat may just be late.
+        """
         seen = [self._seen[rank] for rank in self._seen if self._hosts[rank] == host]
         if host == self._own_host or not 1 < len(seen) == self._hosts.count(host):
             return False
@@ -92,8 +100,10 @@ class HangDetector:
         return all(each.is_in(phases) and now - each.beaten_at > LOST_S for each in seen)
 
     def _find_stuck(self, now: float, patience: float) -> tuple[int, str] | None:
-        """Finds the first rank that does not wait for others, if no rank has completed a step or
-        changed its phase for long. If no rank waits, all must wait for data."""
+        """Finds the first rank that does not wait for others while no rank makes progress.
+
+        If no rank waits for others, all of them must be waiting for data.
+        """
         busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
         if not busy or len(self._seen) < len(self._hosts):
             return None
@@ -112,7 +122,7 @@ class HangDetector:
 
 
 def process_state(pid: int) -> str:
-    """Returns Linux's letter for the state of a process of this host, or "" if unknown."""
+    """Returns Linux's letter for the state of a process on this host, or "" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,10 +1,11 @@
-"""Signs of life of a rank.
+"""Heartbeats of a rank.
 
-The code says by `phase` what the rank is doing, and by `step_done` that a step has ended. A thread
-sends a `Beat` of this twice a second. A module whose functions wait for other ranks has
-`WAITS_FOR_RANKS = True`: a rank waits if the innermost frame of this package or of torch is in such
-a module, in torch.distributed or in torch.autograd. (On a GPU other threads run the backward pass,
-and the main thread waits for them.) No torch here.
+The code reports its activity by `phase` and `step_done`. A thread sends a `Beat` twice a second.
+
+Modules whose functions wait for other ranks set `WAITS_FOR_RANKS = True`. A rank counts as waiting
+if the innermost frame of parallel3d or torch is in such a module, in torch.distributed or in
+torch.autograd. (On a GPU, other threads run the backward pass and the main thread waits for them.)
+No torch here.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-BEAT_S = 0.5  # between two beats
-_MOST_FRAMES = 4  # in a message
+BEAT_S = 0.5  # Seconds between two heartbeats.
+_MOST_FRAMES = 4  # Number of stack frames in a message.
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """A sign of life. `count` grows with each."""
+    """One heartbeat."""
 
     count: int
-    step: int  # completed steps
-    step_s: float | None  # median of recent steps; None before this process has completed two
+    step: int  # Completed steps.
+    # Median duration of recent steps. None before this process has completed two.
+    step_s: float | None
     phase: str
-    waits: bool  # for other ranks
-    stack: str  # the innermost frames, the innermost first
+    waits: bool  # True if the rank waits for other ranks.
+    stack: str  # Innermost stack frames, innermost first.
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @property
     def activity(self) -> tuple[int, bool, str]:
-        """If it does not change, the rank makes no progress."""
+        """State that changes if the rank makes progress."""
         return self.step, self.waits, self.phase
 
     @classmethod
@@ -55,18 +57,20 @@ class Beat:
 
 @dataclass
 class Heartbeat:
-    """The state of this process that its beats show. `HEARTBEAT` is the only one of a run."""
+    """State of this process that its heartbeats report. `HEARTBEAT` is the only instance."""
 
     phases: list[tuple[str, bool]] = field(default_factory=lambda: [("other", False)])
     step: int = 0
     count: int = 0
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=16))  # of recent steps
+    # End times of recent steps.
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
     def beat(self) -> Beat:
-        """Returns the state of the main thread. The innermost phase is the last one."""
+        """Returns a heartbeat of the main thread."""
         name, waits = self.phases[-1]
-        # Up to Python 3.11, a collection while a frame object is made may release the interpreter.
-        # Then the main thread returns from that frame, and the object refers to reused memory.
+        # Up to Python 3.11, a garbage collection while a frame object is created can release the
+        # GIL. The main thread may then return from that frame, and the object refers to reused
+        # memory.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -91,8 +95,10 @@ HEARTBEAT = Heartbeat()
 
 @contextmanager
 def phase(name: str, *, waits: bool = False) -> Iterator[None]:
-    """Says what the main thread does in this block, and whether it only waits for other ranks. Does
-    nothing in other threads."""
+    """Reports the main thread's activity in this block. Does nothing in other threads.
+
+    `waits` says that the block only waits for other ranks.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -104,14 +110,13 @@ def phase(name: str, *, waits: bool = False) -> Iterator[None]:
 
 
 def step_done(step: int) -> None:
-    """Says that this process has completed a step."""
+    """Reports a completed step."""
     HEARTBEAT.step = step
     HEARTBEAT.ends.append(time.monotonic())
 
 
 def _inspect_main_thread() -> tuple[bool, bool, str]:
-    """Returns whether the main thread compiles, whether it waits for ranks, and its innermost
-    frames."""
+    """Returns (is compiling, waits for ranks, innermost frames) of the main thread."""
     compiles = False
     waits = None
     words = list[str]()
@@ -131,13 +136,13 @@ def _inspect_main_thread() -> tuple[bool, bool, str]:
 
 @contextmanager
 def beats_to_file(file: Path) -> Iterator[None]:
-    """Has a thread write this rank's beats to a file, which the launcher on the same host reads."""
+    """Writes heartbeats to a file in a thread. The launcher on the same host reads them."""
     is_over = threading.Event()
     partial = file.with_suffix(".partial")
 
     def write_beats() -> None:
         is_last = False
-        with suppress(OSError):  # the launcher has ended, and its folder is gone
+        with suppress(OSError):  # The launcher has ended, and its folder is gone.
             while not is_last:
                 is_last = is_over.wait(BEAT_S)
                 partial.write_text(HEARTBEAT.beat().to_json())

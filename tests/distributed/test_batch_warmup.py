@@ -90,7 +90,9 @@ def stop_and_go_on(parallel: ParallelConfig, path: Path) -> tuple[Curve, Curve, 
     save_trainer(trainer, path)
     load_trainer(resumed, path)
     assert resumed.progress.tokens == trainer.progress.tokens == 24 * (2 + 2 + 4)
-    with pytest.raises(ValueError, match="schedule 1f1b: places or splits stages in another way"):
+    with pytest.raises(
+        ValueError, match="schedule 1f1b: must place stages and split backward passes as"
+    ):
         trainer.pipeline.run(None, schedule=build_schedule("1f1b", pp=2, microbatches=2))
     other = make_trainer(ramp_recipe(parallel, batch_warmup_steps=3))
     with pytest.raises(CheckpointError) as error:
@@ -108,7 +110,5 @@ def test_a_run_goes_on_in_the_middle_of_the_rise_to_the_bit(
     )
     straight, resumed, refusal = world(2).run(stop_and_go_on, layout, tmp_path / "step_00000003")[0]
     assert resumed == straight
-    seen = (
-        "sequences seen = 8 in its run, and 12 in this recipe; resume with its train.batch_warmup"
-    )
+    seen = "sequences seen = 8 in the checkpoint, but 12 in this recipe; resume with its train"
     assert seen in refusal

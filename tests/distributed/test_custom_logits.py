@@ -221,5 +221,5 @@ def refused_width(parallel: ParallelConfig) -> str:
 
 def test_logits_for_half_of_the_vocabulary_are_refused(world: Callable) -> None:
     for message in world(2).run(refused_width, ParallelConfig(tp=2)):
-        assert "gets 32 logits" in message
+        assert "returns 32 logits" in message
         assert "model.vocab = 128" in message

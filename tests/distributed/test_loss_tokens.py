@@ -161,5 +161,5 @@ def train_on_nothing(parallel: ParallelConfig) -> list[str]:
 
 def test_a_batch_without_a_label_is_refused_by_every_rank(world: Callable) -> None:
     for messages in world(2).run(train_on_nothing, ParallelConfig(dp_shard=2)):
-        assert messages[0].startswith("step 1: no token of the batch has a label")
-        assert messages[1].startswith("step 1: no token of the batch has a label")
+        assert messages[0].startswith("step 1: no target token in the batch")
+        assert messages[1].startswith("step 1: no target token in the batch")

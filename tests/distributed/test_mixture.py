@@ -84,7 +84,7 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_at_another_dp(
     assert_follows(straight, expected)
     assert_follows(straight[:MIDDLE] + resumed, expected)
     assert refusal.partition(": ")[2] == (
-        "sequences drawn = {'textwrap': 34, 'inspect': 22, 'calendar': 16} in its run, and "
+        "sequences drawn = {'textwrap': 34, 'inspect': 22, 'calendar': 16} in the checkpoint, but "
         "{'textwrap': 44, 'inspect': 28} in this recipe; resume with its data.sources and "
-        "data.stages, and give other weights as one more of data.stages, from_step: 10"
+        "data.stages; to change weights, add an entry to data.stages with from_step: 10"
     )

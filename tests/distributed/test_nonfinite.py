@@ -131,10 +131,10 @@ def test_the_rank_and_the_parameter_of_the_first_bad_gradient_are_named(
     messages = world(2).run(named, TWO[axis], rank, name, LocalSgdConfig())
     assert messages[0] == messages[1]
     assert messages[0].startswith("step 6: loss ")
-    assert "gradient norm nan; the first gradient" in messages[0]
+    assert "gradient norm nan; the first non-finite gradient" in messages[0]
     assert f"is that of {name} on rank {rank} (" in messages[0]
     assert f", {place})" in messages[0]
-    assert ("to which any of ranks 0 and 1 may have given it" in messages[0]) == (axis == "dp")
+    assert ("so any of ranks 0 and 1 may have caused it" in messages[0]) == (axis == "dp")
     assert "weights are those of step 3" in messages[0]
 
 
@@ -181,9 +181,9 @@ def before_the_sum(kind: str) -> str:
 def test_what_data_ranks_have_summed_is_told_apart_by_loss_and_weights(world: Callable) -> None:
     gradient = world(2).run(before_the_sum, "gradient")
     assert gradient[0] == gradient[1]
-    assert gradient[0].endswith("the step is left out, 1 in a row of 10 at most")
+    assert gradient[0].endswith("step skipped (1 in a row, at most 10)")
     assert "that of layers.1.mlp.up.weight on ranks 0 and 1 (rank 0: " in gradient[0]
-    assert "any of ranks 0 and 1 may have given it" in gradient[0]
+    assert "any of ranks 0 and 1 may have caused it" in gradient[0]
     (loss, _) = world(2).run(before_the_sum, "loss")
     assert "the loss is not finite on rank 1 (" in loss
     assert "that of head.weight on ranks 0 and 1" in loss
@@ -210,5 +210,5 @@ def test_in_fp16_a_step_is_left_out_also_where_no_scale_is_small_enough(world: C
     scales, told, skipped = world(2).run(skipped_at_the_smallest_scale)[0]
     assert scales == [4.0, 4.0, 2.0, 1.0, 1.0, 1.0]
     assert [text is not None for text in told] == [False, False, False, True, True, False]
-    assert "even at a loss scale of 1; the first gradient" in told[3]
+    assert "even at a loss scale of 1; the first non-finite gradient" in told[3]
     assert skipped == 4

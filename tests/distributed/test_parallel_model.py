@@ -420,7 +420,7 @@ def own_steps(
     elif saves:
         save_checkpoint(path, model, optimizer, {"step": 3})
     else:
-        with pytest.raises(SaveError, match="is there already"):
+        with pytest.raises(SaveError, match="already exists"):
             save_checkpoint(path, model, optimizer)
         assert load_checkpoint(path, model, optimizer) == {"step": 3}
     return steps()

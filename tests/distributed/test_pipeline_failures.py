@@ -105,8 +105,8 @@ BACKWARD = r"rank 3 .*, stage 3, microbatch 2, backward \(3B2, action 6 of 12\):
     [
         ("forward", 2, FORWARD, False),
         ("backward", 3, BACKWARD, True),
-        ("shape", 1, r"1F2, .* gives float32 \[2, 3\].* declares float32 \[2, 4\]", True),
-        ("dtype", 0, r"0F2, .* gives float64 \[2, 4\].* declares float32 \[2, 4\]", False),
+        ("shape", 1, r"1F2, .* returns float32 \[2, 3\].* declares float32 \[2, 4\]", True),
+        ("dtype", 0, r"0F2, .* returns float64 \[2, 4\].* declares float32 \[2, 4\]", False),
     ],
 )
 def test_a_stage_that_fails_is_named_on_every_rank(
@@ -123,7 +123,7 @@ def test_a_stage_that_fails_is_named_on_every_rank(
 def test_sizes_that_differ_between_ranks_are_refused(world: Callable) -> None:
     for message, seconds, _ in world(2).run(message_of_failure, "sizes", 1, False):
         assert re.search(
-            r"takes float32 \[., 4\] \(.. bytes\), and pipeline rank . has sent something else",
+            r"expects float32 \[., 4\] \(.. bytes\), but pipeline rank . sent another shape",
             message,
         )
         assert seconds < 20
@@ -131,4 +131,4 @@ def test_sizes_that_differ_between_ranks_are_refused(world: Callable) -> None:
 
 def test_ranks_with_different_schedules_are_refused(world: Callable) -> None:
     for message in world(2).run(refusal_of_different_schedules):
-        assert "do not have the same one" in message
+        assert "must be the same on all ranks" in message

@@ -37,7 +37,7 @@ def test_a_step_is_recorded_on_all_ranks_and_simulated(world: Callable, tmp_path
         assert traced == plain
     (report,) = answers[0][0]
     path = tmp_path / "timeline_step_00000002.json"
-    assert report.endswith(f"actions' own times; {path}")
+    assert report.endswith(f"the measured durations; {path}")
     for other, _, _ in answers[1:]:
         assert not other
     events = json.loads(path.read_text())["traceEvents"]

@@ -212,13 +212,13 @@ def test_folders_in_other_forms_and_of_other_models(world: Callable, tmp_path: P
         tmp_path / "model.safetensors",
     )
     lines = said(replace(model, layers=6, vocab=1000)).splitlines()
-    assert lines[0] == f"{tmp_path}: is of another model:"
+    assert lines[0] == f"{tmp_path}: is from another model:"
     assert len(lines) == 16
     assert {
         "  transformer.extra is [2] there and missing here",
         "  transformer.h.*.attn.c_attn.weight (2 tensors) is missing there and [32, 96] here",
         "  transformer.wte.weight is [1005, 32] there and [1000, 32] here",
-        "  transformer.wpe.weight is of the type I8, no weight's",
+        "  transformer.wpe.weight has dtype I8; quantized weights cannot be loaded",
     } < {*lines}
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     assert "cannot be read as safetensors" in said()

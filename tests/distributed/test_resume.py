@@ -206,7 +206,7 @@ def test_damage_is_refused_before_a_weight_changes(world: Callable, saved: Path)
 
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-100])
-    said = f"{shard.name}: has {len(whole) - 100} bytes, and was saved with {len(whole)}"
+    said = f"{shard.name}: has {len(whole) - 100} bytes, but {len(whole)} were saved"
     assert said in refusal()
     shard.unlink()
     assert f"{shard.name}: is missing" in refusal()
@@ -256,12 +256,12 @@ def test_damaged_checkpoints_are_passed_over_for_an_older_one(world: Callable, s
         shard = next(newer.glob("*.distcp"))
         shard.write_bytes(shard.read_bytes()[:-1] + damage)
     told = world(1).run(resume_and_tell, list_checkpoints(saved.parent)[::-1])[0]
-    assert told[0].startswith(f"passed over: {short / shard.name}: has ")
-    assert told[1].startswith(f"passed over: {flipped / shard.name}: is not what was saved")
+    assert told[0].startswith(f"skipped: {short / shard.name}: has ")
+    assert told[1].startswith(f"skipped: {flipped / shard.name}: is corrupt")
     assert told[2:] == [
-        f"the run goes on from step {HALF}; set aside: {short}.damaged",
-        f"the run goes on from step {HALF}; set aside: {flipped}.damaged",
-        f"goes on from step {HALF} of {saved}",
+        f"resumed at step {HALF}; set aside: {short}.damaged",
+        f"resumed at step {HALF}; set aside: {flipped}.damaged",
+        f"resumed at step {HALF} from {saved}",
     ]
     assert list_checkpoints(saved.parent) == [saved]
 

@@ -75,6 +75,6 @@ def test_a_resume_may_change_what_is_still_to_come_and_nothing_else(
 ) -> None:
     (refusal,) = world(1).run(resume_with_other_lists, tmp_path / "step_00000003")
     assert refusal.endswith(
-        "resume with data.skip=[{first: 60, last: 61}, {first: 5, last: 17}], to which you may add "
-        "what comes later"
+        "resume with data.skip=[{first: 60, last: 61}, {first: 5, last: 17}], to which you can add "
+        "later ranges"
     )

@@ -201,8 +201,8 @@ def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
     assert straight.said[0].startswith(f"warning: step {SPIKED}: a spike: ")
     # On a machine with other work a save in the background may be waited for, which is said too.
     assert [line for line in straight.said[1:] if "waits until" not in line] == [
-        "goes back, and leaves out the sequences 112 to 119",
-        f"goes on from step 12 of {tmp_path / 'straight/checkpoints/step_00000012'}",
+        "rolling back; skipping sequences 112 to 119",
+        f"resumed at step 12 from {tmp_path / 'straight/checkpoints/step_00000012'}",
     ]
     lines = (tmp_path / "straight/metrics.jsonl").read_text().splitlines()
     rollbacks = [json.loads(line)["rollbacks"] for line in lines]
@@ -257,14 +257,14 @@ def test_a_spike_is_told_or_left_out_or_too_many(world: Callable, tmp_path: Path
     skipped = ended["skip"]
     assert len(warned.said) == 1
     assert warned.skipped_steps == 0
-    assert skipped.said == [f"{warned.said[0]}; its update is left out"]
+    assert skipped.said == [f"{warned.said[0]}; step skipped"]
     assert skipped.skipped_steps == 1
     same = [step for step in warned.curve if warned.curve[step] == skipped.curve[step]]
     assert same == list(range(1, SPIKED + 1))
     assert ended["resumed"].curve == {step: skipped.curve[step] for step in (19, 20)}
     assert ended["resumed"].skipped_steps == 1
-    assert "it is number 2 in a row, more than train.spikes_in_a_row = 1" in ended["too many"].error
+    assert "2 spikes in a row, more than train.spikes_in_a_row = 1" in ended["too many"].error
     early = ended["early"]
-    assert early.said[1:] == ["there is no checkpoint yet to go back to, so the run goes on"]
+    assert early.said[1:] == ["no checkpoint to roll back to yet; the run continues"]
     assert list(early.curve) == list(range(1, STEPS + 1))
     assert early.skipped_steps == 1

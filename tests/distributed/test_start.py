@@ -145,7 +145,7 @@ def test_all_ranks_refuse_another_model_in_the_same_words(world: Callable, tmp_p
     said = world(4).run(refused, recipe, path)
     assert len(set(said)) == 1
     lines = said[0].splitlines()
-    assert lines[0] == f"{path}: is of another model:"
+    assert lines[0] == f"{path}: is from another model:"
     for line in (
         "  model.head.weight is missing there and [128, 32] here",
         "  model.layers.*.attention.k.weight (6 tensors) is [16, 32] there and [32, 32] here",
