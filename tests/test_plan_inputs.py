@@ -156,7 +156,7 @@ BAD_INPUTS = [
         "layers.json: decoder_sparse_step = 2: must be 1, because experts must be in every layer",
     ),
     (f"--model bert.json {ON}", "model_type = bert: must be one of"),
-    (f"--model text.json {ON}", "text.json: hidden_size = big: must be a whole number"),
+    (f"--model text.json {ON}", "text.json: hidden_size = big: must be an integer"),
     (f"--model cut.json {ON}", "cut.json: cannot be read as JSON (Unterminated string"),
     (f"--model heads.json {ON}", "heads.json: head_dim = 0: must be at least 1"),
     (f"--model factor.json {ON}", "factor.json: rope_scaling.factor = big: must be a number"),

@@ -24,7 +24,7 @@ _WORDS = {
     "less than or equal to": "at most",
     "greater than": "above",
     "less than": "below",
-    "a valid integer": "a whole number",
+    "a valid integer": "an integer",
     "a valid number": "a number",
     "a valid string": "text",
     "a valid boolean": "true or false",

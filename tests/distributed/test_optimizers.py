@@ -187,6 +187,6 @@ def other_optimizer(path: Path) -> tuple[str, list[str]]:
 
 def test_a_checkpoint_of_another_optimizer_is_refused(world: Callable, tmp_path: Path) -> None:
     message, names = world(1).run(other_optimizer, tmp_path / "step_00000000")[0]
-    wanted = "optimizer = sgd in the checkpoint, but adamw in this recipe; resume with that optimizer.name"
+    wanted = "optimizer = sgd in the checkpoint, but adamw in this recipe; resume with that"
     assert wanted in message
     assert names == ["model.embed.weight", "optimizer.momentum_buffer.embed.weight"]

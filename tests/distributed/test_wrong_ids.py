@@ -88,8 +88,8 @@ def run_all() -> list[tuple[list[int], list[str]]]:
 def test_all_ranks_stop_alike_at_an_id_that_one_of_them_reads(world: Callable) -> None:
     has = f"model.vocab = {VOCAB} has ids 0 to {VOCAB - 1}; try"
     steps = [
-        f"token id 130 at sample 14: {has} model.vocab=401 or more, or data encoded with this model's "
-        "tokenizer",
+        f"token id 130 at sample 14: {has} model.vocab=401 or more, or data encoded with this "
+        "model's tokenizer",
         f"token id -3 at sample 23: {has} data encoded with this model's tokenizer",
     ]
     for rank, answers in enumerate(world(4).run(run_all)):
