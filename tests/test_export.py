@@ -188,7 +188,7 @@ def test_a_run_that_could_not_export_is_refused_before_it_starts() -> None:
     checkpoint = replace(RECIPE.checkpoint, every=None)
     with pytest.raises(
         ConfigError,
-        match="checkpoint.export = last: needs checkpoint.every.*try checkpoint.every=100",
+        match="checkpoint.export = last: only used with checkpoint.every.*try checkpoint.every=100",
     ):
         validate(replace(RECIPE, checkpoint=checkpoint))
     model = replace(RECIPE.model, qk_norm=True, qkv_bias=True)

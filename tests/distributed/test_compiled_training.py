@@ -89,6 +89,7 @@ def test_what_is_compiled_trains_as_what_is_not(world: Callable, parallel: Paral
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
-        ConfigError, match=re.escape("there is no no-such-compiler on PATH; install it")
+        ConfigError,
+        match=re.escape("requires a C++ compiler, but no-such-compiler is not on PATH; install it"),
     ):
         check_compiler()
