@@ -133,6 +133,8 @@ def _line(owner: Any, error: Mapping[str, Any], settings: Sequence[Setting]) -> 
         if givers and name == listed:
             name = givers[-1].key
         return f"{shown(name)}{origin}: unknown key; {advice_on(name, keys_of(owner))}"
+    if error["type"] == "json_invalid":
+        return "a key or value is not valid text; use characters of UTF-8"
     key = keys_of(owner)[".".join(part for part in error["loc"] if isinstance(part, str))]
     rule = error["msg"]
     for theirs, ours in _WORDS.items():

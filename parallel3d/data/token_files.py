@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, ClassVar, Literal
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -37,6 +38,7 @@ TOKENIZER_JSON = "tokenizer.json"
 Part = Literal["train", "validation"]
 PARTS: tuple[Part, ...] = ("train", "validation")
 PlainName = Annotated[str, AfterValidator(plain_name)]  # name of a file in the same folder
+Count = Annotated[int, Interval(ge=0, lt=2**63)]
 _OPEN_FILES = 64  # a corpus may have more shards than a process may open files
 # Megatron's header: magic, version, dtype code, number of sequences, number of document boundaries.
 _HEADER = struct.Struct("<9sQBQQ")
@@ -49,8 +51,8 @@ class Shard:
     """One file of token IDs, as described in `tokens.json`."""
 
     file: PlainName
-    tokens: int = 0
-    documents: int = 0
+    tokens: Count = 0
+    documents: Count = 0
     crc32: int = 0  # CRC-32 of the file
 
 
