@@ -169,7 +169,7 @@ class LiveRun:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         self.command.wait()
-        names = [path.name for path in self._temporary.iterdir()]
+        names = [path.name for path in self._temporary.glob("*")]
         left += [name for name in names if not name.startswith(_LEFT_BY_TORCH)]
         shutil.rmtree(self._temporary, ignore_errors=True)
         return left

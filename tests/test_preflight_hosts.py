@@ -40,6 +40,6 @@ def test_a_slow_host_and_a_link_that_is_slow_one_way_are_named(tmp_path: Path) -
     assert started[0].returncode == 0, error
     texts = [each["text"] for each in json.loads(out)["findings"]]
     assert any(text.startswith("ranks 2 and 3 (host1): matmuls") for text in texts), texts
-    assert any(text.startswith("from host1 to host0 messages go at") for text in texts), texts
+    assert any(text.startswith("from host1 to host0 messages at") for text in texts), texts
     for text in texts:
         assert not text.startswith("from host0")

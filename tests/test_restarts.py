@@ -122,10 +122,10 @@ def test_a_killed_worker_is_started_again_from_the_last_save_each_time(
         assert agent.returncode == 0, said
         assert (folder / "done").exists()
         assert losses(folder / "run") == expected
-        assert said.count("is now") == 1
+        assert said.count("moved an earlier run from") == 1
         assert (folder / "run.1").is_dir()
         assert not (folder / "run.2").exists()
-        assert "as with checkpoint.resume=auto, not none" in said
+        assert "as with checkpoint.resume=auto instead of none" in said
         assert f"resumed at step {(3 + trial) // 3 * 3} from " in said
         assert json.loads((folder / "run" / "outcome.json").read_text())["status"] == "done"
 

@@ -112,4 +112,4 @@ def test_two_seconds_without_a_link_are_no_fault_and_a_longer_cut_ends_both_side
             agent.wait(timeout=10)
     told = [recipe.with_name(f"host{n}.log").read_text() for n in (0, 1)]
     assert "host is lost or cut off" in told[0]
-    assert "its host is cut off, and its ranks end" in told[1]
+    assert "its host is cut off, so its ranks end" in told[1]
