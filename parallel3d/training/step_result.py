@@ -59,7 +59,9 @@ class StepTotals(NamedTuple):
     loss: Tensor  # Mean over the target tokens.
     grad_norm: Tensor
     tokens: Tensor
-    votes: Tensor  # Ranks that received SIGTERM. With local SGD, the mean over the replicas.
+    votes: (
+        Tensor  # Number of ranks that received SIGTERM. With local SGD, the mean over the replicas.
+    )
     refusals: Tensor  # Below 0 if any rank read an id beyond the vocabulary.
 
 

@@ -105,7 +105,7 @@ def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest
     """Returns the plan request for the same job and devices with this framework."""
     run = case.run
     layout = case.run.layout
-    if layout.cp > 1 and "cp" not in framework.axes:  # the framework evidently has the axis
+    if layout.cp > 1 and "cp" not in framework.axes:  # The published run used the axis.
         framework = replace(framework, axes=(*framework.axes, "cp"))
     fixed = Fixed()
     if not framework.is_parallel3d:

@@ -235,7 +235,7 @@ def _join(chunks: list[Path], choice: TokenizerChoice, fraction: float, result: 
                 ids = chunk["ids"]
                 lengths = chunk["lengths"]
                 hashes = chunk["hashes"]
-            if below is None:  # a single document is split
+            if below is None:  # A single document is split between the two parts.
                 held_out = min(max(round((len(ids) - 1) * fraction), 1), len(ids) - 1)
                 writer.add("train", np.append(ids[: -1 - held_out], ids[-1:]))
                 writer.add("validation", ids[-1 - held_out :])

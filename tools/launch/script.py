@@ -107,7 +107,7 @@ class Launcher:
         has_gpus = self.recipe.train.device != "cpu"
         settings = _read("gpu_settings.sh").rstrip() if has_gpus else ""
         variables = re.findall(r"(\w+)=\$\{", settings)
-        # A launcher may restart the run without telling it.
+        # A launcher may restart the run without passing checkpoint.resume.
         resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
         # seconds from the stop signal to the kill, enough for the last save
         stop_s = ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S

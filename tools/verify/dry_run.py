@@ -3,9 +3,9 @@
 The process group has the full size but sends nothing. The model, sharding, pipeline runtime,
 transport and optimizer are those of the trainer. The dry run needs neither a GPU nor much memory.
 
-Operations that depend on values read ones, such as a finite loss or a gradient norm. If the recipe
-is not for CPUs, RMSNorm is replaced by the fused GPU kernel, which saves less (`fused_rms_norm`),
-and attention uses the kernel that the table of kernels selects for a GPU."""
+Code that reads a value, such as a check for a finite loss, gets 1. If the recipe is not for CPUs,
+RMSNorm is replaced by the fused GPU kernel, which saves less (`fused_rms_norm`), and attention uses
+the kernel that the table of kernels selects for a GPU."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ShapesOnly(FakeTensorMode):
     mesh, are executed, and reading a fake tensor returns 1 or True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # lift_fresh is torch.tensor(1.0)
+        # lift_fresh creates a constant, which must stay fake.
         if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:
             tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             if tensors and all(type(tensor) is Tensor for tensor in tensors):

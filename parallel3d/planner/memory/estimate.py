@@ -143,7 +143,7 @@ class RankEstimate:
         end_sent = self._sent(backward, end)
         end_made = states.item * end.numel * states.is_sharded
         if backward.kind is Kind.WEIGHT:
-            made = 0  # created by all blocks at once
+            made = 0
             if states.is_sharded and backward.has_gradients and states.item < states.master:
                 made = states.item * states.units[backward.stage].numel
             return microbatch.embedding, max(made, sent, end_sent)
