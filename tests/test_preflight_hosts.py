@@ -26,8 +26,8 @@ def test_a_slow_host_and_a_link_that_is_slow_one_way_are_named(tmp_path: Path) -
     limit = "tc qdisc add dev eth0 root tbf rate 10mbit burst 64kb latency 400ms"
     with two_hosts() as pair:
         pair.hosts[1].run(*limit.split()).check_returncode()
-        for _ in range(4):
-            pair.hosts[1].start("taskset", "-c", "1", sys.executable, "-c", "while True: pass")
+        busy = ["taskset", "-c", "1", sys.executable, "-c", "while True: pass"]
+        others = [pair.hosts[1].start(*busy) for _ in range(4)]
         started = []
         for core, host in enumerate(pair.hosts):
             pipes = {
@@ -37,6 +37,9 @@ def test_a_slow_host_and_a_link_that_is_slow_one_way_are_named(tmp_path: Path) -
             }
             started.append(host.start("taskset", "-c", str(core), *agent, **pipes))
         (out, error), *_ = [process.communicate(timeout=240) for process in started]
+        for process in others:
+            process.kill()
+            process.wait()
     assert started[0].returncode == 0, error
     texts = [each["text"] for each in json.loads(out)["findings"]]
     assert any(text.startswith("ranks 2 and 3 (host1): matmuls") for text in texts), texts
