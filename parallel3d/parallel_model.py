@@ -77,8 +77,7 @@ def parallelize(
     Args:
         model: Full model, identical on every rank, or the list of this rank's stages. Its layers
             must already be split over tp.
-        mesh: Mesh with axes among pp, dp_replicate, dp_shard and tp. Missing axes have size 1. It
-            needs dp_replicate or dp_shard.
+        mesh: Mesh with axes among pp, dp_replicate, dp_shard and tp. Missing axes have size 1.
         sharding: Data-parallel strategy (docs/reference/sharding.md).
         schedule: Pipeline schedule. Without a pipeline, microbatches run one after another.
         microbatches: Number of equal parts that each rank's batch is split into.

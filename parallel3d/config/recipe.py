@@ -300,7 +300,7 @@ class TrainConfig:
     # optimizer states. bf16_pure: everything in bfloat16.
     precision: Precision = "fp32"
     # Number of tokens whose logits are in memory at a time. None: all tokens of the microbatch, or
-    # chunks if their logits take 1 GiB or more.
+    # chunks if their logits are large: 1 GiB on a CPU, 4 GiB on a GPU with 80 GB.
     loss_chunk_tokens: Count | None = None
     # Factor of the z-loss, the squared log of the softmax normalizer, in the training loss.
     # Validation losses do not include it.
