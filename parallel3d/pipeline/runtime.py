@@ -182,11 +182,6 @@ class PipelineRuntime:
         return self._execute(schedule, Batch(inputs, None, keywords, sizes), None).outputs
 
     @property
-    def last_rank(self) -> int:
-        """Pipeline rank that holds the last stage."""
-        return self.schedule.placement[-1]
-
-    @property
     def is_last(self) -> bool:
         """True if this rank holds the last stage and so computes the loss."""
         return self.schedule.stages - 1 in self.stages
